@@ -1,0 +1,1 @@
+"""DAPO for language models, native to JAX. Importing the package loads nothing."""

@@ -1,0 +1,1 @@
+"""The papers, as pure functions of arrays and floats."""

@@ -1,0 +1,52 @@
+"""What moves between the stages. Sizes: Q prompts, G samples each, B = Q * G rows, P prompt, R response tokens."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Prompts:
+    """Q prompts, left-padded to P tokens."""
+
+    tokens: jax.Array  # [Q, P] int32
+    mask: jax.Array  # [Q, P] bool, True on real tokens
+    numbers: jax.Array  # [Q] int32, address of each prompt's random draws
+
+
+@struct.dataclass
+class Rollout:
+    """G responses to each of Q prompts: row b answers prompt b // G."""
+
+    responses: jax.Array  # [B, R] int32, right-padded
+    mask: jax.Array  # [B, R] bool, True on sampled tokens, end-of-sequence token included
+    logprobs: jax.Array  # [B, R] float32, log-probability of each token when it was sampled; 0 on padding
+    finished: jax.Array  # [B] bool, False if cut off at R tokens
+
+
+@struct.dataclass
+class Batch:
+    """Rows to train on. Rows whose mask is all False are padding and change nothing."""
+
+    prompts: jax.Array  # [B, P] int32, left-padded
+    prompt_mask: jax.Array  # [B, P] bool
+    responses: jax.Array  # [B, R] int32, right-padded
+    mask: jax.Array  # [B, R] bool, True on tokens to train on
+    old_logprobs: jax.Array  # [B, R] float32, the ratio's denominator
+    advantages: jax.Array  # [B, R] float32, 0 on padding
+
+
+@struct.dataclass
+class Mean:
+    """A mean that can be merged: the sum of some values and how many they are."""
+
+    total: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
+        """Mean of `values` where `mask` is True; what stands elsewhere, even NaN, does not count."""
+        return cls(jnp.sum(values, where=mask), jnp.sum(mask, dtype=jnp.float32))
+
+    def merge(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)

@@ -1,0 +1,107 @@
+"""Host: a generated arithmetic task whose held-out problems never occur in training."""
+
+import math
+import operator as python_operators
+import string
+
+import numpy as np
+
+from dapo_jax.data.rows import PromptRow
+
+OPERATORS = {"+": python_operators.add, "-": python_operators.sub, "*": python_operators.mul}
+COMMUTATIVE = "+*"
+
+Problem = tuple[int, str, int]  # a, operator, b
+
+
+def arithmetic_rows(
+    *, operators: str, low: int, high: int, num_train: int, num_heldout: int, seed: int, template: str
+) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out rows: distinct problems with both operands in [low, high].
+
+    A family is what may not be torn apart: a + b together with b + a, or a problem that has no second order.
+    Each family is drawn for one side only. The held-out rows do not depend on `num_train`.
+
+    Args:
+        operators: some of "+-*", each once.
+        num_train: training problems, 0 for all that are not held out.
+        template: the prompt, with the fields {a}, {operator} and {b}.
+
+    Raises:
+        ValueError: on arguments out of range, or more problems asked for than there are.
+    """
+    _check_arguments(operators, low, high, num_train, num_heldout, template)
+    span = high - low + 1
+    num_families = sum(_num_families(operator, span) for operator in operators)
+
+    def draw(stream: int, size: int) -> list[int]:
+        rng = np.random.default_rng([seed, stream])
+        return rng.choice(num_families, min(size, num_families), replace=False).tolist()
+
+    heldout: list[Problem] = []
+    heldout_families = set()
+    for index in draw(0, num_heldout):
+        if len(heldout) < num_heldout:
+            heldout += _family(index, operators, low, span)
+            heldout_families.add(index)
+    train_size = num_train + len(heldout_families) if num_train else num_families
+    train_families = [index for index in draw(1, train_size) if index not in heldout_families]
+    train = [problem for index in train_families for problem in _family(index, operators, low, span)]
+
+    if len(heldout) < num_heldout or len(train) < max(num_train, 1):
+        raise ValueError(
+            f"operators={operators!r} with operands from {low} to {high} make {len(operators) * span**2} "
+            f"problems, too few for num_train={num_train} and num_heldout={num_heldout}: lower these or "
+            "widen low..high"
+        )
+    return (
+        _rows(train[: num_train or None], "train", template),
+        _rows(heldout[:num_heldout], "heldout", template),
+    )
+
+
+def _check_arguments(
+    operators: str, low: int, high: int, num_train: int, num_heldout: int, template: str
+) -> None:
+    if not operators or len(set(operators)) < len(operators) or not set(operators) <= set(OPERATORS):
+        raise ValueError(
+            f"operators={operators!r} must be some of {''.join(OPERATORS)}, each once: correct it"
+        )
+    if low > high:
+        raise ValueError(f"low={low} must not exceed high={high}: swap them")
+    if num_train < 0 or num_heldout < 0:
+        raise ValueError(f"num_train={num_train}, num_heldout={num_heldout} must not be negative: raise them")
+    fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    if fields != {"a", "operator", "b"}:
+        raise ValueError(
+            f"template={template!r} must have the fields {{a}}, {{operator}}, {{b}} and no others: correct it"
+        )
+
+
+def _num_families(operator: str, span: int) -> int:
+    return span * (span + 1) // 2 if operator in COMMUTATIVE else span**2
+
+
+def _family(index: int, operators: str, low: int, span: int) -> list[Problem]:
+    """The problems of family number `index`, counted operator by operator."""
+    for operator in operators:
+        if index < _num_families(operator, span):
+            break
+        index -= _num_families(operator, span)
+    if operator not in COMMUTATIVE:
+        a, b = divmod(index, span)
+        return [(low + a, operator, low + b)]
+    b = (math.isqrt(8 * index + 1) - 1) // 2  # pairs a <= b in the order (0, 0), (0, 1), (1, 1), (0, 2), ...
+    a = index - b * (b + 1) // 2
+    both_orders = [(low + a, operator, low + b), (low + b, operator, low + a)]
+    return both_orders if a != b else both_orders[:1]
+
+
+def _rows(problems: list[Problem], split: str, template: str) -> list[PromptRow]:
+    rows = []
+    for index, (a, operator, b) in enumerate(problems):
+        text = template.format(a=a, operator=operator, b=b)
+        extra_info = {"split": split, "index": index, "a": a, "b": b, "operator": operator}
+        answer = str(OPERATORS[operator](a, b))
+        rows.append(PromptRow(({"role": "user", "content": text},), "arithmetic", answer, extra_info))
+    return rows

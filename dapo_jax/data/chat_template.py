@@ -1,0 +1,63 @@
+"""Host: chat messages to prompt text by a model's Jinja template, in a sandbox."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Today, as templates see it: a run that is started again tomorrow must have the same prompts. Llama's own
+# fall-back; its templates take another day as chat_template_kwargs={"date_string": ...}.
+PROMPT_DATE = datetime.datetime(2024, 7, 26)
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    special_tokens: Mapping[str, str],
+    add_generation_prompt: bool = True,
+    **chat_template_kwargs: Any,
+) -> str:
+    """The text of `messages`, by default up to where the assistant's answer begins.
+
+    Args:
+        special_tokens: bos_token, eos_token and the like, as the template names them.
+        chat_template_kwargs: further variables of the template (for example enable_thinking=False).
+
+    Raises:
+        ValueError: if the template refuses the messages or is broken.
+    """
+    variables = {"tools": None, "documents": None, **special_tokens, **chat_template_kwargs}
+    variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+    try:
+        return _compiled(template).render(variables)
+    except Exception as error:  # a template is a foreign program: anything can come out of it
+        roles = [message.get("role") for message in messages]
+        raise ValueError(
+            f"the chat template failed on messages with roles {roles}: {type(error).__name__}: {error}. "
+            "Change the messages, data.system_prompt or data.chat_template_kwargs, or the model's template"
+        ) from error
+
+
+@functools.lru_cache
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = PROMPT_DATE.strftime
+    return environment.from_string(template)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Plain JSON; Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -1,0 +1,29 @@
+"""Host: which row the prompt of a given number is."""
+
+import grain
+import numpy as np
+
+
+class PromptOrder:
+    """An endless order of rows: prompt number q lies in epoch q // num_rows; each epoch has every row once.
+
+    A pure function of (num_rows, seed, shuffle) and q: any prompt is found at once, and nothing is saved.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, shuffle: bool):
+        if num_rows < 1:
+            raise ValueError(f"num_rows={num_rows} must be at least 1: give the data set rows")
+        self.num_rows = num_rows
+        rows = grain.MapDataset.range(num_rows)
+        if shuffle:
+            # grain permutes epoch e by its seed + e; hashed, or seed 1 would begin with epoch 1 of seed 0.
+            rows = rows.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        self._rows = rows.repeat()
+
+    def row(self, q: int) -> int:
+        """The row of prompt number `q`, counted from 0."""
+        return self._rows[q]  # pyright: ignore[reportReturnType]
+
+    def epoch(self, q: int) -> float:
+        """How often the rows have been gone through before prompt number `q`."""
+        return q / self.num_rows

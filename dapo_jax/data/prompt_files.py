@@ -1,0 +1,128 @@
+"""Host: prompt files in verl's schema (Parquet or JSON Lines) to rows."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from dapo_jax.data.rows import PromptRow
+
+MAX_REPORTED_PROBLEMS = 10
+
+
+def read_prompt_files(
+    paths: Sequence[str], *, prompt_key: str = "prompt", max_samples: int = -1
+) -> list[PromptRow]:
+    """The rows of all files, in order; only the first `max_samples` of them unless it is -1.
+
+    A row has `prompt` (text, or a list of {role, content}; `prompt_key` names another column), `data_source`,
+    `reward_model.ground_truth` (text or a number) and, optionally, `extra_info`.
+
+    Raises:
+        ValueError: naming file, row and field of the first bad rows; or a missing, empty or unknown file.
+    """
+    if max_samples != -1 and max_samples < 1:
+        raise ValueError(f"max_samples={max_samples} must be -1 (all rows) or at least 1: correct it")
+    rows: list[PromptRow] = []
+    problems: list[str] = []
+    for path in map(Path, paths):
+        for number, record in _records(path):
+            if len(rows) == max_samples or len(problems) >= MAX_REPORTED_PROBLEMS:
+                break
+            row, row_problems = _prompt_row(record, prompt_key)
+            problems += [f"{path} row {number}: {problem}" for problem in row_problems]
+            if row is not None:
+                rows.append(row)
+    if problems:
+        raise ValueError("bad rows in prompt files (the first row is 1):\n  " + "\n  ".join(problems))
+    if not rows:
+        raise ValueError(f"prompt files {[str(path) for path in paths]} hold no rows: name files that do")
+    return rows
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    """(row number from 1, decoded row) of one file; an undecodable line comes as its JSONDecodeError."""
+    readers = {".parquet": _parquet_records, ".jsonl": _json_lines_records, ".json": _json_lines_records}
+    if path.suffix not in readers:
+        raise ValueError(
+            f"prompt file {path} ends in {path.suffix!r}, must end in one of {', '.join(readers)}: convert it"
+        )
+    if not path.is_file():
+        raise ValueError(f"prompt file {path} does not exist: correct the path or prepare the data")
+    return readers[path.suffix](path)
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[int, Any]]:
+    with pq.ParquetFile(path) as file:
+        batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+        yield from enumerate((record for batch in batches for record in batch), start=1)
+
+
+def _json_lines_records(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    yield number, error
+
+
+def _prompt_row(record: Any, prompt_key: str) -> tuple[PromptRow | None, list[str]]:
+    """The row, or None and what is wrong with it."""
+    if not isinstance(record, dict):
+        found = record if isinstance(record, json.JSONDecodeError) else f"a {type(record).__name__}"
+        return None, [f"must be a JSON object, not {found}: write one object on each line"]
+    reward_model, extra_info = record.get("reward_model"), record.get("extra_info")
+    prompt: Any = record.get(prompt_key)
+    data_source: Any = record.get("data_source")
+    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    extra_info = {} if extra_info is None else extra_info
+    problems = []
+    if not (_is_text(prompt) or _is_chat(prompt)):
+        problems.append(
+            f"{prompt_key} {_found(prompt)}, must be non-empty text or a list of messages, each with text as "
+            "role and content: correct the row or set data.prompt_key to the column that holds the prompt"
+        )
+    if not _is_text(data_source):
+        problems.append(f"data_source {_found(data_source)}, must be non-empty text: name the row's task")
+    if not (_is_text(ground_truth) or _is_finite_number(ground_truth)):
+        problems.append(
+            f"reward_model.ground_truth {_found(ground_truth)}, must be non-empty text or a finite number: "
+            "write the expected answer as reward_model={'ground_truth': answer}"
+        )
+    if not isinstance(extra_info, dict):
+        problems.append(f"extra_info {_found(extra_info)}, must be an object: write one or leave it out")
+    if problems:
+        return None, problems
+    if not isinstance(prompt, str):  # a Parquet column gives every message the union of all keys
+        prompt = tuple({key: value for key, value in entry.items() if value is not None} for entry in prompt)
+    return PromptRow(prompt, data_source, str(ground_truth), extra_info), []
+
+
+def _found(value: Any) -> str:
+    return "is missing" if value is None else f"is {str(value)[:60]!r} ({type(value).__name__})"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_chat(value: Any) -> bool:
+    """True for a non-empty list of messages. The content may be empty, the role may not."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(entry, dict) and _is_text(entry.get("role")) and isinstance(entry.get("content"), str)
+            for entry in value
+        )
+    )
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value)

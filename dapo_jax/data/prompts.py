@@ -1,0 +1,114 @@
+"""Host: rows to token ids, with what becomes of prompts that are too long."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapo_jax.data.rows import PromptRow, duplicate_rows, prompt_identity
+from dapo_jax.data.tokenizer import Tokenizer
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Rows and the token ids of their prompts, in the same order. Equal prompts share one list of ids."""
+
+    rows: list[PromptRow]
+    tokens: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What `tokenize_prompts` met and did, in rows; lengths are before anything was dropped or cut."""
+
+    num_rows: int
+    num_duplicates: int  # same prompt and ground truth as an earlier row
+    num_overlong: int  # more than max_prompt_length tokens
+    num_filtered: int  # overlong and dropped
+    num_truncated: int  # overlong and cut
+    max_length: int  # tokens of the longest prompt
+
+
+def tokenize_prompts(
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_length: int,
+    truncation: str,
+    filter_overlong: bool,
+    system_prompt: str | None,
+    chat_template_kwargs: Mapping[str, Any],
+) -> tuple[PromptSet, PromptReport]:
+    """Tokenises all prompts; none of the result is empty or longer than `max_prompt_length` tokens.
+
+    Args:
+        truncation: what to do with a longer prompt: "error", or cut it on the "left", on the "right" or in
+            the "middle" (as verl, half of the limit is kept at each end, the odd token at the right).
+        filter_overlong: drop longer prompts instead.
+
+    Raises:
+        ValueError: on a longer prompt with "error", an empty prompt, or if no prompt is left.
+    """
+    if truncation not in TRUNCATIONS:
+        raise ValueError(f"truncation={truncation!r} must be one of {', '.join(TRUNCATIONS)}: correct it")
+    if max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length={max_prompt_length} must be at least 1: raise it")
+    known: dict[str, list[int]] = {}  # published data sets repeat a prompt up to a hundred times
+    encoded = []
+    for row in rows:
+        identity = prompt_identity(row.prompt)
+        if identity not in known:
+            known[identity] = tokenizer.encode_prompt(
+                row.prompt, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
+            )
+        encoded.append(known[identity])
+    overlong = [index for index, tokens in enumerate(encoded) if len(tokens) > max_prompt_length]
+    max_length = max(map(len, encoded), default=0)
+    if [] in encoded:
+        raise ValueError(f"the prompt of row {encoded.index([])} (from 0) has no tokens: fill or remove it")
+    if overlong and truncation == "error" and not filter_overlong:
+        raise ValueError(
+            f"{len(overlong)} of {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} "
+            f"tokens (longest {max_length}; first row {overlong[0]}, from 0): raise data.max_prompt_length, "
+            "drop them by data.filter_overlong_prompts=True, or cut them by data.truncation=left|right|middle"
+        )
+    dropped = set(overlong) if filter_overlong else set()
+    kept = [index for index in range(len(rows)) if index not in dropped]
+    if not kept:
+        raise ValueError(
+            f"no prompt is left: {len(rows)} rows, {len(overlong)} of them longer than "
+            f"max_prompt_length={max_prompt_length} and dropped: give rows or raise data.max_prompt_length"
+        )
+    report = PromptReport(
+        num_rows=len(rows),
+        num_duplicates=duplicate_rows(rows),
+        num_overlong=len(overlong),
+        num_filtered=len(dropped),
+        num_truncated=len(overlong) - len(dropped),
+        max_length=max_length,
+    )
+    logger.info("prompts: %s", report)
+    if report.num_duplicates:
+        logger.warning(
+            "%d of %d prompts repeat an earlier row's prompt and ground truth",
+            report.num_duplicates,
+            len(rows),
+        )
+    tokens = [truncate(encoded[index], max_prompt_length, truncation) for index in kept]
+    return PromptSet([rows[index] for index in kept], tokens), report
+
+
+def truncate(tokens: list[int], limit: int, side: str) -> list[int]:
+    """`tokens` cut to `limit` on the "left", on the "right" or in the "middle"; as they are if they fit."""
+    if len(tokens) <= limit:
+        return tokens
+    head = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    tail = limit - head
+    return tokens[:head] + tokens[len(tokens) - tail :]

@@ -1,0 +1,195 @@
+"""Host: text to token ids and back, for Hugging Face directories, GGUF files and a toy alphabet."""
+
+import functools
+import json
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
+
+from dapo_jax.data import gguf_tokenizer
+from dapo_jax.data.chat_template import render
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A `tokenizers.Tokenizer` and what a model's files say about its use."""
+
+    backend: tokenizers.Tokenizer
+    eos_ids: tuple[int, ...]  # each of them ends a response
+    pad_id: int  # may be one of eos_ids
+    special_tokens: Mapping[str, str]  # bos_token, eos_token and the like, as chat templates name them
+    add_bos: bool  # True if plain text begins with the bos token
+    chat_template: str | None
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return 1 + max(self.backend.get_vocab().values())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; adds none, but knows the special tokens that stand in the text."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. An id beyond the vocabulary (a padded model may sample one) has no text."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def encode_prompt(
+        self,
+        prompt: Sequence[Mapping[str, Any]] | str,
+        *,
+        system_prompt: str | None,
+        chat_template_kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """Token ids of chat messages, up to where the answer begins, or of plain text as it is.
+
+        `system_prompt` goes before messages that have no system message; None leaves that to the template.
+        Plain text gets neither template nor system prompt.
+        """
+        if isinstance(prompt, str):
+            bos = self.encode(self.special_tokens["bos_token"]) if self.add_bos else []
+            return bos + self.encode(prompt)
+        if self.chat_template is None:
+            raise ValueError(
+                "the tokenizer has no chat template, but the prompt is a list of messages: use an instruct "
+                "model, give prompts as plain text, or add chat_template.jinja to the model's directory"
+            )
+        messages = list(prompt)
+        if system_prompt is not None and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        text = render(
+            self.chat_template, messages, special_tokens=self.special_tokens, **chat_template_kwargs
+        )
+        return self.encode(text)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory or a GGUF file.
+
+    Raises:
+        ValueError: if `path` is neither, or something that is needed is missing in it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        tokenizer = _from_directory(path)
+    elif path.suffix == ".gguf" and path.is_file():
+        tokenizer = _from_gguf(path)
+    else:
+        raise ValueError(
+            f"tokenizer path {str(path)!r} must be an existing directory with tokenizer.json or an existing "
+            ".gguf file: correct the path or download the model first"
+        )
+    for index in tokenizer.eos_ids:
+        if tokenizer.backend.id_to_token(index) is None:
+            raise ValueError(
+                f"{path}: eos_token_id={index} must be a token of the tokenizer: correct its files"
+            )
+    for name in ("bos_token", "eos_token", "pad_token"):
+        text = tokenizer.special_tokens.get(name)
+        if text is not None and tokenizer.backend.token_to_id(text) is None:
+            raise ValueError(f"{path}: {name}={text!r} must be a token of the tokenizer: correct its files")
+    if tokenizer.add_bos and "bos_token" not in tokenizer.special_tokens:
+        raise ValueError(f"{path}: add_bos_token is true, so there must be a bos_token: name it or set false")
+    return tokenizer
+
+
+def character_tokenizer() -> Tokenizer:
+    """One token a character, for tiny models that need no files. Messages are joined by newlines."""
+    special_tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    alphabet = string.digits + "+-*= " + string.ascii_lowercase + "?.,:\n"
+    vocab = {token: index for index, token in enumerate([*special_tokens.values(), *alphabet])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(list(special_tokens.values()))
+    return Tokenizer(
+        backend=backend,
+        eos_ids=(vocab["<eos>"],),
+        pad_id=vocab["<pad>"],
+        special_tokens=special_tokens,
+        add_bos=False,
+        chat_template="{{ messages | map(attribute='content') | join('\\n') }}",
+    )
+
+
+def _from_directory(directory: Path) -> Tokenizer:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{directory} has no tokenizer.json: save the model's fast tokenizer there by AutoTokenizer"
+        )
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    settings = _read_json(directory / "tokenizer_config.json")
+    special_tokens = {}
+    for name, token in settings.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            special_tokens[name] = text
+    eos_ids = _directory_eos_ids(directory, backend, special_tokens)
+    pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
+    add_bos = settings.get("add_bos_token")
+    if add_bos is None:  # then the post-processor of tokenizer.json decides
+        first = backend.encode("").tokens[:1]
+        add_bos = first != [] and first == [special_tokens.get("bos_token")]
+    return Tokenizer(
+        backend=backend,
+        eos_ids=eos_ids,
+        pad_id=eos_ids[0] if pad_id is None else pad_id,
+        special_tokens=special_tokens,
+        add_bos=add_bos,
+        chat_template=_directory_chat_template(directory, settings.get("chat_template")),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _directory_eos_ids(
+    directory: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
+) -> tuple[int, ...]:
+    """From the first file that says: generation_config.json, config.json, tokenizer_config.json."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(directory / name).get("eos_token_id")
+        if eos not in (None, []):
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    eos = backend.token_to_id(special_tokens.get("eos_token", ""))
+    if eos is None:
+        raise ValueError(
+            f"{directory} names no end-of-sequence token: give eos_token_id in generation_config.json or "
+            "config.json, or eos_token in tokenizer_config.json"
+        )
+    return (eos,)
+
+
+def _directory_chat_template(directory: Path, configured: str | list[dict[str, str]] | None) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json's; of several named ones the default."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    if isinstance(configured, list):
+        return {entry["name"]: entry["template"] for entry in configured}.get("default")
+    return configured
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    metadata = gguf_tokenizer.read_tokenizer_metadata(path)
+    backend = gguf_tokenizer.byte_level_bpe(metadata)
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids: dict[str, Any] = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
+    eos, eot = ids["eos_token"], metadata.get("ggml.eot_token_id")
+    return Tokenizer(
+        backend=backend,
+        eos_ids=(eos,) if eot in (None, eos) else (eos, eot),
+        pad_id=eos if ids["pad_token"] is None else ids["pad_token"],
+        special_tokens={name: metadata["ggml.tokens"][i] for name, i in ids.items() if i is not None},
+        add_bos=metadata.get("ggml.add_bos_token", metadata["ggml.pre"] in gguf_tokenizer.LLAMA3),
+        chat_template=metadata.get("chat_template"),
+    )

@@ -1,0 +1,137 @@
+"""Host: the sizes and switches of a decoder-only transformer, read from a Hugging Face config.json."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Frequency scaling of Llama 3.1 (long wavelengths are stretched by `factor`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """V vocabulary, D hidden, F feed-forward, L layers, N query heads, K key-value heads, H head size."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: Llama3RopeScaling | None = None
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+
+
+# Hugging Face architecture name -> (family, qkv_bias, qk_norm)
+FAMILIES = {
+    "LlamaForCausalLM": ("llama", False, False),
+    "MistralForCausalLM": ("mistral", False, False),
+    "Qwen2ForCausalLM": ("qwen2", True, False),
+    "Qwen3ForCausalLM": ("qwen3", False, True),
+}
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+)
+
+
+def read_architecture(directory: str | Path) -> Architecture:
+    """The architecture described by `directory`/config.json. ValueError names what is not supported."""
+    path = Path(directory) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: model.path must be a Hugging Face model directory")
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}): download it again") from error
+    return architecture_from_hf(hf)
+
+
+def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
+    """Translates a Hugging Face config, in the spelling before or after transformers 5."""
+    names = hf.get("architectures") or []
+    if len(names) != 1 or names[0] not in FAMILIES:
+        raise ValueError(f"architectures={names} is not supported: choose one of {sorted(FAMILIES)}")
+    family, qkv_bias, qk_norm = FAMILIES[names[0]]
+    rope = hf.get("rope_parameters") or {}
+    scaling = hf.get("rope_scaling") or rope
+    problems = _unsupported(hf, family) + _unsupported_rope(scaling)
+    if problems:
+        raise ValueError(f"{names[0]} with " + "; ".join(problems))
+    return Architecture(
+        family=family,
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+        rms_norm_eps=hf["rms_norm_eps"],
+        tie_embeddings=hf.get("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        rope_scaling=_llama3_scaling(scaling) if _rope_type(scaling) == "llama3" else None,
+        initializer_range=hf.get("initializer_range", 0.02),
+    )
+
+
+def _rope_type(scaling: dict[str, Any]) -> str:
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def _llama3_scaling(scaling: dict[str, Any]) -> Llama3RopeScaling:
+    return Llama3RopeScaling(**{field.name: scaling[field.name] for field in fields(Llama3RopeScaling)})
+
+
+def _unsupported_rope(scaling: dict[str, Any]) -> list[str]:
+    kind = _rope_type(scaling)
+    if kind not in ("default", "llama3"):
+        return [f"rope_type={kind!r}: only 'default' and 'llama3' are supported"]
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        return [f"partial_rotary_factor={scaling['partial_rotary_factor']}: only 1.0 is supported"]
+    needed = fields(Llama3RopeScaling) if kind == "llama3" else ()
+    return [f"no {field.name} for its llama3 rope scaling" for field in needed if field.name not in scaling]
+
+
+def _unsupported(hf: dict[str, Any], family: str) -> list[str]:
+    problems = [f"no {name}" for name in REQUIRED if name not in hf]
+    if hf.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={hf['hidden_act']!r}: only 'silu' is supported")
+    for name in ("attention_bias", "mlp_bias"):
+        if hf.get(name):
+            problems.append(f"{name}=true: only the query, key and value biases of Qwen2 are supported")
+    window_used = hf.get("use_sliding_window", family == "mistral")
+    if hf.get("sliding_window") is not None and window_used:
+        problems.append(f"sliding_window={hf['sliding_window']}: only full attention is supported")
+    if any(kind != "full_attention" for kind in hf.get("layer_types") or []):
+        problems.append(f"layer_types={sorted(set(hf['layer_types']))}: only full_attention is supported")
+    return problems

@@ -1,0 +1,105 @@
+"""Host: parameters from the tensors of a model file, checked by name and shape, one leaf at a time."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import Weight, unflatten, weight_table
+
+Place = Callable[[Weight, np.ndarray], jax.Array]
+Shape = tuple[int, ...]
+MAX_PROBLEMS = 10
+LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: its shape, and a function that reads it in any floating-point dtype."""
+
+    shape: Shape
+    read: Callable[[], np.ndarray]
+
+
+def assemble(
+    source: Path,
+    arch: Architecture,
+    tensors: Mapping[str, StoredTensor],
+    template: Callable[[Weight], str],
+    place: Place,
+    *,
+    unused: Mapping[str, Shape] | None = None,
+    problems: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The parameters of `arch` in float32, from the tensors of `source`.
+
+    The host holds one leaf (of stacked weights: all layers of one projection) and one tensor at a time.
+
+    Args:
+        template: the tensor name of a weight, with {layer} in it if there is one tensor per layer.
+        place: puts one whole leaf on the devices.
+        unused: name and expected shape of tensors that may be there and are not read.
+        problems: what the caller has already found wrong with the tensors.
+
+    Raises:
+        ValueError: `problems`, and each missing, unknown or misshapen tensor, up to ten together.
+    """
+    names = {weight: tensor_names(weight, template(weight)) for weight in weight_table(arch)}
+    expected = {name: weight.hf_shape for weight in names for name in names[weight]}
+    found = [*problems, *_mismatches(tensors, expected, unused or {})]
+    if found:
+        more = [f"and {len(found) - MAX_PROBLEMS} more"] if len(found) > MAX_PROBLEMS else []
+        raise ValueError(f"{source} does not fit the model: " + "; ".join(found[:MAX_PROBLEMS] + more))
+
+    def leaves() -> Iterator[tuple[Weight, jax.Array]]:
+        for weight in names:
+            stored = [tensors[name] for name in names[weight]]
+            placed = jax.block_until_ready(place(weight, _read_leaf(weight, stored)))
+            gc.collect(generation=0)  # only now does JAX let go of the copy on the host
+            yield weight, placed
+
+    return unflatten(leaves())
+
+
+def tensor_names(weight: Weight, template: str) -> list[str]:
+    """The tensors that make up a leaf: one per layer if it is stacked."""
+    if not weight.stacked:
+        return [template]
+    return [template.format(layer=layer) for layer in range(weight.shape[0])]
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    """The error for a file that its format's reader rejects, with the cure."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return ValueError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull'")
+    return ValueError(f"{path} is damaged or incomplete ({error}): download it again")
+
+
+def _mismatches(
+    tensors: Mapping[str, StoredTensor], expected: Mapping[str, Shape], unused: Mapping[str, Shape]
+) -> Iterator[str]:
+    for name, shape in expected.items():
+        if name not in tensors:
+            yield f"tensor {name} of shape {shape} is missing"
+    for name, tensor in tensors.items():
+        shape = expected.get(name, unused.get(name))
+        if shape is None:
+            yield f"tensor {name} of shape {tensor.shape} is unknown"
+        elif tensor.shape != shape:
+            yield f"tensor {name} has shape {tensor.shape}, expected {shape}"
+
+
+def _read_leaf(weight: Weight, tensors: Sequence[StoredTensor]) -> np.ndarray:
+    leaf = np.empty(weight.shape, np.float32)
+    for part, tensor in zip(leaf if weight.stacked else [leaf], tensors, strict=True):
+        if weight.transposed:
+            part.reshape(weight.hf_shape[::-1])[...] = tensor.read().T
+        else:
+            part.reshape(weight.hf_shape)[...] = tensor.read()
+    return leaf

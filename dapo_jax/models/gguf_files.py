@@ -1,0 +1,141 @@
+"""Host: architecture and dequantised parameters from a GGUF file, the format of llama.cpp."""
+
+from collections.abc import Container
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.models.architecture import FAMILIES, Architecture
+from dapo_jax.models.assemble import Place, StoredTensor, assemble, unreadable
+
+# general.architecture -> Hugging Face architecture; Mistral is stored as llama
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+REQUIRED = (
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+
+# last part of a weight's path -> tensor name
+TENSOR_NAMES = {
+    "embedding": "token_embd.weight",
+    "attention_norm": "blk.{layer}.attn_norm.weight",
+    "query": "blk.{layer}.attn_q.weight",
+    "key": "blk.{layer}.attn_k.weight",
+    "value": "blk.{layer}.attn_v.weight",
+    "query_bias": "blk.{layer}.attn_q.bias",
+    "key_bias": "blk.{layer}.attn_k.bias",
+    "value_bias": "blk.{layer}.attn_v.bias",
+    "query_norm": "blk.{layer}.attn_q_norm.weight",
+    "key_norm": "blk.{layer}.attn_k_norm.weight",
+    "output": "blk.{layer}.attn_output.weight",
+    "mlp_norm": "blk.{layer}.ffn_norm.weight",
+    "gate": "blk.{layer}.ffn_gate.weight",
+    "up": "blk.{layer}.ffn_up.weight",
+    "down": "blk.{layer}.ffn_down.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+}
+
+
+def read_gguf_architecture(path: str | Path) -> Architecture:
+    """The architecture described by the metadata of a GGUF file. ValueError names what is not supported."""
+    reader = _open(path)
+    field = reader.get_field("general.architecture")
+    name = field and field.contents()
+    if name not in ARCHITECTURES:
+        raise ValueError(f"{path}: general.architecture={name!r} must be one of {sorted(ARCHITECTURES)}")
+    family, qkv_bias, qk_norm = FAMILIES[ARCHITECTURES[name]]
+    keys = [key for key in reader.fields if key.startswith(f"{name}.")]
+    values = {key.removeprefix(f"{name}."): reader.fields[key].contents() for key in keys}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    problems = _unsupported(values, tensors)
+    if problems:
+        raise ValueError(f"{path} ({name}): {'; '.join(problems)}: use the model's Hugging Face directory")
+    hidden_size, num_heads = values["embedding_length"], values["attention.head_count"]
+    return Architecture(
+        family=family,
+        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
+        hidden_size=hidden_size,
+        intermediate_size=values["feed_forward_length"],
+        num_layers=values["block_count"],
+        num_heads=num_heads,
+        num_kv_heads=values.get("attention.head_count_kv", num_heads),
+        head_dim=_head_dim(values),
+        rope_theta=values.get("rope.freq_base", 10000.0),
+        rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
+        tie_embeddings="output.weight" not in tensors,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _head_dim(values: dict[str, Any]) -> int:
+    return values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
+
+
+def _unsupported(values: dict[str, Any], tensors: Container[str]) -> list[str]:
+    problems = [f"{key} is missing" for key in REQUIRED if key not in values]
+    for key, value in values.items():
+        if isinstance(value, list):
+            problems.append(f"{key}={value}: must be one value, the same for all layers")
+    if "token_embd.weight" not in tensors:
+        problems.append("tensor token_embd.weight is missing")
+    if problems:
+        return problems
+    scaling = {key: value for key, value in values.items() if key.startswith("rope.scal")}
+    if scaling and scaling.get("rope.scaling.type") != "none":
+        problems.append(f"{scaling}: scaled rotary embeddings are not supported here")
+    if "rope_freqs.weight" in tensors:
+        problems.append("tensor rope_freqs.weight: scaled rotary embeddings are not supported here")
+    rotated = values.get("rope.dimension_count", _head_dim(values))
+    if rotated != _head_dim(values):
+        problems.append(f"rope.dimension_count={rotated}: must be the head size, {_head_dim(values)}")
+    window = values.get("attention.sliding_window")
+    if window:
+        problems.append(f"attention.sliding_window={window}: only full attention is supported")
+    return problems
+
+
+def load_gguf(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
+    """The float32 parameters of `arch` from a GGUF file, dequantised tensor by tensor.
+
+    ValueError names tensors that are missing, unknown, misshapen, or of a type that gguf cannot dequantise.
+    """
+    # For llama only, the converter of llama.cpp interleaves the two halves of each head's query and key rows.
+    interleaved = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if arch.family == "llama" else {}
+    tensors = {}
+    for tensor in _open(path).tensors:
+        heads = interleaved.get(tensor.name.removesuffix(".weight").rpartition(".")[2])
+        # GGUF lists the dimensions from the innermost to the outermost.
+        tensors[tensor.name] = StoredTensor(tuple(tensor.shape[::-1].tolist()), partial(_read, tensor, heads))
+    return assemble(Path(path), arch, tensors, lambda weight: TENSOR_NAMES[weight.path[-1]], place)
+
+
+def _open(path: str | Path) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(f"{path} needs the package gguf: pip install 'dapo_jax[quickstart]'") from error
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise unreadable(Path(path), error) from error
+
+
+def _read(tensor: Any, interleaved_heads: int | None) -> np.ndarray:
+    from gguf.quants import dequantize
+
+    try:
+        array = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ValueError(f"tensor {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
+    if interleaved_heads is None:
+        return array
+    rows = array.reshape(interleaved_heads, -1, 2, array.shape[-1])
+    return rows.swapaxes(1, 2).reshape(array.shape)

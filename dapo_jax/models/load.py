@@ -1,0 +1,30 @@
+"""Host: a model from a path, which is a Hugging Face model directory or a GGUF file."""
+
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.models.architecture import Architecture, read_architecture
+from dapo_jax.models.assemble import Place
+from dapo_jax.models.gguf_files import load_gguf, read_gguf_architecture
+from dapo_jax.models.safetensors_files import load_safetensors
+
+
+def read_model_architecture(path: str | Path) -> Architecture:
+    """The architecture of the model at `path`. ValueError names what is missing or not supported."""
+    return read_gguf_architecture(path) if is_gguf(path) else read_architecture(path)
+
+
+def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
+    """The float32 parameters of the model at `path`, each leaf handed to `place` as soon as it is whole."""
+    return load_gguf(path, arch, place) if is_gguf(path) else load_safetensors(path, arch, place)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """True for a GGUF file, False for a directory; ValueError for anything else."""
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return True
+    if path.is_dir():
+        return False
+    state = "is neither" if path.exists() else "does not exist"
+    raise ValueError(f"model.path={path} {state}: give a Hugging Face model directory or a .gguf file")

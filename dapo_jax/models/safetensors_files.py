@@ -1,0 +1,70 @@
+"""Host: parameters from the safetensors files of a Hugging Face model directory."""
+
+import json
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.assemble import Place, StoredTensor, assemble, unreadable
+
+DTYPES = ("F32", "F16", "BF16")
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # written by old versions of transformers; derived, not a weight
+
+
+def load_safetensors(directory: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
+    """The float32 parameters of `arch` from `directory`/model.safetensors, or from the shards of its index.
+
+    ValueError names files that are missing or damaged, and tensors that are missing, unknown, misshapen or of
+    another dtype than float32, float16 and bfloat16.
+    """
+    directory = Path(directory)
+    tensors: dict[str, StoredTensor] = {}
+    problems = []
+    with ExitStack() as stack:
+        for path in _weight_files(directory):
+            file = stack.enter_context(_open(path))
+            for name in file.keys():
+                if name.endswith(ROTARY_BUFFER):
+                    continue
+                if name in tensors:
+                    problems.append(f"tensor {name} is in more than one file")
+                header = file.get_slice(name)
+                if header.get_dtype() not in DTYPES:
+                    problems.append(f"tensor {name} has dtype {header.get_dtype()}, expected one of {DTYPES}")
+                tensors[name] = StoredTensor(tuple(header.get_shape()), partial(file.get_tensor, name))
+        # Hugging Face models with tied embeddings may store the head a second time.
+        unused = {"lm_head.weight": (arch.vocab_size, arch.hidden_size)} if arch.tie_embeddings else {}
+        return assemble(
+            directory, arch, tensors, lambda weight: weight.hf_name, place, unused=unused, problems=problems
+        )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise ValueError(
+            f"{directory} holds neither {single.name} nor {index.name}: "
+            "model.path must hold the weights as safetensors; convert other formats first"
+        )
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (json.JSONDecodeError, KeyError) as error:
+        raise unreadable(index, error) from error
+    files = [directory / name for name in sorted(set(names))]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise ValueError(f"{index} names files that are not there: {missing}: download them into {directory}")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise unreadable(path, error) from error

@@ -1,0 +1,247 @@
+"""Device: the forward pass of Llama, Mistral, Qwen2 and Qwen3; one block serves training, prefill and decode.
+
+Sizes: B rows, T tokens, D hidden, N query heads, K key-value heads, G = N // K, H head size, V vocabulary;
+for decoding Q prompts with B // Q samples each, P prompt width, W width of the generated part.
+
+Precision: operands of matrix products are in the dtype of the weight, everything else is float32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.sharding import constrain_rows
+
+Params = dict[str, Any]
+KeyValue = tuple[jax.Array, jax.Array]
+MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
+
+
+@struct.dataclass
+class LayerCache:
+    """Keys and values of one layer. The samples of a prompt share its part of the cache."""
+
+    prompt_key: jax.Array  # [Q, K, P, H]
+    prompt_value: jax.Array  # [Q, K, P, H]
+    key: jax.Array  # [B, K, W, H] of sampled tokens, written at one index for all rows
+    value: jax.Array  # [B, K, W, H]
+
+
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    arch: Architecture,
+    *,
+    remat: bool = False,
+) -> jax.Array:
+    """Hidden states [B, T, D] float32 after the final norm, under causal attention.
+
+    Args:
+        params: weights; "layers" stacked in one pytree (scanned) or a list of pytrees (unrolled).
+        tokens, positions: [B, T] int32.
+        mask: [B, T] bool, True on real tokens; padding may stand anywhere.
+        remat: recompute each layer in the backward pass instead of keeping its activations.
+    """
+    hidden, _ = _run_layers(params, tokens, positions, mask, arch, remat=remat, keep_cache=False)
+    return hidden
+
+
+def prefill(
+    params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture
+) -> tuple[jax.Array, list[KeyValue]]:
+    """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values [Q, K, P, H]."""
+    hidden, cache = _run_layers(params, tokens, positions_of(mask), mask, arch, remat=False, keep_cache=True)
+    if not isinstance(cache, list):
+        cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(arch.num_layers)]
+    return hidden[:, -1], cache
+
+
+def decode(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    prompt_mask: jax.Array,
+    caches: list[LayerCache],
+    index: jax.Array,
+    arch: Architecture,
+) -> tuple[jax.Array, list[LayerCache]]:
+    """Hidden states [B, D] of one token a row, and the caches with that token written.
+
+    Args:
+        tokens, positions: [B] int32.
+        prompt_mask: [Q, P] bool, True on real prompt tokens.
+        index: scalar, how many tokens each row has sampled before this one.
+    """
+    x = embed(params, tokens[:, None])
+    rotation = rotary(positions[:, None], arch)
+    new_caches = []
+    for layer, cache in zip(params["layers"], caches, strict=True):
+
+        def attend(query, key, value, cache=cache):
+            cache = _write(cache, key, value, index)
+            return decode_attention(query, cache, prompt_mask, index), cache
+
+        x, cache = block(x, layer, rotation, attend, arch)
+        new_caches.append(cache)
+    return rms_norm(x, params["final_norm"], arch.rms_norm_eps)[:, 0], new_caches
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
+    return matmul("...d,vd->...v", hidden, params["head"] if "head" in params else params["embedding"])
+
+
+def positions_of(mask: jax.Array) -> jax.Array:
+    """Position of each real token among those of its row, [B, T] bool -> int32; 0 on padding before them."""
+    return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+
+
+def _run_layers(params, tokens, positions, mask, arch, *, remat, keep_cache) -> tuple[jax.Array, Any]:
+    x = constrain_rows(embed(params, tokens))
+    rotation = rotary(positions, arch)
+    visible = mask[:, None, :] & jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
+
+    def layer_step(x, layer):
+        def attend(query, key, value):
+            cache = (key.swapaxes(1, 2), value.swapaxes(1, 2)) if keep_cache else None
+            return causal_attention(query, key, value, visible), cache
+
+        x, cache = block(x, layer, rotation, attend, arch)
+        return constrain_rows(x), cache
+
+    if remat:
+        layer_step = jax.checkpoint(layer_step)
+    if isinstance(params["layers"], list):
+        cache = []
+        for layer in params["layers"]:
+            x, layer_cache = layer_step(x, layer)
+            cache.append(layer_cache)
+    else:
+        x, cache = jax.lax.scan(layer_step, x, params["layers"])
+    return rms_norm(x, params["final_norm"], arch.rms_norm_eps), cache
+
+
+def block(
+    x: jax.Array,
+    layer: Params,
+    rotation: KeyValue,
+    attend: Callable[..., tuple[jax.Array, Any]],
+    arch: Architecture,
+) -> tuple[jax.Array, Any]:
+    """One transformer layer, [B, T, D] -> [B, T, D], and what `attend` returns beside its result."""
+    normed = rms_norm(x, layer["attention_norm"], arch.rms_norm_eps)
+    query = matmul("btd,dnh->btnh", normed, layer["query"])
+    key = matmul("btd,dkh->btkh", normed, layer["key"])
+    value = matmul("btd,dkh->btkh", normed, layer["value"])
+    if arch.qkv_bias:
+        query, key, value = query + layer["query_bias"], key + layer["key_bias"], value + layer["value_bias"]
+    if arch.qk_norm:
+        query = rms_norm(query, layer["query_norm"], arch.rms_norm_eps)
+        key = rms_norm(key, layer["key_norm"], arch.rms_norm_eps)
+    dtype = layer["query"].dtype
+    query, key = rotate(query, rotation).astype(dtype), rotate(key, rotation).astype(dtype)
+    attended, cache = attend(query, key, value.astype(dtype))
+    x = x + matmul("btnh,nhd->btd", attended, layer["output"])
+    normed = rms_norm(x, layer["mlp_norm"], arch.rms_norm_eps)
+    gate = jax.nn.silu(matmul("btd,df->btf", normed, layer["gate"]))
+    up = matmul("btd,df->btf", normed, layer["up"])
+    return x + matmul("btf,fd->btd", gate * up, layer["down"]), cache
+
+
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """Grouped-query attention, [B, T, N, H] x [B, T, K, H] -> [B, T, N, H] float32; visible [B, T, T]."""
+    batch, length, heads, size = query.shape
+    query = query.reshape(batch, length, key.shape[2], -1, size)
+    scores = matmul("btkgh,bskh->bkgts", query, key) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    return matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
+
+
+def decode_attention(
+    query: jax.Array, cache: LayerCache, prompt_mask: jax.Array, index: jax.Array
+) -> jax.Array:
+    """Attention of one new token a row, [B, 1, N, H] -> the same in float32.
+
+    One softmax runs over the prompt's keys, read once for all samples of the prompt, and the row's own keys.
+    """
+    rows, _, heads, size = query.shape
+    prompts, kv_heads, _, _ = cache.prompt_key.shape
+
+    def by_prompt(x: jax.Array) -> jax.Array:  # [B, K, G, X] -> [Q, K, B // Q * G, X]
+        x = x.reshape(prompts, rows // prompts, *x.shape[1:]).swapaxes(1, 2)
+        return x.reshape(prompts, kv_heads, -1, x.shape[-1])
+
+    def by_row(x: jax.Array) -> jax.Array:  # [Q, K, B // Q * G, X] -> [B, K, G, X]
+        x = x.reshape(prompts, kv_heads, rows // prompts, -1, x.shape[-1]).swapaxes(1, 2)
+        return x.reshape(rows, *x.shape[2:])
+
+    query = query.reshape(rows, kv_heads, -1, size)
+    shared = matmul("qkmh,qkph->qkmp", by_prompt(query), cache.prompt_key) * size**-0.5
+    shared = jnp.where(prompt_mask[:, None, None], shared, MASKED)
+    own = matmul("bkgh,bkwh->bkgw", query, cache.key) * size**-0.5
+    own = jnp.where(jnp.arange(own.shape[-1]) <= index, own, MASKED)
+    highest = jnp.maximum(by_row(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))
+    shared, own = jnp.exp(shared - by_prompt(highest)), jnp.exp(own - highest)
+    total = by_row(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
+    result = by_row(matmul("qkmp,qkph->qkmh", shared / by_prompt(total), cache.prompt_value))
+    result += matmul("bkgw,bkwh->bkgh", own / total, cache.value)
+    return result.reshape(rows, 1, heads, size)
+
+
+def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array) -> LayerCache:
+    """Writes one token's key and value [B, 1, K, H] at `index` of every row."""
+    update = jax.lax.dynamic_update_slice_in_dim
+    return cache.replace(
+        key=update(cache.key, key.swapaxes(1, 2), index, axis=2),
+        value=update(cache.value, value.swapaxes(1, 2), index, axis=2),
+    )
+
+
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Token embeddings [B, T, D] float32."""
+    return params["embedding"][tokens].astype(jnp.float32)
+
+
+def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """einsum with both operands in the dtype of `weight` and a float32 result."""
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    return jnp.einsum(
+        subscripts, x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last dimension, in float32 (arXiv:1910.07467)."""
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale
+
+
+def rotary(positions: jax.Array, arch: Architecture) -> KeyValue:
+    """Cosine and sine [B, T, H // 2] float32 of the rotary embedding (arXiv:2104.09864)."""
+    angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(arch)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotary_frequencies(arch: Architecture) -> np.ndarray:
+    """Angular frequency of each pair of dimensions, [H // 2] float32, with Llama 3's scaling if it is set."""
+    frequencies = arch.rope_theta ** -(np.arange(0, arch.head_dim, 2, dtype=np.float64) / arch.head_dim)
+    scaling = arch.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        smooth = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+        frequencies = frequencies * (smooth + (1 - smooth) / scaling.factor)
+    return frequencies.astype(np.float32)
+
+
+def rotate(x: jax.Array, rotation: KeyValue) -> jax.Array:
+    """Applies the rotary embedding to [B, T, heads, H]; dimension i is paired with i + H // 2."""
+    cosine, sine = (part[:, :, None] for part in rotation)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

@@ -1,0 +1,1 @@
+"""Host: where a run's numbers go: log file, metrics, TensorBoard, samples, timers and console."""

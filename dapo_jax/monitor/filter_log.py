@@ -1,0 +1,62 @@
+"""Host: the log lines of dynamic sampling, in the words that existing log parsers read.
+
+One round writes two forms of the same numbers: a block whose `Generated batch`, `Filtered (std=0)` and
+`Kept (std>0)` lines are what a DAPO log parser looks for, and one `[Dynamic Sampling]` line, which says
+neither `std=0` nor `std>0` so that no parser counts a round twice.
+"""
+
+import logging
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def log_round(
+    *,
+    step: int,
+    round_number: int,
+    num_prompts: int,
+    num_samples: int,
+    metric: str,
+    num_kept: int,
+    mean_std: float,
+    num_accumulated: int,
+    target: int,
+    last: bool = False,
+) -> None:
+    """Logs one generation round after its groups are filtered.
+
+    Args:
+        step: training step.
+        round_number: round within the step, from 1.
+        num_prompts: groups evaluated in this round.
+        num_samples: responses per group.
+        metric: name of the metric that the filter reads.
+        num_kept: groups of this round that passed the filter.
+        mean_std: mean over the round's groups of the metric's standard deviation.
+        num_accumulated: groups kept in the step so far, this round included.
+        target: groups that the step needs.
+        last: no round follows, also if the target is missed (a limit is reached or the data is at its end).
+    """
+    num_filtered = num_prompts - num_kept
+    _LOGGER.info("Generated batch %d, %d prompts, %d trajectories",
+                 round_number, num_prompts, num_prompts * num_samples)
+    _LOGGER.info("Filter groups enabled, metric=%s", metric)
+    _LOGGER.info("Filtered (std=0): %d (%.1f%%)", num_filtered, 100 * num_filtered / num_prompts)
+    _LOGGER.info("Kept (std>0): %d prompts (%.1f%%)", num_kept, 100 * num_kept / num_prompts)
+    _LOGGER.info("Mean std: %.3f", mean_std)
+    _LOGGER.info("[Dynamic Sampling] Step %d, Gen batch %d: Kept %d/%d prompts (filtered %d trajectories), "
+                 "Accumulated: %d/%d", step, round_number, num_kept, num_prompts,
+                 num_filtered * num_samples, num_accumulated, target)
+
+    enough = num_accumulated >= target
+    _LOGGER.info("num_prompt_in_batch=%d %s prompt_bsz=%d", num_accumulated, ">=" if enough else "<", target)
+    if not enough and not last:
+        _LOGGER.info("num_gen_batches=%d. Keep generating...", round_number)
+        _LOGGER.info("[Dynamic Sampling] Need more prompts, fetching next batch...")
+
+
+def log_enough(num_trajectories: int) -> None:
+    """Logs that the step has its groups and how many responses go into training."""
+    _LOGGER.info("Collected enough data. Taking first %d trajectories.", num_trajectories)
+    _LOGGER.info("[Dynamic Sampling] Accumulated enough prompts, proceeding with %d trajectories",
+                 num_trajectories)

@@ -1,0 +1,190 @@
+"""Host: a run's records in its work directory: `config.json`, `metrics.jsonl`, `tensorboard/`, `samples/`."""
+
+import json
+import logging
+import math
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX import SummaryWriter
+
+_LOGGER = logging.getLogger(__name__)
+_METRICS = "metrics.jsonl"
+_CONFIG = "config.json"
+
+
+class RunRecords:
+    """Writes the numbers and sampled texts of a run, one row a step.
+
+    Opening drops what an earlier start wrote after `resume_step`, so that a run which was stopped leaves the
+    same rows as one which was not. Write the row of a step before its checkpoint: a row too many is dropped
+    on resume, a missing one is lost.
+
+    Args:
+        workdir: the run's directory, created if needed.
+        resume_step: step of the checkpoint that the run goes on from, None if it starts at the beginning.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int | None) -> None:
+        workdir = Path(workdir)
+        self._samples = workdir / "samples"
+        self._samples.mkdir(parents=True, exist_ok=True)
+        self._last_step = -1 if resume_step is None else resume_step
+        _drop_rows_after(workdir, self._last_step)
+        for path in self._samples.glob("step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > self._last_step:
+                path.unlink()
+        self._metrics = open(workdir / _METRICS, "a", encoding="utf-8")
+        self._tensorboard = _open_tensorboard(workdir / "tensorboard", purge_step=self._last_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends the row of a step; it is on disk when this returns.
+
+        Values are numbers or scalar arrays. One that is not finite is `null` in the row and left out of
+        TensorBoard. Tags cannot hold "@" there: `mean@4` is shown as `mean_4`.
+
+        Raises:
+            TypeError: a value is not a single number.
+            ValueError: the step is not after the last one, or a metric is called "step".
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step={step} must be greater than the last step, {self._last_step}: "
+                             "write each step once, with all its metrics in one call")
+        if "step" in metrics:
+            raise ValueError('metric "step" would hide the number of the step: rename it')
+        values = {name: _to_float(name, value) for name, value in metrics.items()}
+
+        self._metrics.write(_to_json_line({"step": step, **values}))
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        self._last_step = step
+        for name, value in values.items():
+            if math.isfinite(value):
+                self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes some responses of a step with their scores, one dict of text and numbers a line."""
+        text = "".join(_to_json_line(sample) for sample in samples)
+        _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
+        self._tensorboard.add_text("samples", _to_markdown(samples), step)
+
+    def close(self) -> None:
+        """Flushes and closes all files; a second call does nothing."""
+        self._metrics.close()
+        self._tensorboard.close()
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the rows of `metrics.jsonl`; a last line that is cut off is left out.
+
+    Raises:
+        RuntimeError: another line is not JSON.
+    """
+    path = Path(workdir) / _METRICS
+    lines = path.read_bytes().splitlines()  # bytes: the cut may go through a character
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise RuntimeError(f"{path}, line {number}: not JSON ({error}): "
+                                   "only the last line may be cut off; mend or remove the line") from error
+    return rows
+
+
+def write_config(workdir: str | os.PathLike[str], config: dict[str, Any]) -> None:
+    """Writes the run's whole config, a nested dict of plain values, to `config.json`."""
+    Path(workdir).mkdir(parents=True, exist_ok=True)
+    _write_atomically(Path(workdir) / _CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) -> list[str]:
+    """Returns a line `key: recorded -> given` for each key whose value in `config.json` is another one.
+
+    Without a `config.json` there is nothing to compare and the list is empty.
+    """
+    path = Path(workdir) / _CONFIG
+    if not path.exists():
+        return []
+    recorded = _flatten(json.loads(path.read_text(encoding="utf-8")))
+    given = _flatten(json.loads(json.dumps(config)))  # tuples become lists, as in the file
+    shown = [
+        {key: repr(values[key]) if key in values else "absent" for key in recorded | given}
+        for values in (recorded, given)
+    ]
+    return [f"{key}: {shown[0][key]} -> {shown[1][key]}" for key in sorted(shown[0])
+            if shown[0][key] != shown[1][key]]
+
+
+def _drop_rows_after(workdir: Path, last_step: int) -> None:
+    path = workdir / _METRICS
+    rows = read_metrics(workdir) if path.exists() else []
+    kept = [row for row in rows if row["step"] <= last_step]
+    _write_atomically(path, "".join(_to_json_line(row) for row in kept))
+
+    if len(kept) < len(rows):
+        _LOGGER.warning("%s: %d rows from step %d on are dropped, the run does these steps again",
+                        path, len(rows) - len(kept), last_step + 1)
+    last_row = kept[-1]["step"] if kept else 0
+    if last_row < last_step:
+        _LOGGER.warning("%s: steps %d to %d have no row, the run goes on after step %d",
+                        path, last_row + 1, last_step, last_step)
+
+
+def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
+    """Starts a new event file; TensorBoard then hides what earlier files hold from `purge_step` on.
+
+    tensorboardX names files by second and host and overwrites: the suffix keeps two starts apart.
+    """
+    suffix = f".{len(list(folder.glob('events.*'))):04d}"
+    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10, filename_suffix=suffix)
+
+
+def _to_float(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str):  # float() would read it
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"metric {name!r} = {value!r} ({type(value).__name__}) must be one number") from None
+
+
+def _to_json_line(row: Mapping[str, Any]) -> str:
+    """One line of standard JSON, which has no NaN and no infinity: they become null."""
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+    values = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+              for name, value in values.items()}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _to_markdown(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Each value as a code block, so that TensorBoard shows the text as it was sampled."""
+    blocks = []
+    for number, sample in enumerate(samples):
+        blocks.append(f"### sample {number}")
+        blocks += [f"**{name}**\n\n{textwrap.indent(str(value), '    ')}" for name, value in sample.items()]
+    return "\n\n".join(blocks)
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

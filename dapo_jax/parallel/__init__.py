@@ -1,0 +1,1 @@
+"""The device mesh and how arrays lie on it."""

@@ -1,0 +1,93 @@
+"""Device: where each array lies on the mesh. One rule per logical axis; no silent replica."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dapo_jax.parallel.mesh import BATCH_AXES
+
+Rules = dict[str, str | None]
+
+TRAIN_RULES: Rules = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "norm": None,
+    "layers": None,
+}
+# Decoding keeps whole weights beside each share of the rows, split over tensor only.
+DECODE_RULES: Rules = {**TRAIN_RULES, "embed": None}
+
+
+class LogicalWeight(Protocol):
+    """What sharding needs to know of a weight."""
+
+    @property
+    def path(self) -> tuple[str, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+
+def weight_sharding(weight: LogicalWeight, mesh: Mesh, rules: Rules) -> NamedSharding:
+    """The sharding of one weight under `rules`."""
+    return NamedSharding(mesh, PartitionSpec(*(rules[axis] for axis in weight.axes)))
+
+
+def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: dict[str, int], rules: Rules) -> list[str]:
+    """One line per dimension that its mesh axis does not divide, with the cure."""
+    problems = {}
+    for weight in table:
+        for size, axis in zip(weight.shape, weight.axes, strict=True):
+            mesh_axis = rules[axis]
+            if mesh_axis is not None and size % mesh_shape[mesh_axis]:
+                problems.setdefault(
+                    (axis, mesh_axis),
+                    f"mesh.{mesh_axis}={mesh_shape[mesh_axis]} must divide the {axis} dimension of "
+                    f"{'.'.join(weight.path)}, {size}: choose a divisor of {size} for mesh.{mesh_axis}",
+                )
+    return list(problems.values())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """First dimension over the data and fsdp axes, the others whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """Inside jit: keeps the first dimension of `x` over the batch axes of the current mesh, if there is one."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+
+
+def put(tree: Any, sharding: NamedSharding) -> Any:
+    """Host arrays that every process holds whole, as device arrays with `sharding`."""
+
+    def place(array: np.ndarray) -> jax.Array:
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(place, tree)
+
+
+def fetch(tree: Any) -> Any:
+    """Replicated device arrays as NumPy arrays, on every process."""
+    return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+def jit_replicated(function: Callable, mesh: Mesh, **options: Any) -> Callable:
+    """jit whose results are whole on every device, so that each process can read them."""
+    return jax.jit(function, out_shardings=replicated(mesh), **options)

@@ -1,0 +1,32 @@
+"""Host: the answer check for arithmetic tasks: the last number of the solution is the answer."""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+_NUMBER = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_BINARY_MINUS = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9][ \t]+)[-\N{MINUS SIGN}]\Z")
+
+
+def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """1 if the last number in the solution equals the ground truth, else 0. Thousands commas are accepted.
+
+    A minus directly before the digits is a sign (`= -5`), unless it stands behind an operand (`7-5`, `7 -5`).
+    """
+    try:
+        expected = Decimal(ground_truth.replace(",", ""))
+    except InvalidOperation as error:
+        raise ValueError(f"ground_truth={ground_truth!r} must be a number: correct the data row") from error
+    pred = _last_number(solution)
+    correct = pred != "" and Decimal(pred) == expected
+    return {"score": float(correct), "acc": correct, "pred": pred}
+
+
+def _last_number(text: str) -> str:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return ""
+    number = numbers[-1]
+    before = text[max(0, number.start() - 100) : number.start()]
+    negative = before.endswith(("-", "\N{MINUS SIGN}")) and not _BINARY_MINUS.search(before)
+    return "-" * negative + number[0].replace(",", "")

@@ -1,0 +1,131 @@
+r"""Host: the answer checks for competition mathematics: verl's, exactly, and a lenient one.
+
+verl's check (its release 0.9.1) reads the last `Answer: ...` line of the last 300 characters, normalises the
+answer and the ground truth as Minerva does (Lewkowycz et al., arXiv:2206.14858, appendix D.1), and compares
+strings. So `Answer: 34.`, `Answer: 034` and `**Answer:** 34` are wrong for 34. The lenient check accepts them
+and all that verl's check accepts; where it goes further, it compares numbers.
+"""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+_WINDOW = 300  # characters at the end of a solution in which the answer must stand
+_BOX_WINDOW = 100  # the same for a box where there is no `Answer:` line
+_INVALID = "[INVALID]"
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+_REPLACEMENTS = (
+    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
+)  # fmt: skip
+_DELETIONS = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue",
+    "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals",
+    "edges", "students", "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}",
+    r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;",
+    r",\!", "{,}", '"', r"\dots",
+)  # fmt: skip
+_REWRITES = (
+    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # the first formula alone
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+_LENIENT_ANSWER = re.compile(r"answer[\s*_]*:(?:[\s*_$]|\\\[|\\\()*([^\n]+)", re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)")
+_GROUPED = re.compile(r"[+-]?(?:[0-9]*|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?")
+
+
+def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """verl's check: score +1 or -1, acc, and pred, the normalised answer ("[INVALID]" if there is none)."""
+    answers = _ANSWER.findall(solution[-_WINDOW:])
+    pred = normalize(answers[-1]) if answers else _INVALID
+    if pred != _INVALID:
+        return _result(pred == normalize(ground_truth), pred)
+    boxed = last_boxed(solution[-_BOX_WINDOW:])
+    return _result(boxed == ground_truth, _INVALID if boxed is None else boxed)
+
+
+def score_lenient(
+    data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    r"""As `score`, and also right where the answer is the same number (or text) in another spelling.
+
+    The answer is the content of the last box in the last `Answer:` line, else that line, else the last box;
+    all in the last 300 characters. Markdown, `\( \)`, `$`, units that verl drops, a full stop, a plus sign,
+    leading zeros and zero decimals do not matter. Digits that stand apart are never joined.
+    """
+    strict = score(data_source, solution, ground_truth, extra_info)
+    window = solution[-_WINDOW:]
+    lines = _LENIENT_ANSWER.findall(window)
+    answer = last_boxed(lines[-1] if lines else window)
+    if answer is None and lines:
+        answer = lines[-1]
+    if strict["acc"] or answer is None:
+        return strict
+    answer = re.sub(r"\\?\$|\\[()\[\]]", " ", answer).strip(" \t\r*_`")
+    number, expected = _number(answer), _number(ground_truth)
+    if number is None and expected is None:
+        correct = _without_full_stop(_clean(answer).strip()) == _clean(ground_truth).strip()
+    else:
+        correct = number == expected
+    if correct:
+        return _result(True, normalize(ground_truth))
+    return _result(False, _without_full_stop(answer) if number is None else f"{number.normalize():f}")
+
+
+def normalize(answer: str) -> str:
+    """The spelling in which verl compares answers."""
+    answer = _clean(answer)
+    digits = answer.replace(",", "")
+    return digits if digits.isdigit() else answer.strip()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`; None where there is none or its braces do not close."""
+    _, box, rest = text.rpartition(r"\boxed{")
+    if not box:
+        return None
+    depth = 1
+    for position, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:position]
+    return None
+
+
+def _clean(answer: str) -> str:
+    answer = answer.split("=")[-1]
+    for old, new in _REPLACEMENTS:
+        answer = answer.replace(old, new)
+    for expression in _DELETIONS:
+        answer = answer.replace(expression, "")
+    for pattern, replacement in _REWRITES:
+        answer = pattern.sub(replacement, answer)
+    return answer.replace("$", "")
+
+
+def _number(text: str) -> Decimal | None:
+    """The number that `text` is, beside units and wrapping; None if it is anything else, or two numbers."""
+    text = re.split(r"(?<![<>!])=", text)[-1].replace("\N{MINUS SIGN}", "-")
+    text = text.replace("{,}", ",").replace(r",\!", ",").replace("dots", "\N{HORIZONTAL ELLIPSIS}")
+    numbers = _NUMBER.findall(text)
+    if len(numbers) != 1 or not _GROUPED.fullmatch(numbers[0]):
+        return None
+    around = _NUMBER.sub("@", text)
+    if "=" in around or _without_full_stop(_clean(around).strip()) != "@":
+        return None
+    return Decimal(numbers[0].replace(",", ""))
+
+
+def _without_full_stop(text: str) -> str:
+    return text.removesuffix(".").rstrip(" *_`")
+
+
+def _result(correct: bool, pred: str) -> dict[str, Any]:
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}

@@ -1,0 +1,87 @@
+"""Host: the verifiers by name, by data source, or by dotted path.
+
+A verifier is `score(data_source, solution, ground_truth, extra_info) -> float | dict`. The dict has "score",
+and optionally "acc" (1 or 0, what the group filter compares), "pred" (the answer as text) and any further
+named numbers.
+"""
+
+import importlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier
+
+Verifier = Callable[[str, str, str, dict[str, Any]], Any]
+
+# As verl, but for the three MATH sets: verl compares normalised strings there, we compare mathematics.
+_BY_DATA_SOURCE = {
+    "arithmetic": "arithmetic",
+    "openai/gsm8k": "gsm8k",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "lighteval/MATH": "math_verify",
+    "DigitalLearningGmbH/MATH-lighteval": "math_verify",
+    "HuggingFaceH4/MATH-500": "math_verify",
+}
+
+
+def verifier_for(data_source: str) -> str:
+    """The name of the verifier that `auto` uses for a data source. ValueError where there is none."""
+    if data_source.startswith("aime"):
+        return "math_dapo"
+    if data_source not in _BY_DATA_SOURCE:
+        raise ValueError(
+            f"data_source={data_source!r} has no verifier, it must start with 'aime' or be one of "
+            f"{', '.join(_BY_DATA_SOURCE)}: set reward.function to a verifier's name or to the dotted path "
+            "of your own function, or correct data_source in the data"
+        )
+    return _BY_DATA_SOURCE[data_source]
+
+
+def auto(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
+    """The verdict of the verifier that belongs to the data source."""
+    return VERIFIERS[verifier_for(data_source)](data_source, solution, ground_truth, extra_info)
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "arithmetic": arithmetic.score,
+    "math_dapo": math_dapo.score,
+    "math_dapo_lenient": math_dapo.score_lenient,
+    "gsm8k": gsm8k.score,
+    "gsm8k_flexible": gsm8k.score_flexible,
+    "math_verify": math_verifier.score,
+    "auto": auto,
+}
+
+
+def load_verifier(name: str) -> Verifier:
+    """The verifier of this name or dotted path, with what it needs loaded. ValueError where there is none."""
+    if name in ("auto", "math_verify"):
+        math_verifier.load()
+    if name in VERIFIERS:
+        return VERIFIERS[name]
+    module_name, _, function_name = name.rpartition(".")
+    rule = f"reward.function={name!r} must be one of {', '.join(VERIFIERS)} or a path package.module.function"
+    if not module_name:
+        raise ValueError(f"{rule}: correct the name")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{rule}, but importing {module_name!r} failed with {type(error).__name__}: {error}: correct the "
+            "path, or start the run in the directory that holds the module"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"{rule}, but {module_name!r} has no function {function_name!r}: correct the path")
+    return function
+
+
+def wrong_score(name: str, data_source: str) -> float:
+    """The score of a sample whose verifier failed: the lowest that the verifier gives, 0 for your own."""
+    if name == "auto":
+        with suppress(ValueError):
+            name = verifier_for(data_source)
+    return -1.0 if name in ("math_dapo", "math_dapo_lenient") else 0.0

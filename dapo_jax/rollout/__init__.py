@@ -1,0 +1,1 @@
+"""Prompts in, sampled responses with their log-probabilities out."""

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="dapo_jax",
+    version="0.1.0",
+    description="DAPO for language models, native to JAX",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "jax>=0.10.2,<0.13",
+        "flax>=0.12",
+        "optax>=0.2.6",
+        "orbax-checkpoint>=0.11.30",
+        "ml-collections>=1.1",
+        "absl-py>=2.1",
+        "numpy>=2.0",
+        "tensorboardX>=2.6",
+        "grain>=0.2.12",
+        "pyarrow>=18",
+        "safetensors>=0.5",
+        "tokenizers>=0.21",
+        "jinja2>=3.1",
+        "math-verify>=0.8",
+        "tqdm>=4.66",
+    ],
+    extras_require={
+        "quickstart": ["gguf>=0.17"],
+        "hub": ["huggingface_hub>=0.30"],
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9", "pyright>=1.1.400", "gguf>=0.17", "build"],
+        "tpu": ["jax[tpu]>=0.10.2,<0.13"],
+        "cuda12": ["jax[cuda12]>=0.10.2,<0.13"],
+        "cuda13": ["jax[cuda13]>=0.10.2,<0.13"],
+    },
+)

@@ -1,0 +1,138 @@
+import builtins
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from dapo_jax.data.tokenizer import load_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+WORDS = ["12", "Ġu", "Ġus", "whole"]  # "whole" has no merges
+MERGES = ["1 2", "Ġ u", "Ġu s"]
+SPECIAL = ["<|start|>", "<|end|>", "<|eot|>", "<think>"]
+TOKENS = BYTES + WORDS + SPECIAL
+CONTROL, USER_DEFINED = 3, 4
+ID = {token: index for index, token in enumerate(TOKENS)}
+
+
+def write_gguf(path, *, model="gpt2", pre="smollm", leave_out=(), **optional):
+    writer = gguf.GGUFWriter(path, "llama")
+    types = [1] * (len(BYTES) + len(WORDS)) + [CONTROL] * 3 + [USER_DEFINED]
+    entries = {
+        "model": lambda: writer.add_tokenizer_model(model),
+        "pre": lambda: writer.add_tokenizer_pre(pre),
+        "tokens": lambda: writer.add_token_list(TOKENS),
+        "types": lambda: writer.add_token_types(types),
+        "merges": lambda: writer.add_token_merges(MERGES),
+        "eos": lambda: writer.add_eos_token_id(ID["<|end|>"]),
+    }
+    for name, add in entries.items():
+        if name not in leave_out:
+            add()
+    for name, value in optional.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def words(tokenizer, text):
+    return tokenizer.backend.encode(text, add_special_tokens=False).tokens
+
+
+def test_metadata_become_the_tokenizers_settings(tmp_path):
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        bos_token_id=ID["<|start|>"],
+        eot_token_id=ID["<|eot|>"],
+        pad_token_id=ID["<|eot|>"],
+        add_bos_token=True,
+        chat_template=template,
+    )
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eos_ids == (ID["<|end|>"], ID["<|eot|>"])
+    assert tokenizer.pad_id == ID["<|eot|>"] and tokenizer.vocab_size == len(TOKENS)
+    assert tokenizer.chat_template == template and tokenizer.add_bos
+    expected = [ID["<|start|>"], ID["a"]]
+    for prompt in ("a", ({"role": "user", "content": "a"},)):
+        assert tokenizer.encode_prompt(prompt, system_prompt=None, chat_template_kwargs={}) == expected
+
+
+def test_without_optional_metadata_pad_is_eos_and_nothing_is_added(tmp_path):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", eot_token_id=ID["<|end|>"]))
+    assert tokenizer.eos_ids == (ID["<|end|>"],) and tokenizer.pad_id == ID["<|end|>"]
+    assert not tokenizer.add_bos and tokenizer.chat_template is None
+
+
+def test_control_tokens_are_special_and_user_defined_tokens_are_text(tmp_path):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf"))
+    ids = tokenizer.encode("a<|end|><think>b")
+    assert ids == [ID["a"], ID["<|end|>"], ID["<think>"], ID["b"]]
+    assert tokenizer.decode(ids) == "a<think>b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|end|><think>b"
+
+
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "default", "llama-bpe", "llama3", "qwen2"])
+def test_any_text_survives_encoding(tmp_path, pre):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre=pre, bos_token_id=ID["<|start|>"]))
+    for text in ["12 + 7 = us\n\n", "Ünïcödé 数学 🙂 \u200d\x00", " \t mixed\r\nspaces  ", "don't I'LL"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "pre, expected",
+    [
+        ("smollm", ["1", "2", "Ġus"]),  # every digit alone
+        ("gpt-2", ["12", "Ġus"]),
+        ("llama-bpe", ["12", "Ġus"]),
+        ("qwen2", ["1", "2", "Ġus"]),
+    ],
+)
+def test_pre_tokenizers_cut_digits_as_their_models_do(tmp_path, pre, expected):
+    path = write_gguf(tmp_path / "a.gguf", pre=pre, bos_token_id=ID["<|start|>"])
+    assert words(load_tokenizer(path), "12 us") == expected
+
+
+def test_llama3_takes_whole_words_that_are_tokens_and_begins_with_bos(tmp_path):
+    llama = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre="llama3", bos_token_id=ID["<|start|>"]))
+    assert words(llama, "whole") == ["whole"] and llama.add_bos
+    other = load_tokenizer(write_gguf(tmp_path / "b.gguf", pre="gpt-2"))
+    assert words(other, "whole") == list("whole")
+
+
+def test_qwen2_composes_accents(tmp_path):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre="qwen2"))
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": "llama"}, "tokenizer.ggml.model='llama' must be one of gpt2: use"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' must be one of smollm, gpt-2"),
+        ({"leave_out": ["pre"]}, "tokenizer.ggml.pre=None must be one of"),
+        ({"leave_out": ["merges", "eos"]}, "lacks tokenizer.ggml.eos_token_id, tokenizer.ggml.merges: use"),
+        ({"add_bos_token": True}, "there must be a bos_token"),
+    ],
+)
+def test_a_file_without_a_known_complete_tokenizer_is_an_error(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(write_gguf(tmp_path / "a.gguf", **changes))
+
+
+def test_a_missing_gguf_package_is_named_with_the_cure(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "a.gguf")
+    real_import = builtins.__import__
+
+    def without_gguf(name, *args, **kwargs):
+        if name == "gguf":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_gguf)
+    with pytest.raises(ImportError, match=r"needs the package gguf: pip install 'dapo_jax\[quickstart\]'"):
+        load_tokenizer(path)

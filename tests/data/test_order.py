@@ -1,0 +1,76 @@
+import time
+
+import pytest
+
+from dapo_jax.data.order import PromptOrder
+
+
+def rows(order, start, stop):
+    return [order.row(q) for q in range(start, stop)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_contains_each_row_once(num_rows, shuffle):
+    order = PromptOrder(num_rows, seed=3, shuffle=shuffle)
+    for epoch in (0, 1, 2, 1000):
+        assert sorted(rows(order, epoch * num_rows, (epoch + 1) * num_rows)) == list(range(num_rows))
+
+
+def test_row_is_a_pure_function_of_seed_and_number():
+    first, second = (PromptOrder(50, seed=3, shuffle=True) for _ in range(2))
+    forwards = rows(first, 0, 150)
+    assert [second.row(q) for q in reversed(range(150))] == forwards[::-1]
+    assert rows(PromptOrder(50, seed=4, shuffle=True), 0, 150) != forwards
+    assert all(type(row) is int for row in forwards)
+
+
+def test_the_order_of_a_seed_is_fixed_for_good():
+    assert rows(PromptOrder(8, seed=0, shuffle=True), 0, 16) == [
+        5,
+        3,
+        6,
+        7,
+        4,
+        2,
+        1,
+        0,
+        6,
+        5,
+        4,
+        1,
+        0,
+        7,
+        3,
+        2,
+    ]
+
+
+def test_epochs_are_permuted_differently_also_from_those_of_neighbouring_seeds():
+    orders = [
+        tuple(rows(PromptOrder(40, seed=seed, shuffle=True), 40 * epoch, 40 * (epoch + 1)))
+        for seed in range(4)
+        for epoch in range(4)
+    ]
+    assert len(set(orders)) == len(orders)
+
+
+def test_without_shuffling_the_rows_come_in_order():
+    assert rows(PromptOrder(3, seed=0, shuffle=False), 0, 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_far_prompts_are_found_at_once():
+    order = PromptOrder(17_000, seed=0, shuffle=True)
+    start = time.monotonic()
+    assert 0 <= order.row(10**12) < 17_000
+    assert time.monotonic() - start < 1
+
+
+def test_epoch_counts_passes_through_the_rows():
+    order = PromptOrder(4, seed=0, shuffle=True)
+    assert [order.epoch(q) for q in (0, 2, 4, 10)] == [0, 0.5, 1, 2.5]
+
+
+def test_no_rows_is_an_error():
+    with pytest.raises(ValueError, match="num_rows=0 must be at least 1"):
+        PromptOrder(0, seed=0, shuffle=True)

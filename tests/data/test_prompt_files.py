@@ -1,0 +1,129 @@
+import json
+from decimal import Decimal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.data.rows import PromptRow
+
+GOOD = {
+    "prompt": [{"role": "user", "content": "1 + 1 ="}],
+    "data_source": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "tags": ["easy"]},
+}
+
+
+def write_jsonl(path, records):
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path, records):
+    pq.write_table(pa.Table.from_pylist(records), path)
+    return str(path)
+
+
+def test_parquet_and_jsonl_give_the_same_plain_rows(tmp_path):
+    records = [{**GOOD, "extra_info": {"index": i, "tags": ["easy"]}} for i in range(3)]
+    from_jsonl = read_prompt_files([write_jsonl(tmp_path / "a.jsonl", records)])
+    from_parquet = read_prompt_files([write_parquet(tmp_path / "a.parquet", records)])
+    assert from_jsonl == from_parquet
+    first = from_parquet[0]
+    assert first == PromptRow(
+        ({"role": "user", "content": "1 + 1 ="},), "sums", "2", {"index": 0, "tags": ["easy"]}
+    )
+    assert type(first.extra_info["index"]) is int and type(first.extra_info["tags"]) is list
+
+
+@pytest.mark.parametrize("value, text", [(72, "72"), (0.5, "0.5"), (0, "0")])
+def test_numeric_ground_truth_becomes_text(tmp_path, value, text):
+    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "reward_model": {"ground_truth": value}}])
+    assert read_prompt_files([path])[0].ground_truth == text
+
+
+def test_decimal_ground_truth_of_parquet_becomes_text(tmp_path):
+    path = write_parquet(
+        tmp_path / "a.parquet", [{**GOOD, "reward_model": {"ground_truth": Decimal("7.50")}}]
+    )
+    assert read_prompt_files([path])[0].ground_truth == "7.50"
+
+
+def test_message_keys_that_parquet_fills_with_null_are_dropped(tmp_path):
+    other = {**GOOD, "prompt": [{"role": "user", "content": "2", "name": "Ann"}]}
+    rows = read_prompt_files([write_parquet(tmp_path / "a.parquet", [GOOD, other])])
+    assert rows[0].prompt == ({"role": "user", "content": "1 + 1 ="},)
+    assert rows[1].prompt == ({"role": "user", "content": "2", "name": "Ann"},)
+
+
+def test_text_prompts_other_columns_and_absent_extra_info_are_read(tmp_path):
+    record = {"question": "Why?", "data_source": "task", "reward_model": {"ground_truth": "so"}}
+    rows = read_prompt_files([write_jsonl(tmp_path / "a.jsonl", [record])], prompt_key="question")
+    assert rows == [PromptRow("Why?", "task", "so", {})]
+
+
+def test_max_samples_takes_the_first_rows_over_all_files(tmp_path):
+    named = [{**GOOD, "data_source": str(i)} for i in range(4)]
+    paths = [
+        write_jsonl(tmp_path / "a.jsonl", named[:2]),
+        write_parquet(tmp_path / "b.parquet", named[2:]),
+    ]
+    assert [row.data_source for row in read_prompt_files(paths, max_samples=3)] == ["0", "1", "2"]
+    assert [row.data_source for row in read_prompt_files(paths)] == ["0", "1", "2", "3"]
+    with pytest.raises(ValueError, match="max_samples=0 must be -1"):
+        read_prompt_files(paths, max_samples=0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"prompt": None}, "prompt is missing, must be non-empty text or a list of messages"),
+        ({"prompt": []}, r"prompt is '\[\]' \(list\)"),
+        ({"prompt": [{"role": "user"}]}, "prompt is .* must be non-empty text or a list of messages"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "prompt is"),
+        ({"data_source": 3}, r"data_source is '3' \(int\), must be non-empty text"),
+        ({"data_source": None}, "data_source is missing"),
+        ({"reward_model": None}, "reward_model.ground_truth is missing"),
+        ({"reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing"),
+        (
+            {"reward_model": {"ground_truth": True}},
+            r"ground_truth is 'True' \(bool\), must be .* finite number",
+        ),
+        ({"reward_model": {"ground_truth": float("nan")}}, "ground_truth is 'nan'"),
+        ({"reward_model": {"ground_truth": ""}}, r"ground_truth is '' \(str\)"),
+        ({"extra_info": [1]}, "extra_info is .* must be an object"),
+    ],
+)
+def test_a_bad_field_is_named_with_file_row_rule_and_cure(tmp_path, change, message):
+    path = write_jsonl(tmp_path / "bad.jsonl", [GOOD, {**GOOD, **change}])
+    with pytest.raises(ValueError, match=rf"bad.jsonl row 2: .*{message}.*: \w+"):
+        read_prompt_files([path])
+
+
+def test_rows_of_parquet_are_counted_like_lines(tmp_path):
+    path = write_parquet(tmp_path / "bad.parquet", [GOOD, {**GOOD, "data_source": ""}])
+    with pytest.raises(ValueError, match="bad.parquet row 2: data_source"):
+        read_prompt_files([path])
+
+
+def test_several_problems_are_reported_together_but_not_all_of_a_large_file(tmp_path):
+    path = write_jsonl(tmp_path / "bad.jsonl", ["{broken", "[1]", *[{**GOOD, "data_source": ""}] * 50])
+    with pytest.raises(ValueError) as error:
+        read_prompt_files([path])
+    lines = str(error.value).splitlines()[1:]
+    assert len(lines) == 10
+    assert "row 1: must be a JSON object, not Expecting property name" in lines[0]
+    assert "row 2: must be a JSON object, not a list" in lines[1]
+    assert "row 10: data_source" in lines[-1]
+
+
+def test_unknown_missing_and_empty_files_are_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"rows.csv ends in '.csv', must end in one of .parquet, .jsonl"):
+        read_prompt_files([str(tmp_path / "rows.csv")])
+    with pytest.raises(ValueError, match="rows.jsonl does not exist"):
+        read_prompt_files([str(tmp_path / "rows.jsonl")])
+    with pytest.raises(ValueError, match="hold no rows"):
+        read_prompt_files([write_jsonl(tmp_path / "empty.jsonl", [""])])

@@ -1,0 +1,105 @@
+import logging
+
+import pytest
+
+from dapo_jax.data.prompts import PromptReport, tokenize_prompts, truncate
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+ROWS = [
+    PromptRow(text, "task", "1", {"index": i}) for i, text in enumerate(["abc", "abcdefg", "ab", "abcdefghi"])
+]
+
+
+def tokenize(rows, **changes):
+    settings = dict(
+        max_prompt_length=7,
+        truncation="error",
+        filter_overlong=False,
+        system_prompt=None,
+        chat_template_kwargs={},
+    )
+    return tokenize_prompts(rows, TOKENIZER, **{**settings, **changes})
+
+
+def texts(prompts):
+    return [TOKENIZER.decode(tokens) for tokens in prompts.tokens]
+
+
+def test_rows_and_tokens_stay_together_and_the_report_counts_them():
+    prompts, report = tokenize(ROWS, max_prompt_length=9)
+    assert prompts.rows == ROWS and texts(prompts) == [row.prompt for row in ROWS] and len(prompts) == 4
+    assert report == PromptReport(
+        num_rows=4, num_duplicates=0, num_overlong=0, num_filtered=0, num_truncated=0, max_length=9
+    )
+
+
+def test_an_overlong_prompt_is_an_error_that_names_count_longest_first_and_cures():
+    with pytest.raises(
+        ValueError,
+        match=r"2 of 4 prompts are longer than max_prompt_length=3 tokens \(longest 9; first row 1, from 0\):"
+        " raise data.max_prompt_length, drop them by .*filter_overlong_prompts.*truncation=left",
+    ):
+        tokenize(ROWS, max_prompt_length=3)
+
+
+def test_overlong_prompts_are_dropped_and_counted():
+    prompts, report = tokenize(ROWS, max_prompt_length=6, filter_overlong=True)
+    assert [row.extra_info["index"] for row in prompts.rows] == [0, 2] and texts(prompts) == ["abc", "ab"]
+    assert (report.num_rows, report.num_overlong, report.num_filtered, report.num_truncated) == (4, 2, 2, 0)
+    assert report.max_length == 9
+
+
+@pytest.mark.parametrize("truncation, kept", [("left", "efghi"), ("right", "abcde"), ("middle", "abghi")])
+def test_overlong_prompts_are_cut_and_counted(truncation, kept):
+    prompts, report = tokenize(ROWS, max_prompt_length=5, truncation=truncation)
+    assert texts(prompts)[3] == kept and texts(prompts)[0] == "abc" and prompts.rows == ROWS
+    assert (report.num_overlong, report.num_filtered, report.num_truncated) == (2, 0, 2)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_cutting_leaves_exactly_the_limit(side):
+    tokens = list(range(10))
+    for limit in range(1, 12):
+        assert len(truncate(tokens, limit, side)) == min(limit, 10)
+
+
+def test_messages_system_prompt_and_keyword_arguments_reach_the_tokenizer():
+    row = PromptRow(({"role": "user", "content": "hi"},), "task", "1", {})
+    prompts, _ = tokenize([row], system_prompt="be.")
+    assert texts(prompts) == ["be.\nhi"]
+
+
+def test_duplicates_are_counted_warned_of_and_share_their_tokens(caplog):
+    caplog.set_level(logging.INFO, logger="dapo_jax.data.prompts")
+    prompts, report = tokenize([ROWS[0], ROWS[2], ROWS[0]])
+    assert report.num_duplicates == 1 and len(prompts) == 3
+    assert prompts.tokens[0] is prompts.tokens[2]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "num_duplicates=1" in caplog.messages[0] and "1 of 3 prompts repeat" in caplog.messages[1]
+
+
+def test_without_duplicates_only_the_report_is_logged(caplog):
+    caplog.set_level(logging.INFO, logger="dapo_jax.data.prompts")
+    tokenize(ROWS, max_prompt_length=9)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    "rows, changes, message",
+    [
+        ([ROWS[0], PromptRow("", "task", "1", {})], {}, r"the prompt of row 1 \(from 0\) has no tokens"),
+        ([], {}, "no prompt is left: 0 rows"),
+        (
+            [ROWS[3]],
+            {"filter_overlong": True},
+            "no prompt is left: 1 rows, 1 of them longer than max_prompt_length=7",
+        ),
+        (ROWS, {"truncation": "centre"}, "truncation='centre' must be one of error, left, right, middle"),
+        (ROWS, {"max_prompt_length": 0, "truncation": "left"}, "max_prompt_length=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error(rows, changes, message):
+    with pytest.raises(ValueError, match=message):
+        tokenize(rows, **changes)

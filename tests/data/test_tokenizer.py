@@ -1,0 +1,208 @@
+import json
+import os
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}<end>{% endfor %}"
+    "{% if think is defined %}{{ think }}{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER = ({"role": "user", "content": "hi"},)
+TEXTS = ["12 + 7 =\n", "  two  spaces", "Ünïcödé 数学 🙂 \u200d", "", "tab\tand\r\nlines"]
+
+
+def write_directory(path, *, config=None, generation_config=None, tokenizer_config=None, adds_bos=False):
+    """A Hugging Face directory with a byte-level tokenizer of 256 bytes and four special tokens."""
+    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<start>", "<end>", "<stop>", "<pad>"])
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<start> $A", special_tokens=[("<start>", 256)]
+        )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=3)
+    backend.save(str(path / "tokenizer.json"))
+    files = {
+        "config.json": config,
+        "generation_config.json": generation_config,
+        "tokenizer_config.json": tokenizer_config,
+    }
+    for name, content in files.items():
+        if content is not None:
+            (path / name).write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def full_directory(path):
+    tokenizer_config = {
+        "bos_token": {"content": "<start>", "lstrip": False},
+        "eos_token": "<end>",
+        "pad_token": "<pad>",
+        "unk_token": None,
+        "add_bos_token": True,
+        "chat_template": TEMPLATE,
+    }
+    return write_directory(
+        path, generation_config={"eos_token_id": [257, 258]}, tokenizer_config=tokenizer_config
+    )
+
+
+def encode(tokenizer, prompt, system_prompt=None, **chat_template_kwargs):
+    return tokenizer.encode_prompt(
+        prompt, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
+    )
+
+
+def text_of(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_directory_gives_its_special_tokens(tmp_path):
+    tokenizer = load_tokenizer(full_directory(tmp_path))
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((257, 258), 259, 260)
+    assert tokenizer.special_tokens == {"bos_token": "<start>", "eos_token": "<end>", "pad_token": "<pad>"}
+    assert tokenizer.add_bos and tokenizer.chat_template == TEMPLATE
+
+
+def test_text_survives_encoding_whatever_its_length(tmp_path):
+    tokenizer = load_tokenizer(str(full_directory(tmp_path)))
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert len(tokenizer.encode(text)) == len(text.encode())
+
+
+def test_encoding_adds_no_special_token_but_knows_those_in_the_text(tmp_path):
+    tokenizer = load_tokenizer(write_directory(tmp_path, config={"eos_token_id": 257}, adds_bos=True))
+    ids = tokenizer.encode("a<end>b")
+    assert ids[1] == 257 and len(ids) == 3
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(np.array(ids, np.int32), skip_special_tokens=False) == "a<end>b"
+
+
+def test_messages_go_through_the_template_up_to_the_answer(tmp_path):
+    tokenizer = load_tokenizer(full_directory(tmp_path))
+    ids = encode(tokenizer, USER)
+    assert ids[0] == 256 and ids.count(256) == 1 and ids.count(257) == 1
+    assert text_of(tokenizer, ids) == "<start>[user]hi<end>[assistant]"
+    assert text_of(tokenizer, encode(tokenizer, USER, think="no")) == "<start>[user]hi<end>no[assistant]"
+
+
+def test_system_prompt_is_put_before_messages_that_have_none(tmp_path):
+    tokenizer = load_tokenizer(full_directory(tmp_path))
+    own = ({"role": "system", "content": "own"}, *USER)
+    assert text_of(tokenizer, encode(tokenizer, USER, "ours")).startswith("<start>[system]ours<end>[user]")
+    assert encode(tokenizer, own, "ours") == encode(tokenizer, own)
+    assert "[system]<end>" in text_of(tokenizer, encode(tokenizer, USER, ""))
+
+
+def test_plain_text_gets_no_template_and_the_bos_token_if_configured(tmp_path):
+    tokenizer = load_tokenizer(full_directory(tmp_path))
+    assert encode(tokenizer, "hi", "ours") == [256, *tokenizer.encode("hi")]
+
+
+@pytest.mark.parametrize(
+    "add_bos_token, adds_bos, expected",
+    [(None, False, False), (None, True, True), (False, True, False), (True, False, True)],
+)
+def test_bos_is_the_post_processors_choice_unless_configured(tmp_path, add_bos_token, adds_bos, expected):
+    settings = {"bos_token": "<start>", "add_bos_token": add_bos_token}
+    path = write_directory(
+        tmp_path, config={"eos_token_id": 257}, tokenizer_config=settings, adds_bos=adds_bos
+    )
+    assert load_tokenizer(path).add_bos is expected
+
+
+def test_a_chat_template_file_wins_over_the_configured_one(tmp_path):
+    path = full_directory(tmp_path)
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
+    assert text_of(load_tokenizer(path), encode(load_tokenizer(path), USER)) == "hi!"
+
+
+def test_of_several_named_templates_the_default_is_used(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    settings = {"eos_token": "<end>", "chat_template": named}
+    assert load_tokenizer(write_directory(tmp_path, tokenizer_config=settings)).chat_template == "plain"
+
+
+@pytest.mark.parametrize(
+    "files, eos_ids",
+    [
+        ({"generation_config": {"eos_token_id": [258, 257]}, "config": {"eos_token_id": 256}}, (258, 257)),
+        ({"generation_config": {"eos_token_id": 0}, "config": {"eos_token_id": 256}}, (0,)),
+        ({"generation_config": {"temperature": 1}, "config": {"eos_token_id": [257]}}, (257,)),
+        ({"config": {}, "tokenizer_config": {"eos_token": "<stop>"}}, (258,)),
+        ({"generation_config": {"eos_token_id": []}, "config": {"eos_token_id": 257}}, (257,)),
+        ({"config": {"eos_token_id": None}, "tokenizer_config": {"eos_token": {"content": "<end>"}}}, (257,)),
+    ],
+)
+def test_eos_ids_come_from_the_first_file_that_says_and_pad_falls_back_to_eos(tmp_path, files, eos_ids):
+    tokenizer = load_tokenizer(write_directory(tmp_path, **files))
+    assert tokenizer.eos_ids == eos_ids and tokenizer.pad_id == eos_ids[0]
+
+
+def test_what_is_missing_in_a_directory_is_named_with_the_cure(tmp_path):
+    with pytest.raises(ValueError, match="has no tokenizer.json: save"):
+        load_tokenizer(tmp_path)
+    write_directory(tmp_path)
+    with pytest.raises(ValueError, match="no end-of-sequence token: give eos_token_id"):
+        load_tokenizer(tmp_path)
+    write_directory(tmp_path, config={"eos_token_id": 999})
+    with pytest.raises(ValueError, match="eos_token_id=999 must be a token"):
+        load_tokenizer(tmp_path)
+    write_directory(tmp_path, config={"eos_token_id": 257}, tokenizer_config={"pad_token": "[PAD]"})
+    with pytest.raises(ValueError, match=r"pad_token='\[PAD\]' must be a token"):
+        load_tokenizer(tmp_path)
+    write_directory(tmp_path, config={"eos_token_id": 257}, tokenizer_config={"add_bos_token": True})
+    with pytest.raises(ValueError, match="there must be a bos_token"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="no chat template.*plain text"):
+        encode(load_tokenizer(tmp_path), USER)
+
+
+@pytest.mark.parametrize("name", ["absent", "absent.gguf", "file.txt"])
+def test_a_path_that_is_no_tokenizer_is_an_error(tmp_path, name):
+    (tmp_path / "file.txt").write_text("")
+    with pytest.raises(ValueError, match=f"{name}' must be an existing directory"):
+        load_tokenizer(tmp_path / name)
+
+
+def test_character_tokenizer_has_one_token_for_each_character():
+    tokenizer = character_tokenizer()
+    text = "what is 12 + 3*4 - 5 = ?\n\nabc, xyz. ok:"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text) and len(set(ids)) == len(set(text))
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < tokenizer.vocab_size and tokenizer.pad_id not in tokenizer.eos_ids
+    assert tokenizer.encode("a<eos>") == [*tokenizer.encode("a"), *tokenizer.eos_ids]
+    assert text_of(tokenizer, tokenizer.encode("aÉb")) == "a<unk>b"
+
+
+def test_character_tokenizer_joins_messages_by_newlines():
+    tokenizer = character_tokenizer()
+    assert encode(tokenizer, USER) == tokenizer.encode("hi")
+    assert encode(tokenizer, USER, "add.") == tokenizer.encode("add.\nhi")
+
+
+@pytest.mark.skipif("DAPO_JAX_SMOLLM2" not in os.environ, reason="DAPO_JAX_SMOLLM2 names no GGUF file")
+def test_smollm2_has_the_reference_tokens():
+    tokenizer = load_tokenizer(os.environ["DAPO_JAX_SMOLLM2"])
+    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.add_bos) == (49152, (2,), False)
+    turn = [1, 4093, 198, 33, 34, 1232, 216, 39, 446, 2, 198]
+    assert tokenizer.encode("<|im_start|>user\n12 + 7 =<|im_end|>\n") == turn
+    assert tokenizer.encode("<|endoftext|>") == [0]
+    ids = encode(tokenizer, ({"role": "user", "content": "12 + 7 ="},))
+    system = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    )
+    assert ids == [*tokenizer.encode(system), *turn, 1, *tokenizer.encode("assistant\n")]
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text

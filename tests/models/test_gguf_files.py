@@ -1,0 +1,241 @@
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dapo_jax.models.architecture import Architecture, read_architecture
+from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf, read_gguf_architecture
+from dapo_jax.models.safetensors_files import load_safetensors
+from dapo_jax.models.transformer import forward, logits, positions_of
+from dapo_jax.models.weights import weight_table
+
+gguf = pytest.importorskip("gguf")
+F32, F16, BF16, Q8_0, Q4_1 = (
+    getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "F16", "BF16", "Q8_0", "Q4_1")
+)
+DATA = Path(__file__).parent / "data"
+LLAMA = DATA / "llama_tied"
+WIDE = Architecture(  # rows are multiples of 32, the block of quantised types
+    family="llama",
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=32,
+    rope_theta=5000.0,
+    rms_norm_eps=0.125,
+    tie_embeddings=False,
+)
+
+
+def place(weight, array):
+    return jnp.asarray(array)
+
+
+def interleave(matrix, heads):
+    """What llama.cpp's converter does to the query and key rows of a llama."""
+    return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
+
+
+def gguf_tensors(arch, hf_tensors):
+    """The tensors of a Hugging Face checkpoint under their GGUF names and in GGUF's row order."""
+    tensors = {}
+    for weight in weight_table(arch):
+        name = weight.path[-1]
+        for layer in range(arch.num_layers if weight.stacked else 1):
+            tensor = hf_tensors[weight.hf_name.format(layer=layer)]
+            if arch.family == "llama" and name in ("query", "key"):
+                tensor = interleave(tensor, arch.num_heads if name == "query" else arch.num_kv_heads)
+            tensors[TENSOR_NAMES[name].format(layer=layer)] = tensor
+    return tensors
+
+
+def write(path, arch, tensors, type_of=lambda name: F32, **changed_metadata):
+    """A GGUF file; `type_of` chooses the type of each matrix, a value None leaves a metadata entry out."""
+    metadata = {
+        "block_count": arch.num_layers,
+        "embedding_length": arch.hidden_size,
+        "feed_forward_length": arch.intermediate_size,
+        "attention.head_count": arch.num_heads,
+        "attention.head_count_kv": arch.num_kv_heads,
+        "attention.key_length": arch.head_dim,
+        "attention.layer_norm_rms_epsilon": arch.rms_norm_eps,
+        "rope.freq_base": arch.rope_theta,
+        "rope.dimension_count": arch.head_dim,
+    }
+    writer = gguf.GGUFWriter(path, changed_metadata.pop("architecture", arch.family))
+    for name, value in (metadata | changed_metadata).items():
+        if value is not None:
+            kind = {int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
+            getattr(writer, f"add_{kind}")(f"{arch.family}.{name}", value)
+    for name, tensor in tensors.items():
+        kind = type_of(name) if tensor.ndim == 2 else F32
+        data = gguf.quants.quantize(tensor.astype(np.float32), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def golden(name):
+    arch = read_architecture(DATA / name)
+    return arch, gguf_tensors(arch, load_file(DATA / name / "model.safetensors"))
+
+
+def random_tensors(arch):
+    random = np.random.default_rng(0)
+    shapes = {
+        weight.hf_name.format(layer=layer): weight.hf_shape
+        for weight in weight_table(arch)
+        for layer in range(arch.num_layers if weight.stacked else 1)
+    }
+    return {name: random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def score(path, tokens, mask):
+    arch = read_gguf_architecture(path)
+    params = load_gguf(path, arch, place)
+
+    @jax.jit
+    def run(params):
+        return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+
+    return run(params)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_bias_tied", "qwen3_qknorm"])
+def test_float32_file_gives_the_parameters_and_logits_of_transformers(tmp_path, name):
+    arch, tensors = golden(name)
+    path = write(tmp_path / "model.gguf", arch, tensors)
+    found = read_gguf_architecture(path)
+    rounded = {"rms_norm_eps": pytest.approx(arch.rms_norm_eps), "initializer_range": found.initializer_range}
+    assert dataclasses.asdict(found) == dataclasses.asdict(arch) | rounded
+    params = load_gguf(path, found, place)
+    jax.tree.map(np.testing.assert_array_equal, params, load_safetensors(DATA / name, arch, place))
+    reference = np.load(DATA / name / "reference.npz")
+    mask = reference["attention_mask"].astype(bool)
+    scores = score(path, reference["input_ids"], mask)
+    np.testing.assert_allclose(scores[mask], reference["logits"][mask], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(F16, 11), (BF16, 8)])
+def test_half_precision_files_are_rounded_only(tmp_path, kind, bits):
+    arch, tensors = golden("llama_tied")
+    params = load_gguf(write(tmp_path / "model.gguf", arch, tensors, lambda name: kind), arch, place)
+    exact = load_safetensors(LLAMA, arch, place)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2.0**-bits, atol=1e-7), params, exact)
+
+
+@pytest.mark.parametrize(("kind", "levels", "tolerance"), [(Q8_0, 254, 0.05), (Q4_1, 15, 0.5)])
+def test_quantised_files_are_within_half_a_level(tmp_path, kind, levels, tolerance):
+    """Each block of 32 weights is a scale times integers (plus an offset in Q4_1); embeddings stay Q8_0."""
+    tensors = gguf_tensors(WIDE, random_tensors(WIDE))
+    exact = write(tmp_path / "exact.gguf", WIDE, tensors)
+    path = write(tmp_path / "model.gguf", WIDE, tensors, lambda name: Q8_0 if "embd" in name else kind)
+    tokens = np.random.default_rng(1).integers(0, WIDE.vocab_size, (2, 9), np.int32)
+    mask = np.ones_like(tokens, bool)
+    error = np.abs(score(path, tokens, mask) - score(exact, tokens, mask))
+    assert 0 < error.mean() < tolerance
+    params, exact_params = (load_gguf(file, WIDE, place) for file in (path, exact))
+    spread = 2 * max(np.abs(tensor).max() for tensor in tensors.values())
+    for found, expected in zip(jax.tree.leaves(params), jax.tree.leaves(exact_params), strict=True):
+        assert np.abs(found - expected).max() <= 0.6 * spread / levels
+
+
+def test_untied_embeddings_are_seen_by_the_output_tensor(tmp_path):
+    tensors = gguf_tensors(WIDE, random_tensors(WIDE))
+    assert not read_gguf_architecture(write(tmp_path / "untied.gguf", WIDE, tensors)).tie_embeddings
+    del tensors["output.weight"]
+    assert read_gguf_architecture(write(tmp_path / "tied.gguf", WIDE, tensors)).tie_embeddings
+
+
+def test_absent_metadata_takes_the_defaults_of_the_format(tmp_path):
+    arch, tensors = golden("llama_tied")
+    absent = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "rope.dimension_count")
+    found = read_gguf_architecture(write(tmp_path / "model.gguf", arch, tensors, **dict.fromkeys(absent)))
+    assert (found.num_kv_heads, found.head_dim, found.rope_theta) == (4, 12, 1e4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "gemma"}, "general.architecture='gemma' must be one of"),
+        ({"rope.scaling.type": "linear"}, "rope.scaling.type': 'linear'.*not supported"),
+        ({"rope.scaling.factor": 4.0}, "rope.scaling.factor': 4.0.*not supported"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count=8: must be the head size, 16"),
+        ({"attention.sliding_window": 64}, "attention.sliding_window=64"),
+        ({"attention.head_count_kv": [2, 2, 1]}, r"attention.head_count_kv=\[2, 2, 1\]: must be one value"),
+        ({"block_count": None, "embedding_length": None}, "block_count is missing; embedding_length is"),
+    ],
+)
+def test_metadata_that_is_not_supported_is_an_error(tmp_path, changes, message):
+    arch, tensors = golden("llama_tied")
+    with pytest.raises(ValueError, match=message):
+        read_gguf_architecture(write(tmp_path / "model.gguf", arch, tensors, **changes))
+
+
+def test_scaling_type_none_is_accepted(tmp_path):
+    arch, tensors = golden("llama_tied")
+    path = write(tmp_path / "model.gguf", arch, tensors, **{"rope.scaling.type": "none"})
+    assert read_gguf_architecture(path).rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("rope_freqs.weight", np.ones(8), "tensor rope_freqs.weight: scaled rotary"),
+        ("token_embd.weight", None, "tensor token_embd.weight is missing"),
+        ("blk.1.ffn_up.weight", None, r"tensor blk.1.ffn_up.weight of shape \(80, 48\) is missing"),
+        ("blk.1.ffn_up.weight", np.ones((48, 80)), r"ffn_up.* has shape \(48, 80\), expected \(80, 48\)"),
+        ("blk.0.attn_q.weight", np.ones((62, 48)), r"attn_q.* has shape \(62, 48\), expected \(64, 48\)"),
+        ("blk.0.ffn_gate_inp.weight", np.ones((8, 48)), r"ffn_gate_inp.weight of shape \(8, 48\) is unknown"),
+    ],
+)
+def test_missing_unknown_and_misshapen_tensors_are_errors(tmp_path, name, tensor, message):
+    arch, tensors = golden("llama_tied")
+    tensors = {key: value for key, value in (tensors | {name: tensor}).items() if value is not None}
+    path = write(tmp_path / "model.gguf", arch, tensors)
+    with pytest.raises(ValueError, match=message):
+        load_gguf(path, read_gguf_architecture(path), place)
+
+
+def test_a_type_that_cannot_be_dequantised_is_an_error(tmp_path):
+    arch, tensors = golden("llama_tied")
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.astype(np.int8 if name == "blk.1.ffn_up.weight" else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="tensor blk.1.ffn_up.weight has type I8"):
+        load_gguf(path, arch, place)
+
+
+def test_a_damaged_file_or_a_git_lfs_pointer_is_an_error(tmp_path):
+    arch, tensors = golden("llama_tied")
+    path = write(tmp_path / "model.gguf", arch, tensors)
+    content = path.read_bytes()
+    for length in (0, 3, 10, 60, 1000, 2000, len(content) // 2, len(content) - 100):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match="model.gguf is damaged or incomplete"):
+            read_gguf_architecture(path)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ValueError, match="model.gguf is a Git LFS pointer"):
+        load_gguf(path, arch, place)
+
+
+def test_without_the_package_gguf_the_error_names_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"needs the package gguf: pip install 'dapo_jax\[quickstart\]'"):
+        read_gguf_architecture("model.gguf")

@@ -1,0 +1,141 @@
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.safetensors_files import load_safetensors
+
+DATA = Path(__file__).parent / "data"
+TIED, UNTIED = DATA / "qwen2_bias_tied", DATA / "qwen3_qknorm"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def place(weight, array):
+    return jnp.asarray(array)
+
+
+def load(directory, source=TIED):
+    """The parameters in `directory`, whose tensors are those of `source`."""
+    return load_safetensors(directory, read_architecture(source), place)
+
+
+def save(directory, tensors):
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def shard(directory, tensors, num_files=3):
+    """Deals the tensors out to files in turn, so that the layers of one leaf lie in different files."""
+    names = [f"model-{index + 1:05}-of-{num_files:05}.safetensors" for index in range(num_files)]
+    weight_map = {tensor: names[i % num_files] for i, tensor in enumerate(tensors)}
+    for name in names:
+        part = {tensor: tensors[tensor] for tensor, file in weight_map.items() if file == name}
+        save_file(part, directory / name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+@pytest.fixture
+def tensors():
+    return load_file(TIED / "model.safetensors")
+
+
+def assert_equal(params, expected):
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_leaves_hold_the_tensors_of_the_file(tensors):
+    params = load(TIED)
+    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["layers"]["up"][1], tensors[UP].T)
+    output = tensors["model.layers.2.self_attn.o_proj.weight"]
+    np.testing.assert_array_equal(params["layers"]["output"][2].reshape(64, 48), output.T)
+    bias = tensors["model.layers.0.self_attn.k_proj.bias"]
+    np.testing.assert_array_equal(params["layers"]["key_bias"][0].reshape(-1), bias)
+    assert "head" not in params and "head" in load(UNTIED, UNTIED)
+
+
+def test_shards_equal_one_file(tmp_path, tensors):
+    shard(tmp_path, tensors)
+    assert_equal(load(tmp_path), load(TIED))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_half_precision_files_give_float32_parameters_of_the_same_value(tmp_path, tensors, dtype):
+    save(tmp_path, {name: tensor.astype(dtype) for name, tensor in tensors.items()})
+    params, exact = load(tmp_path), load(TIED)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    assert_equal(params, jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype).astype(np.float32), exact))
+
+
+def test_another_dtype_is_an_error(tmp_path, tensors):
+    save(tmp_path, tensors | {UP: tensors[UP].astype(np.int8), "model.norm.weight": np.ones(48)})
+    with pytest.raises(ValueError, match="up_proj.weight has dtype I8, expected.*norm.weight has dtype F64"):
+        load(tmp_path)
+
+
+def test_missing_unknown_and_misshapen_tensors_are_errors(tmp_path, tensors):
+    del tensors["model.layers.2.mlp.down_proj.weight"]
+    tensors[UP] = np.ascontiguousarray(tensors[UP].T)
+    tensors["model.layers.3.input_layernorm.weight"] = np.ones(48, np.float32)
+    save(tmp_path, tensors)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path)
+    message = str(error.value)
+    assert "tensor model.layers.2.mlp.down_proj.weight of shape (48, 80) is missing" in message
+    assert f"tensor {UP} has shape (48, 80), expected (80, 48)" in message
+    assert "tensor model.layers.3.input_layernorm.weight of shape (48,) is unknown" in message
+
+
+def test_rotary_buffers_and_the_head_of_tied_embeddings_are_not_read(tmp_path, tensors):
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    save(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert_equal(load(tmp_path), load(TIED))
+    save(tmp_path, tensors | {"lm_head.weight": np.ones((159, 48), np.float32)})
+    with pytest.raises(ValueError, match=r"lm_head.weight has shape \(159, 48\), expected \(160, 48\)"):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_an_error(tmp_path, tensors):
+    weight_map = shard(tmp_path, tensors)
+    other = next(name for name in weight_map.values() if name != weight_map[UP])
+    save_file(load_file(tmp_path / other) | {UP: tensors[UP]}, tmp_path / other)
+    with pytest.raises(ValueError, match=f"tensor {UP} is in more than one file"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="holds neither model.safetensors nor model.safetensors.index.json"):
+        load(tmp_path)
+
+
+def test_a_missing_shard_is_an_error(tmp_path, tensors):
+    shard(tmp_path, tensors)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"not there: \['model-00002-of-00003.safetensors'\]: download them"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_damaged_index_is_an_error(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="index.json is damaged or incomplete"):
+        load(tmp_path)
+
+
+def test_a_truncated_file_or_a_git_lfs_pointer_is_an_error(tmp_path):
+    file = Path(shutil.copy(TIED / "model.safetensors", tmp_path))
+    content = file.read_bytes()
+    for length in (0, 4, 100, len(content) - 1):
+        file.write_bytes(content[:length])
+        with pytest.raises(ValueError, match="model.safetensors is damaged or incomplete"):
+            load(tmp_path)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ValueError, match="model.safetensors is a Git LFS pointer"):
+        load(tmp_path)

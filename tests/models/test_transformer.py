@@ -1,0 +1,246 @@
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models.architecture import Llama3RopeScaling
+from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.transformer import (
+    LayerCache,
+    decode,
+    forward,
+    logits,
+    positions_of,
+    prefill,
+    rotary,
+    rotary_frequencies,
+    rotate,
+)
+from dapo_jax.models.weights import cast_matrices
+
+DATA = Path(__file__).parent / "data"
+NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]
+PROMPT_LENGTHS, SAMPLES, RESPONSE = (6, 1, 4), 2, 5  # three prompts, left-padded to six tokens
+
+jit_prefill = jax.jit(prefill, static_argnums=3)
+jit_decode = jax.jit(decode, static_argnums=6)
+jit_logits = jax.jit(logits)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def score(params, tokens, mask, arch):
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def loss_and_gradient(params, tokens, mask, arch, remat=False):
+    """Mean negative log-probability of the next token, over all positions."""
+
+    def loss(params):
+        scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch, remat=remat))
+        return -jnp.take_along_axis(jax.nn.log_softmax(scores[:, :-1]), tokens[:, 1:, None], axis=-1).mean()
+
+    return jax.value_and_grad(loss)(params)
+
+
+@functools.cache
+def model(name):
+    """Architecture and parameters; as NumPy arrays, so that taking them apart compiles nothing."""
+    arch = read_model_architecture(DATA / name)
+    return arch, load_params(DATA / name, arch, lambda weight, array: array)
+
+
+def small_model(name, dtype=np.float32):
+    """The same with the first two layers only, which compile faster."""
+    arch, params = model(name)
+    arch = dataclasses.replace(arch, num_layers=2)
+    params = params | {"layers": {name: leaf[:2] for name, leaf in params["layers"].items()}}
+    return arch, cast_matrices(params, arch, dtype)
+
+
+def unstack(params):
+    leaves = params["layers"]
+    layers = range(len(leaves["query"]))
+    return params | {"layers": [{name: leaves[name][layer] for name in leaves} for layer in layers]}
+
+
+def random_tokens(arch, *shape, seed=0):
+    return np.random.default_rng(seed).integers(0, arch.vocab_size, shape, np.int32)
+
+
+def prompts_and_responses(arch):
+    """Left-padded prompts [Q, P], their mask, responses [B, R], rows [B, P + R] of both and their mask."""
+    width = max(PROMPT_LENGTHS)
+    prompts = random_tokens(arch, len(PROMPT_LENGTHS), width)
+    prompt_mask = np.arange(width) >= width - np.array(PROMPT_LENGTHS)[:, None]
+    responses = random_tokens(arch, len(PROMPT_LENGTHS) * SAMPLES, RESPONSE, seed=1)
+    rows = np.concatenate([prompts.repeat(SAMPLES, 0), responses], axis=1)
+    row_mask = np.concatenate([prompt_mask.repeat(SAMPLES, 0), np.ones_like(responses, bool)], axis=1)
+    return prompts, prompt_mask, responses, rows, row_mask
+
+
+def decode_logits(params, arch, prompts, prompt_mask, responses, window):
+    """Logits [B, R + 1, V] before each response token and after the last, fed through the cache."""
+    last_hidden, prompt_caches = jit_prefill(params, prompts, prompt_mask, arch)
+    own = np.zeros((len(responses), arch.num_kv_heads, window, arch.head_dim), prompt_caches[0][0].dtype)
+    caches = [LayerCache(key, value, own, own) for key, value in prompt_caches]
+    samples = len(responses) // len(prompts)
+    first_position = prompt_mask.sum(1, dtype=np.int32).repeat(samples)
+    scores = [np.repeat(jit_logits(params, last_hidden), samples, 0)]
+    params = unstack(params)
+    for index, tokens in enumerate(responses.T):
+        positions = first_position + np.int32(index)
+        hidden, caches = jit_decode(params, tokens, positions, prompt_mask, caches, np.int32(index), arch)
+        scores.append(jit_logits(params, hidden))
+    return np.stack(scores, axis=1)
+
+
+def logprobs(scores, tokens):
+    return np.take_along_axis(np.asarray(jax.nn.log_softmax(scores)), tokens[..., None], axis=-1)[..., 0]
+
+
+@pytest.mark.parametrize("layers", ["stacked", "list"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_those_of_transformers(name, layers):
+    arch, params = model(name)
+    reference = np.load(DATA / name / "reference.npz")
+    mask = reference["attention_mask"].astype(bool)
+    scores = score(unstack(params) if layers == "list" else params, reference["input_ids"], mask, arch)
+    assert scores.dtype == jnp.float32
+    np.testing.assert_allclose(scores[mask], reference["logits"][mask], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_after_a_shared_prefill_equals_forward(name):
+    arch, params = small_model(name)
+    prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch)
+    decoded = decode_logits(params, arch, prompts, prompt_mask, responses, window=RESPONSE)
+    expected = score(params, rows, row_mask, arch)[:, prompts.shape[1] - 1 :]
+    np.testing.assert_allclose(decoded, expected, rtol=0, atol=1e-4)
+
+
+def test_a_wider_cache_window_changes_nothing():
+    arch, params = small_model("qwen3_qknorm")
+    prompts, prompt_mask, responses, *_ = prompts_and_responses(arch)
+    narrow, wide = (
+        decode_logits(params, arch, prompts, prompt_mask, responses, window)
+        for window in (RESPONSE, 3 * RESPONSE)
+    )
+    np.testing.assert_allclose(narrow, wide, rtol=0, atol=1e-5)
+
+
+def test_prefill_is_the_same_with_layers_as_a_list():
+    arch, params = small_model("llama_tied")
+    prompts, prompt_mask, *_ = prompts_and_responses(arch)
+    stacked = jit_prefill(params, prompts, prompt_mask, arch)
+    unrolled = jit_prefill(unstack(params), prompts, prompt_mask, arch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), stacked, unrolled)
+
+
+@pytest.mark.parametrize("places", [(0, 0, 0, 0), (8, 8, 8, 8), (0, 0, 3, 8)], ids=["left", "right", "mixed"])
+def test_padding_changes_nothing(places):
+    arch, params = small_model("qwen2_bias_tied")
+    tokens = random_tokens(arch, 3, 8)
+    padded = np.insert(tokens, places, 7, axis=1)
+    mask = np.insert(np.ones_like(tokens, bool), places, False, axis=1)
+    plain = score(params, tokens, np.ones_like(tokens, bool), arch)
+    np.testing.assert_allclose(score(params, padded, mask, arch)[:, mask[0]], plain, rtol=0, atol=1e-5)
+
+
+def test_later_tokens_are_not_seen():
+    arch, params = small_model("qwen2_bias_tied")
+    tokens = random_tokens(arch, 3, 8)
+    changed = tokens.copy()
+    changed[:, 5:] = (changed[:, 5:] + 1) % arch.vocab_size
+    mask = np.ones_like(tokens, bool)
+    first, second = (np.asarray(score(params, row, mask, arch)) for row in (tokens, changed))
+    np.testing.assert_array_equal(first[:, :5], second[:, :5])
+    assert (first[:, 5:] != second[:, 5:]).any(-1).all()
+
+
+def test_a_row_of_padding_gives_finite_values_and_gradients():
+    arch, params = small_model("qwen3_qknorm")
+    tokens = random_tokens(arch, 2, 8)
+    mask = np.array([[True] * 8, [False] * 8])
+    value, gradient = loss_and_gradient(params, tokens, mask, arch)
+    assert np.isfinite(value) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_an_empty_prompt_gives_finite_logits_and_leaves_the_others_alone():
+    arch, params = small_model("qwen3_qknorm")
+    prompts, prompt_mask, responses, *_ = prompts_and_responses(arch)
+    expected = decode_logits(params, arch, prompts, prompt_mask, responses, RESPONSE)
+    prompt_mask[1] = False
+    found = decode_logits(params, arch, prompts, prompt_mask, responses, RESPONSE)
+    assert np.isfinite(found).all()
+    others = np.arange(len(responses)) // SAMPLES != 1
+    np.testing.assert_array_equal(found[others], expected[others])
+
+
+def test_remat_changes_no_value_and_no_gradient():
+    arch, params = small_model("qwen3_qknorm")
+    tokens = random_tokens(arch, 2, 8)
+    mask = np.ones_like(tokens, bool)
+    kept, recomputed = (loss_and_gradient(params, tokens, mask, arch, remat) for remat in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), kept, recomputed)
+
+
+@pytest.mark.parametrize("name", ["llama3_rope_scaled", "qwen2_bias_tied", "qwen3_qknorm"])
+def test_bfloat16_decoding_and_forward_agree_within_small_divergence(name):
+    arch, params = small_model(name, dtype=jnp.bfloat16)
+    prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch)
+    decoded = decode_logits(params, arch, prompts, prompt_mask, responses, RESPONSE)[:, :-1]
+    trained = score(params, rows, row_mask, arch)[:, prompts.shape[1] - 1 : -1]
+    assert trained.dtype == jnp.float32
+    difference = logprobs(trained, responses) - logprobs(decoded, responses)
+    assert 0 <= np.mean(np.exp(difference) - difference - 1) < 1e-4
+
+
+def test_gradients_through_bfloat16_weights_follow_those_in_float32():
+    arch, params = small_model("qwen3_qknorm")
+    tokens = random_tokens(arch, 2, 8)
+    mask = np.ones_like(tokens, bool)
+    _, exact = loss_and_gradient(params, tokens, mask, arch)
+    params = cast_matrices(params, arch, jnp.bfloat16)
+    _, rounded = loss_and_gradient(params, tokens, mask, arch)
+    leaves = (jax.tree.leaves(tree) for tree in (params, exact, rounded))
+    for leaf, expected, gradient in zip(*leaves, strict=True):
+        assert gradient.dtype == leaf.dtype
+        expected, gradient = (np.asarray(x, np.float32).ravel() for x in (expected, gradient))
+        assert np.isfinite(gradient).all()
+        assert expected @ gradient > 0.99 * np.linalg.norm(expected) * np.linalg.norm(gradient)
+
+
+def test_positions_count_real_tokens():
+    mask = jnp.array([[False, False, True, True], [True, False, True, False], [False] * 4])
+    assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+
+
+def test_llama3_scaling_follows_the_formula():
+    arch = dataclasses.replace(model("llama_tied")[0], head_dim=8, rope_theta=1e4)
+    np.testing.assert_allclose(rotary_frequencies(arch), [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    # Over 100 positions the four frequencies make 15.915, 1.5915, 0.15915 and 0.015915 turns. More than 4:
+    # unchanged. Fewer than 1: divided by 8. Between: (1.59155 - 1) / (4 - 1) = 0.197183 of the way, that is
+    # 0.1 * (0.197183 + 0.802817 / 8) = 0.0297535.
+    scaled = dataclasses.replace(arch, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 100))
+    np.testing.assert_allclose(rotary_frequencies(scaled), [1, 0.0297535, 0.00125, 0.000125], rtol=1e-5)
+
+
+def test_rotation_pairs_the_halves_and_keeps_only_relative_positions():
+    arch, _ = model("llama_tied")
+    quarter = (jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))  # cosine and sine of a quarter turn
+    assert rotate(jnp.array([[[[2.0, 3.0]]]]), quarter).tolist() == [[[[-3.0, 2.0]]]]
+    query, key = np.random.default_rng(0).normal(size=(2, 1, 1, 1, arch.head_dim)).astype(np.float32)
+
+    @jax.jit
+    def product(query_position, key_position):
+        query_rotation, key_rotation = (rotary(x[None, None], arch) for x in (query_position, key_position))
+        return jnp.sum(rotate(query, query_rotation) * rotate(key, key_rotation))
+
+    products = [float(product(*jnp.array(positions))) for positions in ((9, 4), (105, 100), (4, 9))]
+    assert products[0] == pytest.approx(products[1], abs=1e-4)
+    assert products[0] != pytest.approx(products[2], abs=1e-2)

@@ -1,0 +1,96 @@
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dapo_jax.models.architecture import Architecture, read_architecture
+from dapo_jax.models.weights import cast_matrices, count_params, init_params, unflatten, weight_table
+from dapo_jax.parallel.sharding import TRAIN_RULES
+
+DATA = Path(__file__).parent / "data"
+NAMES = sorted(path.name for path in DATA.iterdir())
+ARCH = Architecture(
+    family="qwen2",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    tie_embeddings=False,
+    qkv_bias=True,
+    qk_norm=True,
+    initializer_range=0.5,
+)
+jit_init = jax.jit(init_params, static_argnums=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_table_names_every_tensor_of_the_checkpoint_and_its_shape(name):
+    arch = read_architecture(DATA / name)
+    expected = {}
+    for weight in weight_table(arch):
+        layers = range(arch.num_layers) if weight.stacked else [None]
+        expected |= {weight.hf_name.format(layer=layer): weight.hf_shape for layer in layers}
+    stored = load_file(DATA / name / "model.safetensors")
+    assert expected == {name: tensor.shape for name, tensor in stored.items()}
+    assert count_params(arch) == sum(tensor.size for tensor in stored.values())
+
+
+def test_every_dimension_has_a_logical_axis_with_a_sharding_rule():
+    for weight in weight_table(ARCH):
+        assert len(weight.axes) == len(weight.shape)
+        assert set(weight.axes) <= set(TRAIN_RULES)
+
+
+def test_initial_values_follow_the_table():
+    flat = _flat(jit_init(ARCH, 0))
+    assert set(flat) == {weight.path for weight in weight_table(ARCH)}
+    for weight in weight_table(ARCH):
+        leaf = flat[weight.path]
+        assert leaf.shape == weight.shape and leaf.dtype == np.float32
+        if weight.initializer == "normal":
+            assert abs(leaf.std() - ARCH.initializer_range) < 0.03 and abs(leaf.mean()) < 0.05
+        else:
+            assert (leaf == (weight.initializer == "ones")).all()
+
+
+def test_initial_values_depend_on_seed_leaf_and_layer_only():
+    first, again, other = (_flat(jit_init(ARCH, seed)) for seed in (1, 1, 2))
+    gate, up = first[("layers", "gate")], first[("layers", "up")]
+    assert all((first[path] == again[path]).all() for path in first)
+    assert (gate != other[("layers", "gate")]).all()
+    assert (gate != up).all() and (gate[0] != gate[1]).all()
+
+
+def test_casting_keeps_norms_and_biases_in_float32():
+    params = _flat(cast_matrices(jit_init(ARCH, 0), ARCH, jnp.bfloat16))
+    kept = {path[-1] for path, leaf in params.items() if leaf.dtype == jnp.float32}
+    norms = {"attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm"}
+    assert kept == norms | {"query_bias", "key_bias", "value_bias"}
+    assert all(leaf.dtype == jnp.bfloat16 for path, leaf in params.items() if path[-1] not in kept)
+
+
+def test_tied_embeddings_have_no_head():
+    tied = dataclasses.replace(ARCH, tie_embeddings=True)
+    paths, tied_paths = ([weight.path for weight in weight_table(arch)] for arch in (ARCH, tied))
+    assert paths == [*tied_paths, ("head",)]
+    assert count_params(ARCH) - count_params(tied) == ARCH.vocab_size * ARCH.hidden_size
+
+
+def test_unflatten_nests_leaves_by_path():
+    params = unflatten((weight, weight.hf_name) for weight in weight_table(ARCH))
+    assert params["final_norm"] == "model.norm.weight"
+    assert params["layers"]["down"] == "model.layers.{layer}.mlp.down_proj.weight"
+
+
+def _flat(params):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {tuple(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}

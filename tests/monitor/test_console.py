@@ -1,0 +1,111 @@
+"""Host: console lines are aligned and complete, with a bar only on a terminal."""
+
+import io
+import sys
+
+import pytest
+
+from dapo_jax.monitor.console import Console
+
+METRICS = {
+    "rollout/acc/mean": 0.4123,
+    "train/num_kept_prompts": 157.0,
+    "dynamic_sampling/num_evaluated_prompts": 384.0,
+    "train/num_gen_batches": 3.0,
+    "response_length/mean": 812.44,
+    "actor/entropy": 0.512,
+    "actor/pg_loss": -0.01234,
+    "actor/grad_norm": 0.1321,
+    "actor/lr": 1e-6,
+    "actor/pg_clipfrac": 0.00123,
+    "timing_s/step": 34.06,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def make_console():
+    consoles = []
+
+    def make(total_steps=300, *, initial_step=0, enabled=True):
+        consoles.append(Console(total_steps, initial_step=initial_step, enabled=enabled))
+        return consoles[-1]
+
+    yield make
+    for console in consoles:
+        console.close()
+
+
+def test_line_shows_the_numbers_of_the_step(make_console, capsys):
+    name = "eval/gsm8k/acc/mean@4"
+    evaluation = {name: 0.5125, name + "/std": 0.1, "eval/gsm8k/acc/best@4": 0.9}
+    make_console().step_line(12, METRICS | evaluation)
+    assert capsys.readouterr().out == (
+        "step  12/300  acc  0.412  kept   157/384  rounds  3  len   812.4  entropy  0.512  loss  -0.0123  "
+        "grad    0.132  lr 1.00e-06  clip 0.0012  seconds    34.1  eval gsm8k mean@4 0.512\n"
+    )
+
+
+def test_columns_are_aligned_whatever_is_absent(make_console, capsys):
+    console = make_console()
+    console.step_line(0, {"eval/gsm8k/acc/mean@4": 0.1})
+    console.step_line(1, METRICS)
+    console.step_line(300, METRICS | {"actor/pg_loss": float("nan"), "rollout/acc/mean": -0.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert "acc      -  kept       -/-  rounds  -  " in lines[0]
+    assert lines[0].endswith("eval gsm8k mean@4 0.100")
+    assert lines[1].endswith("eval -")
+    assert "loss      nan" in lines[2]
+    labels = ("acc", "kept", "rounds", "len", "entropy", "loss", "grad", "lr", "clip", "seconds", "eval")
+    for label in labels:
+        assert len({line.index(f"  {label} ") for line in lines}) == 1, label
+
+
+def test_every_task_set_of_an_evaluation_is_shown(make_console, capsys):
+    make_console().step_line(5, {"eval/aime24/acc/mean@32": 0.25, "eval/math/train/acc/mean@4": 0.5})
+    assert capsys.readouterr().out.endswith("  eval aime24 mean@32 0.250  eval math/train mean@4 0.500\n")
+
+
+def test_final_table_is_aligned(make_console, capsys):
+    console = make_console()
+    console.final_table([("steps", "300"), ("mean@4 before", "0.100")])
+    console.final_table([])
+    assert capsys.readouterr().out == "steps          300\nmean@4 before  0.100\n"
+
+
+def test_without_a_terminal_there_are_lines_and_no_bar(make_console, capsys):
+    console = make_console()
+    console.stage("gen")
+    console.step_line(1, METRICS)
+    console.close()
+    console.close()
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("\n") == 1 and "\r" not in captured.out
+
+
+def test_on_a_terminal_the_bar_shows_stage_and_steps_done(make_console, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = make_console(10, initial_step=4)
+    assert "4/10" in terminal.getvalue()
+    console.stage("gen")
+    assert "gen" in terminal.getvalue()
+    console.step_line(7, METRICS)
+    console.close()
+    assert "7/10" in terminal.getvalue().splitlines()[-1]
+
+
+def test_disabled_console_is_silent(make_console, monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = make_console(enabled=False)
+    console.stage("gen")
+    console.step_line(1, METRICS)
+    console.final_table([("a", "b")])
+    console.close()
+    assert terminal.getvalue() == "" and capsys.readouterr().out == ""

@@ -1,0 +1,193 @@
+"""Host: records of a run are exact, standard, and the same after a stop as without one."""
+
+import json
+import os
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
+
+
+def write_run(workdir, steps, *, resume_step=None, scale=1.0):
+    records = RunRecords(workdir, resume_step=resume_step)
+    for step in steps:
+        records.write(step, {"actor/pg_loss": scale * step})
+        records.write_samples(step, [{"response": f"answer {step}", "score": 1.0}])
+    records.close()
+
+
+def read_events(workdir):
+    """Events in the order in which TensorBoard reads them. A record is length, crc, bytes, crc."""
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack_from("<Q", data)
+            yield Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+
+
+def shown_values(workdir):
+    """(step, tag, number or text) that TensorBoard shows: START hides earlier events from its step on."""
+    shown = []
+    for event in read_events(workdir):
+        if event.session_log.status == SessionLog.START:
+            shown = [entry for entry in shown if entry[0] < event.step]
+        for value in event.summary.value:
+            text = value.tensor.string_val
+            shown.append((event.step, value.tag, text[0].decode() if text else value.simple_value))
+    return shown
+
+
+def test_rows_hold_step_and_python_floats(tmp_path):
+    records = RunRecords(tmp_path / "new" / "run", resume_step=None)
+    records.write(0, {"eval/gsm8k/acc/mean@4": 0.25})
+    records.write(1, {"a": 1, "b": np.float32(0.1), "c": jnp.asarray(2.5), "d": np.array(True)})
+    records.close()
+    records.close()
+    rows = read_metrics(tmp_path / "new" / "run")
+    assert rows == [{"step": 0, "eval/gsm8k/acc/mean@4": 0.25},
+                    {"step": 1, "a": 1.0, "b": float(np.float32(0.1)), "c": 2.5, "d": 1.0}]
+    assert all(type(value) is float for value in list(rows[1].values())[1:])
+
+
+def test_a_row_is_on_disk_when_write_returns(tmp_path, monkeypatch):
+    records = RunRecords(tmp_path, resume_step=None)
+    synced_sizes = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced_sizes.append(os.fstat(file).st_size))
+    for step in range(2):
+        records.write(step, {"a": 1.0})
+        assert synced_sizes == [len('{"step": 0, "a": 1.0}\n') * (row + 1) for row in range(step + 1)]
+    records.close()
+
+
+def test_numbers_that_are_not_finite_are_null_and_not_in_tensorboard(tmp_path):
+    records = RunRecords(tmp_path, resume_step=None)
+    records.write(1, {"loss": float("nan"), "ratio": np.inf, "lr": 0.5})
+    records.write_samples(1, [{"score": np.float32("nan"), "length": np.int64(3)}])
+    records.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": None, "ratio": None, "lr": 0.5}]
+    (sample,) = (tmp_path / "samples/step_000001.jsonl").read_text().splitlines()
+    assert json.loads(sample, parse_constant=pytest.fail) == {"score": None, "length": 3}
+    assert [tag for _, tag, _ in shown_values(tmp_path)] == ["lr", "samples/text_summary"]
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], np.zeros(2), {}, 1j])
+def test_what_is_not_a_number_is_named(tmp_path, value):
+    records = RunRecords(tmp_path, resume_step=None)
+    with pytest.raises(TypeError, match="'actor/lr'"):
+        records.write(1, {"actor/pg_loss": 0.0, "actor/lr": value})
+    records.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_step_is_written_once(tmp_path):
+    records = RunRecords(tmp_path, resume_step=3)
+    with pytest.raises(ValueError, match="step=3 must be greater than the last step, 3"):
+        records.write(3, {"a": 1.0})
+    records.write(4, {"a": 1.0})
+    with pytest.raises(ValueError, match="step=4"):
+        records.write(4, {"b": 1.0})
+    with pytest.raises(ValueError, match='metric "step"'):
+        records.write(5, {"step": 1.0})
+    records.close()
+
+
+def test_samples_are_written_as_lines_and_as_text(tmp_path):
+    samples = [{"prompt": "1+1=?\n", "response": "二 ``` <b>", "score": 1.0}, {"response": "", "score": -1.0}]
+    records = RunRecords(tmp_path, resume_step=None)
+    records.write_samples(12, samples)
+    records.close()
+    path = tmp_path / "samples/step_000012.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == samples
+    assert "二" in lines[0]
+    ((step, tag, text),) = shown_values(tmp_path)
+    assert (step, tag) == (12, "samples/text_summary")
+    assert "    二 ``` <b>" in text and "### sample 1" in text
+
+
+def test_tags_keep_their_names_but_for_the_at_sign(tmp_path):
+    records = RunRecords(tmp_path, resume_step=None)
+    records.write(0, {"eval/gsm8k/acc/mean@4": 0.25, "actor/lr": 0.5})
+    records.close()
+    assert shown_values(tmp_path) == [(0, "eval/gsm8k/acc/mean_4", 0.25), (0, "actor/lr", 0.5)]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "actor/pg_lo', '{"step": 5, "acc/加'])
+def test_a_resumed_run_leaves_what_an_unbroken_one_does(tmp_path, torn):
+    write_run(tmp_path / "unbroken", range(7))
+    write_run(tmp_path / "stopped", range(5), scale=1.0)
+    with open(tmp_path / "stopped/metrics.jsonl", "ab") as file:
+        file.write(torn.encode()[:-1])
+    write_run(tmp_path / "stopped", range(3, 7), resume_step=2)
+
+    for name in ("metrics.jsonl", "samples/step_000001.jsonl", "samples/step_000004.jsonl"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+    assert shown_values(tmp_path / "stopped") == shown_values(tmp_path / "unbroken")
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_resuming_drops_later_rows_and_samples_at_once(tmp_path, caplog):
+    write_run(tmp_path, range(6))
+    RunRecords(tmp_path, resume_step=2).close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        f"step_{step:06d}.jsonl" for step in range(3)
+    ]
+    assert {step for step, _, _ in shown_values(tmp_path)} == {0, 1, 2}
+    assert "3 rows from step 3 on are dropped" in caplog.text
+
+
+def test_starting_again_from_the_beginning_drops_everything_and_says_so(tmp_path, caplog):
+    write_run(tmp_path, range(3), scale=7.0)
+    write_run(tmp_path, range(2))
+    assert [row["actor/pg_loss"] for row in read_metrics(tmp_path)] == [0.0, 1.0]
+    assert {value for _, tag, value in shown_values(tmp_path) if tag == "actor/pg_loss"} == {0.0, 1.0}
+    assert "3 rows from step 0 on are dropped" in caplog.text
+
+
+def test_starts_within_one_second_do_not_overwrite_each_others_events(tmp_path):
+    for step in range(1, 4):
+        write_run(tmp_path, [step], resume_step=step - 1)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 3
+    assert [step for step, tag, _ in shown_values(tmp_path) if tag == "actor/pg_loss"] == [1, 2, 3]
+
+
+def test_rows_that_are_missing_on_resume_are_reported(tmp_path, caplog):
+    write_run(tmp_path, range(3))
+    RunRecords(tmp_path, resume_step=2).close()
+    RunRecords(tmp_path / "fresh", resume_step=None).close()
+    assert not caplog.text
+    RunRecords(tmp_path, resume_step=5).close()
+    assert "steps 3 to 5 have no row" in caplog.text
+
+
+def test_only_the_last_line_may_be_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(RuntimeError, match="metrics.jsonl, line 2: not JSON"):
+        read_metrics(tmp_path)
+
+
+def test_config_differences_name_key_and_both_values(tmp_path):
+    config = {"seed": 0, "actor": {"optim": {"lr": 1e-6, "betas": (0.9, 0.95)}, "loss": "ppo"}, "mesh": {}}
+    assert config_differences(tmp_path, config) == []
+    write_config(tmp_path / "run", config)
+    assert config_differences(tmp_path / "run", config) == []
+    optim = {"lr": 2e-6, "betas": (0.9, 0.99)}
+    other = {"seed": 0, "actor": {"optim": optim, "clip": None}, "mesh": {"data": 2}}
+    assert config_differences(tmp_path / "run", other) == [
+        "actor.clip: absent -> None",
+        "actor.loss: 'ppo' -> absent",
+        "actor.optim.betas: [0.9, 0.95] -> [0.9, 0.99]",
+        "actor.optim.lr: 1e-06 -> 2e-06",
+        "mesh: {} -> absent",
+        "mesh.data: absent -> 2",
+    ]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["actor"]["optim"]["lr"] == 1e-6

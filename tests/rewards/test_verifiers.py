@@ -1,0 +1,70 @@
+import re
+
+import pytest
+
+from dapo_jax.rewards import verifiers
+
+
+def test_every_name_loads_and_scores():
+    for name in verifiers.VERIFIERS:
+        result = verifiers.load_verifier(name)("arithmetic", "Answer: 34\n#### 34", "34", {})
+        assert result["acc"], name
+
+
+@pytest.mark.parametrize(
+    ("data_source", "name"),
+    [
+        ("arithmetic", "arithmetic"),
+        ("openai/gsm8k", "gsm8k"),
+        ("math", "math_dapo"),
+        ("math_dapo", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
+        ("aime_2024", "math_dapo"),
+        ("lighteval/MATH", "math_verify"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math_verify"),
+        ("HuggingFaceH4/MATH-500", "math_verify"),
+    ],
+)
+def test_auto_goes_by_the_data_source(data_source, name):
+    assert verifiers.verifier_for(data_source) == name
+    solution = r"Answer: 34, so \boxed{0.25} #### 7"
+    for ground_truth in ("34", "7", "0.25"):
+        result = verifiers.auto(data_source, solution, ground_truth, {})
+        assert result == verifiers.VERIFIERS[name](data_source, solution, ground_truth, {})
+
+
+def test_auto_names_an_unknown_data_source_and_the_cures():
+    with pytest.raises(ValueError, match="data_source='chess' has no verifier.*set reward.function"):
+        verifiers.auto("chess", "", "", {})
+
+
+def test_a_dotted_path_is_your_own_function():
+    assert verifiers.load_verifier("dapo_jax.rewards.gsm8k.score") is verifiers.VERIFIERS["gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nothing", "correct the name"),
+        ("no_such_module.score", "importing 'no_such_module' failed with ModuleNotFoundError"),
+        ("broken_verifier.score", "importing 'broken_verifier' failed with ZeroDivisionError"),
+        ("exiting_verifier.score", "importing 'exiting_verifier' failed with SystemExit"),
+        ("math.no_such_function", "'math' has no function 'no_such_function'"),
+        ("math.pi", "'math' has no function 'pi'"),
+    ],
+)
+def test_a_verifier_that_cannot_be_loaded_is_named_with_the_reason(name, reason, tmp_path, monkeypatch):
+    (tmp_path / "broken_verifier.py").write_text("1 / 0")
+    (tmp_path / "exiting_verifier.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=rf"reward\.function='{name}' must be .*{re.escape(reason)}"):
+        verifiers.load_verifier(name)
+
+
+def test_a_failed_sample_gets_the_lowest_score():
+    assert verifiers.wrong_score("math_dapo", "any") == -1.0
+    assert verifiers.wrong_score("math_dapo_lenient", "any") == -1.0
+    assert verifiers.wrong_score("auto", "aime_2024") == -1.0
+    assert verifiers.wrong_score("auto", "openai/gsm8k") == 0.0
+    assert verifiers.wrong_score("auto", "unknown") == 0.0
+    assert verifiers.wrong_score("my.own.function", "math_dapo") == 0.0

@@ -1,0 +1,262 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.rewards.worker import normalize_result
+from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
+
+DATA = Path(__file__).parent / "data"
+RIGHT = {"score": 1.0, "acc": 1.0}
+WRONG = {"score": 0.0, "acc": 0.0}
+
+
+def request(solution, **extra_info):
+    return ScoreRequest("hostile", solution, "34", extra_info)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    sys.path.insert(0, str(DATA))
+    try:
+        with VerifierPool("hostile_verifier.score", num_workers=2, timeout_s=0.5) as shared:
+            yield shared
+    finally:
+        sys.path.remove(str(DATA))
+
+
+def has_ended(pid, within_s=2.0):
+    """True once the process is gone, or dead and only not collected yet."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def read_pid(path, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text():
+            return int(path.read_text())
+        time.sleep(0.02)
+    raise AssertionError("the verifier did not start")
+
+
+def test_verdicts_come_in_the_order_of_the_requests():
+    requests = [ScoreRequest("arithmetic", f"it is {i}", str(i - i % 2), {}) for i in range(1000)]
+    with VerifierPool("arithmetic", num_workers=2, timeout_s=5) as pool:
+        start = time.perf_counter()
+        verdicts = pool.score(requests)
+        assert time.perf_counter() - start < 2.0
+        assert pool.score([]) == []
+    assert [verdict.pred for verdict in verdicts] == [str(i) for i in range(1000)]
+    assert [verdict.numbers["acc"] for verdict in verdicts] == [1.0, 0.0] * 500
+    assert all(verdict.error is None for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("solution", "error"),
+    [
+        ("sleep", "timeout after 0.5 s"),
+        ("loop_in_c", "timeout after 0.5 s"),
+        ("ignore_signals", "timeout after 0.5 s"),
+        ("exit_hard", "worker died (exit code 3)"),
+        ("kill_itself", "worker died (exit code -9)"),
+        ("close_everything", "worker died"),
+        ("exit_softly", "SystemExit: 4"),
+        ("fail", "ValueError: bad answer xxx"),
+        ("fail_without_words", "Silent"),
+        ("recurse", "RecursionError"),
+        ("unpicklable", "ValueError: verifier must return a finite number"),
+        ("not_finite", "ValueError: verifier must return a finite number, not 'extra': nan"),
+        ("no_such_function", "KeyError"),
+    ],
+)
+def test_a_failure_is_one_wrong_sample_and_the_others_are_scored(pool, solution, error):
+    start = time.perf_counter()
+    verdicts = pool.score([request(name) for name in ("right", solution, "right", "right")])
+    assert time.perf_counter() - start < 3.0
+    assert [verdict.numbers for verdict in verdicts] == [RIGHT, WRONG, RIGHT, RIGHT]
+    assert error in verdicts[1].error
+    assert len(verdicts[1].error) <= 1000
+    assert verdicts[1].pred is None
+
+
+def test_a_worker_survives_an_exception_but_not_a_timeout(pool):
+    before = set(pool._workers)
+    pool.score([request("fail"), request("recurse"), request("unpicklable")])
+    assert pool._workers == before
+    pool.score([request("sleep")])
+    assert len(pool._workers) == len(before) and pool._workers != before
+
+
+def test_the_time_limit_holds_for_each_sample_and_kills_its_children(pool, tmp_path):
+    requests = [request("start_a_child", path=str(tmp_path / str(i))) for i in range(4)]
+    start = time.perf_counter()
+    verdicts = pool.score(requests)
+    assert time.perf_counter() - start < 3.0
+    assert [verdict.error for verdict in verdicts] == ["timeout after 0.5 s"] * 4
+    if sys.platform == "linux":
+        assert all(has_ended(read_pid(tmp_path / str(i))) for i in range(4))
+
+
+def test_what_a_verifier_prints_goes_to_stderr(capfd, monkeypatch):
+    monkeypatch.syspath_prepend(DATA)
+    with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=1) as pool:
+        verdicts = pool.score([request("close_stdout"), request("right")])
+    assert [verdict.numbers for verdict in verdicts] == [RIGHT, RIGHT]
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == "written by a verifier\n"
+
+
+def test_results_are_normalised(pool):
+    named, huge, odd = pool.score([request(name) for name in ("named_numbers", "huge_text", "odd_text")])
+    assert named.numbers == {"score": 2.0, "acc": 1.0, "length": 7.0}
+    assert named.pred == "12"
+    assert huge.pred == "1" * 1000
+    assert odd.pred == "a\0b?"
+
+
+@pytest.mark.parametrize("result", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0)])
+def test_a_bare_number_is_score_and_acc(result):
+    values, pred = normalize_result(result)
+    assert values == RIGHT and pred is None
+    assert all(type(value) is float for value in values.values())
+    assert normalize_result({"score": result})[0] == RIGHT
+
+
+@pytest.mark.parametrize(
+    "result",
+    [None, "1", [1.0], 1j, float("inf"), {}, {"acc": 1.0}, {"score": "1"}, {"score": 1.0, "x": None}],
+)
+def test_other_results_are_errors(result):
+    with pytest.raises(ValueError, match="verifier must return"):
+        normalize_result(result)
+
+
+def test_hostile_solutions_reach_the_verifier():
+    solutions = ["x" * 1_000_000, "\0\ud800" * 50_000, "{" * 100_000, "\\boxed{" * 10_000]
+    with VerifierPool("math_dapo", num_workers=1, timeout_s=5) as pool:
+        verdicts = pool.score([ScoreRequest("math", solution, "34", {}) for solution in solutions])
+    assert [verdict.numbers["score"] for verdict in verdicts] == [-1.0] * 4
+    assert all(verdict.error is None for verdict in verdicts)
+
+
+def test_a_worker_has_no_jax(pool):
+    assert pool.score([request("modules")])[0].numbers["jax"] == 0.0
+    with VerifierPool("auto", num_workers=1, timeout_s=5) as auto:
+        verdict = auto.score([ScoreRequest("chess", "", "", {})])[0]
+    assert verdict.numbers == WRONG and "data_source='chess' has no verifier" in verdict.error
+
+
+def test_failures_are_logged_and_counted(pool, caplog):
+    with caplog.at_level(logging.WARNING, logger="dapo_jax.rewards.worker_pool"):
+        pool.score([request("right")])
+        assert not caplog.records
+        pool.score([request("fail_" + "x" * 1000)] * 5)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 4
+    assert "data_source='hostile', KeyError" in messages[0] and "'fail_xxx" in messages[0]
+    assert messages[3].endswith("failed: 5 of 5 samples")
+
+
+@pytest.mark.parametrize("name", ["no_such_verifier", "no_such_module.score", "exiting_at_import.score"])
+def test_a_verifier_that_does_not_load_is_a_value_error(name, tmp_path, monkeypatch):
+    (tmp_path / "exiting_at_import.py").write_text("import os\nos._exit(5)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"reward.function='{name}'"):
+        VerifierPool(name, num_workers=2, timeout_s=1)
+
+
+def test_a_verifier_that_no_longer_loads_stops_the_run(tmp_path, monkeypatch):
+    module = tmp_path / "vanishing_verifier.py"
+    module.write_text("import os\ndef score(*arguments): os._exit(1)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with VerifierPool("vanishing_verifier.score", num_workers=1, timeout_s=1) as pool:
+        module.write_text("raise ImportError('gone')")
+        with pytest.raises(RuntimeError, match="a verifier process did not start.*gone"):
+            pool.score([request("a"), request("b"), request("c")])
+
+
+def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch):
+    (tmp_path / "verifier_of_this_run.py").write_text("def score(*arguments): return 0.5")
+    monkeypatch.chdir(tmp_path)
+    with VerifierPool("verifier_of_this_run.score", num_workers=1, timeout_s=1) as pool:
+        assert pool.score([request("")])[0].numbers == {"score": 0.5, "acc": 0.5}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_workers": 0, "timeout_s": 1}, {"num_workers": 1, "timeout_s": 0}]
+)
+def test_limits_must_be_positive(arguments):
+    with pytest.raises(ValueError, match="must be"):
+        VerifierPool("arithmetic", **arguments)
+
+
+def test_the_workers_outlive_the_thread_that_made_the_pool():
+    pools = []
+    thread = threading.Thread(
+        target=lambda: pools.append(VerifierPool("arithmetic", num_workers=1, timeout_s=1))
+    )
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    with pools[0] as pool:
+        worker = set(pool._workers)
+        assert pool.score([ScoreRequest("arithmetic", "34", "34", {})])[0].error is None
+        assert pool._workers == worker
+
+
+def test_close_does_not_wait_for_a_verifier(monkeypatch):
+    monkeypatch.syspath_prepend(DATA)
+    pool = VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=60)
+    pool.score([request("right")])
+    verdicts = []
+    thread = threading.Thread(target=lambda: verdicts.extend(pool.score([request("sleep")])))
+    thread.start()
+    time.sleep(0.2)
+    start = time.perf_counter()
+    pool.close()
+    thread.join()
+    assert time.perf_counter() - start < 2.0
+    assert verdicts[0].error == "worker died (exit code -9)"
+    with pytest.raises(RuntimeError):
+        pool.score([request("right")])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_busy_worker_ends_with_a_killed_parent(tmp_path):
+    program = (
+        "from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool\n"
+        "pool = VerifierPool('hostile_verifier.score', num_workers=1, timeout_s=60)\n"
+        f"pool.score([ScoreRequest('', 'where', '', {{'path': {str(tmp_path / 'pid')!r}}})])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(DATA), *sys.path])}
+    parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    pid = read_pid(tmp_path / "pid")
+    assert not has_ended(pid, within_s=0.1)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert has_ended(pid)
+
+
+def test_a_program_that_does_not_close_its_pool_ends():
+    program = (
+        "from dapo_jax.rewards.worker_pool import VerifierPool\n"
+        "pool = VerifierPool('arithmetic', num_workers=2, timeout_s=60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=10, check=True)
