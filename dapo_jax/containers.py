@@ -46,7 +46,7 @@ class Mean:
     @classmethod
     def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
         """Mean of `values` where `mask` is True; what stands elsewhere, even NaN, does not count."""
-        return cls(jnp.sum(values, where=mask), jnp.sum(mask, dtype=jnp.float32))
+        return cls(jnp.sum(values, where=mask, dtype=jnp.float32), jnp.sum(mask, dtype=jnp.float32))
 
     def merge(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)

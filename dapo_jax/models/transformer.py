@@ -6,6 +6,7 @@ for decoding Q prompts with B // Q samples each, P prompt width, W width of the 
 Precision: operands of matrix products are in the dtype of the weight, everything else is float32.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.parallel.sharding import constrain_rows
+from dapo_jax.parallel.sharding import constrain, constrain_rows
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
@@ -198,15 +200,17 @@ def decode_attention(
 def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array) -> LayerCache:
     """Writes one token's key and value [B, 1, K, H] at `index` of every row."""
     update = jax.lax.dynamic_update_slice_in_dim
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         key=update(cache.key, key.swapaxes(1, 2), index, axis=2),
         value=update(cache.value, value.swapaxes(1, 2), index, axis=2),
     )
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
-    """Token embeddings [B, T, D] float32."""
-    return params["embedding"][tokens].astype(jnp.float32)
+    """Token embeddings [B, T, D] float32. The rows look up a table that is whole in its hidden dimension."""
+    table = constrain(params["embedding"], PartitionSpec("tensor"))
+    return table[constrain_rows(tokens)].astype(jnp.float32)
 
 
 def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -113,7 +113,7 @@ def unflatten(leaves: Iterable[tuple[Weight, Any]]) -> dict[str, Any]:
 
 def cast_matrices(params: dict[str, Any], arch: Architecture, dtype: Any) -> dict[str, Any]:
     """`params` with the operands of matrix products in `dtype`; norms and biases stay float32."""
-    flat = traverse_util.flatten_dict(params)
+    flat: Any = traverse_util.flatten_dict(params)
     return unflatten(
         (weight, flat[weight.path].astype(dtype) if weight.is_matrix else flat[weight.path])
         for weight in weight_table(arch)

@@ -1,13 +1,13 @@
 """Device: where each array lies on the mesh. One rule per logical axis; no silent replica."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
 
 Rules = dict[str, str | None]
 
@@ -66,11 +66,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def constrain_rows(x: jax.Array) -> jax.Array:
-    """Inside jit: keeps the first dimension of `x` over the batch axes of the current mesh, if there is one."""
+def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Inside jit: lays `x` over the mesh of `jax.set_mesh` as `spec` says; without a mesh, nothing."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """Inside jit: keeps the first dimension of `x` over the batch axes."""
+    return constrain(x, PartitionSpec(BATCH_AXES))
 
 
 def put(tree: Any, sharding: NamedSharding) -> Any:
@@ -83,11 +88,16 @@ def put(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(place, tree)
 
 
+def put_rows(tree: Any, mesh: Mesh) -> Any:
+    """Host arrays with zero rows appended until the batch shards divide them, divided over the batch axes."""
+
+    def pad(array: np.ndarray) -> np.ndarray:
+        missing = -array.shape[0] % num_batch_shards(mesh)
+        return np.pad(array, ((0, missing),) + ((0, 0),) * (array.ndim - 1))
+
+    return put(jax.tree.map(pad, tree), batch_sharding(mesh))
+
+
 def fetch(tree: Any) -> Any:
     """Replicated device arrays as NumPy arrays, on every process."""
     return jax.tree.map(np.asarray, jax.device_get(tree))
-
-
-def jit_replicated(function: Callable, mesh: Mesh, **options: Any) -> Callable:
-    """jit whose results are whole on every device, so that each process can read them."""
-    return jax.jit(function, out_shardings=replicated(mesh), **options)

@@ -189,7 +189,7 @@ def test_remat_changes_no_value_and_no_gradient():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), kept, recomputed)
 
 
-@pytest.mark.parametrize("name", ["llama3_rope_scaled", "qwen2_bias_tied", "qwen3_qknorm"])
+@pytest.mark.parametrize("name", ["qwen2_bias_tied", "qwen3_qknorm"])
 def test_bfloat16_decoding_and_forward_agree_within_small_divergence(name):
     arch, params = small_model(name, dtype=jnp.bfloat16)
     prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch)

@@ -1,0 +1,38 @@
+"""SmolLM2-135M-Instruct learns to add, with DAPO, on a laptop's CPU.
+
+    bash scripts/quickstart.sh
+"""
+
+import os
+from pathlib import Path
+
+from ml_collections import config_dict
+
+from dapo_jax.config import default_config
+
+CACHE = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser()
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = default_config()
+    config.workdir = "runs/quickstart"
+    config.model.path = str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    config.model.enable_gradient_checkpointing = False
+    config.data.task = "arithmetic"
+    config.data.arithmetic.high = 50
+    config.data.arithmetic.template = "{a} {operator} {b} ="
+    config.data.system_prompt = ""
+    config.data.train_batch_size = 12
+    config.data.max_prompt_length = 64
+    config.data.max_response_length = 12
+    config.rollout.n = 8
+    config.rollout.max_num_seqs = 256
+    config.actor.ppo_mini_batch_size = 12
+    config.actor.ppo_micro_batch_size_per_device = 32
+    config.actor.optim.lr = 1e-5
+    config.actor.optim.lr_warmup_steps = 2
+    config.actor.optim.weight_decay = 0.0
+    config.trainer.total_training_steps = 40
+    config.trainer.test_freq = 5
+    config.trainer.save_freq = 20
+    return config

@@ -1,0 +1,60 @@
+"""Host: saving and restoring all that a run needs to go on as if it had never stopped."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+
+from dapo_jax.learner.optimizer import TrainState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, beside its parameters. Random draws have addresses, so no generator is saved."""
+
+    step: int = 0  # training steps done
+    next_prompt: int = 0  # first prompt number of the next step
+    recompute_logprobs: bool = False  # whether old_logprob=auto has fallen back to recomputing
+    groups_kept: int = 0
+    groups_dropped: int = 0
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+
+
+class Checkpoints:
+    """The checkpoints of a workdir, written in the background, the newest `max_to_keep` kept."""
+
+    def __init__(self, workdir: str | Path, *, max_to_keep: int) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True)
+        self._manager = ocp.CheckpointManager(Path(workdir).absolute() / "checkpoints", options=options)
+
+    def latest_step(self) -> int | None:
+        """The newest step that was written completely."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, progress: Progress) -> None:
+        """Writes a checkpoint of progress.step; nothing if there is one."""
+        if self._manager.latest_step() != progress.step:
+            self._manager.save(
+                progress.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+                ),
+            )
+
+    def restore(self, step: int, shape: TrainState) -> tuple[TrainState, Progress]:
+        """The state, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, and the progress."""
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(shape), progress=ocp.args.JsonRestore()
+            ),
+        )
+        return restored["state"], Progress(**restored["progress"])
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()

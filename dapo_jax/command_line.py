@@ -1,0 +1,27 @@
+"""Host: the config of a command from `--config FILE --config.key=value ...`."""
+
+from collections.abc import Sequence
+
+from absl import flags
+from ml_collections import config_flags
+
+from dapo_jax.config import Config, freeze
+
+
+def read_config(arguments: Sequence[str]) -> Config:
+    """The frozen config that the command line describes.
+
+    Raises:
+        ValueError: no config file, an unknown or misspelt key (with a suggestion), or a value of the wrong type.
+    """
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "Python file with get_config()", flag_values=values)
+    try:
+        rest = values(list(arguments))
+    except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
+        raise ValueError(str(error).strip("\"'")) from error
+    if len(rest) > 1:
+        raise ValueError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
+    if values["config"].value is None:
+        raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
+    return freeze(values["config"].value)

@@ -1,0 +1,84 @@
+"""Host: one generation round: sample, verify, shape the reward, and mark the groups worth training on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.dynamic_sampling.group_filter import group_statistics, keep_groups
+from dapo_jax.parallel.sharding import fetch, put_rows
+from dapo_jax.rewards.assembly import assemble_rewards
+from dapo_jax.rollout.experience import Experience
+
+
+@dataclass(frozen=True)
+class Round:
+    """Groups of one generation round and the filter's verdict."""
+
+    experience: Experience
+    keep: np.ndarray  # [Q] bool
+    metric_std: np.ndarray  # [Q] float32, population standard deviation of the metric
+
+
+def shape_rewards(
+    experience: Experience,
+    *,
+    max_response_length: int,
+    overlong_buffer_length: int,
+    overlong_penalty_factor: float,
+    mesh: Mesh,
+) -> Experience:
+    """Adds the scores `overlong_reward` (penalty) and `seq_reward` (verifier's score + penalty)."""
+    rows = (
+        experience.scores["score"].astype(np.float32).reshape(-1),
+        experience.mask.reshape(-1, experience.mask.shape[-1]),
+    )
+    rewards = assemble_rewards(
+        *put_rows(rows, mesh),
+        max_response_length=max_response_length,
+        buffer_length=overlong_buffer_length,
+        penalty_factor=overlong_penalty_factor,
+    )
+    shape = experience.finished.shape
+    seq_reward = fetch(rewards.token_level_scores).sum(axis=-1)[: np.prod(shape)]
+    penalty = fetch(rewards.overlong_penalty)[: np.prod(shape)]
+    return experience.with_scores(seq_reward=seq_reward.reshape(shape), overlong_reward=penalty.reshape(shape))
+
+
+def filter_groups(experience: Experience, metric: str, mesh: Mesh) -> Round:
+    """Marks the groups whose `metric` differs between samples.
+
+    Raises:
+        ValueError: the metric was not measured for every sample.
+    """
+    available = experience.scores
+    if metric not in available or np.isnan(available[metric]).any():
+        raise ValueError(
+            f"algorithm.filter_groups.metric={metric!r} is not measured for every sample: choose one of "
+            f"{sorted(name for name, values in available.items() if not np.isnan(values).any())}, "
+            "or let the reward function return it"
+        )
+    num_groups, num_samples = available[metric].shape
+    values = put_rows(available[metric].astype(np.float32).reshape(-1), mesh)
+    group_ids = np.arange(values.shape[0], dtype=np.int32) // num_samples  # rows of padding come after the groups
+    statistics = group_statistics(
+        values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1
+    )
+    keep, std = fetch((keep_groups(statistics), statistics.std))
+    return Round(experience, keep[:num_groups], std[:num_groups])
+
+
+def keep_all(experience: Experience) -> Round:
+    """The round of a run without a filter."""
+    groups = len(experience)
+    return Round(experience, np.ones(groups, bool), np.zeros(groups, np.float32))
+
+
+def filtered_counts(rounds: Sequence[Round]) -> dict[str, int]:
+    """How many dropped groups were all right, all wrong, and uniform in another way."""
+    dropped = [round_.experience.scores["acc"][~round_.keep] for round_ in rounds]
+    accuracy = np.concatenate(dropped) if dropped else np.zeros((0, 1))
+    correct = int(np.sum(np.all(accuracy == 1, axis=1)))
+    wrong = int(np.sum(np.all(accuracy <= 0, axis=1)))
+    return {"all_correct": correct, "all_wrong": wrong, "other": len(accuracy) - correct - wrong}

@@ -1,0 +1,52 @@
+"""Host: accuracy of a policy on problems that it is not trained on."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.monitor.statistics import accuracy_at
+from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.sampling import EVALUATE, Sampling
+from dapo_jax.run import Run
+
+
+def evaluate(run: Run, params: Any) -> dict[str, float]:
+    """`eval/{data_source}/{score}/mean@k` of the held-out problems, with k = evaluate.n samples each.
+
+    Every evaluation draws with the same noise, so that two of them differ by the policy alone.
+
+    Args:
+        params: training parameters.
+    """
+    if not len(run.eval_set):
+        return {}
+    settings = run.config.evaluate
+    rows = range(len(run.eval_set))
+    with run.stage("testing"):
+        experience = run.sampler.sample(
+            run.actor.decode_weights(params),
+            run.eval_set,
+            rows,
+            rows,
+            num_samples=settings.n,
+            purpose=EVALUATE,
+            sampling=Sampling.create(settings.temperature, settings.top_p, settings.top_k),
+            stage=nullcontext,
+        )
+    return _by_source(run, experience)
+
+
+def _by_source(run: Run, experience: Experience) -> dict[str, float]:
+    sources = np.array([run.eval_set.rows[row].data_source for row in experience.rows])
+    metrics = {}
+    for source in sorted(set(sources)):
+        chosen = sources == source
+        metrics |= accuracy_at(source, {name: values[chosen] for name, values in experience.scores.items()})
+    return metrics
+
+
+def mean_accuracy(metrics: dict[str, float]) -> float | None:
+    """The mean over data sources of eval/{source}/acc/mean@k, None if nothing was evaluated."""
+    values = [value for name, value in metrics.items() if name.startswith("eval/") and "/acc/mean@" in name]
+    return float(np.mean(values)) if values else None

@@ -1,0 +1,61 @@
+"""Device: log-probability and entropy of response tokens under the training forward pass."""
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.containers import Batch
+from dapo_jax.models import transformer
+from dapo_jax.models.architecture import Architecture
+
+
+def response_logprobs(
+    params: transformer.Params,
+    batch: Batch,
+    *,
+    arch: Architecture,
+    temperature: float,
+    remat: bool,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability [B, R] of each response token, and the entropy [B, R] of its distribution.
+
+    Both are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
+    tokens at a time, in the backward pass too. The entropy is for reporting and carries no gradient.
+
+    Args:
+        params: weights in the dtype of the matrix products.
+        chunk_size: tokens of all rows together.
+    """
+    tokens = jnp.concatenate([batch.prompts, batch.responses], axis=1)
+    mask = jnp.concatenate([batch.prompt_mask, batch.mask], axis=1)
+    positions = transformer.positions_of(mask)
+    hidden = transformer.forward(params, tokens, positions, mask, arch, remat=remat)
+    start = batch.prompts.shape[1] - 1  # the last prompt token predicts the first response token
+    hidden = hidden[:, start : start + batch.responses.shape[1]]
+
+    def chunk_logprobs(chunk):
+        hidden, tokens = chunk
+        logits = transformer.logits(params, hidden) / temperature
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        detached = jax.lax.stop_gradient(logits - normalizer[..., None])
+        entropy = -jnp.sum(jnp.exp(detached) * detached, axis=-1)
+        return chosen - normalizer, entropy
+
+    rows, length = batch.responses.shape
+    columns = min(max(chunk_size // rows, 1), length)
+    chunks = jax.tree.map(lambda x: _split_columns(x, columns), (hidden, batch.responses))
+    logprobs, entropy = jax.lax.map(jax.checkpoint(chunk_logprobs), chunks)
+    return _join_columns(logprobs, length), _join_columns(entropy, length)
+
+
+def _split_columns(x: jax.Array, columns: int) -> jax.Array:
+    """[B, R, ...] -> [R / columns, B, columns, ...], zero-padded; rows stay together, and so on their device."""
+    missing = -x.shape[1] % columns
+    x = jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
+    return x.reshape(x.shape[0], -1, columns, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _join_columns(x: jax.Array, length: int) -> jax.Array:
+    """The inverse of `_split_columns` for [chunks, B, columns]."""
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :length]

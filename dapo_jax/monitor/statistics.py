@@ -1,0 +1,45 @@
+"""Host: metric names and formulas for the groups and lengths of a step."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+
+def spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """`name`/mean, /max and /min of all values."""
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/max": float(np.max(values)),
+        f"{name}/min": float(np.min(values)),
+    }
+
+
+def score_metrics(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """`rollout/{score}/{mean,max,min}` over the means of the groups; scores [Q, G]."""
+    metrics = {}
+    for name, values in scores.items():
+        metrics |= spread(f"rollout/{name}", np.nanmean(values, axis=1))
+    return metrics
+
+
+def length_metrics(name: str, lengths: np.ndarray, limit: int) -> dict[str, float]:
+    """`name`_length/{mean,max,min,clip_ratio}: tokens, and the share of rows that are as long as allowed."""
+    return {**spread(f"{name}_length", lengths), f"{name}_length/clip_ratio": float(np.mean(lengths >= limit))}
+
+
+def advantage_metrics(advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+    """`critic/advantages/{mean,max,min}` over response tokens, [B, R] each."""
+    return spread("critic/advantages", advantages[mask])
+
+
+def accuracy_at(task: str, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """`eval/{task}/{score}/{mean@k,std@k}`: mean over problems of each problem's k samples; scores [Q, k].
+
+    The standard deviation is the population's, within a problem.
+    """
+    metrics = {}
+    for name, values in scores.items():
+        samples = values.shape[1]
+        metrics[f"eval/{task}/{name}/mean@{samples}"] = float(np.mean(np.mean(values, axis=1)))
+        metrics[f"eval/{task}/{name}/std@{samples}"] = float(np.mean(np.std(values, axis=1)))
+    return metrics

@@ -1,0 +1,155 @@
+"""Host: groups of responses with what is known of them, and how they are made: sample, decode, verify."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
+from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.waves import WaveSettings, generate
+
+
+class Stage(Protocol):
+    """Names the stage of the step that runs inside it, for timers and the console."""
+
+    def __call__(self, name: str) -> AbstractContextManager[Any]: ...
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Q groups of G responses of at most R tokens, in prompt order; all arrays are NumPy's."""
+
+    numbers: np.ndarray  # [Q] int64, prompt numbers
+    rows: np.ndarray  # [Q] int64, rows of the prompt set
+    prompts: list[list[int]]  # token ids
+    responses: np.ndarray  # [Q, G, R] int32
+    mask: np.ndarray  # [Q, G, R] bool
+    logprobs: np.ndarray  # [Q, G, R] float32
+    finished: np.ndarray  # [Q, G] bool
+    texts: list[list[str]]  # decoded responses
+    scores: dict[str, np.ndarray]  # [Q, G] float64 each: acc, score and whatever else was measured
+    num_errors: int  # verifications that failed, this Experience's samples or not
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return int(self.mask.sum())
+
+    def with_scores(self, **scores: np.ndarray) -> "Experience":
+        """The same with further values [Q, G]."""
+        return replace(self, scores={**self.scores, **scores})
+
+    def select(self, groups: np.ndarray) -> "Experience":
+        """The groups at these indices."""
+        return Experience(
+            self.numbers[groups],
+            self.rows[groups],
+            [self.prompts[group] for group in groups],
+            self.responses[groups],
+            self.mask[groups],
+            self.logprobs[groups],
+            self.finished[groups],
+            [self.texts[group] for group in groups],
+            {name: values[groups] for name, values in self.scores.items()},
+            self.num_errors,
+        )
+
+
+def concatenate(parts: Sequence[Experience]) -> Experience:
+    """The groups of all parts, one after the other. A score that a part lacks is NaN there."""
+    names = {name: None for part in parts for name in part.scores}
+
+    def scores(part: Experience, name: str) -> np.ndarray:
+        return part.scores.get(name, np.full(part.finished.shape, np.nan))
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    return Experience(
+        join("numbers"),
+        join("rows"),
+        [prompt for part in parts for prompt in part.prompts],
+        join("responses"),
+        join("mask"),
+        join("logprobs"),
+        join("finished"),
+        [texts for part in parts for texts in part.texts],
+        {name: np.concatenate([scores(part, name) for part in parts]) for name in names},
+        sum(part.num_errors for part in parts),
+    )
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples and verifies responses to rows of a prompt set."""
+
+    tokenizer: Tokenizer
+    verifiers: VerifierPool
+    settings: WaveSettings
+
+    def sample(
+        self,
+        params: Any,
+        prompt_set: PromptSet,
+        rows: Sequence[int],
+        numbers: Sequence[int],
+        *,
+        num_samples: int,
+        purpose: int,
+        sampling: Sampling,
+        stage: Stage,
+    ) -> Experience:
+        """`num_samples` verified responses to each row; `numbers` and `purpose` address their random draws."""
+        prompts = [prompt_set.tokens[row] for row in rows]
+        with stage("gen"):
+            rollout = generate(
+                params,
+                prompts,
+                numbers,
+                num_samples=num_samples,
+                purpose=purpose,
+                sampling=sampling,
+                settings=self.settings,
+            )
+        with stage("reward"):
+            texts = [
+                self.tokenizer.decode(tokens[mask].tolist())
+                for tokens, mask in zip(np.asarray(rollout.responses), np.asarray(rollout.mask), strict=True)
+            ]
+            scores, num_errors = self._verify(prompt_set, np.repeat(rows, num_samples), texts)
+        shape = (len(prompts), num_samples)
+        return Experience(
+            np.array(numbers, np.int64),
+            np.array(rows, np.int64),
+            prompts,
+            np.asarray(rollout.responses).reshape(*shape, -1),
+            np.asarray(rollout.mask).reshape(*shape, -1),
+            np.asarray(rollout.logprobs).reshape(*shape, -1),
+            np.asarray(rollout.finished).reshape(shape),
+            [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
+            {name: values.reshape(shape) for name, values in scores.items()},
+            num_errors,
+        )
+
+    def _verify(
+        self, prompt_set: PromptSet, rows: np.ndarray, texts: list[str]
+    ) -> tuple[dict[str, np.ndarray], int]:
+        requests = []
+        for row_index, text in zip(rows, texts, strict=True):
+            row = prompt_set.rows[row_index]
+            requests.append(ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info))
+        verdicts = self.verifiers.score(requests)
+        names = {name: None for verdict in verdicts for name in verdict.numbers}
+        scores = {
+            name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
+            for name in names
+        }
+        return scores, sum(verdict.error is not None for verdict in verdicts)

@@ -1,0 +1,357 @@
+"""Host: the training command and its loop.
+
+    python -m dapo_jax.train --config configs/tiny.py [--config.actor.optim.lr=1e-3 ...]
+
+Started again with the same workdir, it goes on after the last checkpoint as if it had not stopped.
+"""
+
+import dataclasses
+import logging
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dapo_jax.algorithms import advantages as advantage_estimators
+from dapo_jax.checkpoint import Checkpoints, Progress
+from dapo_jax.command_line import read_config
+from dapo_jax.config import Config, gen_batch_size, validate, warnings
+from dapo_jax.containers import Batch
+from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups, sampling_metrics
+from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all, shape_rewards
+from dapo_jax.evaluate import evaluate, mean_accuracy
+from dapo_jax.learner.optimizer import TrainState, learning_rate
+from dapo_jax.learner.update import recompute_logprobs, update_policy
+from dapo_jax.monitor import statistics
+from dapo_jax.monitor.log import close_logging, setup_logging
+from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
+from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.parallel.sharding import fetch, put_rows
+from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.waves import bucket, pad_prompts
+from dapo_jax.run import Run, describe, open_run
+
+logger = logging.getLogger(__name__)
+
+MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
+MISMATCH_CLIPFRAC = 5e-3
+
+
+def train(config: Config) -> TrainState:
+    """Trains as `config` says and returns the last state.
+
+    Raises:
+        ValueError: the config, the model, the data or the mesh do not fit together.
+        RuntimeError: the run cannot go on, for example because too few groups pass the filter.
+    """
+    validate(config)
+    total = config.trainer.total_training_steps
+    setup_logging(config.workdir, detailed=config.monitor.console == "detailed")
+    checkpoints = Checkpoints(config.workdir, max_to_keep=config.trainer.max_ckpt_to_keep)
+    resume_step = starting_point(config, checkpoints)
+    try:
+        with open_run(config, initial_step=resume_step or 0) as run:
+            state, progress = restore(run, checkpoints, resume_step)
+            records = RunRecords(config.workdir, resume_step=resume_step)
+            logger.info("%s", describe(run))
+            if resume_step is None and config.trainer.val_before_train:
+                record(run, records, 0, evaluate(run, state.params))
+            while progress.step < total:
+                start = time.perf_counter()
+                step = progress.step + 1
+                accepted = collect(run, state, progress, step)
+                batch, metrics = make_batch(run, accepted.experience, state, progress)
+                state, actor_metrics = update(run, state, batch, step)
+                metrics |= actor_metrics | sampling_metrics(accepted) | experience_metrics(run, accepted)
+                progress = advance(config, progress, accepted, metrics)
+                metrics |= performance_metrics(run, accepted, time.perf_counter() - start)
+                if is_due(step, config.trainer.test_freq, total):
+                    metrics |= evaluate(run, state.params)
+                records.write_samples(step, sample_texts(run, accepted.experience))
+                record(run, records, step, metrics)
+                if is_due(step, config.trainer.save_freq, total):
+                    with run.stage("save_checkpoint"):
+                        checkpoints.save(state, progress)
+            run.console.close()
+            run.console.final_table(summary(run, progress))
+            records.close()
+    finally:
+        checkpoints.close()
+        close_logging()
+    return state
+
+
+def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
+    """The step of the checkpoint to go on from, None for a new run. Writes config.json."""
+    latest = checkpoints.latest_step()
+    if latest is not None and config.trainer.resume_mode == "disable":
+        raise ValueError(
+            f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
+            "choose another workdir, or resume_mode=auto to go on"
+        )
+    values = dataclasses.asdict(config)
+    if latest is not None:
+        for line in config_differences(config.workdir, values):
+            logger.warning("going on with another config: %s", line)
+    for line in warnings(config):
+        logger.warning("%s", line)
+    write_config(config.workdir, values)
+    return latest
+
+
+def restore(run: Run, checkpoints: Checkpoints, step: int | None) -> tuple[TrainState, Progress]:
+    """The state and progress after `step`, or before the first step."""
+    if step is None:
+        return run.init_state(), Progress()
+    state, progress = checkpoints.restore(step, run.actor.state_shape)
+    logger.warning("going on after step %d of %s", step, run.config.workdir)
+    return state, progress
+
+
+def collect(run: Run, state: TrainState, progress: Progress, step: int) -> Accepted:
+    """Generation rounds until data.train_batch_size groups are accepted."""
+    config = run.config
+    weights = run.actor.decode_weights(state.params)
+    settings = config.rollout
+    sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k)
+    buffer = config.reward.overlong_buffer
+
+    def generate_round(numbers: range) -> Round:
+        experience = run.sampler.sample(
+            weights,
+            run.train_set,
+            [run.order.row(number) for number in numbers],
+            numbers,
+            num_samples=settings.n,
+            purpose=TRAIN,
+            sampling=sampling,
+            stage=run.stage,
+        )
+        experience = shape_rewards(
+            experience,
+            max_response_length=config.data.max_response_length,
+            overlong_buffer_length=buffer.len if buffer.enable else 0,
+            overlong_penalty_factor=buffer.penalty_factor,
+            mesh=run.mesh,
+        )
+        if not config.algorithm.filter_groups.enable:
+            return keep_all(experience)
+        return filter_groups(experience, config.algorithm.filter_groups.metric, run.mesh)
+
+    return accumulate_groups(
+        generate_round,
+        first_prompt=progress.next_prompt,
+        target=config.data.train_batch_size,
+        gen_batch_size=gen_batch_size(config),
+        max_num_gen_batches=config.algorithm.filter_groups.max_num_gen_batches,
+        step=step,
+        metric=config.algorithm.filter_groups.metric,
+    )
+
+
+def make_batch(
+    run: Run, experience: Experience, state: TrainState, progress: Progress
+) -> tuple[Batch, dict[str, float]]:
+    """The accepted groups as rows to train on, with advantages and old log-probabilities."""
+    config = run.config
+    num_groups, num_samples = experience.finished.shape
+    with run.stage("adv"):
+        width = bucket(max(len(prompt) for prompt in experience.prompts))
+        tokens, prompt_mask = pad_prompts(experience.prompts, width, run.sampler.settings.pad_id)
+        mask = experience.mask.reshape(num_groups * num_samples, -1)
+        advantages = estimate_advantages(run, experience.scores["seq_reward"].reshape(-1), mask, num_samples)
+    batch = Batch(
+        prompts=np.repeat(tokens, num_samples, axis=0),
+        prompt_mask=np.repeat(prompt_mask, num_samples, axis=0),
+        responses=experience.responses.reshape(mask.shape),
+        mask=mask,
+        old_logprobs=experience.logprobs.reshape(mask.shape),
+        advantages=advantages,
+    )
+    metrics = statistics.advantage_metrics(advantages, mask)
+    metrics["actor/recomputed_logprobs"] = float(recomputes(config, progress))
+    if recomputes(config, progress):
+        with run.stage("old_log_prob"):
+            rows = micro_batch_rows(run)
+            sampled, old = batch.old_logprobs, recompute_logprobs(
+                run.actor, state, batch, micro_batch_rows=rows, mesh=run.mesh
+            )
+        batch = batch.replace(old_logprobs=old)
+        difference = (old - sampled)[mask]
+        metrics["rollout_corr/recomputed_abs_diff"] = float(np.mean(np.abs(difference)))
+        metrics["rollout_corr/recomputed_k3_kl"] = float(np.mean(np.exp(difference) - 1 - difference))
+    return batch, metrics
+
+
+def estimate_advantages(run: Run, rewards: np.ndarray, mask: np.ndarray, num_samples: int) -> np.ndarray:
+    """Advantages [B, R] of rows in prompt order, computed on the mesh."""
+    rewards, placed_mask = put_rows((rewards.astype(np.float32), mask), run.mesh)
+    group_ids = np.arange(rewards.shape[0], dtype=np.int32) // num_samples
+    advantages = jitted_grpo(
+        rewards,
+        placed_mask,
+        put_rows(group_ids, run.mesh),
+        num_groups=int(group_ids[-1]) + 1,
+        norm_by_std=run.config.algorithm.norm_adv_by_std_in_grpo,
+    )
+    return fetch(advantages)[: len(mask)]
+
+
+jitted_grpo = jax.jit(advantage_estimators.grpo, static_argnames=("num_groups", "norm_by_std"))
+
+
+def update(run: Run, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, float]]:
+    """All optimizer steps of a training step."""
+    config, actor = run.config, run.config.actor
+    rate = learning_rate(
+        step,
+        lr=actor.optim.lr,
+        warmup_steps=actor.optim.lr_warmup_steps,
+        scheduler=actor.optim.lr_scheduler_type,
+        total_steps=config.trainer.total_training_steps,
+        min_ratio=actor.optim.min_lr_ratio,
+    )
+    with run.stage("update_actor"):
+        state, metrics = update_policy(
+            run.actor,
+            state,
+            batch,
+            learning_rate=rate,
+            mini_batch_rows=actor.ppo_mini_batch_size * config.rollout.n,
+            micro_batch_rows=micro_batch_rows(run),
+            epochs=actor.ppo_epochs,
+            count_empty_sequences=actor.count_empty_sequences,
+            mesh=run.mesh,
+        )
+    return state, {**metrics, "actor/lr": rate}
+
+
+def micro_batch_rows(run: Run) -> int:
+    """Responses per forward and backward pass, over all devices."""
+    return run.config.actor.ppo_micro_batch_size_per_device * num_batch_shards(run.mesh)
+
+
+def recomputes(config: Config, progress: Progress) -> bool:
+    """Whether old log-probabilities come from the training forward pass instead of the sampler."""
+    mode = config.actor.old_logprob
+    return mode == "recompute" or (mode == "auto" and progress.recompute_logprobs)
+
+
+def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dict[str, float]) -> Progress:
+    """The progress after a training step."""
+    mismatch = metrics["rollout_corr/k3_kl"] > MISMATCH_K3 or (
+        metrics["rollout_corr/first_clipfrac"] > MISMATCH_CLIPFRAC
+    )
+    if mismatch and config.actor.old_logprob == "auto" and not progress.recompute_logprobs:
+        logger.warning(
+            "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
+            "recomputed from the next step on; model.dtype=float32 avoids the difference",
+            metrics["rollout_corr/k3_kl"],
+            metrics["rollout_corr/first_clipfrac"],
+        )
+    kept, evaluated = metrics["train/num_kept_prompts"], metrics["dynamic_sampling/num_evaluated_prompts"]
+    return Progress(
+        step=progress.step + 1,
+        next_prompt=accepted.next_prompt,
+        recompute_logprobs=progress.recompute_logprobs or mismatch,
+        groups_kept=progress.groups_kept + int(kept),
+        groups_dropped=progress.groups_dropped + int(evaluated - kept),
+        tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
+        tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
+    )
+
+
+def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
+    """`rollout/` of all evaluated groups; rewards and lengths of the trained ones."""
+    data, trained = run.config.data, accepted.experience
+    evaluated = [round_.experience for round_ in accepted.rounds]
+    names = set.intersection(*(set(experience.scores) for experience in evaluated))
+    scores = {name: np.concatenate([part.scores[name] for part in evaluated]) for name in sorted(names)}
+    prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
+    return {
+        **statistics.score_metrics(scores),
+        **statistics.spread("critic/score", trained.scores["seq_reward"]),
+        **statistics.spread("critic/rewards", trained.scores["seq_reward"]),
+        **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
+        **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
+        "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
+        "reward/num_errors": sum(experience.num_errors for experience in evaluated),
+        "data/prompts_consumed": accepted.next_prompt,
+        "data/epoch": run.order.epoch(accepted.next_prompt),
+    }
+
+
+def performance_metrics(run: Run, accepted: Accepted, seconds: float) -> dict[str, float]:
+    """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds."""
+    trained = accepted.experience
+    prompt_tokens = sum(len(prompt) for prompt in trained.prompts) * trained.finished.shape[1]
+    tokens = trained.num_tokens + prompt_tokens
+    return {
+        "perf/total_num_tokens": tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / seconds / run.mesh.size,
+        "timing_s/step": seconds,
+    }
+
+
+def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) -> None:
+    """Writes a step's metrics everywhere: metrics.jsonl, TensorBoard, the console."""
+    metrics |= run.timers.pop()
+    records.write(step, metrics)
+    run.console.step_line(step, metrics)
+
+
+def is_due(step: int, frequency: int, total: int) -> bool:
+    """True every `frequency` steps and at the last; -1 means only at the last."""
+    return step == total or (frequency > 0 and step % frequency == 0)
+
+
+def sample_texts(run: Run, experience: Experience) -> list[dict]:
+    """The first sample of the first accepted groups, with its scores, for samples/."""
+    texts = []
+    for group in range(min(run.config.monitor.num_samples, len(experience))):
+        row = run.train_set.rows[experience.rows[group]]
+        texts.append(
+            {
+                "prompt": run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
+                "response": experience.texts[group][0],
+                "ground_truth": row.ground_truth,
+                **{name: float(values[group, 0]) for name, values in experience.scores.items()},
+            }
+        )
+    return texts
+
+
+def summary(run: Run, progress: Progress) -> list[tuple[str, str]]:
+    """The table at the end of a run."""
+    workdir = Path(run.config.workdir)
+    accuracies = [mean_accuracy(row) for row in read_metrics(workdir)]
+    evaluated = [accuracy for accuracy in accuracies if accuracy is not None]
+    problems = f"{len(run.eval_set)} held-out problems, mean@{run.config.evaluate.n}"
+    seconds = sorted(run.timers.totals.items(), key=lambda item: -item[1])
+    return [
+        ("held-out accuracy before", f"{evaluated[0]:.3f} ({problems})" if evaluated else "-"),
+        ("held-out accuracy after", f"{evaluated[-1]:.3f}" if evaluated else "-"),
+        ("tokens generated", f"{progress.tokens_generated:,}"),
+        ("tokens trained", f"{progress.tokens_trained:,}"),
+        ("groups kept", f"{progress.groups_kept:,}"),
+        ("groups dropped", f"{progress.groups_dropped:,}"),
+        ("seconds per stage", ", ".join(f"{stage} {time:.0f}" for stage, time in seconds)),
+        ("TensorBoard", f"tensorboard --logdir {workdir / 'tensorboard'}"),
+        ("checkpoints", str(workdir / "checkpoints")),
+    ]
+
+
+def main() -> None:
+    try:
+        train(read_config(sys.argv))
+    except ValueError as error:
+        logger.debug("the run was refused", exc_info=True)
+        sys.exit(f"dapo_jax: {error}")
+
+
+if __name__ == "__main__":
+    main()
