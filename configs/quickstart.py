@@ -20,13 +20,15 @@ def get_config() -> config_dict.ConfigDict:
     config.model.enable_gradient_checkpointing = False
     config.data.task = "arithmetic"
     config.data.arithmetic.high = 50
-    config.data.arithmetic.template = "{a} {operator} {b} ="
+    config.data.arithmetic.template = "Calculate {a} {operator} {b}. Answer with the number only."
     config.data.system_prompt = ""
     config.data.train_batch_size = 12
+    config.data.gen_batch_size = 24
     config.data.max_prompt_length = 64
-    config.data.max_response_length = 12
+    config.data.max_response_length = 10
     config.rollout.n = 8
     config.rollout.max_num_seqs = 256
+    config.rollout.decode_chunk_length = 3
     config.actor.ppo_mini_batch_size = 12
     config.actor.ppo_micro_batch_size_per_device = 32
     config.actor.optim.lr = 1e-5

@@ -15,13 +15,17 @@ def read_config(arguments: Sequence[str]) -> Config:
         ValueError: no config file, an unknown or misspelt key (with a suggestion), or a value of the wrong type.
     """
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "Python file with get_config()", flag_values=values)
+    config_flags.DEFINE_config_file(
+        "config", None, "Python file with get_config()", flag_values=values, sys_argv=list(arguments)
+    )
     try:
         rest = values(list(arguments))
+        chosen = values["config"].value
+        if chosen is None:
+            raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
+        config = freeze(chosen)
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
         raise ValueError(str(error).strip("\"'")) from error
     if len(rest) > 1:
         raise ValueError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
-    if values["config"].value is None:
-        raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
-    return freeze(values["config"].value)
+    return config

@@ -26,10 +26,13 @@ class Rollout:
 
 @struct.dataclass
 class Batch:
-    """Rows to train on. Rows whose mask is all False are padding and change nothing."""
+    """Rows to train on. Rows whose mask is all False are padding and change nothing.
 
-    prompts: jax.Array  # [B, P] int32, left-padded
-    prompt_mask: jax.Array  # [B, P] bool
+    S consecutive rows share a prompt: it stands once, and is run once. S divides the samples of a group.
+    """
+
+    prompts: jax.Array  # [B // S, P] int32, left-padded
+    prompt_mask: jax.Array  # [B // S, P] bool
     responses: jax.Array  # [B, R] int32, right-padded
     mask: jax.Array  # [B, R] bool, True on tokens to train on
     old_logprobs: jax.Array  # [B, R] float32, the ratio's denominator

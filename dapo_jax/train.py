@@ -7,6 +7,7 @@ Started again with the same workdir, it goes on after the last checkpoint as if 
 
 import dataclasses
 import logging
+import math
 import sys
 import time
 from pathlib import Path
@@ -159,16 +160,19 @@ def make_batch(
     config = run.config
     num_groups, num_samples = experience.finished.shape
     with run.stage("adv"):
-        width = bucket(max(len(prompt) for prompt in experience.prompts))
-        tokens, prompt_mask = pad_prompts(experience.prompts, width, run.sampler.settings.pad_id)
         mask = experience.mask.reshape(num_groups * num_samples, -1)
         advantages = estimate_advantages(run, experience.scores["seq_reward"].reshape(-1), mask, num_samples)
+    sharing = math.gcd(num_samples, config.actor.ppo_micro_batch_size_per_device)
+    width = bucket(max(len(prompt) for prompt in experience.prompts))
+    tokens, prompt_mask = pad_prompts(experience.prompts, width, run.sampler.settings.pad_id)
+    longest = min(bucket(int(mask.sum(axis=1).max())), mask.shape[1])
+    mask, advantages = mask[:, :longest], advantages[:, :longest]
     batch = Batch(
-        prompts=np.repeat(tokens, num_samples, axis=0),
-        prompt_mask=np.repeat(prompt_mask, num_samples, axis=0),
-        responses=experience.responses.reshape(mask.shape),
+        prompts=np.repeat(tokens, num_samples // sharing, axis=0),
+        prompt_mask=np.repeat(prompt_mask, num_samples // sharing, axis=0),
+        responses=experience.responses.reshape(len(mask), -1)[:, :longest],
         mask=mask,
-        old_logprobs=experience.logprobs.reshape(mask.shape),
+        old_logprobs=experience.logprobs.reshape(len(mask), -1)[:, :longest],
         advantages=advantages,
     )
     metrics = statistics.advantage_metrics(advantages, mask)

@@ -26,12 +26,9 @@ def response_logprobs(
         params: weights in the dtype of the matrix products.
         chunk_size: tokens of all rows together.
     """
-    tokens = jnp.concatenate([batch.prompts, batch.responses], axis=1)
-    mask = jnp.concatenate([batch.prompt_mask, batch.mask], axis=1)
-    positions = transformer.positions_of(mask)
-    hidden = transformer.forward(params, tokens, positions, mask, arch, remat=remat)
-    start = batch.prompts.shape[1] - 1  # the last prompt token predicts the first response token
-    hidden = hidden[:, start : start + batch.responses.shape[1]]
+    hidden = transformer.forward_responses(
+        params, batch.prompts, batch.prompt_mask, batch.responses, batch.mask, arch, remat=remat
+    )
 
     def chunk_logprobs(chunk):
         hidden, tokens = chunk

@@ -57,16 +57,20 @@ def recompute_logprobs(
 
 
 def split_rows(batch: Batch, rows: int) -> Iterator[Batch]:
-    """Consecutive slices of `rows` rows; the last may be shorter."""
-    for start in range(0, batch.mask.shape[0], rows):
-        yield jax.tree.map(lambda x, start=start: x[start : start + rows], batch)
+    """Consecutive slices of `rows` rows, with their prompts; the last may be shorter."""
+    total = batch.mask.shape[0]
+    for start in range(0, total, rows):
+        yield jax.tree.map(
+            lambda x, start=start: x[start * len(x) // total : (start + rows) * len(x) // total], batch
+        )
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
     """`batch` with zero rows appended to `rows` rows: their mask is False, so they change nothing."""
+    present = batch.mask.shape[0]
 
     def pad(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, ((0, rows - x.shape[0]),) + ((0, 0),) * (x.ndim - 1))
+        return np.pad(x, ((0, rows * len(x) // present - len(x)),) + ((0, 0),) * (x.ndim - 1))
 
     return jax.tree.map(pad, batch)
 

@@ -54,7 +54,10 @@ def assemble(
     found = [*problems, *_mismatches(tensors, expected, unused or {})]
     if found:
         more = [f"and {len(found) - MAX_PROBLEMS} more"] if len(found) > MAX_PROBLEMS else []
-        raise ValueError(f"{source} does not fit the model: " + "; ".join(found[:MAX_PROBLEMS] + more))
+        raise ValueError(
+            f"{source} must hold the weights of the model that it describes (take both from one download): "
+            + "; ".join(found[:MAX_PROBLEMS] + more)
+        )
 
     def leaves() -> Iterator[tuple[Weight, jax.Array]]:
         for weight in names:

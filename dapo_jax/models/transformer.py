@@ -17,11 +17,11 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
 from dapo_jax.parallel.sharding import constrain, constrain_rows
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
-MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
 
 
 @struct.dataclass
@@ -55,6 +55,56 @@ def forward(
     return hidden
 
 
+def forward_responses(
+    params: Params,
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    responses: jax.Array,
+    mask: jax.Array,
+    arch: Architecture,
+    *,
+    remat=False,
+) -> jax.Array:
+    """Hidden states [B, R, D] float32 that predict each response token; each prompt is run once.
+
+    Equal to `forward` on the prompt repeated before every response, up to rounding.
+
+    Args:
+        params: weights, layers stacked.
+        prompts, prompt_mask: [Q, P], left-padded; prompt q belongs to rows q * (B // Q) and following.
+        responses, mask: [B, R], right-padded.
+        remat: as for `forward`.
+    """
+    samples = responses.shape[0] // prompts.shape[0]
+    length = max(responses.shape[1] - 1, 1)  # the last token predicts nothing
+    visible = causal(length, mask[:, :length])
+    prompt_visible = causal(prompts.shape[1], prompt_mask)
+    prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), samples)
+    prompt_rotation = rotary(positions_of(prompt_mask), arch)
+    rotation = rotary(prompt_lengths[:, None] + jnp.arange(length), arch)
+
+    def layer_step(hidden, layer):
+        def attend_prompt(query, key, value):
+            return attention(query, key, value, prompt_visible), (key.swapaxes(1, 2), value.swapaxes(1, 2))
+
+        prompt, shared = block(hidden[0], layer, prompt_rotation, attend_prompt, arch)
+
+        def attend(query, key, value):
+            own = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            return shared_prompt_attention(query, *own, visible, *shared, prompt_mask), None
+
+        response, _ = block(hidden[1], layer, rotation, attend, arch)
+        return (constrain_rows(prompt), constrain_rows(response)), None
+
+    if remat:
+        layer_step = jax.checkpoint(layer_step)
+    hidden = constrain_rows(embed(params, prompts)), constrain_rows(embed(params, responses[:, :length]))
+    (prompt, response), _ = jax.lax.scan(layer_step, hidden, params["layers"])
+    first = jnp.repeat(prompt[:, -1:], samples, axis=0)
+    hidden = jnp.concatenate([first, response], axis=1)[:, : responses.shape[1]]
+    return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
+
+
 def prefill(
     params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture
 ) -> tuple[jax.Array, list[KeyValue]]:
@@ -83,12 +133,16 @@ def decode(
     """
     x = embed(params, tokens[:, None])
     rotation = rotary(positions[:, None], arch)
+    visible = (jnp.arange(caches[0].key.shape[2]) <= index)[None, None]
     new_caches = []
     for layer, cache in zip(params["layers"], caches, strict=True):
 
         def attend(query, key, value, cache=cache):
             cache = _write(cache, key, value, index)
-            return decode_attention(query, cache, prompt_mask, index), cache
+            attended = shared_prompt_attention(
+                query, cache.key, cache.value, visible, cache.prompt_key, cache.prompt_value, prompt_mask
+            )
+            return attended, cache
 
         x, cache = block(x, layer, rotation, attend, arch)
         new_caches.append(cache)
@@ -108,12 +162,12 @@ def positions_of(mask: jax.Array) -> jax.Array:
 def _run_layers(params, tokens, positions, mask, arch, *, remat, keep_cache) -> tuple[jax.Array, Any]:
     x = constrain_rows(embed(params, tokens))
     rotation = rotary(positions, arch)
-    visible = mask[:, None, :] & jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
+    visible = causal(mask.shape[1], mask)
 
     def layer_step(x, layer):
         def attend(query, key, value):
             cache = (key.swapaxes(1, 2), value.swapaxes(1, 2)) if keep_cache else None
-            return causal_attention(query, key, value, visible), cache
+            return attention(query, key, value, visible), cache
 
         x, cache = block(x, layer, rotation, attend, arch)
         return constrain_rows(x), cache
@@ -157,46 +211,6 @@ def block(
     return x + matmul("btf,fd->btd", gate * up, layer["down"]), cache
 
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
-    """Grouped-query attention, [B, T, N, H] x [B, T, K, H] -> [B, T, N, H] float32; visible [B, T, T]."""
-    batch, length, heads, size = query.shape
-    query = query.reshape(batch, length, key.shape[2], -1, size)
-    scores = matmul("btkgh,bskh->bkgts", query, key) * size**-0.5
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
-    return matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
-
-
-def decode_attention(
-    query: jax.Array, cache: LayerCache, prompt_mask: jax.Array, index: jax.Array
-) -> jax.Array:
-    """Attention of one new token a row, [B, 1, N, H] -> the same in float32.
-
-    One softmax runs over the prompt's keys, read once for all samples of the prompt, and the row's own keys.
-    """
-    rows, _, heads, size = query.shape
-    prompts, kv_heads, _, _ = cache.prompt_key.shape
-
-    def by_prompt(x: jax.Array) -> jax.Array:  # [B, K, G, X] -> [Q, K, B // Q * G, X]
-        x = x.reshape(prompts, rows // prompts, *x.shape[1:]).swapaxes(1, 2)
-        return x.reshape(prompts, kv_heads, -1, x.shape[-1])
-
-    def by_row(x: jax.Array) -> jax.Array:  # [Q, K, B // Q * G, X] -> [B, K, G, X]
-        x = x.reshape(prompts, kv_heads, rows // prompts, -1, x.shape[-1]).swapaxes(1, 2)
-        return x.reshape(rows, *x.shape[2:])
-
-    query = query.reshape(rows, kv_heads, -1, size)
-    shared = matmul("qkmh,qkph->qkmp", by_prompt(query), cache.prompt_key) * size**-0.5
-    shared = jnp.where(prompt_mask[:, None, None], shared, MASKED)
-    own = matmul("bkgh,bkwh->bkgw", query, cache.key) * size**-0.5
-    own = jnp.where(jnp.arange(own.shape[-1]) <= index, own, MASKED)
-    highest = jnp.maximum(by_row(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))
-    shared, own = jnp.exp(shared - by_prompt(highest)), jnp.exp(own - highest)
-    total = by_row(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
-    result = by_row(matmul("qkmp,qkph->qkmh", shared / by_prompt(total), cache.prompt_value))
-    result += matmul("bkgw,bkwh->bkgh", own / total, cache.value)
-    return result.reshape(rows, 1, heads, size)
-
-
 def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array) -> LayerCache:
     """Writes one token's key and value [B, 1, K, H] at `index` of every row."""
     update = jax.lax.dynamic_update_slice_in_dim
@@ -211,14 +225,6 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Token embeddings [B, T, D] float32. The rows look up a table that is whole in its hidden dimension."""
     table = constrain(params["embedding"], PartitionSpec("tensor"))
     return table[constrain_rows(tokens)].astype(jnp.float32)
-
-
-def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """einsum with both operands in the dtype of `weight` and a float32 result."""
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    return jnp.einsum(
-        subscripts, x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

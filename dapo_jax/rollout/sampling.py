@@ -10,16 +10,19 @@ TRAIN, EVALUATE = 0, 1  # purposes: the first part of an address after the seed
 
 @struct.dataclass
 class Sampling:
-    """How to draw; traced scalars, so that a new value needs no new compilation."""
+    """How to draw. The scalars are traced: a new value needs no new compilation."""
 
-    temperature: float | jax.Array = 1.0  # 0 = greedy
+    temperature: float | jax.Array = 1.0
     top_p: float | jax.Array = 1.0
     top_k: int | jax.Array = -1  # -1 = off
+    greedy: bool = struct.field(pytree_node=False, default=False)
     truncated: bool = struct.field(pytree_node=False, default=False)  # whether top_p or top_k is in use
 
     @classmethod
     def create(cls, temperature: float, top_p: float, top_k: int) -> "Sampling":
-        return cls(temperature, top_p, top_k, truncated=top_p < 1 or top_k > 0)
+        """Temperature 0 is greedy: the most likely token, whose log-probability is given at temperature 1."""
+        greedy = temperature == 0
+        return cls(1.0 if greedy else temperature, top_p, top_k, greedy, truncated=top_p < 1 or top_k > 0)
 
 
 def row_keys(seed: int, purpose: int, numbers: jax.Array, num_samples: int) -> jax.Array:
@@ -41,31 +44,34 @@ def sample(
         position: scalar, how many tokens were sampled before.
 
     Returns:
-        tokens [B] int32 and logprobs [B] float32. Greedy tokens have their log-probability at temperature 1.
+        tokens [B] int32 and logprobs [B] float32.
     """
-    greedy = sampling.temperature == 0
-    logits = logits / jnp.where(greedy, 1.0, sampling.temperature)
-    candidates = _truncate(logits, sampling) if sampling.truncated else logits
-    uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(keys)
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), inverse_cdf(candidates, uniform))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+    logits = logits / sampling.temperature
+    highest = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - highest)  # serves the normaliser and the draw
+    if sampling.greedy:
+        tokens = jnp.argmax(logits, axis=-1)
+    else:
+        uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(keys)
+        kept = jnp.where(_truncation(logits, sampling), weights, 0.0) if sampling.truncated else weights
+        tokens = inverse_cdf(kept, uniform)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - highest
+    return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
 
 
-def inverse_cdf(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Token [B] at which softmax(logits)'s cumulative sum passes `uniform` [B] in [0, 1).
+def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Token [B] at which the cumulative sum of `weights` [B, V] passes `uniform` [B] in [0, 1) of their total.
 
     Two levels, so that no cumulative sum runs over the whole vocabulary: first the block, then the entry.
-    Entries of probability 0 are never returned.
+    Entries of weight 0 are never returned.
     """
-    rows, vocabulary = logits.shape
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    rows, vocabulary = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocabulary % BLOCK))).reshape(rows, -1, BLOCK)
     totals = jnp.sum(blocks, axis=-1)
-    block, before = _first_above(totals, uniform * jnp.sum(totals, axis=-1))
+    target = uniform * jnp.sum(totals, axis=-1)
+    block, before = _first_above(totals, target)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    target = uniform * jnp.sum(totals, axis=-1) - before
-    entry, _ = _first_above(inside, target)
+    entry, _ = _first_above(inside, target - before)
     return block * BLOCK + entry
 
 
@@ -83,8 +89,8 @@ def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.
     return index, before
 
 
-def _truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Logits with all but the top-k, and of those all but the smallest set of mass top-p, at -inf."""
+def _truncation(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """True [B, V] for the top-k tokens, and of those for the smallest set of mass top-p."""
     vocabulary = logits.shape[-1]
     ordered = -jnp.sort(-logits, axis=-1)
     top_k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)
@@ -93,4 +99,4 @@ def _truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
     mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
     kept = (mass_before < sampling.top_p) & (ordered > -jnp.inf)
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
+    return logits >= threshold

@@ -66,8 +66,8 @@ def wave_size(num_prompts: int, num_samples: int, settings: WaveSettings) -> int
 
 
 def bucket(length: int) -> int:
-    """The smallest of 16, 24, 32, 48, 64, 96, ... that is at least `length`: few shapes, little padding."""
-    size = 16
+    """The smallest of 4, 6, 8, 12, 16, 24, 32, ... that is at least `length`: few shapes, little padding."""
+    size = 4
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
     return size
@@ -91,28 +91,24 @@ def _generate_wave(params, prompts, numbers, size, width, num_samples, purpose, 
     batch = put(Prompts(tokens, mask, addresses), batch_sharding(settings.mesh))
     keys = row_keys(settings.seed, purpose, batch.numbers, num_samples)
     same = {"arch": settings.arch, "eos_ids": settings.eos_ids, "pad_id": settings.pad_id}
-    wave, chunk = start_wave(params, batch, keys, sampling, width=settings.max_response_length, **same)
+    chunk_length = min(settings.chunk_length, max(settings.max_response_length - 1, 1))
+    num_chunks = -(-(settings.max_response_length - 1) // chunk_length)
+    wave, chunk = start_wave(params, batch, keys, sampling, width=1 + num_chunks * chunk_length, **same)
     chunks = [chunk]
-    remaining = settings.max_response_length - 1
-    while remaining and not bool(np.all(fetch(chunks[-1].finished))):
-        num_tokens = min(settings.chunk_length, remaining)
-        wave, chunk = decode_chunk(params, wave, sampling, num_tokens=num_tokens, **same)
+    while len(chunks) <= num_chunks and not np.all(fetch(chunks[-1].finished)):
+        wave, chunk = decode_chunk(params, wave, sampling, num_tokens=chunk_length, **same)
         chunks.append(chunk)
-        remaining -= num_tokens
     return _assemble(fetch(chunks), len(prompts) * num_samples, settings)
 
 
 def _assemble(chunks: list[Chunk], num_rows: int, settings: WaveSettings) -> Rollout:
-    """The chunks side by side, padded to the longest response there could be, without the rows of padding."""
+    """The chunks side by side without the rows of padding, cut or padded to the longest response allowed."""
+    length = settings.max_response_length
 
     def join(name: str, padding: float) -> np.ndarray:
-        joined = np.concatenate([getattr(chunk, name) for chunk in chunks], axis=1)[:num_rows]
-        missing = settings.max_response_length - joined.shape[1]
-        return np.pad(joined, ((0, 0), (0, missing)), constant_values=padding)
+        joined = np.concatenate([getattr(chunk, name) for chunk in chunks], axis=1)[:num_rows, :length]
+        return np.pad(joined, ((0, 0), (0, length - joined.shape[1])), constant_values=padding)
 
-    return Rollout(
-        responses=join("tokens", settings.pad_id),
-        mask=join("mask", False),
-        logprobs=join("logprobs", 0.0),
-        finished=chunks[-1].finished[:num_rows],
-    )
+    responses, mask = join("tokens", settings.pad_id), join("mask", False)
+    finished = np.any(np.isin(responses, settings.eos_ids) & mask, axis=1)
+    return Rollout(responses, mask, join("logprobs", 0.0), finished)

@@ -1,0 +1,82 @@
+"""Device: grouped-query attention (arXiv:2305.13245), over a whole sequence or behind a shared prompt.
+
+Sizes: B rows, T query tokens, N query heads, K key-value heads, G = N // K, H head size, Q prompts, P prompt width,
+W width of a row's own keys. Operands of products are in the dtype of keys and values, all else is float32.
+"""
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
+
+
+def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """einsum with both operands in the dtype of `weight` and a float32 result."""
+    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    return jnp.einsum(
+        subscripts, x.astype(weight.dtype), weight, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def causal(length: int, mask: jax.Array) -> jax.Array:
+    """visible [B, T, T]: token t sees the real tokens up to itself; mask [B, T] bool."""
+    return mask[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+    """[B, T, N, H] x [B, T, K, H] -> [B, T, N, H] float32; visible [B, T, T] bool."""
+    batch, length, heads, size = query.shape
+    query = query.reshape(batch, length, key.shape[2], -1, size)
+    scores = matmul("btkgh,bskh->bkgts", query, key) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    return matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
+
+
+def shared_prompt_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    prompt_key: jax.Array,
+    prompt_value: jax.Array,
+    prompt_mask: jax.Array,
+) -> jax.Array:
+    """Attention to a prompt that B // Q consecutive rows share, and to the row's own keys, in one softmax.
+
+    The prompt's keys and values exist and are read once for all rows that share them.
+
+    Args:
+        query: [B, T, N, H].
+        key, value: [B, K, W, H], the row's own.
+        visible: [B or 1, T, W] bool, own keys that a token may see; it sees all real tokens of its prompt.
+        prompt_key, prompt_value: [Q, K, P, H].
+        prompt_mask: [Q, P] bool.
+
+    Returns:
+        [B, T, N, H] float32.
+    """
+    rows, length, heads, size = query.shape
+    prompts, kv_heads, _, _ = prompt_key.shape
+    groups = heads // kv_heads
+
+    def by_prompt(x: jax.Array) -> jax.Array:  # [B, K, T * G, X] -> [Q, K, B // Q * T * G, X]
+        x = x.reshape(prompts, rows // prompts, *x.shape[1:]).swapaxes(1, 2)
+        return x.reshape(prompts, kv_heads, -1, x.shape[-1])
+
+    def by_row(x: jax.Array) -> jax.Array:  # the inverse
+        x = x.reshape(prompts, kv_heads, rows // prompts, -1, x.shape[-1]).swapaxes(1, 2)
+        return x.reshape(rows, *x.shape[2:])
+
+    query = query.reshape(rows, length, kv_heads, groups, size).swapaxes(1, 2)
+    query = query.reshape(rows, kv_heads, length * groups, size)
+    shared = matmul("qkmh,qkph->qkmp", by_prompt(query), prompt_key) * size**-0.5
+    shared = jnp.where(prompt_mask[:, None, None], shared, MASKED)
+    own = matmul("bkmh,bkwh->bkmw", query, key) * size**-0.5
+    own = jnp.where(jnp.repeat(visible, groups, axis=1)[:, None], own, MASKED)
+    highest = jnp.maximum(by_row(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))
+    highest = jax.lax.stop_gradient(highest)  # it cancels
+    shared, own = jnp.exp(shared - by_prompt(highest)), jnp.exp(own - highest)
+    total = by_row(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
+    result = by_row(matmul("qkmp,qkph->qkmh", shared / by_prompt(total), prompt_value))
+    result += matmul("bkmw,bkwh->bkmh", own / total, value)
+    return result.reshape(rows, kv_heads, length, groups, size).swapaxes(1, 2).reshape(rows, length, heads, size)

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Sets up everything on a fresh machine and trains SmolLM2-135M-Instruct with DAPO to add numbers.
+#
+#   bash scripts/quickstart.sh [--model FILE.gguf] [--config.key=value ...]
+#
+# Uses the active virtual environment, or makes .venv. PYTHON names the interpreter (3.11 or newer).
+# The model is kept in $DAPO_JAX_CACHE (default ~/.cache/dapo_jax), outside the repository.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh
+
+model=()
+if [[ "${1:-}" == --model ]]; then
+  [[ -n "${2:-}" ]] || { echo "quickstart: --model needs a path to a .gguf file" >&2; exit 2; }
+  model=("--config.model.path=$2")
+  shift 2
+fi
+use_environment quickstart
+if [[ ${#model[@]} -eq 0 ]]; then
+  python scripts/download_smollm2.py
+fi
+exec python -m dapo_jax.train --config configs/quickstart.py "${model[@]}" "$@"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets up a virtual environment and runs every check: style, types, the fast tests, then the slow ones.
+#
+#   bash scripts/test.sh [pytest arguments]      with arguments, only pytest runs
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh
+use_environment test
+
+if [[ $# -gt 0 ]]; then
+  exec python -m pytest "$@"
+fi
+ruff check .
+pyright
+python -m pytest -m "not slow"
+python -m pytest -m slow

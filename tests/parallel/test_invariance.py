@@ -1,0 +1,268 @@
+"""Laws: tokens, losses and parameters do not depend on the mesh, the wave or the micro-batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from dapo_jax.containers import Batch, Rollout
+from dapo_jax.learner.actor import ActorSettings, build_actor
+from dapo_jax.learner.optimizer import OptimizerSettings
+from dapo_jax.learner.update import recompute_logprobs, update_policy
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.mesh import AXES, make_mesh
+from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
+from dapo_jax.models.weights import weight_table
+from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
+from dapo_jax.rollout.waves import WaveSettings, generate, pad_prompts
+
+ARCH = Architecture(
+    family="llama", vocab_size=64, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, rope_theta=1e4, rms_norm_eps=1e-5, tie_embeddings=False, initializer_range=0.2,
+)  # fmt: skip
+PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
+NUMBERS = list(range(100, 108))
+SAMPLES = 4
+EOS, PAD = (2, 3), 2  # pad equals one of the two end-of-sequence tokens
+LENGTH = 9
+SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2)]
+
+
+def one_device_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_of(shape) -> Mesh:
+    return one_device_mesh() if shape == (1, 1, 1) else make_mesh(*shape)
+
+
+def actor_settings(**changes) -> ActorSettings:
+    values = dict(
+        arch=ARCH, dtype=jnp.dtype(jnp.float32), temperature=0.8, remat=True, chunk_size=40, clip_ratio_low=0.2,
+        clip_ratio_high=0.28, clip_ratio_c=10.0, loss_agg_mode="token-mean", loss_scale_factor=float(LENGTH),
+        optimizer=OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0),
+    )  # fmt: skip
+    return ActorSettings(**{**values, **changes})
+
+
+def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
+    settings = dict(
+        arch=ARCH, mesh=mesh, eos_ids=EOS, pad_id=PAD, max_response_length=LENGTH, max_num_seqs=1024,
+        chunk_length=3, seed=0,
+    )  # fmt: skip
+    return generate(
+        actor.decode_weights(state.params),
+        prompts,
+        numbers,
+        num_samples=SAMPLES,
+        purpose=purpose,
+        sampling=sampling or Sampling.create(0.8, 1.0, -1),
+        settings=WaveSettings(**{**settings, **changes}),
+    )
+
+
+def batch_of(rollout: Rollout, sharing: int = SAMPLES, width: int = 8) -> Batch:
+    tokens, mask = pad_prompts(PROMPTS, width, PAD)
+    advantages = np.random.default_rng(0).normal(size=(len(rollout.mask), 1)) * rollout.mask
+    return Batch(
+        np.repeat(tokens, SAMPLES // sharing, axis=0),
+        np.repeat(mask, SAMPLES // sharing, axis=0),
+        rollout.responses,
+        rollout.mask,
+        rollout.logprobs,
+        advantages.astype(np.float32),
+    )
+
+
+def step(actor, state, batch, mesh, *, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False):
+    return update_policy(
+        actor, state, batch, learning_rate=lr, mini_batch_rows=mini, micro_batch_rows=micro, epochs=epochs,
+        count_empty_sequences=count_empty, mesh=mesh,
+    )  # fmt: skip
+
+
+@functools.cache
+def reference():
+    """The run on one device that the others are compared with."""
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        rollout = roll_out(actor, actor.init_random(0), mesh)
+        state, metrics = step(actor, actor.init_random(0), batch_of(rollout), mesh)
+        return rollout, metrics, jax.device_get(state.params)
+
+
+def gradient_of(batch, *, micro, **changes):
+    """The gradient of one mini-batch, read from an optimizer that changes no direction."""
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(**changes), mesh)
+        state, metrics = step(actor, actor.init_random(0), batch, mesh, mini=32, micro=micro)
+        return jax.device_get(state.moments[0].mu), metrics
+
+
+def assert_close(actual, expected, tolerance):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
+    rollout, metrics, params = reference()
+    mesh = mesh_of(shape)
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        state = actor.init_random(0)
+        sharded = roll_out(actor, state, mesh)
+        state, sharded_metrics = step(actor, state, batch_of(sharded), mesh)
+    np.testing.assert_array_equal(sharded.responses, rollout.responses)
+    np.testing.assert_allclose(sharded.logprobs, rollout.logprobs, atol=1e-5)
+    for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+        np.testing.assert_allclose(sharded_metrics[name], metrics[name], rtol=1e-5, atol=1e-6)
+    assert_close(jax.device_get(state.params), params, 1e-5)
+
+
+@pytest.mark.slow
+def test_parameters_and_moments_are_really_divided():
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        state = actor.init_random(0)
+        rollout, _, _ = reference()
+        state, _ = step(actor, state, batch_of(rollout), mesh)
+    moments = state.moments[0]
+    for tree in (state.params, moments.mu, moments.nu):
+        for path in ("query", "output", "gate", "down"):
+            leaf = tree["layers"][path]
+            assert leaf.addressable_shards[0].data.size * 4 == leaf.size, path
+        assert tree["embedding"].addressable_shards[0].data.size * 4 == tree["embedding"].size
+
+
+def test_a_mesh_that_does_not_divide_is_refused_with_the_cure():
+    problems = indivisible_weights(weight_table(ARCH), {"data": 1, "fsdp": 5, "tensor": 4}, TRAIN_RULES)
+    assert any("kv_heads" in line and "mesh.tensor=4" in line for line in problems)
+    assert any("embed" in line and "mesh.fsdp=5" in line for line in problems)
+    with pytest.raises(ValueError, match="number of devices"):
+        make_mesh(3, 1, 1)
+
+
+def test_the_wave_changes_nothing():
+    rollout, _, _ = reference()
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        state = actor.init_random(0)
+        for changes in ({"max_num_seqs": 12}, {"chunk_length": 8}, {"pad_id": 0}):
+            other = roll_out(actor, state, mesh, **changes)
+            np.testing.assert_array_equal(other.responses[other.mask], rollout.responses[rollout.mask])
+            np.testing.assert_array_equal(other.mask, rollout.mask)
+            np.testing.assert_allclose(other.logprobs, rollout.logprobs, atol=1e-5)
+        order = [5, 0, 7]
+        some = roll_out(actor, state, mesh, prompts=[PROMPTS[i] for i in order], numbers=[NUMBERS[i] for i in order])
+        rows = np.concatenate([np.arange(SAMPLES) + SAMPLES * i for i in order])
+        np.testing.assert_array_equal(some.responses, rollout.responses[rows])
+
+
+def test_noise_depends_on_number_sample_and_purpose():
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        state = actor.init_random(0)
+        same = [PROMPTS[0]] * 8
+        rollout = roll_out(actor, state, mesh, prompts=same)
+        again = roll_out(actor, state, mesh, prompts=same)
+        other = roll_out(actor, state, mesh, prompts=same, purpose=EVALUATE)
+        seeded = roll_out(actor, state, mesh, prompts=same, seed=1)
+    assert len({row.tobytes() for row in rollout.responses}) > 25
+    np.testing.assert_array_equal(rollout.responses, again.responses)
+    assert (rollout.responses != other.responses).any() and (rollout.responses != seeded.responses).any()
+
+
+def test_responses_end_with_the_first_end_of_sequence_token_which_is_part_of_them():
+    rollout, _, _ = reference()
+    lengths = rollout.mask.sum(axis=1)
+    assert rollout.finished.any() and not rollout.finished.all()
+    for row, length in enumerate(lengths):
+        real = rollout.responses[row, :length]
+        assert rollout.mask[row, :length].all() and not np.isin(real[:-1], EOS).any()
+        assert rollout.finished[row] == np.isin(real[-1], EOS)
+        assert rollout.finished[row] or length == LENGTH
+        assert (rollout.responses[row, length:] == PAD).all() and (rollout.logprobs[row, length:] == 0).all()
+
+
+def test_end_of_sequence_as_the_first_token_is_a_response_of_one_token():
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        rollout = roll_out(actor, actor.init_random(0), mesh, eos_ids=tuple(range(64)))
+    assert (rollout.mask.sum(axis=1) == 1).all() and rollout.finished.all() and (rollout.logprobs[:, 0] < 0).all()
+
+
+def test_greedy_samples_of_a_prompt_are_equal():
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        rollout = roll_out(actor, actor.init_random(0), mesh, sampling=Sampling.create(0.0, 1.0, -1))
+    groups = rollout.responses.reshape(len(PROMPTS), SAMPLES, -1)
+    assert (groups == groups[:, :1]).all()
+
+
+def test_one_model_sampler_and_training_logprobs_agree():
+    rollout, _, _ = reference()
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        state = actor.init_random(0)
+        for sharing, width in ((SAMPLES, 8), (2, 12), (1, 8)):
+            batch = batch_of(rollout, sharing, width)
+            trained = recompute_logprobs(actor, state, batch, micro_batch_rows=12, mesh=mesh)
+            np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_micro_batches_prompt_sharing_and_padding_change_no_gradient(mode):
+    rollout, _, _ = reference()
+    whole, metrics = gradient_of(batch_of(rollout), micro=32, loss_agg_mode=mode)
+    for batch, micro in ((batch_of(rollout), 8), (batch_of(rollout, 2, 16), 6), (batch_of(rollout, 1), 5)):
+        split, split_metrics = gradient_of(batch, micro=micro, loss_agg_mode=mode, chunk_size=7)
+        assert_close(split, whole, 1e-5)
+        for name in ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm"):
+            np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+
+
+def test_empty_rows_change_nothing_unless_they_are_counted():
+    rollout, _, _ = reference()
+    batch = batch_of(rollout)
+    mesh = one_device_mesh()
+    empty = batch.replace(mask=batch.mask & (np.arange(32) < 28)[:, None])
+    losses = {}
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(loss_agg_mode="seq-mean-token-mean"), mesh)
+        for count in (False, True):
+            _, metrics = step(actor, actor.init_random(0), empty, mesh, mini=32, count_empty=count)
+            losses[count] = metrics["actor/pg_loss"]
+    np.testing.assert_allclose(losses[True], losses[False] * 28 / 32, rtol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted():
+    rollout, _, _ = reference()
+    batch = batch_of(rollout)
+    advantages = batch.advantages.copy()
+    advantages[20, 0] = np.inf
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        before = jax.device_get(actor.init_random(0).params)
+        state, metrics = step(actor, actor.init_random(0), batch.replace(advantages=advantages), mesh, mini=32)
+    assert metrics["actor/skipped_updates"] == 1 and int(state.skipped) == 1 and int(state.updates) == 0
+    assert_close(jax.device_get(state.params), before, 0)
+
+
+def test_the_first_update_sees_the_sampling_policy():
+    _, metrics, _ = reference()
+    assert metrics["rollout_corr/logprob_abs_diff"] < 1e-5 and metrics["rollout_corr/first_clipfrac"] == 0
+    assert metrics["actor/num_updates"] == 2

@@ -1,0 +1,77 @@
+"""The tree keeps its shape: imports point one way, a file is host or device, importing does nothing."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dapo_jax
+
+PACKAGE = Path(dapo_jax.__file__).parent
+# Lower layers first. A module may import from its own layer and from those below.
+LAYERS = [
+    ("config", "containers"),
+    ("parallel", "monitor"),
+    ("models", "rewards", "data", "algorithms"),
+    ("learner", "rollout", "dynamic_sampling", "checkpoint"),
+    ("run", "command_line", "evaluate", "train"),
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def modules() -> list[Path]:
+    return [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_parts(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dapo_jax"):
+            names = node.module.split(".")[1:] or [alias.name for alias in node.names]
+            found.add(names[0])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("dapo_jax.")}
+    return found
+
+
+def test_imports_never_point_upwards():
+    for path in modules():
+        for name in imported_parts(path):
+            assert LEVEL[name] <= LEVEL[part(path)], f"{path} imports {name}, which is above it"
+
+
+def test_every_file_says_whether_it_is_host_or_device():
+    for path in modules():
+        if path.name in ("containers.py",):
+            continue
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert docstring.startswith(("Host:", "Device:")), path
+
+
+def test_the_package_does_not_import_torch_or_transformers():
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"torch", "transformers"}, path
+
+
+def test_importing_everything_touches_no_device():
+    names = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in modules()
+        if path.name != "worker.py"
+    ]
+    code = "\n".join(f"import {name}" for name in names)
+    code += "\nfrom jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+
+def test_verifier_workers_do_not_load_jax():
+    code = "import sys, dapo_jax.rewards.worker, dapo_jax.rewards.verifiers; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,178 @@
+"""Whole runs of a random two-layer model: resuming, records, filtering, refusals."""
+
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax import train as train_module
+from dapo_jax.config import freeze
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
+
+pytestmark = pytest.mark.slow
+CONFIGS = Path(__file__).parents[1] / "configs"
+CLOCK = ("time/", "timing", "perf/")
+
+
+def load_config(name: str):
+    spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()
+
+
+def small_config(workdir, **changes):
+    """Four steps on sums up to 4, where a random model is right often enough for the filter to keep groups."""
+    values = load_config("tiny")
+    small = {
+        "workdir": str(workdir), "data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4,
+        "data.train_batch_size": 4, "data.gen_batch_size": 8, "actor.ppo_mini_batch_size": 2,
+        "actor.ppo_micro_batch_size_per_device": 4, "trainer.total_training_steps": 4, "trainer.test_freq": 2,
+        "trainer.save_freq": 2, "algorithm.filter_groups.max_num_gen_batches": 0, "reward.num_workers": 1,
+        "actor.optim.lr": 1e-3,
+    }  # fmt: skip
+    with values.unlocked():
+        values.update_from_flattened_dict({**small, **changes})
+    return freeze(values)
+
+
+def rows_without_clock(workdir) -> list[dict]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(workdir)
+    ]
+
+
+@functools.cache
+def undisturbed(folder: str):
+    """Parameters and metrics of a run of four steps."""
+    state = train(small_config(folder))
+    return jax.device_get(state.params), rows_without_clock(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("reference"))
+    return folder, *undisturbed(folder)
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_after(monkeypatch, function: str, calls: int) -> None:
+    """Makes the run end as if killed at the given call of a stage of the loop."""
+    original, count = getattr(train_module, function), [0]
+
+    def dying(*arguments, **keywords):
+        count[0] += 1
+        if count[0] == calls:
+            raise Killed
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(train_module, function, dying)
+
+
+@pytest.mark.parametrize(("function", "calls"), [("collect", 4), ("update", 3), ("record", 5), ("is_due", 8)])
+def test_resume_equals_not_stopping(reference, tmp_path, monkeypatch, function, calls):
+    _, params, rows = reference
+    with monkeypatch.context() as patch:
+        kill_after(patch, function, calls)
+        with pytest.raises(Killed):
+            train(small_config(tmp_path))
+    state = train(small_config(tmp_path))
+    for resumed, expected in zip(jax.tree.leaves(jax.device_get(state.params)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(resumed, expected)
+    assert rows_without_clock(tmp_path) == rows
+
+
+def test_a_finished_run_started_again_changes_nothing(reference):
+    folder, params, rows = reference
+    state = train(small_config(folder))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+    assert rows_without_clock(folder) == rows
+
+
+def test_the_round_size_changes_speed_but_not_the_batches(reference, tmp_path):
+    _, params, rows = reference
+    state = train(small_config(tmp_path, **{"data.gen_batch_size": 3}))
+    for other, expected in zip(jax.tree.leaves(jax.device_get(state.params)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(other, expected, atol=1e-5)
+    for name in ("data/prompts_consumed", "dynamic_sampling/trained_tokens"):
+        assert [row.get(name) for row in rows_without_clock(tmp_path)] == [row.get(name) for row in rows]
+
+
+def test_records_and_log_tell_the_same(reference):
+    folder, _, rows = reference
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    log = (Path(folder) / "train.log").read_text()
+    kept = [int(count) for count in re.findall(r"Kept \(std>0\): (\d+) prompts", log)]
+    assert sum(kept) == sum(row["train/num_kept_prompts"] for row in rows[1:])
+    assert len(kept) == sum(row["train/num_gen_batches"] for row in rows[1:])
+    for row in rows[1:]:
+        assert row["critic/score/max"] == 1.0 and row["critic/score/min"] == 0.0, "only mixed groups are trained on"
+        assert row["dynamic_sampling/target_prompt_num"] == 4
+        dropped = sum(row[f"dynamic_sampling/filtered_{kind}"] for kind in ("all_correct", "all_wrong", "other"))
+        assert dropped == row["dynamic_sampling/num_evaluated_prompts"] - row["train/num_kept_prompts"]
+        assert row["rollout_corr/logprob_abs_diff"] < 1e-4 and row["actor/num_updates"] == 2
+    assert [row["step"] for row in rows if "eval/arithmetic/acc/mean@4" in row] == [0, 2, 4]
+    assert json.loads((Path(folder) / "config.json").read_text())["data"]["train_batch_size"] == 4
+    assert len(list((Path(folder) / "samples").glob("*.jsonl"))) == 4
+
+
+def test_recomputed_logprobs_give_the_same_run_in_float32(reference, tmp_path):
+    _, params, _ = reference
+    state = train(small_config(tmp_path, **{"actor.old_logprob": "recompute"}))
+    for other, expected in zip(jax.tree.leaves(jax.device_get(state.params)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(other, expected, atol=1e-4)
+    assert all(row["rollout_corr/recomputed_abs_diff"] < 1e-4 for row in rows_without_clock(tmp_path)[1:])
+
+
+def test_the_limit_names_counts_and_ways_out(tmp_path):
+    hopeless = {"data.arithmetic.low": 400, "data.arithmetic.high": 440}
+    config = small_config(tmp_path, **hopeless, **{"algorithm.filter_groups.max_num_gen_batches": 2})
+    with pytest.raises(RuntimeError, match="of 16 groups 0 were all right, 16 all wrong.*Three ways out"):
+        train(config)
+
+
+def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text(
+        "def score(data_source, solution, ground_truth, extra_info):\n"
+        "    if len(solution) % 2:\n"
+        "        raise RuntimeError('odd')\n"
+        "    return {'score': float('1' in solution), 'ones': solution.count('1')}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = {"reward.function": "my_reward.score", "trainer.total_training_steps": 1, "rollout.n": 16}
+    train(small_config(tmp_path / "run", **changes))
+    row = read_metrics(tmp_path / "run")[-1]
+    assert row["reward/num_errors"] > 0
+
+
+def test_resuming_needs_permission_and_another_config_is_named(reference, caplog):
+    folder, _, _ = reference
+    with pytest.raises(ValueError, match="resume_mode=disable"):
+        train(small_config(folder, **{"trainer.resume_mode": "disable"}))
+
+
+def test_the_overlong_penalty_reaches_the_reward(tmp_path):
+    changes = {
+        "reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4, "trainer.total_training_steps": 1,
+    }  # fmt: skip
+    train(small_config(tmp_path, **changes))
+    row = read_metrics(tmp_path)[-1]
+    assert row["rollout/overlong_reward/mean"] < 0
+    np.testing.assert_allclose(
+        row["rollout/seq_reward/mean"], row["rollout/score/mean"] + row["rollout/overlong_reward/mean"], atol=1e-5
+    )
+
+
+def test_a_mesh_of_eight_trains_like_any(tmp_path):
+    changes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.total_training_steps": 1}
+    state = train(small_config(tmp_path, **changes))
+    assert state.params["layers"]["query"].addressable_shards[0].data.size * 4 == state.params["layers"]["query"].size
