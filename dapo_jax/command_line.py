@@ -25,7 +25,7 @@ def read_config(arguments: Sequence[str]) -> Config:
             raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
         config = freeze(chosen)
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
-        raise ValueError(str(error).strip("\"'")) from error
+        raise ValueError(str(error.args[0] if error.args else error).strip("\"'")) from error
     if len(rest) > 1:
         raise ValueError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
     return config

@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.algorithms.aggregation import MODES, token_weights, weighted_sum
+
+CASES = json.loads((Path(__file__).parent / "data" / "aggregation.json").read_text())
+
+
+def aggregate(loss, mask, mode, **counts):
+    return weighted_sum(loss, token_weights(mask, mode, **counts), mask)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_modes_equal_the_reference(case):
+    loss, mask = jnp.array(case["loss"]), jnp.array(case["mask"]) > 0
+    value = aggregate(
+        loss,
+        mask,
+        case["mode"],
+        num_tokens=case["params"].get("batch_num_tokens", mask.sum()),
+        num_sequences=case["params"].get("global_batch_size", (mask.sum(axis=1) > 0).sum()),
+        scale_factor=case["params"].get("loss_scale_factor", mask.shape[1]),
+    )
+    np.testing.assert_allclose(value, case["value"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pieces", [2, 3, 6])
+def test_the_sum_over_pieces_is_the_whole(mode, pieces):
+    rng = np.random.default_rng(0)
+    loss, mask = rng.normal(size=(6, 5)), np.arange(5) < rng.integers(0, 6, size=(6, 1))
+    counts = {"num_tokens": mask.sum(), "num_sequences": (mask.sum(axis=1) > 0).sum(), "scale_factor": 5.0}
+    whole = aggregate(loss, mask, mode, **counts)
+    parts = zip(np.split(loss, pieces), np.split(mask, pieces), strict=True)
+    np.testing.assert_allclose(sum(aggregate(*part, mode, **counts) for part in parts), whole, rtol=1e-5)
+
+
+def test_a_mean_of_means_would_be_another_number():
+    loss, mask = jnp.array([[1.0, 1.0, 1.0, 1.0], [5.0, 0, 0, 0]]), jnp.array([[True] * 4, [True] + [False] * 3])
+    np.testing.assert_allclose(aggregate(loss, mask, "token-mean", num_tokens=5, num_sequences=2), 1.8)
+    np.testing.assert_allclose(aggregate(loss, mask, "seq-mean-token-mean", num_tokens=5, num_sequences=2), 3.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_masked_does_not_count_even_if_it_is_not_a_number(mode):
+    loss = jnp.array([[1.0, jnp.nan], [jnp.inf, jnp.nan]])
+    mask = jnp.array([[True, False], [False, False]])
+    assert aggregate(loss, mask, mode, num_tokens=1, num_sequences=1) == 1.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_batch_gives_zero(mode):
+    assert aggregate(jnp.ones((2, 2)), jnp.zeros((2, 2), bool), mode, num_tokens=0, num_sequences=0) == 0.0
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="loss_agg_mode='mean'"):
+        token_weights(jnp.ones((1, 1), bool), "mean", num_tokens=1, num_sequences=1)

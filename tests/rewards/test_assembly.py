@@ -1,0 +1,27 @@
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.rewards.assembly import assemble_rewards, soft_overlong_penalty
+
+
+def test_the_penalty_follows_the_paper():
+    lengths = jnp.array([1, 16384, 18432, 20480])
+    penalty = soft_overlong_penalty(lengths, 20480, 4096, 1.0)
+    np.testing.assert_allclose(penalty, [0.0, 0.0, -0.5, -1.0])
+    np.testing.assert_allclose(soft_overlong_penalty(lengths, 20480, 4096, 0.5), [0.0, 0.0, -0.25, -0.5])
+
+
+def test_score_and_penalty_stand_at_the_last_token():
+    mask = jnp.arange(8) < jnp.array([[1], [5], [8], [0]])
+    rewards = assemble_rewards(
+        jnp.array([1.0, -1.0, 1.0, 1.0]), mask, max_response_length=8, buffer_length=4, penalty_factor=1.0
+    )
+    expected = np.zeros((4, 8))
+    expected[0, 0], expected[1, 4], expected[2, 7] = 1.0, -1.25, 0.0
+    np.testing.assert_allclose(rewards.token_level_scores, expected)
+    np.testing.assert_allclose(rewards.overlong_penalty[:3], [0.0, -0.25, -1.0])
+
+
+def test_without_a_buffer_the_reward_is_the_score():
+    rewards = assemble_rewards(jnp.array([0.5]), jnp.ones((1, 4), bool), max_response_length=4)
+    np.testing.assert_allclose(rewards.token_level_scores, [[0, 0, 0, 0.5]])

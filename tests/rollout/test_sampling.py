@@ -1,0 +1,82 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling, inverse_cdf, row_keys, sample
+
+LOGITS = np.random.default_rng(0).normal(size=300).astype(np.float32) * 2
+DRAWS = 20000
+
+
+def draw(sampling, logits=LOGITS):
+    keys = row_keys(0, TRAIN, jnp.arange(DRAWS // 8), 8)
+    return jax.jit(sample)(jnp.broadcast_to(logits, (DRAWS, len(logits))), keys, jnp.int32(3), sampling)
+
+
+def expected_probabilities(temperature, top_p, top_k):
+    logits = LOGITS / temperature
+    order = np.argsort(-logits)
+    probabilities = np.exp(logits - logits.max())
+    if top_k > 0:
+        probabilities[order[top_k:]] = 0
+    probabilities /= probabilities.sum()
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    probabilities[order[before >= top_p]] = 0
+    return probabilities / probabilities.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.0, 0.7, -1), (1.3, 1.0, 7), (1.2, 0.8, 20)]
+)
+def test_samples_have_the_probabilities_of_the_model(temperature, top_p, top_k):
+    tokens, _ = draw(Sampling.create(temperature, top_p, top_k))
+    probabilities = expected_probabilities(temperature, top_p, top_k)
+    counts = np.bincount(tokens, minlength=len(LOGITS))
+    assert counts[probabilities == 0].sum() == 0
+    likely = probabilities * DRAWS >= 5
+    rest = probabilities[~likely].sum() * DRAWS
+    chi_square = np.sum((counts[likely] - probabilities[likely] * DRAWS) ** 2 / (probabilities[likely] * DRAWS))
+    if rest > 0:
+        chi_square += (counts[~likely].sum() - rest) ** 2 / max(rest, 1)
+    degrees = likely.sum()
+    assert chi_square < degrees + 4 * np.sqrt(2 * degrees), (chi_square, degrees)
+
+
+def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature():
+    tokens, logprobs = draw(Sampling.create(0.7, 0.5, 3))
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(LOGITS / 0.7)[tokens], atol=1e-5)
+
+
+def test_temperature_zero_takes_the_most_likely_token():
+    tokens, logprobs = draw(Sampling.create(0.0, 1.0, -1))
+    assert (tokens == LOGITS.argmax()).all()
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(LOGITS).max(), atol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])
+def test_entries_of_weight_zero_are_never_drawn(vocabulary):
+    rng = np.random.default_rng(vocabulary)
+    weights = rng.random((200, vocabulary)).astype(np.float32) * (rng.random((200, vocabulary)) < 0.3)
+    weights[:, rng.integers(vocabulary)] += 0.1
+    for uniform in (0.0, 0.5, np.nextafter(np.float32(1), np.float32(0))):
+        tokens = inverse_cdf(jnp.array(weights), jnp.full(200, uniform, jnp.float32))
+        assert (np.take_along_axis(weights, np.asarray(tokens)[:, None], 1) > 0).all()
+
+
+def test_an_address_decides_the_draw_and_the_layout_does_not():
+    def uniforms(*arguments):
+        return [float(jax.random.uniform(key)) for key in row_keys(*arguments)]
+
+    both = uniforms(0, TRAIN, jnp.array([7, 9]), 3)
+    assert uniforms(0, TRAIN, jnp.array([9]), 3) == both[3:]
+    assert uniforms(0, TRAIN, jnp.array([9, 7]), 2) == [*both[3:5], *both[:2]]
+    others = [uniforms(1, TRAIN, jnp.array([7, 9]), 3), uniforms(0, EVALUATE, jnp.array([7, 9]), 3)]
+    assert len({*both, *others[0], *others[1]}) == 18
+
+
+def test_positions_draw_differently():
+    keys = row_keys(0, TRAIN, jnp.arange(16), 1)
+    logits = jnp.zeros((16, 1000))
+    first, second = (sample(logits, keys, jnp.int32(position), Sampling())[0] for position in (0, 1))
+    assert (first != second).sum() > 14
