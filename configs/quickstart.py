@@ -22,19 +22,19 @@ def get_config() -> config_dict.ConfigDict:
     config.data.arithmetic.high = 50
     config.data.arithmetic.template = "Calculate {a} {operator} {b}. Answer with the number only."
     config.data.system_prompt = ""
-    config.data.train_batch_size = 12
-    config.data.gen_batch_size = 32
+    config.data.train_batch_size = 8
+    config.data.gen_batch_size = 24
     config.data.max_prompt_length = 64
     config.data.max_response_length = 12
     config.rollout.n = 8
     config.rollout.max_num_seqs = 256
     config.rollout.decode_chunk_length = 11
-    config.actor.ppo_mini_batch_size = 12
-    config.actor.ppo_micro_batch_size_per_device = 96
+    config.actor.ppo_mini_batch_size = 8
+    config.actor.ppo_micro_batch_size_per_device = 64
     config.actor.optim.lr = 1e-5
     config.actor.optim.lr_warmup_steps = 2
     config.actor.optim.weight_decay = 0.0
-    config.trainer.total_training_steps = 20
+    config.trainer.total_training_steps = 22
     config.trainer.test_freq = 4
-    config.trainer.save_freq = 10
+    config.trainer.save_freq = 11
     return config

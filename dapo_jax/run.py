@@ -108,7 +108,7 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
         sizes = config.model.random
         arch = Architecture(
             family="llama",
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=-(-tokenizer.vocab_size // 8) * 8,  # so that meshes divide it
             hidden_size=sizes.hidden_size,
             intermediate_size=sizes.intermediate_size,
             num_layers=sizes.num_layers,

@@ -13,9 +13,9 @@ from dapo_jax.learner.actor import ActorSettings, build_actor
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import recompute_logprobs, update_policy
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import AXES, make_mesh
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
-from dapo_jax.models.weights import weight_table
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 from dapo_jax.rollout.waves import WaveSettings, generate, pad_prompts
 
@@ -118,7 +118,8 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
         actor = build_actor(actor_settings(), mesh)
         state = actor.init_random(0)
         sharded = roll_out(actor, state, mesh)
-        state, sharded_metrics = step(actor, state, batch_of(sharded), mesh)
+        batch = batch_of(sharded, sharing=2)  # two rows a device and micro-batch
+        state, sharded_metrics = step(actor, state, batch, mesh)
     np.testing.assert_array_equal(sharded.responses, rollout.responses)
     np.testing.assert_allclose(sharded.logprobs, rollout.logprobs, atol=1e-5)
     for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
@@ -133,7 +134,7 @@ def test_parameters_and_moments_are_really_divided():
         actor = build_actor(actor_settings(), mesh)
         state = actor.init_random(0)
         rollout, _, _ = reference()
-        state, _ = step(actor, state, batch_of(rollout), mesh)
+        state, _ = step(actor, state, batch_of(rollout, sharing=2), mesh)
     moments = state.moments[0]
     for tree in (state.params, moments.mu, moments.nu):
         for path in ("query", "output", "gate", "down"):
@@ -223,11 +224,12 @@ def test_one_model_sampler_and_training_logprobs_agree():
             np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_micro_batches_prompt_sharing_and_padding_change_no_gradient(mode):
     rollout, _, _ = reference()
     whole, metrics = gradient_of(batch_of(rollout), micro=32, loss_agg_mode=mode)
-    for batch, micro in ((batch_of(rollout), 8), (batch_of(rollout, 2, 16), 6), (batch_of(rollout, 1), 5)):
+    for batch, micro in ((batch_of(rollout), 8), (batch_of(rollout, 2, 16), 6)):
         split, split_metrics = gradient_of(batch, micro=micro, loss_agg_mode=mode, chunk_size=7)
         assert_close(split, whole, 1e-5)
         for name in ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm"):
