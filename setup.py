@@ -31,7 +31,7 @@ setup(
     extras_require={
         "quickstart": ["gguf>=0.17"],
         "hub": ["huggingface_hub>=0.30"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9", "pyright>=1.1.400", "gguf>=0.17", "build"],
+        "test": ["pytest>=8", "ruff>=0.9", "pyright>=1.1.400", "gguf>=0.17"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
         "cuda12": ["jax[cuda12]>=0.10.2,<0.13"],
         "cuda13": ["jax[cuda13]>=0.10.2,<0.13"],

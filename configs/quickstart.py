@@ -5,15 +5,14 @@
 
 import os
 from pathlib import Path
-
-from ml_collections import config_dict
+from typing import Any
 
 from dapo_jax.config import default_config
 
 CACHE = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser()
 
 
-def get_config() -> config_dict.ConfigDict:
+def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/quickstart"
     config.model.path = str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf")

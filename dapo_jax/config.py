@@ -188,7 +188,7 @@ class Config:
     workdir: str = "runs/dapo"  # what the run writes
 
 
-def default_config() -> config_dict.ConfigDict:
+def default_config() -> Any:
     """The defaults as a locked ConfigDict, for a config file's `get_config()` to change."""
     return _config_dict(Config).lock()
 
@@ -211,12 +211,12 @@ def _optional_type(kind: Any) -> type:
     return next(option for option in kind.__args__ if option is not types.NoneType)
 
 
-def freeze(values: config_dict.ConfigDict) -> Config:
+def freeze(values: Any) -> Config:
     """The frozen dataclasses of a ConfigDict made by `default_config()`."""
     return _freeze(Config, values)
 
 
-def _freeze(section: Any, values: config_dict.ConfigDict) -> Any:
+def _freeze(section: Any, values: Any) -> Any:
     kinds = typing.get_type_hints(section)
     unknown = sorted(set(values) - set(kinds))
     if unknown:

@@ -1,27 +1,31 @@
 """What moves between the stages. Sizes: Q prompts, G samples each, B = Q * G rows, P prompt, R response tokens."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+Array = Any  # jax.Array on the devices, np.ndarray on the host
 
 
 @struct.dataclass
 class Prompts:
     """Q prompts, left-padded to P tokens."""
 
-    tokens: jax.Array  # [Q, P] int32
-    mask: jax.Array  # [Q, P] bool, True on real tokens
-    numbers: jax.Array  # [Q] int32, address of each prompt's random draws
+    tokens: Array  # [Q, P] int32
+    mask: Array  # [Q, P] bool, True on real tokens
+    numbers: Array  # [Q] int32, address of each prompt's random draws
 
 
 @struct.dataclass
 class Rollout:
     """G responses to each of Q prompts: row b answers prompt b // G."""
 
-    responses: jax.Array  # [B, R] int32, right-padded
-    mask: jax.Array  # [B, R] bool, True on sampled tokens, end-of-sequence token included
-    logprobs: jax.Array  # [B, R] float32, log-probability of each token when it was sampled; 0 on padding
-    finished: jax.Array  # [B] bool, False if cut off at R tokens
+    responses: Array  # [B, R] int32, right-padded
+    mask: Array  # [B, R] bool, True on sampled tokens, end-of-sequence token included
+    logprobs: Array  # [B, R] float32, log-probability of each token when it was sampled; 0 on padding
+    finished: Array  # [B] bool, False if cut off at R tokens
 
 
 @struct.dataclass
@@ -31,12 +35,12 @@ class Batch:
     S consecutive rows share a prompt: it stands once, and is run once. S divides the samples of a group.
     """
 
-    prompts: jax.Array  # [B // S, P] int32, left-padded
-    prompt_mask: jax.Array  # [B // S, P] bool
-    responses: jax.Array  # [B, R] int32, right-padded
-    mask: jax.Array  # [B, R] bool, True on tokens to train on
-    old_logprobs: jax.Array  # [B, R] float32, the ratio's denominator
-    advantages: jax.Array  # [B, R] float32, 0 on padding
+    prompts: Array  # [B // S, P] int32, left-padded
+    prompt_mask: Array  # [B // S, P] bool
+    responses: Array  # [B, R] int32, right-padded
+    mask: Array  # [B, R] bool, True on tokens to train on
+    old_logprobs: Array  # [B, R] float32, the ratio's denominator
+    advantages: Array  # [B, R] float32, 0 on padding
 
 
 @struct.dataclass

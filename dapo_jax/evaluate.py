@@ -32,7 +32,7 @@ def evaluate(run: Run, params: Any) -> dict[str, float]:
             num_samples=settings.n,
             purpose=EVALUATE,
             sampling=Sampling.create(settings.temperature, settings.top_p, settings.top_k),
-            stage=nullcontext,
+            stage=lambda _: nullcontext(),
         )
     return _by_source(run, experience)
 

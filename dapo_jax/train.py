@@ -183,7 +183,7 @@ def make_batch(
             sampled, old = batch.old_logprobs, recompute_logprobs(
                 run.actor, state, batch, micro_batch_rows=rows, mesh=run.mesh
             )
-        batch = batch.replace(old_logprobs=old)
+        batch = dataclasses.replace(batch, old_logprobs=old)
         difference = (old - sampled)[mask]
         metrics["rollout_corr/recomputed_abs_diff"] = float(np.mean(np.abs(difference)))
         metrics["rollout_corr/recomputed_k3_kl"] = float(np.mean(np.exp(difference) - 1 - difference))

@@ -11,6 +11,6 @@ if [[ $# -gt 0 ]]; then
   exec python -m pytest "$@"
 fi
 ruff check .
-pyright
+pyright --pythonpath "$(command -v python)"
 python -m pytest -m "not slow"
 python -m pytest -m slow

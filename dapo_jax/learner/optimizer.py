@@ -1,10 +1,12 @@
 """Device: AdamW with global-norm clipping; an update with a gradient that is not finite is skipped."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
@@ -25,8 +27,8 @@ class TrainState:
 
     params: Any
     moments: Any  # optax state
-    updates: jax.Array  # scalar int32, optimizer steps taken
-    skipped: jax.Array  # scalar int32, optimizer steps refused because of a gradient that was not finite
+    updates: Any  # scalar int32, optimizer steps taken
+    skipped: Any  # scalar int32, optimizer steps refused because of a gradient that was not finite
 
 
 def _transformation(settings: OptimizerSettings) -> optax.GradientTransformation:
@@ -41,7 +43,7 @@ def init_state(params: Any, settings: OptimizerSettings) -> TrainState:
 
 
 def apply_gradients(
-    state: TrainState, gradients: Any, learning_rate: jax.Array, settings: OptimizerSettings
+    state: TrainState, gradients: Any, learning_rate: Any, settings: OptimizerSettings
 ) -> tuple[TrainState, jax.Array]:
     """One AdamW step, and the gradients' global norm before clipping. Not finite: only `skipped` changes."""
     norm = optax.global_norm(gradients)
@@ -50,7 +52,7 @@ def apply_gradients(
     directions, moments = _transformation(settings).update(clipped, state.moments, state.params)
     params = jax.tree.map(lambda param, direction: param - learning_rate * direction, state.params, directions)
     updated = TrainState(params, moments, state.updates + 1, state.skipped)
-    refused = state.replace(skipped=state.skipped + 1)
+    refused = dataclasses.replace(state, skipped=state.skipped + 1)
     finite = jnp.isfinite(norm)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, refused), norm
 
@@ -68,4 +70,4 @@ def learning_rate(
         return lr
     decay_steps = max(total_steps - warmup_steps, 1)
     schedule = optax.cosine_decay_schedule(lr, decay_steps, alpha=min_ratio)
-    return float(schedule(step - warmup_steps))
+    return float(np.asarray(schedule(step - warmup_steps)))

@@ -1,5 +1,6 @@
 """Host: one training step on an accepted batch: mini-batches, micro-batches, optimizer steps."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -34,16 +35,14 @@ def update_policy(
         micro_batch_rows: responses per forward and backward pass, over all devices.
         count_empty_sequences: sequence means count rows without a token too.
     """
-    first: Metrics | None = None
     steps: list[tuple[Metrics, jax.Array]] = []
     for _ in range(epochs):
         for mini_batch in split_rows(batch, mini_batch_rows):
             state, metrics, norm = _optimizer_step(
                 actor, state, mini_batch, learning_rate, micro_batch_rows, count_empty_sequences, mesh
             )
-            first = metrics if first is None else first
             steps.append((metrics, norm))
-    return state, _summarize(first or {}, steps)
+    return state, _summarize(steps)
 
 
 def recompute_logprobs(
@@ -82,29 +81,27 @@ def _optimizer_step(actor, state, mini_batch, learning_rate, micro_batch_rows, c
         num_sequences=np.float32(len(lengths) if count_empty else np.count_nonzero(lengths)),
     )
     gradients = actor.zero_gradients(state.params)
-    metrics: Metrics | None = None
+    parts: list[Metrics] = []
     for micro_batch in split_rows(mini_batch, micro_batch_rows):
         placed = put(pad_rows(micro_batch, micro_batch_rows), batch_sharding(mesh))
         gradients, new = actor.accumulate(state.params, gradients, placed, denominators)
-        metrics = new if metrics is None else _merge(metrics, new)
+        parts.append(new)
     state, norm = actor.apply(state, gradients, np.float32(learning_rate))
-    return state, metrics, norm
+    return state, functools.reduce(_merge, parts), norm
 
 
 def _merge(first: Metrics, second: Metrics) -> Metrics:
     return {name: mean.merge(second[name]) for name, mean in first.items()}
 
 
-def _summarize(first: Metrics, steps: list[tuple[Metrics, jax.Array]]) -> dict[str, float]:
+def _summarize(steps: list[tuple[Metrics, jax.Array]]) -> dict[str, float]:
     """`actor/` metrics: token means over all optimizer steps; losses and norms averaged over the steps.
 
-    `first` is the first optimizer step, whose parameters are still those that sampled: there the difference
-    between the two log-probabilities is the mismatch between sampling and training.
+    In the first optimizer step the parameters are still those that sampled: there the difference between the two
+    log-probabilities is the mismatch between sampling and training.
     """
-    first_values, values, norms = fetch((first, [metrics for metrics, _ in steps], [norm for _, norm in steps]))
-    merged = values[0]
-    for other in values[1:]:
-        merged = _merge(merged, other)
+    values, norms = fetch(([metrics for metrics, _ in steps], [norm for _, norm in steps]))
+    first_values, merged = values[0], functools.reduce(_merge, values)
     summary = {f"actor/{name}": _value(mean) for name, mean in merged.items() if not name.startswith("logprob_")}
     summary["actor/pg_loss"] = float(merged["pg_loss"].total) / len(values)
     summary["actor/grad_norm"] = float(np.mean(norms))

@@ -90,8 +90,8 @@ def forward_responses(
         prompt, shared = block(hidden[0], layer, prompt_rotation, attend_prompt, arch)
 
         def attend(query, key, value):
-            own = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            return shared_prompt_attention(query, *own, visible, *shared, prompt_mask), None
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            return shared_prompt_attention(query, key, value, visible, shared[0], shared[1], prompt_mask), None
 
         response, _ = block(hidden[1], layer, rotation, attend, arch)
         return (constrain_rows(prompt), constrain_rows(response)), None

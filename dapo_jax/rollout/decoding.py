@@ -1,5 +1,6 @@
 """Device: prefill of a wave of prompts and decoding in chunks, one compiled function each."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -98,7 +99,7 @@ def decode_chunk(
         tokens, logprobs = sample(transformer.logits(params, hidden), wave.keys, wave.length, sampling)
         sampled = ~wave.finished
         tokens, finished = _settle(tokens, wave.finished, eos_ids, pad_id)
-        new_wave = wave.replace(tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
+        new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
         return new_wave, (tokens, sampled, logprobs)
 
     wave, outputs = jax.lax.scan(step, wave, length=num_tokens)

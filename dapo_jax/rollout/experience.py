@@ -17,7 +17,7 @@ from dapo_jax.rollout.waves import WaveSettings, generate
 class Stage(Protocol):
     """Names the stage of the step that runs inside it, for timers and the console."""
 
-    def __call__(self, name: str) -> AbstractContextManager[Any]: ...
+    def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
 
 
 @dataclass(frozen=True)
