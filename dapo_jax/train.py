@@ -114,7 +114,7 @@ def restore(run: Run, checkpoints: Checkpoints, step: int | None) -> tuple[Train
 
 def collect(run: Run, state: TrainState, progress: Progress, step: int) -> Accepted:
     """Generation rounds until data.train_batch_size groups are accepted."""
-    config = run.config
+    config, groups = run.config, run.config.algorithm.filter_groups
     weights = run.actor.decode_weights(state.params)
     settings = config.rollout
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k)
@@ -138,18 +138,16 @@ def collect(run: Run, state: TrainState, progress: Progress, step: int) -> Accep
             overlong_penalty_factor=buffer.penalty_factor,
             mesh=run.mesh,
         )
-        if not config.algorithm.filter_groups.enable:
-            return keep_all(experience)
-        return filter_groups(experience, config.algorithm.filter_groups.metric, run.mesh)
+        return filter_groups(experience, groups.metric, run.mesh) if groups.enable else keep_all(experience)
 
     return accumulate_groups(
         generate_round,
         first_prompt=progress.next_prompt,
         target=config.data.train_batch_size,
         gen_batch_size=gen_batch_size(config),
-        max_num_gen_batches=config.algorithm.filter_groups.max_num_gen_batches,
+        max_num_gen_batches=groups.max_num_gen_batches,
         step=step,
-        metric=config.algorithm.filter_groups.metric,
+        metric=groups.metric if groups.enable else None,
     )
 
 

@@ -176,3 +176,21 @@ def test_a_mesh_of_eight_trains_like_any(tmp_path):
     changes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.total_training_steps": 1}
     state = train(small_config(tmp_path, **changes))
     assert state.params["layers"]["query"].addressable_shards[0].data.size * 4 == state.params["layers"]["query"].size
+
+
+def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path):
+    changes = {
+        "algorithm.filter_groups.enable": False, "data.gen_batch_size": 4, "trainer.total_training_steps": 2,
+    }  # fmt: skip
+    train(small_config(tmp_path, **changes))
+    rows = read_metrics(tmp_path)[1:]
+    assert [row["data/prompts_consumed"] for row in rows] == [4, 8]
+    assert all(row["train/filter_rate"] == 0 and row["train/num_gen_batches"] == 1 for row in rows)
+    assert "Filter groups enabled" not in (tmp_path / "train.log").read_text()
+
+
+def test_bfloat16_trains_and_its_mismatch_is_small(tmp_path):
+    train(small_config(tmp_path, **{"model.dtype": "bfloat16", "trainer.total_training_steps": 2}))
+    for row in read_metrics(tmp_path)[1:]:
+        assert np.isfinite(row["actor/pg_loss"]) and row["actor/skipped_updates"] == 0
+        assert 0 < row["rollout_corr/logprob_abs_diff"] and row["rollout_corr/k3_kl"] < 1e-4

@@ -32,13 +32,13 @@ def accumulate_groups(
     gen_batch_size: int,
     max_num_gen_batches: int,
     step: int,
-    metric: str,
+    metric: str | None,
 ) -> Accepted:
     """Calls `generate_round` on consecutive prompt numbers until `target` groups are kept.
 
     Args:
         max_num_gen_batches: exactly this many rounds may run; 0 or less = no limit.
-        step, metric: for the log.
+        step, metric: for the log; no metric means no filter, and nothing to log.
 
     Raises:
         RuntimeError: the limit is reached; says how many groups were all right and all wrong, and the ways out.
@@ -51,10 +51,12 @@ def accumulate_groups(
         start = first_prompt + len(rounds) * gen_batch_size
         rounds.append(generate_round(range(start, start + gen_batch_size)))
         kept += int(rounds[-1].keep.sum())
-        _log(rounds, kept, target, step, metric, last=len(rounds) == max_num_gen_batches)
+        if metric is not None:
+            _log(rounds, kept, target, step, metric, last=len(rounds) == max_num_gen_batches)
     experience = concatenate([round_.experience.select(np.flatnonzero(round_.keep)) for round_ in rounds])
     experience = experience.select(np.arange(target))
-    filter_log.log_enough(experience.finished.size)
+    if metric is not None:
+        filter_log.log_enough(experience.finished.size)
     return Accepted(experience, rounds, int(experience.numbers[-1]) + 1)
 
 
