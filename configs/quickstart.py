@@ -1,6 +1,9 @@
 """SmolLM2-135M-Instruct learns to add, with DAPO, on a laptop's CPU.
 
     bash scripts/quickstart.sh
+
+Hardware: two CPU cores and 12 GiB of memory; 8.5 minutes on AVX2 cores. Expect: held-out accuracy (mean@4 on 64
+problems) from about 0.06 to above 0.7.
 """
 
 import os
