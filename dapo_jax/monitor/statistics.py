@@ -15,10 +15,10 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def score_metrics(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """`rollout/{score}/{mean,max,min}` over the means of the groups; scores [Q, G]."""
+    """`rollout/{score}/{mean,max,min}` over the means of the groups; scores [Q, G], NaN where there is none."""
     metrics = {}
-    for name, values in scores.items():
-        metrics |= spread(f"rollout/{name}", np.nanmean(values, axis=1))
+    for name, groups in _measured(scores).items():
+        metrics |= spread(f"rollout/{name}", np.array([np.mean(group) for group in groups]))
     return metrics
 
 
@@ -35,11 +35,17 @@ def advantage_metrics(advantages: np.ndarray, mask: np.ndarray) -> dict[str, flo
 def accuracy_at(task: str, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
     """`eval/{task}/{score}/{mean@k,std@k}`: mean over problems of each problem's k samples; scores [Q, k].
 
-    The standard deviation is the population's, within a problem.
+    The standard deviation is the population's, within a problem. NaN stands for a sample without the score.
     """
     metrics = {}
-    for name, values in scores.items():
-        samples = values.shape[1]
-        metrics[f"eval/{task}/{name}/mean@{samples}"] = float(np.mean(np.mean(values, axis=1)))
-        metrics[f"eval/{task}/{name}/std@{samples}"] = float(np.mean(np.std(values, axis=1)))
+    for name, groups in _measured(scores).items():
+        samples = scores[name].shape[1]
+        metrics[f"eval/{task}/{name}/mean@{samples}"] = float(np.mean([np.mean(group) for group in groups]))
+        metrics[f"eval/{task}/{name}/std@{samples}"] = float(np.mean([np.std(group) for group in groups]))
     return metrics
+
+
+def _measured(scores: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """Each score's values group by group, without those that are NaN; groups and scores that have none are left out."""
+    groups = {name: [group[~np.isnan(group)] for group in values] for name, values in scores.items()}
+    return {name: [group for group in found if group.size] for name, found in groups.items() if any(map(len, found))}

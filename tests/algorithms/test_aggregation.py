@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,14 +30,16 @@ def test_modes_equal_the_reference(case):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pieces", [2, 3, 6])
-def test_the_sum_over_pieces_is_the_whole(mode, pieces):
+@pytest.mark.parametrize("pieces", [2, 6, (1,), (2, 5)])
+def test_loss_and_gradient_of_the_pieces_are_those_of_the_whole(mode, pieces):
     rng = np.random.default_rng(0)
-    loss, mask = rng.normal(size=(6, 5)), np.arange(5) < rng.integers(0, 6, size=(6, 1))
+    loss, mask = rng.normal(size=(6, 5)).astype(np.float32), np.arange(5) < np.array([[3], [0], [5], [1], [0], [4]])
     counts = {"num_tokens": mask.sum(), "num_sequences": (mask.sum(axis=1) > 0).sum(), "scale_factor": 5.0}
-    whole = aggregate(loss, mask, mode, **counts)
-    parts = zip(np.split(loss, pieces), np.split(mask, pieces), strict=True)
-    np.testing.assert_allclose(sum(aggregate(*part, mode, **counts) for part in parts), whole, rtol=1e-5)
+    loss_fn = jax.value_and_grad(lambda loss, mask: aggregate(loss, mask, mode, **counts))
+    whole, gradient = loss_fn(loss, mask)
+    parts = [loss_fn(*part) for part in zip(np.split(loss, pieces), np.split(mask, pieces), strict=True)]
+    np.testing.assert_allclose(sum(part for part, _ in parts), whole, rtol=1e-5)
+    np.testing.assert_allclose(np.concatenate([part for _, part in parts]), gradient, rtol=1e-6)
 
 
 def test_a_mean_of_means_would_be_another_number():
@@ -49,7 +52,8 @@ def test_a_mean_of_means_would_be_another_number():
 def test_what_is_masked_does_not_count_even_if_it_is_not_a_number(mode):
     loss = jnp.array([[1.0, jnp.nan], [jnp.inf, jnp.nan]])
     mask = jnp.array([[True, False], [False, False]])
-    assert aggregate(loss, mask, mode, num_tokens=1, num_sequences=1) == 1.0
+    value, gradient = jax.value_and_grad(aggregate)(loss, mask, mode, num_tokens=1, num_sequences=1)
+    assert value == 1.0 and gradient.tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,18 +1,18 @@
-import jax
+import re
+
 import numpy as np
 import pytest
 
 from dapo_jax.dynamic_sampling.accumulation import accumulate_groups, sampling_metrics
-from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all, shape_rewards
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.rollout.experience import Experience, concatenate
 
 
-def experience(numbers, acc, *, lengths=2) -> Experience:
-    """Groups of as many samples as `acc` [Q, G] has columns."""
+def experience(numbers, acc) -> Experience:
+    """Groups of as many samples as `acc` [Q, G] has columns, of two tokens each."""
     acc = np.asarray(acc, np.float64)
     shape = acc.shape
-    mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
+    mask = np.broadcast_to([True, True, False, False], (*shape, 4))
     return Experience(
         np.array(numbers), np.array(numbers) % 50, [[1]] * shape[0], np.zeros((*shape, 4), np.int32), mask,
         np.zeros((*shape, 4), np.float32), np.ones(shape, bool), [["x"] * shape[1]] * shape[0],
@@ -20,18 +20,19 @@ def experience(numbers, acc, *, lengths=2) -> Experience:
     )  # fmt: skip
 
 
-def round_of(numbers, keep) -> Round:
+def round_of(numbers, keep, samples) -> Round:
+    """Kept groups are half right; of the others those of odd numbers are all right, of even ones all wrong."""
     keep = np.asarray(keep, bool)
-    acc = np.where(keep[:, None], [0.0, 1.0], np.array([n % 2 for n in numbers])[:, None])
+    acc = np.where(keep[:, None], np.arange(samples) % 2, np.array(numbers)[:, None] % 2)
     return Round(experience(list(numbers), acc), keep, np.where(keep, 0.5, 0.0))
 
 
-def run(keep_of, *, first=0, target=4, size=4, limit=0):
+def run(keep_of, *, first=0, target=4, size=4, limit=0, samples=2):
     calls = []
 
     def generate_round(numbers):
         calls.append(numbers)
-        return round_of(numbers, [keep_of(number) for number in numbers])
+        return round_of(numbers, [keep_of(number) for number in numbers], samples)
 
     accepted = accumulate_groups(
         generate_round, first_prompt=first, target=target, gen_batch_size=size, max_num_gen_batches=limit, step=1,
@@ -46,15 +47,37 @@ def kept_counts(counts, size):
 
 
 @pytest.mark.parametrize(
-    ("counts", "size", "target"), [((45, 62, 50), 128, 128), ((424, 420, 415), 1024, 1024)]
+    ("counts", "size", "filtered", "accumulated"),
+    [
+        ((45, 62, 50), 128, [1328, 1056, 1248], [45, 107, 157]),
+        ((424, 420, 415), 1024, [9600, 9664, 9744], [424, 844, 1259]),
+    ],
 )
-def test_the_documents_arithmetic(counts, size, target):
-    accepted, calls = run(kept_counts(counts, size), target=target, size=size)
+def test_the_documents_arithmetic(counts, size, filtered, accumulated, caplog):
+    with caplog.at_level("INFO"):
+        accepted, calls = run(kept_counts(counts, size), target=size, size=size, samples=16)
+    assert calls == [range(0, size), range(size, 2 * size), range(2 * size, 3 * size)]
+    assert len(accepted.experience) == size
+    assert [int(found) for found in re.findall(r"filtered (\d+) trajectories", caplog.text)] == filtered
+    assert [int(found) for found in re.findall(r"num_prompt_in_batch=(\d+)", caplog.text)] == accumulated
+    assert f"Taking first {16 * size} trajectories" in caplog.text
     metrics = sampling_metrics(accepted)
-    assert len(calls) == 3 and len(accepted.experience) == target
-    assert metrics["dynamic_sampling/num_accumulated_prompts"] == sum(counts)
+    assert metrics["train/num_kept_prompts"] == metrics["dynamic_sampling/num_accumulated_prompts"] == accumulated[-1]
     assert metrics["train/filter_rate"] == pytest.approx(1 - sum(counts) / (3 * size))
     assert metrics["dynamic_sampling/num_gen_batches"] == metrics["train/num_gen_batches"] == 3
+
+
+def test_metrics_are_over_all_evaluated_groups():
+    accepted, _ = run(lambda number: number % 3 == 1, target=3)  # 1, 4 and 7 of 0 to 7
+    metrics = sampling_metrics(accepted)
+    assert metrics["dynamic_sampling/num_evaluated_prompts"] == 8
+    assert metrics["dynamic_sampling/filtered_all_correct"] == 2  # 3 and 5
+    assert metrics["dynamic_sampling/filtered_all_wrong"] == 3  # 0, 2 and 6
+    assert metrics["dynamic_sampling/filtered_other"] == 0
+    assert metrics["train/mean_metric_std"] == pytest.approx(0.5 * 3 / 8)
+    assert metrics["dynamic_sampling/generated_tokens"] == 8 * 2 * 2
+    assert metrics["dynamic_sampling/trained_tokens"] == 3 * 2 * 2
+    assert metrics["dynamic_sampling/overgen_ratio"] == pytest.approx(8 / 3)
 
 
 def test_the_first_kept_groups_in_prompt_order_are_accepted():
@@ -87,47 +110,18 @@ def test_exactly_as_many_rounds_as_allowed_may_run():
 def test_the_error_counts_right_and_wrong_groups_and_names_three_ways_out():
     with pytest.raises(RuntimeError) as caught:
         run(lambda number: number == 0, target=2, limit=2)
-    for text in ("of 8 groups 4 were all right, 3 all wrong, 0 uniform", "max_num_gen_batches", "train_batch_size"):
+    for text in (
+        "of 8 groups 4 were all right, 3 all wrong, 0 uniform",
+        "raise max_num_gen_batches",
+        "lower data.train_batch_size",
+        "change the difficulty of the data",
+    ):
         assert text in str(caught.value)
 
 
 def test_an_empty_round_is_not_an_error():
     accepted, calls = run(lambda number: number >= 8, limit=3)
     assert len(calls) == 3 and accepted.experience.numbers.tolist() == [8, 9, 10, 11]
-
-
-def test_the_filter_marks_mixed_groups_on_any_number_of_rows():
-    mesh = make_mesh(8, 1, 1)
-    groups = experience(range(5), [[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]])
-    with jax.set_mesh(mesh):
-        found = filter_groups(groups, "acc", mesh)
-    assert found.keep.tolist() == [False, True, False, True, False]
-    np.testing.assert_allclose(found.metric_std, [0, 2**0.5 / 3, 0, 2**0.5 / 3, 0], rtol=1e-6)
-
-
-def test_a_missing_metric_lists_what_there_is():
-    mesh = make_mesh(8, 1, 1)
-    groups = experience([0], [[0, 1]])
-    with pytest.raises(ValueError, match=r"metric='quality'.*\['acc', 'score'\]"):
-        filter_groups(groups, "quality", mesh)
-    half = groups.with_scores(quality=np.array([[1.0, np.nan]]))
-    with pytest.raises(ValueError, match="not measured for every sample"):
-        filter_groups(half, "quality", mesh)
-
-
-def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc():
-    mesh = make_mesh(8, 1, 1)
-    groups = experience([0], [[1, 1]], lengths=[[2, 4]])
-    with jax.set_mesh(mesh):
-        shaped = shape_rewards(
-            groups, max_response_length=4, overlong_buffer_length=2, overlong_penalty_factor=1.0, mesh=mesh
-        )
-        assert not filter_groups(shaped, "acc", mesh).keep[0] and filter_groups(shaped, "seq_reward", mesh).keep[0]
-    np.testing.assert_allclose(shaped.scores["seq_reward"], [[1.0, 0.0]])
-
-
-def test_without_a_filter_all_groups_are_kept():
-    assert keep_all(experience([0, 1], [[0, 0], [1, 1]])).keep.all()
 
 
 def test_experiences_join_and_select():

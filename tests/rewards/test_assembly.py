@@ -19,7 +19,7 @@ def test_score_and_penalty_stand_at_the_last_token():
     expected = np.zeros((4, 8))
     expected[0, 0], expected[1, 4], expected[2, 7] = 1.0, -1.25, 0.0
     np.testing.assert_allclose(rewards.token_level_scores, expected)
-    np.testing.assert_allclose(rewards.overlong_penalty[:3], [0.0, -0.25, -1.0])
+    np.testing.assert_allclose(rewards.overlong_penalty, [0.0, -0.25, -1.0, 0.0])
 
 
 def test_without_a_buffer_the_reward_is_the_score():

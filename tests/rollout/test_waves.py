@@ -24,3 +24,5 @@ def test_waves_are_equal_and_fit_rows_and_devices():
     assert wave_size(9, 4, settings) == 16
     assert wave_size(40, 4, settings) == 16  # 64 rows at most: 16 prompts
     assert wave_size(1, 100, settings) == 8  # never less than one prompt a device
+    settings = SimpleNamespace(mesh=make_mesh(1, 1, 8), max_num_seqs=64)
+    assert wave_size(40, 4, settings) == 14  # three waves of 14, not two of 16 and one of 8

@@ -1,0 +1,71 @@
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts, keep_all, shape_rewards
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.rollout.experience import Experience
+
+
+def experience(acc, *, lengths=2) -> Experience:
+    """Groups of as many samples as `acc` [Q, G] has columns; `lengths` in tokens."""
+    acc = np.asarray(acc, np.float64)
+    shape = acc.shape
+    numbers = np.arange(shape[0])
+    mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
+    return Experience(
+        numbers, numbers, [[1]] * shape[0], np.zeros((*shape, 4), np.int32), mask, np.zeros((*shape, 4), np.float32),
+        np.ones(shape, bool), [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, 0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def mesh():
+    """Eight rows a time: none of the sizes below divides into it."""
+    mesh = make_mesh(8, 1, 1)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def test_the_filter_marks_mixed_groups_on_any_number_of_rows(mesh):
+    found = filter_groups(experience([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]]), "acc", mesh)
+    assert found.keep.tolist() == [False, True, False, True, False]
+    np.testing.assert_allclose(found.metric_std, [0, 2**0.5 / 3, 0, 2**0.5 / 3, 0], rtol=1e-6)
+
+
+def test_groups_of_one_sample_are_kept(mesh):
+    assert filter_groups(experience([[0], [1], [0]]), "acc", mesh).keep.all()
+
+
+def test_a_missing_metric_lists_what_there_is(mesh):
+    groups = experience([[0, 1]])
+    with pytest.raises(ValueError, match=r"metric='quality'.*\['acc', 'score'\]"):
+        filter_groups(groups, "quality", mesh)
+    half = groups.with_scores(quality=np.array([[1.0, np.nan]]))
+    with pytest.raises(ValueError, match=r"metric='quality' is not measured for every sample.*\['acc', 'score'\]"):
+        filter_groups(half, "quality", mesh)
+
+
+def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
+    shaped = shape_rewards(
+        experience([[1, 1], [0, 0], [0, 1]], lengths=[[2, 4], [3, 3], [1, 4]]),
+        max_response_length=4,
+        overlong_buffer_length=2,
+        overlong_penalty_factor=1.0,
+        mesh=mesh,
+    )
+    np.testing.assert_allclose(shaped.scores["seq_reward"], [[1.0, 0.0], [-0.5, -0.5], [0.0, 0.0]])
+    np.testing.assert_allclose(shaped.scores["overlong_reward"], [[0.0, -1.0], [-0.5, -0.5], [0.0, -1.0]])
+    assert filter_groups(shaped, "acc", mesh).keep.tolist() == [False, False, True]
+    assert filter_groups(shaped, "seq_reward", mesh).keep.tolist() == [True, False, False]
+
+
+def test_dropped_groups_are_counted_by_kind(mesh):
+    groups = experience([[1, 1], [0, 0], [0, 1], [0.5, 0.5], [-1, -1]])
+    found = filter_groups(groups, "acc", mesh)
+    assert filtered_counts([found, found]) == {"all_correct": 2, "all_wrong": 4, "other": 2}
+    assert filtered_counts([]) == {"all_correct": 0, "all_wrong": 0, "other": 0}
+
+
+def test_without_a_filter_all_groups_are_kept():
+    assert keep_all(experience([[0, 0], [1, 1]])).keep.all()
