@@ -31,12 +31,14 @@ def get_config() -> Any:
     config.rollout.n = 8
     config.rollout.max_num_seqs = 256
     config.rollout.decode_chunk_length = 11
-    config.actor.ppo_mini_batch_size = 8
-    config.actor.ppo_micro_batch_size_per_device = 64
-    config.actor.optim.lr = 1e-5
+    config.actor.ppo_mini_batch_size = 4
+    config.actor.ppo_micro_batch_size_per_device = 32
+    config.actor.optim.lr = 1.2e-5
+    config.actor.optim.lr_scheduler_type = "cosine"
+    config.actor.optim.min_lr_ratio = 0.1
     config.actor.optim.lr_warmup_steps = 2
     config.actor.optim.weight_decay = 0.0
-    config.trainer.total_training_steps = 22
+    config.trainer.total_training_steps = 28
     config.trainer.test_freq = 4
-    config.trainer.save_freq = 11
+    config.trainer.save_freq = 14
     return config

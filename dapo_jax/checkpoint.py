@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
+from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
 
 
@@ -16,6 +17,7 @@ class Progress:
     step: int = 0  # training steps done
     next_prompt: int = 0  # first prompt number of the next step
     recompute_logprobs: bool = False  # whether old_logprob=auto has fallen back to recomputing
+    kl_coef: float = 0.0  # of the KL divergence in the reward
     groups_kept: int = 0
     groups_dropped: int = 0
     tokens_generated: int = 0
@@ -33,28 +35,33 @@ class Checkpoints:
         """The newest step that was written completely."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, progress: Progress) -> None:
+    def save(self, models: Models, progress: Progress) -> None:
         """Writes a checkpoint of progress.step; nothing if there is one."""
         if self._manager.latest_step() != progress.step:
             self._manager.save(
                 progress.step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
+                    models=ocp.args.StandardSave(_trained(models)),
                     progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
                 ),
             )
 
-    def restore(self, step: int, shape: TrainState) -> tuple[TrainState, Progress]:
-        """The state, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, and the progress."""
+    def restore(self, step: int, shape: Models) -> tuple[Models, Progress]:
+        """The models, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, and the progress."""
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(shape), progress=ocp.args.JsonRestore()
+                models=ocp.args.StandardRestore(_trained(shape)), progress=ocp.args.JsonRestore()
             ),
         )
-        return restored["state"], Progress(**restored["progress"])
+        return Models(**restored["models"]), Progress(**restored["progress"])
 
     def close(self) -> None:
         """Waits until everything is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _trained(models: Models) -> dict[str, TrainState]:
+    """The models by name, without those that the run does not have."""
+    return {name: state for name, state in vars(models).items() if state is not None}

@@ -1,11 +1,10 @@
-"""Host: every option of a run, its default, unit and meaning; `validate` reports all problems together.
+"""Host: every option of a run, its default, unit and meaning. validation.py checks them together.
 
 A config file returns a locked ConfigDict from `default_config()`; `freeze` turns it into the dataclasses below.
 Names are verl's where verl has the option. The defaults are DAPO's (arXiv:2503.14476, section 4.1).
 """
 
 import dataclasses
-import json
 import types
 import typing
 from dataclasses import dataclass, field
@@ -85,10 +84,22 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelConfig:
+    """A transformer with a scalar head that scores the chat of prompt and response, beside or instead of a verifier."""
+
+    path: str = ""  # Hugging Face sequence-classification directory; empty = none
+    weight: float = 1.0  # score = function_weight * verifier's score + weight * reward model's score
+    function_weight: float = 1.0
+    micro_batch_size_per_device: int = 8  # chats per forward pass on one device
+    max_length: int = 4096  # tokens of prompt and response; a longer chat loses its beginning
+
+
+@dataclass(frozen=True)
 class RewardConfig:
-    function: str = "auto"  # auto (by data_source), a verifier's name, or a dotted path to your function
+    function: str = "auto"  # auto (by data_source), a verifier's name, a dotted path to your function, or none
     num_workers: int = 2  # verifier processes
     timeout_s: float = 10.0  # seconds that one sample's verification may take
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
@@ -97,14 +108,58 @@ class FilterGroupsConfig:
     """Dynamic sampling (DAPO, section 3.2): groups whose metric is the same for all samples are dropped."""
 
     enable: bool = True  # verl: False; DAPO needs it
-    metric: str = "acc"  # acc | score | any number that the reward function returns
+    metric: str = "acc"  # acc | score | seq_reward | seq_final_reward | any number that the reward function returns
     max_num_gen_batches: int = 10  # generation rounds per training step at most; <= 0 = no limit
 
 
 @dataclass(frozen=True)
+class KLControllerConfig:
+    """Coefficient of the KL divergence in the reward."""
+
+    type: str = "fixed"  # fixed | adaptive (arXiv:1909.08593, once per training step)
+    kl_coef: float = 0.001  # the coefficient, or the one to start from
+    horizon: float = 10000.0  # sequences; adaptive only
+    target_kl: float = 0.1  # nats per token; adaptive only
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """For a sampler whose log-probabilities differ from the training pass (algorithms/rollout_correction.py)."""
+
+    rollout_is: str = "none"  # importance weights: none | token | sequence (verl: null is none)
+    rollout_is_threshold: str = "2.0"  # "high": truncate there; "low_high": 0 outside
+    rollout_is_batch_normalize: bool = False  # divide the weights by their mean
+    rollout_rs: tuple[str, ...] = ()  # rejection criteria, all of which must hold, such as token_k1, seq_mean_k3
+    rollout_rs_threshold: tuple[str, ...] = ()  # one a criterion: "high" or "low_high"
+
+
+@dataclass(frozen=True)
+class CPOConfig:
+    """What adv_estimator=cpo adds to GRPO's advantages (algorithms/advantages.py)."""
+
+    wrap_method: str = "mi"  # mi | mi_clamp_unify_difficulty | negonly_mi3 | seq_kl | negonly_seq_kl
+    cpo_lambda: float = 5.0  # the probability ratio is clamped to 1 / cpo_lambda .. cpo_lambda
+    pos_alpha: float = 0.05
+    neg_alpha: float = 0.1
+    mi_alpha: float = 0.1
+    kl_alpha: float = 0.1
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    adv_estimator: str = "grpo"  # grpo | dapo (the same)
+    adv_estimator: str = "grpo"  # a name of ESTIMATORS in dapo_jax/algorithms/advantages.py (verl: gae)
     norm_adv_by_std_in_grpo: bool = True  # False: Dr. GRPO (arXiv:2503.20783)
+    gamma: float = 1.0  # discount per token, of gae and reinforce_plus_plus
+    lam: float = 1.0  # lambda of gae
+    keep_pos_ratio: float = 1.0  # share of a group's good samples that are trained on, the best; grpo only
+    keep_neg_ratio: float = 1.0  # share of its bad samples, the worst
+    compute_new_adv: bool = False  # normalise the advantages of the kept samples anew
+    overlong_filtering: bool = False  # leave responses that were cut off out of the loss (DAPO, section 3.4)
+    use_kl_in_reward: bool = False  # subtract the KL divergence to the reference from the reward of each token
+    kl_penalty: str = "kl"  # its estimator: a name of PENALTIES in dapo_jax/algorithms/kl.py
+    kl_ctrl: KLControllerConfig = field(default_factory=KLControllerConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    cpo: CPOConfig = field(default_factory=CPOConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
 
@@ -122,16 +177,35 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which policy loss, and the options that only some have (algorithms/policy_loss.py)."""
+
+    loss_mode: str = "vanilla"  # a name of LOSSES
+    clip_cov_ratio: float = 0.0002  # clip_cov: share of a mini-batch's tokens whose gradient is detached
+    clip_cov_lb: float = 1.0  # clip_cov: smallest covariance that may be drawn
+    clip_cov_ub: float = 5.0  # clip_cov: largest covariance that may be drawn
+    kl_cov_ratio: float = 0.0002  # kl_cov: share of a mini-batch's tokens that are penalised
+    ppo_kl_coef: float = 0.1  # kl_cov: the penalty's coefficient
+    tau_pos: float = 1.0  # sapo: temperature of the gate where the advantage is positive
+    tau_neg: float = 1.05  # sapo: and elsewhere
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     ppo_mini_batch_size: int = 32  # prompts per optimizer step
     ppo_micro_batch_size_per_device: int = 8  # responses per forward and backward pass on one device
     ppo_epochs: int = 1  # passes over a training batch
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.28  # clip-higher (DAPO, section 3.1); verl's framework: 0.2
     clip_ratio_c: float = 10.0  # dual clip, the largest |loss| of a token as a multiple of |advantage|
-    loss_agg_mode: str = "token-mean"  # see dapo_jax/algorithms/aggregation.py
+    loss_agg_mode: str = "token-mean"  # a name of MODES in dapo_jax/algorithms/aggregation.py
     loss_scale_factor: float | None = None  # of seq-mean-token-sum-norm; null = max_response_length
     count_empty_sequences: bool = False  # True: sequence means divide by the configured size, as verl
+    entropy_coeff: float = 0.0  # of the mean token entropy, which is subtracted from the loss
+    use_kl_loss: bool = False  # add the KL divergence to the reference to the loss
+    kl_loss_coef: float = 0.001
+    kl_loss_type: str = "low_var_kl"  # a name of PENALTIES in dapo_jax/algorithms/kl.py
     old_logprob: str = "auto"  # rollout | recompute | auto (rollout, unless it differs from the training pass)
     logprob_chunk_size: int = 4096  # tokens per device whose logits exist at a time
     grad_clip: float = 1.0  # global norm
@@ -139,8 +213,31 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
+class ReferenceConfig:
+    """The policy that KL divergences are to; not loaded unless one of them is on."""
+
+    path: str | None = None  # Hugging Face directory or .gguf file of the same architecture; null = model.path
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A value function, the model of model.path with a scalar head, trained when adv_estimator is gae."""
+
+    ppo_mini_batch_size: int | None = None  # prompts per optimizer step; null = the actor's
+    ppo_micro_batch_size_per_device: int | None = None  # responses per pass on one device; null = the actor's
+    ppo_epochs: int = 1  # passes over a training batch
+    cliprange_value: float = 0.5  # how far a value may move from the old one before its loss stops falling
+    loss_agg_mode: str = "token-mean"
+    grad_clip: float = 1.0  # global norm
+    optim: OptimConfig = field(
+        default_factory=lambda: OptimConfig(lr=1e-5, lr_warmup_steps=0, weight_decay=0.01)  # verl's
+    )
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     total_training_steps: int = 100  # batches trained on
+    critic_warmup: int = 0  # first training steps that update the critic alone
     save_freq: int = 10  # training steps between checkpoints; -1 = only at the end
     test_freq: int = 10  # training steps between evaluations; -1 = never
     val_before_train: bool = True  # evaluate before the first step
@@ -180,6 +277,8 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -190,15 +289,15 @@ class Config:
 
 def default_config() -> Any:
     """The defaults as a locked ConfigDict, for a config file's `get_config()` to change."""
-    return _config_dict(Config).lock()
+    return _config_dict(Config()).lock()
 
 
-def _config_dict(section: type) -> config_dict.ConfigDict:
+def _config_dict(section: Any) -> config_dict.ConfigDict:
     values = config_dict.ConfigDict()
-    for name, kind in typing.get_type_hints(section).items():
-        default = getattr(section(), name)
-        if dataclasses.is_dataclass(kind):
-            values[name] = _config_dict(typing.cast(type, kind))
+    for name, kind in typing.get_type_hints(type(section)).items():
+        default = getattr(section, name)
+        if dataclasses.is_dataclass(default):
+            values[name] = _config_dict(default)
         elif default is None:
             values[name] = config_dict.placeholder(_optional_type(kind))
         else:
@@ -237,137 +336,21 @@ def gen_batch_size(config: Config) -> int:
     return config.data.gen_batch_size or config.data.train_batch_size
 
 
-CHOICES = {
-    "data.task": ("files", "arithmetic"),
-    "data.truncation": ("error", "left", "right", "middle"),
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "algorithm.adv_estimator": ("grpo", "dapo"),
-    "actor.loss_agg_mode": (
-        "token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ),
-    "actor.old_logprob": ("auto", "rollout", "recompute"),
-    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    "trainer.resume_mode": ("auto", "disable"),
-    "monitor.console": ("steps", "detailed"),
-}
-POSITIVE = (
-    "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n rollout.max_num_seqs "
-    "rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
-    "actor.ppo_micro_batch_size_per_device actor.ppo_epochs actor.logprob_chunk_size actor.grad_clip "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor evaluate.n"
-).split()
+def mini_batch_size(config: Config, name: str) -> int:
+    """Prompts per optimizer step of the "actor" or the "critic"."""
+    return getattr(config, name).ppo_mini_batch_size or config.actor.ppo_mini_batch_size
 
 
-def validate(config: Config) -> None:
-    """Raises one ValueError with every problem of `config` that can be seen without a device or a file."""
-    problems = _choice_problems(config) + _range_problems(config) + _batch_problems(config)
-    if problems:
-        raise ValueError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
+def micro_batch_size(config: Config, name: str) -> int:
+    """Responses per forward and backward pass of the "actor" or the "critic" on one device."""
+    return getattr(config, name).ppo_micro_batch_size_per_device or config.actor.ppo_micro_batch_size_per_device
 
 
-def _lookup(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+def uses_critic(config: Config) -> bool:
+    """Whether a value function is trained."""
+    return config.algorithm.adv_estimator == "gae"
 
 
-def _choice_problems(config: Config) -> list[str]:
-    problems = []
-    for key, choices in CHOICES.items():
-        if _lookup(config, key) not in choices:
-            problems.append(f"{key}={_lookup(config, key)!r} must be one of {', '.join(choices)}")
-    return problems
-
-
-def _range_problems(config: Config) -> list[str]:
-    problems = [
-        f"{key}={_lookup(config, key)} must be greater than 0" for key in POSITIVE if not _lookup(config, key) > 0
-    ]
-    for name in ("rollout", "evaluate"):
-        section = getattr(config, name)
-        if section.temperature < 0:
-            problems.append(f"{name}.temperature={section.temperature} must be 0 (greedy) or more")
-        if not 0 < section.top_p <= 1:
-            problems.append(f"{name}.top_p={section.top_p} must be in (0, 1]; 1 switches it off")
-        if section.top_k == 0 or section.top_k < -1:
-            problems.append(f"{name}.top_k={section.top_k} must be positive, or -1 to switch it off")
-    if config.rollout.temperature == 0:
-        problems.append("rollout.temperature=0 gives equal samples, and no gradient: raise it")
-    actor = config.actor
-    if not 0 < actor.clip_ratio_low < 1:
-        problems.append(f"actor.clip_ratio_low={actor.clip_ratio_low} must be in (0, 1)")
-    if actor.clip_ratio_high <= 0:
-        problems.append(f"actor.clip_ratio_high={actor.clip_ratio_high} must be greater than 0")
-    if actor.clip_ratio_c <= 1:
-        problems.append(f"actor.clip_ratio_c={actor.clip_ratio_c} must be greater than 1: it bounds the dual clip")
-    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
-    if buffer.enable and not 0 < buffer.len <= longest:
-        problems.append(
-            f"reward.overlong_buffer.len={buffer.len} must be in 1..data.max_response_length={longest}"
-        )
-    try:
-        if not isinstance(json.loads(config.data.chat_template_kwargs), dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        problems.append(f"data.chat_template_kwargs={config.data.chat_template_kwargs!r} must be JSON: {error}")
-    if not config.model.path:
-        problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")
-    if config.data.task == "files" and not config.data.train_files:
-        problems.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
-    return problems
-
-
-def _batch_problems(config: Config) -> list[str]:
-    """The divisibility rules between prompts, mini-batches and micro-batches."""
-    problems = []
-    data, actor, n = config.data, config.actor, config.rollout.n
-    batch, mini, micro = data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_device
-    if min(batch, mini, micro, n) < 1:
-        return []
-    if batch % mini:
-        problems.append(
-            f"data.train_batch_size={batch} must be a multiple of actor.ppo_mini_batch_size={mini} "
-            "(both in prompts)"
-        )
-    if mini * n % micro:
-        problems.append(
-            f"actor.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} responses must be a multiple of "
-            f"actor.ppo_micro_batch_size_per_device={micro}"
-        )
-    if n > config.rollout.max_num_seqs:
-        problems.append(
-            f"rollout.max_num_seqs={config.rollout.max_num_seqs} must be at least rollout.n={n}: "
-            "a group is decoded together"
-        )
-    if config.evaluate.n > config.rollout.max_num_seqs:
-        problems.append(
-            f"rollout.max_num_seqs={config.rollout.max_num_seqs} must be at least evaluate.n={config.evaluate.n}"
-        )
-    if data.gen_batch_size is not None and data.gen_batch_size < 1:
-        problems.append(f"data.gen_batch_size={data.gen_batch_size} must be greater than 0, or null")
-    if not config.algorithm.filter_groups.enable and gen_batch_size(config) != batch:
-        problems.append(
-            f"data.gen_batch_size={gen_batch_size(config)} differs from data.train_batch_size={batch}, which "
-            "only makes sense with algorithm.filter_groups.enable=True"
-        )
-    return problems
-
-
-def warnings(config: Config) -> list[str]:
-    """What is allowed but rarely meant."""
-    found = []
-    rollout = config.rollout
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        found.append(
-            f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: training samples are drawn from a "
-            "truncated distribution, but log-probabilities are those of the full one"
-        )
-    if rollout.n == 1 and config.algorithm.filter_groups.enable:
-        found.append("rollout.n=1: a group of one sample is always kept, and its advantage is its reward")
-    if config.evaluate.n == 1 and config.evaluate.temperature > 0:
-        found.append("evaluate.n=1 with temperature > 0 is a noisy measure: raise evaluate.n")
-    return found
+def uses_reference(config: Config) -> bool:
+    """Whether a reference policy is loaded."""
+    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss

@@ -30,17 +30,27 @@ class Rollout:
 
 @struct.dataclass
 class Batch:
-    """Rows to train on. Rows whose mask is all False are padding and change nothing.
+    """Rows to train on. Rows whose masks are all False are padding and change nothing.
 
     S consecutive rows share a prompt: it stands once, and is run once. S divides the samples of a group.
+    Which of the last fields are there depends on the algorithm.
     """
 
     prompts: Array  # [B // S, P] int32, left-padded
     prompt_mask: Array  # [B // S, P] bool
     responses: Array  # [B, R] int32, right-padded
-    mask: Array  # [B, R] bool, True on tokens to train on
+    mask: Array  # [B, R] bool, True on response tokens
+    loss_mask: Array  # [B, R] bool, True on tokens to train on, a part of `mask`
+    group_ids: Array  # [B] int32, the group of each row, ascending
     old_logprobs: Array  # [B, R] float32, the ratio's denominator
     advantages: Array  # [B, R] float32, 0 on padding
+    loss_weights: Array = None  # [B, R] float32, each token's share in the loss of its mini-batch
+    importance_weights: Array = None  # [B, R] float32, from rollout correction
+    ref_logprobs: Array = None  # [B, R] float32, under the reference policy
+    noise: Array = None  # [B, R] float32 uniform, for losses that draw tokens
+    selected: Array = None  # [B, R] bool, tokens that such a loss has drawn in its mini-batch
+    values: Array = None  # [B, R] float32, the critic's before the update
+    returns: Array = None  # [B, R] float32, what the critic is fitted to
 
 
 @struct.dataclass

@@ -9,6 +9,7 @@ from dapo_jax.monitor.statistics import accuracy_at
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 from dapo_jax.run import Run
+from dapo_jax.scoring import add_model_scores
 
 
 def evaluate(run: Run, params: Any) -> dict[str, float]:
@@ -34,6 +35,8 @@ def evaluate(run: Run, params: Any) -> dict[str, float]:
             sampling=Sampling.create(settings.temperature, settings.top_p, settings.top_k),
             stage=lambda _: nullcontext(),
         )
+        if run.scorer is not None:
+            experience = add_model_scores(experience, run.eval_set, run.scorer, run.config)
     return _by_source(run, experience)
 
 

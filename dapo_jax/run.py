@@ -1,16 +1,28 @@
 """Host: everything a command needs, built once from the config."""
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.config import Config
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.config import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    micro_batch_size,
+    mini_batch_size,
+    uses_critic,
+    uses_reference,
+)
 from dapo_jax.data.arithmetic import arithmetic_rows
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.prompt_files import read_prompt_files
@@ -18,18 +30,21 @@ from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
-from dapo_jax.learner.optimizer import OptimizerSettings, TrainState
+from dapo_jax.learner.critic import Critic, CriticSettings, build_critic, critic_architecture
+from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
-from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights, place_weight
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.experience import Sampler, Stage
 from dapo_jax.rollout.waves import WaveSettings
+from dapo_jax.scoring import ModelScorer, load_scorer
 
 RANDOM = "random"  # model.path of a freshly initialised model
 
@@ -45,11 +60,16 @@ class Run:
     eval_set: PromptSet
     order: PromptOrder
     actor: Actor
+    critic: Critic | None  # with a critic
+    reference: Any  # weights for actor.logprobs, with a KL divergence; else None
+    scorer: ModelScorer | None  # with a reward model
+    estimator: Callable[..., Any]  # jitted, see training_batch.py
     sampler: Sampler
+    chat_template_kwargs: dict[str, Any]
     console: Console
     timers: StageTimers
     stage: Stage
-    init_state: Callable[[], TrainState]  # the state before the first step
+    init_models: Callable[[], Models]  # what is trained, before the first step
 
 
 @contextmanager
@@ -57,13 +77,14 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
     """Builds a run and makes its mesh the current one; verifier processes end with it.
 
     Raises:
-        ValueError: the model, the data, the mesh or the reward function do not fit, with the cure.
+        ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
     """
     arch, tokenizer = read_model(config)
     train_set, eval_set = read_prompts(config, tokenizer)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
     actor = build_actor(actor_settings(config, arch, mesh), mesh)
+    critic = build_critic(critic_settings(config, arch), mesh) if uses_critic(config) else None
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         verifiers = stack.enter_context(
@@ -90,11 +111,16 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             eval_set=eval_set,
             order=PromptOrder(len(train_set), seed=config.seed, shuffle=config.data.shuffle),
             actor=actor,
+            critic=critic,
+            reference=load_reference(config, arch, actor, mesh) if uses_reference(config) else None,
+            scorer=load_scorer(config, compute_dtype(config), mesh) if config.reward.model.path else None,
+            estimator=build_estimator(config, arch.vocab_size),
             sampler=Sampler(tokenizer, verifiers, wave_settings(config, arch, tokenizer, mesh)),
             console=console,
             timers=timers,
             stage=stage,
-            init_state=lambda: _init_state(config, arch, actor),
+            chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
+            init_models=lambda: init_models(config, arch, actor, critic, mesh),
         )
 
 
@@ -120,6 +146,8 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
             tie_embeddings=True,
             initializer_range=sizes.initializer_range,
         )
+    if arch.scalar_head:
+        raise ValueError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
     if tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, the model "
@@ -172,13 +200,14 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
     shape = dict(mesh.shape)
     problems = indivisible_weights(weight_table(arch), shape, TRAIN_RULES)
     problems += indivisible_weights(weight_table(arch), shape, DECODE_RULES)
-    rows = config.actor.ppo_mini_batch_size * config.rollout.n
-    micro = config.actor.ppo_micro_batch_size_per_device * num_batch_shards(mesh)
-    if rows % micro:
-        problems.append(
-            f"actor.ppo_mini_batch_size x rollout.n = {rows} responses must be a multiple of "
-            f"actor.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}"
-        )
+    for name in ("actor", "critic") if uses_critic(config) else ("actor",):
+        rows = mini_batch_size(config, name) * config.rollout.n
+        micro = micro_batch_size(config, name) * num_batch_shards(mesh)
+        if rows % micro:
+            problems.append(
+                f"{name}.ppo_mini_batch_size x rollout.n = {rows} responses must be a multiple of "
+                f"{name}.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}"
+            )
     if problems:
         raise ValueError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
 
@@ -192,18 +221,40 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         temperature=config.rollout.temperature,
         remat=config.model.enable_gradient_checkpointing,
         chunk_size=actor.logprob_chunk_size * num_batch_shards(mesh),
-        clip_ratio_low=actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        loss_agg_mode=actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor or float(config.data.max_response_length),
-        optimizer=OptimizerSettings(
-            betas=actor.optim.betas,
-            eps=actor.optim.eps,
-            weight_decay=actor.optim.weight_decay,
-            grad_clip=actor.grad_clip,
-        ),
+        loss_mode=actor.policy_loss.loss_mode,
+        loss_options={**vars(actor), **vars(actor.policy_loss)},
+        entropy_coeff=actor.entropy_coeff,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
+        optimizer=optimizer_settings(actor),
     )
+
+
+def critic_settings(config: Config, arch: Architecture) -> CriticSettings:
+    """The part of the config that the compiled functions of the value function depend on."""
+    return CriticSettings(
+        arch=critic_architecture(arch),
+        dtype=compute_dtype(config),
+        remat=config.model.enable_gradient_checkpointing,
+        cliprange_value=config.critic.cliprange_value,
+        optimizer=optimizer_settings(config.critic),
+    )
+
+
+def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings:
+    """AdamW's settings, apart from the learning rate."""
+    optim = section.optim
+    return OptimizerSettings(
+        betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, grad_clip=section.grad_clip
+    )
+
+
+def build_estimator(config: Config, vocab_size: int) -> Callable[..., Any]:
+    """The jitted advantage estimator: (rewards, mask, group_ids, num_groups=..., further arrays by name)."""
+    function = ESTIMATORS[config.algorithm.adv_estimator]
+    options = {**vars(config.algorithm), **vars(config.algorithm.cpo), "vocab_size": vocab_size}
+    static = ("num_groups",) if needs(function, "num_groups") else ()
+    return jax.jit(functools.partial(function, **chosen(function, options)), static_argnames=static)
 
 
 def wave_settings(config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh) -> WaveSettings:
@@ -237,7 +288,25 @@ def describe(run: Run) -> str:
     )
 
 
-def _init_state(config: Config, arch: Architecture, actor: Actor) -> TrainState:
+def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic | None, mesh: Mesh) -> Models:
+    """The policy of model.path, and a critic with its weights and a zero head."""
     if config.model.path == RANDOM:
-        return actor.init_random(config.seed)
-    return actor.init_from(load_params(Path(config.model.path).expanduser(), arch, actor.place))
+        state = actor.trainable.init_random(config.seed)
+    else:
+        state = actor.trainable.init_from(load_policy(config.model.path, arch, mesh))
+    return Models(actor=state, critic=critic.init_from_policy(state.params) if critic is not None else None)
+
+
+def load_reference(config: Config, arch: Architecture, actor: Actor, mesh: Mesh) -> Any:
+    """The weights of the reference policy, in the dtype of matrix products."""
+    path = config.reference.path or config.model.path
+    if path == RANDOM:
+        return actor.freeze(actor.trainable.init_random(config.seed).params)
+    if config.reference.path is not None and read_model_architecture(Path(path).expanduser()) != arch:
+        raise ValueError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
+    return actor.freeze(load_policy(path, arch, mesh))
+
+
+def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of the language model at `path`, sharded for training."""
+    return load_params(Path(path).expanduser(), arch, place_weight(mesh, TRAIN_RULES))

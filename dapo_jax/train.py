@@ -7,33 +7,31 @@ Started again with the same workdir, it goes on after the last checkpoint as if 
 
 import dataclasses
 import logging
-import math
 import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from dapo_jax.algorithms import advantages as advantage_estimators
+from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.command_line import read_config
-from dapo_jax.config import Config, gen_batch_size, validate, warnings
+from dapo_jax.config import ActorConfig, Config, CriticConfig, gen_batch_size, mini_batch_size
 from dapo_jax.containers import Batch
 from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups, sampling_metrics
-from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all, shape_rewards
+from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
 from dapo_jax.evaluate import evaluate, mean_accuracy
-from dapo_jax.learner.optimizer import TrainState, learning_rate
-from dapo_jax.learner.update import recompute_logprobs, update_policy
+from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
-from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.parallel.sharding import fetch, put_rows
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.waves import bucket, pad_prompts
 from dapo_jax.run import Run, describe, open_run
+from dapo_jax.training_batch import finish_rewards, make_batch, micro_batch_rows, penalize_kl, sequence_kl
+from dapo_jax.validation import validate, warnings
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +39,8 @@ MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
 MISMATCH_CLIPFRAC = 5e-3
 
 
-def train(config: Config) -> TrainState:
-    """Trains as `config` says and returns the last state.
+def train(config: Config) -> Models:
+    """Trains as `config` says and returns the last state of each model.
 
     Raises:
         ValueError: the config, the model, the data or the mesh do not fit together.
@@ -55,34 +53,41 @@ def train(config: Config) -> TrainState:
     resume_step = starting_point(config, checkpoints)
     try:
         with open_run(config, initial_step=resume_step or 0) as run:
-            state, progress = restore(run, checkpoints, resume_step)
+            models, progress = restore(run, checkpoints, resume_step)
             records = RunRecords(config.workdir, resume_step=resume_step)
             logger.info("%s", describe(run))
             if resume_step is None and config.trainer.val_before_train:
-                record(run, records, 0, evaluate(run, state.params))
+                record(run, records, 0, evaluate(run, models.actor.params))
             while progress.step < total:
                 start = time.perf_counter()
                 step = progress.step + 1
-                accepted = collect(run, state, progress, step)
-                batch, metrics = make_batch(run, accepted.experience, state, progress)
-                state, actor_metrics = update(run, state, batch, step)
-                metrics |= actor_metrics | sampling_metrics(accepted) | experience_metrics(run, accepted)
+                accepted = collect(run, models, progress, step)
+                batch, batch_metrics = make_batch(
+                    run,
+                    accepted.experience,
+                    models,
+                    recompute=recomputes(config, progress),
+                    kl_coef=progress.kl_coef,
+                )
+                models, update_metrics = update(run, models, batch, step)
+                metrics = update_metrics | batch_metrics | sampling_metrics(accepted)
+                metrics |= experience_metrics(run, accepted)
                 progress = advance(config, progress, accepted, metrics)
                 metrics |= performance_metrics(run, accepted, time.perf_counter() - start)
                 if is_due(step, config.trainer.test_freq, total):
-                    metrics |= evaluate(run, state.params)
+                    metrics |= evaluate(run, models.actor.params)
                 records.write_samples(step, sample_texts(run, accepted.experience))
                 record(run, records, step, metrics)
                 if is_due(step, config.trainer.save_freq, total):
                     with run.stage("save_checkpoint"):
-                        checkpoints.save(state, progress)
+                        checkpoints.save(models, progress)
             run.console.close()
             run.console.final_table(summary(run, progress))
             records.close()
     finally:
         checkpoints.close()
         close_logging()
-    return state
+    return models
 
 
 def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
@@ -103,22 +108,23 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
     return latest
 
 
-def restore(run: Run, checkpoints: Checkpoints, step: int | None) -> tuple[TrainState, Progress]:
-    """The state and progress after `step`, or before the first step."""
+def restore(run: Run, checkpoints: Checkpoints, step: int | None) -> tuple[Models, Progress]:
+    """The models and the progress after `step`, or before the first step."""
     if step is None:
-        return run.init_state(), Progress()
-    state, progress = checkpoints.restore(step, run.actor.state_shape)
+        return run.init_models(), Progress(kl_coef=run.config.algorithm.kl_ctrl.kl_coef)
+    critic_shape = run.critic.trainable.state_shape if run.critic is not None else None
+    shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
+    models, progress = checkpoints.restore(step, shape)
     logger.warning("going on after step %d of %s", step, run.config.workdir)
-    return state, progress
+    return models, progress
 
 
-def collect(run: Run, state: TrainState, progress: Progress, step: int) -> Accepted:
+def collect(run: Run, models: Models, progress: Progress, step: int) -> Accepted:
     """Generation rounds until data.train_batch_size groups are accepted."""
     config, groups = run.config, run.config.algorithm.filter_groups
-    weights = run.actor.decode_weights(state.params)
+    weights = run.actor.decode_weights(models.actor.params)
     settings = config.rollout
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k)
-    buffer = config.reward.overlong_buffer
 
     def generate_round(numbers: range) -> Round:
         experience = run.sampler.sample(
@@ -131,13 +137,9 @@ def collect(run: Run, state: TrainState, progress: Progress, step: int) -> Accep
             sampling=sampling,
             stage=run.stage,
         )
-        experience = shape_rewards(
-            experience,
-            max_response_length=config.data.max_response_length,
-            overlong_buffer_length=buffer.len if buffer.enable else 0,
-            overlong_penalty_factor=buffer.penalty_factor,
-            mesh=run.mesh,
-        )
+        experience = finish_rewards(run, experience)
+        if config.algorithm.use_kl_in_reward:
+            experience = penalize_kl(run, experience, progress.kl_coef)
         return filter_groups(experience, groups.metric, run.mesh) if groups.enable else keep_all(experience)
 
     return accumulate_groups(
@@ -151,89 +153,45 @@ def collect(run: Run, state: TrainState, progress: Progress, step: int) -> Accep
     )
 
 
-def make_batch(
-    run: Run, experience: Experience, state: TrainState, progress: Progress
-) -> tuple[Batch, dict[str, float]]:
-    """The accepted groups as rows to train on, with advantages and old log-probabilities."""
+def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, dict[str, float]]:
+    """All optimizer steps of a training step: the critic's, then after trainer.critic_warmup the policy's."""
+    metrics: dict[str, float] = {}
+    if run.critic is not None:
+        assert models.critic is not None
+        settings = update_settings(run, "critic", step)
+        with run.stage("update_critic"):
+            critic, critic_metrics = update_critic(run.critic, models.critic, batch, settings, run.mesh)
+        models = dataclasses.replace(models, critic=critic)
+        metrics |= critic_metrics | {"critic/lr": settings.learning_rate}
+    if step > run.config.trainer.critic_warmup:
+        settings = update_settings(run, "actor", step)
+        with run.stage("update_actor"):
+            actor, actor_metrics = update_policy(run.actor, models.actor, batch, settings, run.mesh)
+        models = dataclasses.replace(models, actor=actor)
+        metrics |= actor_metrics | {"actor/lr": settings.learning_rate}
+    return models, metrics
+
+
+def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
+    """How training step `step` passes over its batch, for the "actor" or the "critic"."""
     config = run.config
-    num_groups, num_samples = experience.finished.shape
-    with run.stage("adv"):
-        mask = experience.mask.reshape(num_groups * num_samples, -1)
-        advantages = estimate_advantages(run, experience.scores["seq_reward"].reshape(-1), mask, num_samples)
-    sharing = math.gcd(num_samples, config.actor.ppo_micro_batch_size_per_device)
-    width = bucket(max(len(prompt) for prompt in experience.prompts))
-    tokens, prompt_mask = pad_prompts(experience.prompts, width, run.sampler.settings.pad_id)
-    longest = min(bucket(int(mask.sum(axis=1).max())), mask.shape[1])
-    mask, advantages = mask[:, :longest], advantages[:, :longest]
-    batch = Batch(
-        prompts=np.repeat(tokens, num_samples // sharing, axis=0),
-        prompt_mask=np.repeat(prompt_mask, num_samples // sharing, axis=0),
-        responses=experience.responses.reshape(len(mask), -1)[:, :longest],
-        mask=mask,
-        old_logprobs=experience.logprobs.reshape(len(mask), -1)[:, :longest],
-        advantages=advantages,
+    section: ActorConfig | CriticConfig = getattr(config, name)
+    return UpdateSettings(
+        learning_rate=learning_rate(
+            step,
+            lr=section.optim.lr,
+            warmup_steps=section.optim.lr_warmup_steps,
+            scheduler=section.optim.lr_scheduler_type,
+            total_steps=config.trainer.total_training_steps,
+            min_ratio=section.optim.min_lr_ratio,
+        ),
+        mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
+        micro_batch_rows=micro_batch_rows(run, name),
+        epochs=section.ppo_epochs,
+        loss_agg_mode=section.loss_agg_mode,
+        loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),
+        count_empty_sequences=config.actor.count_empty_sequences,
     )
-    metrics = statistics.advantage_metrics(advantages, mask)
-    metrics["actor/recomputed_logprobs"] = float(recomputes(config, progress))
-    if recomputes(config, progress):
-        with run.stage("old_log_prob"):
-            rows = micro_batch_rows(run)
-            sampled, old = batch.old_logprobs, recompute_logprobs(
-                run.actor, state, batch, micro_batch_rows=rows, mesh=run.mesh
-            )
-        batch = dataclasses.replace(batch, old_logprobs=old)
-        difference = (old - sampled)[mask]
-        metrics["rollout_corr/recomputed_abs_diff"] = float(np.mean(np.abs(difference)))
-        metrics["rollout_corr/recomputed_k3_kl"] = float(np.mean(np.exp(difference) - 1 - difference))
-    return batch, metrics
-
-
-def estimate_advantages(run: Run, rewards: np.ndarray, mask: np.ndarray, num_samples: int) -> np.ndarray:
-    """Advantages [B, R] of rows in prompt order, computed on the mesh."""
-    rewards, placed_mask = put_rows((rewards.astype(np.float32), mask), run.mesh)
-    group_ids = np.arange(rewards.shape[0], dtype=np.int32) // num_samples
-    advantages = jitted_grpo(
-        rewards,
-        placed_mask,
-        put_rows(group_ids, run.mesh),
-        num_groups=int(group_ids[-1]) + 1,
-        norm_by_std=run.config.algorithm.norm_adv_by_std_in_grpo,
-    )
-    return fetch(advantages)[: len(mask)]
-
-
-jitted_grpo = jax.jit(advantage_estimators.grpo, static_argnames=("num_groups", "norm_by_std"))
-
-
-def update(run: Run, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, float]]:
-    """All optimizer steps of a training step."""
-    config, actor = run.config, run.config.actor
-    rate = learning_rate(
-        step,
-        lr=actor.optim.lr,
-        warmup_steps=actor.optim.lr_warmup_steps,
-        scheduler=actor.optim.lr_scheduler_type,
-        total_steps=config.trainer.total_training_steps,
-        min_ratio=actor.optim.min_lr_ratio,
-    )
-    with run.stage("update_actor"):
-        state, metrics = update_policy(
-            run.actor,
-            state,
-            batch,
-            learning_rate=rate,
-            mini_batch_rows=actor.ppo_mini_batch_size * config.rollout.n,
-            micro_batch_rows=micro_batch_rows(run),
-            epochs=actor.ppo_epochs,
-            count_empty_sequences=actor.count_empty_sequences,
-            mesh=run.mesh,
-        )
-    return state, {**metrics, "actor/lr": rate}
-
-
-def micro_batch_rows(run: Run) -> int:
-    """Responses per forward and backward pass, over all devices."""
-    return run.config.actor.ppo_micro_batch_size_per_device * num_batch_shards(run.mesh)
 
 
 def recomputes(config: Config, progress: Progress) -> bool:
@@ -244,21 +202,35 @@ def recomputes(config: Config, progress: Progress) -> bool:
 
 def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dict[str, float]) -> Progress:
     """The progress after a training step."""
-    mismatch = metrics["rollout_corr/k3_kl"] > MISMATCH_K3 or (
-        metrics["rollout_corr/first_clipfrac"] > MISMATCH_CLIPFRAC
+    mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
+        metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
     if mismatch and config.actor.old_logprob == "auto" and not progress.recompute_logprobs:
         logger.warning(
             "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
             "recomputed from the next step on; model.dtype=float32 avoids the difference",
             metrics["rollout_corr/k3_kl"],
-            metrics["rollout_corr/first_clipfrac"],
+            metrics.get("rollout_corr/first_clipfrac", 0.0),
         )
+    kl_coef = progress.kl_coef
+    if config.algorithm.use_kl_in_reward:
+        kl = sequence_kl(accepted.experience)
+        metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
+        control = config.algorithm.kl_ctrl
+        if control.type == "adaptive":
+            kl_coef = adapted_coefficient(
+                kl_coef,
+                kl,
+                target_kl=control.target_kl,
+                horizon=control.horizon,
+                num_sequences=accepted.experience.finished.size,
+            )
     kept, evaluated = metrics["train/num_kept_prompts"], metrics["dynamic_sampling/num_evaluated_prompts"]
     return Progress(
         step=progress.step + 1,
         next_prompt=accepted.next_prompt,
         recompute_logprobs=progress.recompute_logprobs or mismatch,
+        kl_coef=kl_coef,
         groups_kept=progress.groups_kept + int(kept),
         groups_dropped=progress.groups_dropped + int(evaluated - kept),
         tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
@@ -276,7 +248,7 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
     return {
         **statistics.score_metrics(scores),
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
-        **statistics.spread("critic/rewards", trained.scores["seq_reward"]),
+        **statistics.spread("critic/rewards", trained.scores.get("seq_final_reward", trained.scores["seq_reward"])),
         **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),

@@ -1,35 +1,347 @@
-"""Device: how much better a response is than the others to the same prompt."""
+"""Device: how much better a response, or a token of it, is than expected.
+
+ESTIMATORS names every estimator. All of them take
+
+    rewards    [B, R] float32, reward of each token
+    mask       [B, R] bool, response tokens; the result is 0 elsewhere
+    group_ids  [B] int32 in [0, num_groups), the prompt of each row; rows with another id are padding
+
+and return (advantages, returns), [B, R] each: returns are what a value function would be fitted to. What an
+estimator needs beyond that, arrays (`values`, `reward_baselines`, ...) or options of config.algorithm, are the
+other parameters of its function, by name. To add one: write the function, and its line in ESTIMATORS.
+
+Deviation from verl: a group whose scores are all equal gets exactly 0 from `grpo` and `grpo_passk`; there the
+rounding of the mean can leave a difference that the division by a tiny deviation blows up.
+"""
+
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 EPSILON = 1e-6
+Estimates = tuple[jax.Array, jax.Array]
 
 
 def grpo(
-    scores: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups: int, norm_by_std: bool = True
-) -> jax.Array:
-    """Group-relative advantages [B, R] (GRPO, arXiv:2402.03300, section 4.1; DAPO, equation 9).
+    rewards: jax.Array,
+    mask: jax.Array,
+    group_ids: jax.Array,
+    *,
+    num_groups: int,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Estimates:
+    """Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1; DAPO, arXiv:2503.14476, equation 9).
 
-    A group whose scores are all equal gets exactly 0; the only response of a group gets its score.
+        A = (score - mean of the group) / (sample standard deviation of the group + 1e-6)
+
+    The only response of a group gets its score.
 
     Args:
-        scores: [B] final reward of each response.
-        mask: [B, R] bool, response tokens; the advantage is 0 elsewhere.
-        group_ids: [B] int32 in [0, num_groups); the order of the rows does not matter.
-        norm_by_std: divide by the sample standard deviation + 1e-6; False is Dr. GRPO (arXiv:2503.20783).
+        norm_adv_by_std_in_grpo: False leaves out the division (Dr. GRPO, arXiv:2503.20783).
+    """
+    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    centred = scores - jnp.where(groups.single, 0.0, groups.mean(scores))
+    scaled = centred / (groups.deviation(scores) + EPSILON) if norm_adv_by_std_in_grpo else centred
+    return _same_for_every_token(jnp.where(groups.uniform(scores), 0.0, scaled), mask)
+
+
+def grpo_passk(
+    rewards: jax.Array,
+    mask: jax.Array,
+    group_ids: jax.Array,
+    *,
+    num_groups: int,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Estimates:
+    """Only the best response of a group has an advantage: its lead over the second best (arXiv:2503.19595).
+
+    It is divided by the group's sample standard deviation + 1e-6 if `norm_adv_by_std_in_grpo`. Ties and groups of
+    one response get 0.
+    """
+    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    best = scores == groups.highest(scores)
+    alone = groups.sum(best.astype(scores.dtype)) == 1
+    second = groups.highest(jnp.where(best, -jnp.inf, scores))
+    lead = jnp.where(best & alone & ~groups.single, scores - second, 0.0)
+    if norm_adv_by_std_in_grpo:
+        lead = lead / (groups.deviation(scores) + EPSILON)
+    return _same_for_every_token(lead, mask)
+
+
+def rloo(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups: int) -> Estimates:
+    """Score minus the mean score of the other responses to the prompt (RLOO, arXiv:2402.14740, equation 11).
+
+    The only response of a group gets its score.
+    """
+    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    leave_one_out = (scores - groups.mean(scores)) * groups.count / jnp.maximum(groups.count - 1, 1)
+    return _same_for_every_token(jnp.where(groups.single, scores, leave_one_out), mask)
+
+
+def opo(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups: int) -> Estimates:
+    """Score minus the length-weighted mean score of the group (OPO, arXiv:2505.23585, equation 6).
+
+    The only response of a group gets its score.
+    """
+    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    lengths = jnp.sum(mask, axis=-1, dtype=jnp.float32)
+    baseline = groups.sum(lengths * scores) / jnp.maximum(groups.sum(lengths), 1)
+    return _same_for_every_token(scores - jnp.where(groups.single, 0.0, baseline), mask)
+
+
+def gpg(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups: int) -> Estimates:
+    """Centred scores, scaled up by the share of rows with a score other than 0 (GPG, arXiv:2504.02546, equation 8).
+
+    The only response of a group gets its score.
+    """
+    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    scale = jnp.sum(groups.real) / jnp.maximum(jnp.sum((scores != 0) & groups.real), 1)
+    centred = scores - jnp.where(groups.single, 0.0, groups.mean(scores))
+    return _same_for_every_token(scale * centred, mask)
+
+
+def reinforce_plus_plus(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, gamma: float) -> Estimates:
+    """Discounted reward to go, whitened over all tokens of the batch (REINFORCE++, arXiv:2501.03262, equation 6)."""
+    returns = _reward_to_go(rewards, mask, gamma)
+    return jnp.where(mask, whiten(returns, mask), 0.0), returns
+
+
+def reinforce_plus_plus_baseline(
+    rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups: int
+) -> Estimates:
+    """Score minus the group's mean, whitened over all tokens of the batch (arXiv:2501.03262, section 3.3).
+
+    The only response of a group keeps its score before whitening.
+    """
+    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    centred = scores - jnp.where(groups.single, 0.0, groups.mean(scores))
+    values = jnp.where(mask, whiten(jnp.broadcast_to(centred[:, None], mask.shape), mask), 0.0)
+    return values, values
+
+
+def remax(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, reward_baselines: jax.Array) -> Estimates:
+    """Reward to go minus the reward of the prompt's greedy response (ReMax, arXiv:2310.10505, equation 5).
+
+    Args:
+        reward_baselines: [B] score of the greedy response to the row's prompt.
+    """
+    returns = _reward_to_go(rewards, mask, 1.0)
+    return jnp.where(mask, returns - reward_baselines[:, None], 0.0), returns
+
+
+def gae(
+    rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, values: jax.Array, gamma: float, lam: float
+) -> Estimates:
+    """Generalised advantage estimation (arXiv:1506.02438, equation 16), whitened over all tokens of the batch.
+
+        delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   returns = A + V before whitening
+
+    After the last token of a response the value is 0.
+
+    Args:
+        values: [B, R] the critic's value of the state in which each token was drawn.
     """
 
-    def over_group(reduce, values):
-        return reduce(values, group_ids, num_groups)[group_ids]
+    def step(carry, column):
+        next_value, next_advantage = carry
+        reward, value, real = column
+        advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+        carry = jnp.where(real, value, next_value), jnp.where(real, advantage, next_advantage)
+        return carry, carry[1]
 
-    count = over_group(jax.ops.segment_sum, jnp.ones_like(scores))
-    single = count == 1
-    mean = jnp.where(single, 0.0, over_group(jax.ops.segment_sum, scores) / count)
-    centred = scores - mean
-    variance = over_group(jax.ops.segment_sum, jnp.square(centred)) / jnp.maximum(count - 1, 1)
-    deviation = jnp.where(single, 1.0, jnp.sqrt(variance))
-    advantages = centred / (deviation + EPSILON) if norm_by_std else centred
-    uniform = over_group(jax.ops.segment_max, scores) == over_group(jax.ops.segment_min, scores)
-    advantages = jnp.where(uniform & ~single, 0.0, advantages)
-    return jnp.where(mask, advantages[:, None], 0.0)
+    start = jnp.zeros_like(rewards[:, 0]), jnp.zeros_like(rewards[:, 0])
+    _, columns = jax.lax.scan(step, start, (rewards.T, values.T, mask.T), reverse=True)
+    advantages = columns.T
+    return jnp.where(mask, whiten(advantages, mask), 0.0), jnp.where(mask, advantages + values, 0.0)
+
+
+CPO_METHODS = ("mi", "mi_clamp_unify_difficulty", "negonly_mi3", "seq_kl", "negonly_seq_kl")
+
+
+def cpo(
+    rewards: jax.Array,
+    mask: jax.Array,
+    group_ids: jax.Array,
+    *,
+    num_groups: int,
+    norm_adv_by_std_in_grpo: bool,
+    logprobs: jax.Array,
+    hint_logprobs: jax.Array,
+    entropy: jax.Array,
+    vocab_size: int,
+    wrap_method: str,
+    cpo_lambda: float,
+    pos_alpha: float,
+    neg_alpha: float,
+    mi_alpha: float,
+    kl_alpha: float,
+) -> Estimates:
+    """GRPO's advantages plus what a hint would have changed about each token (CPO).
+
+    With l the log-probability of a token and l' that after a prompt which also holds the reference solution:
+    kl = exp(l') (l' - l), ratio = exp(l' - l) clamped to [1 / cpo_lambda, cpo_lambda], uncertainty = entropy / log V,
+    and the difficulty of a group 1 if all its scores are positive, -1 if none is, else 0. Added is, by `wrap_method`:
+
+        mi                         mi_alpha kl
+        mi_clamp_unify_difficulty  alpha ratio kl, alpha = pos_alpha, mi_alpha or neg_alpha at difficulty 1, 0 or -1
+        negonly_mi3                neg_alpha ratio kl (1 - uncertainty), unless the difficulty is 1
+        seq_kl                     kl_alpha times the sum of kl over the response, for each of its tokens
+        negonly_seq_kl             the same, unless the difficulty is 1
+
+    Args:
+        logprobs, hint_logprobs: [B, R] under the policy that sampled, after the prompt without and with the hint.
+        entropy: [B, R] of the distribution without the hint.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    advantages, _ = grpo(
+        rewards, mask, group_ids, num_groups=num_groups, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
+    )
+    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    all_positive = (groups.lowest(scores) > 0)[:, None]
+    none_positive = (groups.highest(scores) <= 0)[:, None]
+    difference = jnp.where(mask, hint_logprobs - logprobs, 0.0)
+    kl = jnp.where(mask, jnp.exp(hint_logprobs) * difference, 0.0)
+    ratio = jnp.exp(jnp.clip(difference, -math.log(cpo_lambda), math.log(cpo_lambda)))
+    if wrap_method == "mi":
+        added = mi_alpha * kl
+    elif wrap_method == "mi_clamp_unify_difficulty":
+        alpha = jnp.where(all_positive, pos_alpha, jnp.where(none_positive, neg_alpha, mi_alpha))
+        added = alpha * ratio * kl
+    elif wrap_method == "negonly_mi3":
+        certainty = 1 - entropy / math.log(vocab_size)
+        added = jnp.where(all_positive, 0.0, neg_alpha * ratio * kl * certainty)
+    elif wrap_method in ("seq_kl", "negonly_seq_kl"):
+        added = kl_alpha * jnp.sum(kl, axis=-1, keepdims=True)
+        if wrap_method == "negonly_seq_kl":
+            added = jnp.where(all_positive, 0.0, added)
+    else:
+        raise ValueError(f"algorithm.cpo.wrap_method={wrap_method!r} must be one of {', '.join(CPO_METHODS)}")
+    advantages = advantages + jnp.where(mask, added, 0.0)
+    return advantages, advantages
+
+
+ESTIMATORS: dict[str, Callable[..., Estimates]] = {
+    "grpo": grpo,
+    "dapo": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "gae": gae,
+    "cpo": cpo,
+}
+
+
+def keep_samples(
+    advantages: jax.Array,
+    scores: jax.Array,
+    group_ids: jax.Array,
+    *,
+    num_groups: int,
+    keep_pos_ratio: float,
+    keep_neg_ratio: float,
+    compute_new_adv: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Of each group, the best responses with a positive and the worst with a negative advantage.
+
+    ceil(ratio * count) of each sign are kept, ties in row order; an advantage of 0 is always kept.
+
+    Args:
+        advantages, scores: [B] one number a response.
+        compute_new_adv: normalise the kept advantages anew, with the mean and sample standard deviation of the kept
+            scores of the group; 0 if those are all equal. Groups with fewer than two kept samples stay as they are.
+
+    Returns:
+        advantages [B], 0 where not kept, and kept [B] bool.
+    """
+    groups = _Groups(group_ids, num_groups)
+    kept = jnp.ones_like(advantages, bool)
+    for sign, ratio in ((1, keep_pos_ratio), (-1, keep_neg_ratio)):
+        chosen = sign * advantages > 0
+        order = jnp.lexsort((jnp.arange(len(scores)), -sign * scores, ~chosen, group_ids))
+        position = jnp.zeros_like(order).at[order].set(jnp.arange(len(scores)))
+        rank = position - groups.lowest(position)
+        # A millionth less, so that 0.3 of 10 stays 3 in float32.
+        limit = jnp.ceil(ratio * (1 - 1e-6) * groups.sum(chosen.astype(jnp.float32)))
+        kept &= ~chosen | (rank < limit)
+    if compute_new_adv:
+        count = groups.sum(kept.astype(scores.dtype))
+        mean = groups.sum(jnp.where(kept, scores, 0.0)) / jnp.maximum(count, 1)
+        centred = scores - mean
+        variance = groups.sum(jnp.where(kept, jnp.square(centred), 0.0)) / jnp.maximum(count - 1, 1)
+        highest = groups.highest(jnp.where(kept, scores, -jnp.inf))
+        equal = highest == groups.lowest(jnp.where(kept, scores, jnp.inf))
+        renewed = jnp.where(equal, 0.0, centred / (jnp.sqrt(variance) + EPSILON))
+        dropped_some = count < groups.count
+        advantages = jnp.where(dropped_some & (count >= 2), renewed, advantages)
+    return jnp.where(kept, advantages, 0.0), kept
+
+
+def whiten(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """`values` shifted and scaled to mean 0 and sample variance 1 over the tokens of `mask` (1e-8 is added to it)."""
+    count = jnp.sum(mask)
+    mean = jnp.sum(values, where=mask) / jnp.maximum(count, 1)
+    variance = jnp.sum(jnp.square(values - mean), where=mask) / jnp.maximum(count - 1, 1)
+    return (values - mean) * jax.lax.rsqrt(variance + 1e-8)
+
+
+class _Groups:
+    """Statistics of each row's group, [B] -> [B]."""
+
+    def __init__(self, group_ids: jax.Array, num_groups: int) -> None:
+        self.ids, self.num_groups = group_ids, num_groups
+        self.real = (group_ids >= 0) & (group_ids < num_groups)  # not padding
+        self.count = self.sum(jnp.ones_like(group_ids, jnp.float32))
+        self.single = self.count == 1
+
+    def _over(self, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
+        return reduce(values, self.ids, self.num_groups)[self.ids]
+
+    def sum(self, values: jax.Array) -> jax.Array:
+        return self._over(jax.ops.segment_sum, values)
+
+    def highest(self, values: jax.Array) -> jax.Array:
+        return self._over(jax.ops.segment_max, values)
+
+    def lowest(self, values: jax.Array) -> jax.Array:
+        return self._over(jax.ops.segment_min, values)
+
+    def mean(self, values: jax.Array) -> jax.Array:
+        return self.sum(values) / self.count
+
+    def deviation(self, values: jax.Array) -> jax.Array:
+        """Sample standard deviation; 1 for a group of one."""
+        variance = self.sum(jnp.square(values - self.mean(values))) / jnp.maximum(self.count - 1, 1)
+        return jnp.where(self.single, 1.0, jnp.sqrt(variance))
+
+    def uniform(self, values: jax.Array) -> jax.Array:
+        """Several values, all equal."""
+        return ~self.single & (self.highest(values) == self.lowest(values))
+
+
+def _scores(rewards: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.sum(rewards, axis=-1, where=mask)
+
+
+def _same_for_every_token(values: jax.Array, mask: jax.Array) -> Estimates:
+    advantages = jnp.where(mask, values[:, None], 0.0)
+    return advantages, advantages
+
+
+def _reward_to_go(rewards: jax.Array, mask: jax.Array, gamma: float) -> jax.Array:
+    """r_t + gamma r_{t+1} + ...; tokens outside the mask are passed over."""
+
+    def step(following, column):
+        reward, real = column
+        following = jnp.where(real, reward + gamma * following, following)
+        return following, following
+
+    _, columns = jax.lax.scan(step, jnp.zeros_like(rewards[:, 0]), (rewards.T, mask.T), reverse=True)
+    return jnp.where(mask, columns.T, 0.0)

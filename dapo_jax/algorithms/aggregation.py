@@ -1,48 +1,62 @@
 """Device: from the loss of each token to one number, exact however a mini-batch is split.
 
-Every mode is a weighted sum over tokens. The weights need only counts over the whole mini-batch, so that the
-sums of micro-batches and of devices add up to the loss of the mini-batch:
+Every mode is a weighted sum over tokens. The weights of a mini-batch are made before it is split, and go with their
+tokens, so that the sums of micro-batches and of devices add up to the loss of the mini-batch:
 
     token-mean               sum of all token losses / number of tokens (DAPO, equation 8)
     seq-mean-token-sum       mean over sequences of the sum over tokens
     seq-mean-token-mean      mean over sequences of the mean over tokens (GRPO, arXiv:2402.03300)
     seq-mean-token-sum-norm  seq-mean-token-sum / a constant, the longest response (Dr. GRPO, arXiv:2503.20783)
+    group-token-mean         mean over prompts of the mean over all tokens of a prompt's responses (DAPO, equation 8,
+                             read literally: the expectation is over prompts, the fraction inside it)
 """
 
 import jax
 import jax.numpy as jnp
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "group-token-mean")
 
 
 def token_weights(
     mask: jax.Array,
+    group_ids: jax.Array,
     mode: str,
     *,
-    num_tokens: jax.Array | float,
-    num_sequences: jax.Array | float,
+    num_tokens: jax.Array | float | None = None,
+    num_sequences: jax.Array | float | None = None,
     scale_factor: float = 1.0,
 ) -> jax.Array:
     """Weight [B, R] of each token's loss; the loss of the mini-batch is sum(weights * token_loss).
 
     Args:
-        mask: [B, R] bool, tokens to train on.
-        num_tokens: tokens to train on in the whole mini-batch.
-        num_sequences: sequences to average over in the whole mini-batch.
+        mask: [B, R] bool, tokens to train on in a whole mini-batch.
+        group_ids: [B] int32, the prompt of each row: numbers less than B apart.
+        num_tokens: what token-mean divides by; None = the tokens of `mask`.
+        num_sequences: what the sequence modes divide by; None = the rows of `mask` that hold a token.
         scale_factor: the constant of seq-mean-token-sum-norm, in tokens.
 
     Raises:
         ValueError: an unknown mode.
     """
+    lengths = jnp.sum(mask, axis=-1, dtype=jnp.float32)
+    if num_tokens is None:
+        num_tokens = jnp.sum(lengths)
+    if num_sequences is None:
+        num_sequences = jnp.sum(lengths > 0)
     per_sequence = mask / jnp.maximum(num_sequences, 1)
     if mode == "token-mean":
         return mask / jnp.maximum(num_tokens, 1)
     if mode == "seq-mean-token-sum":
         return per_sequence
     if mode == "seq-mean-token-mean":
-        return per_sequence / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+        return per_sequence / jnp.maximum(lengths, 1)[:, None]
     if mode == "seq-mean-token-sum-norm":
         return per_sequence / scale_factor
+    if mode == "group-token-mean":
+        segments, rows = group_ids - jnp.min(group_ids), mask.shape[0]
+        group_tokens = jax.ops.segment_sum(lengths, segments, rows)
+        num_groups = jnp.sum(group_tokens > 0)
+        return mask / jnp.maximum(group_tokens, 1)[segments][:, None] / jnp.maximum(num_groups, 1)
     raise ValueError(f"loss_agg_mode={mode!r} must be one of {', '.join(MODES)}")
 
 

@@ -1,4 +1,24 @@
-"""Device: the policy loss of each token. Aggregation is in aggregation.py."""
+"""Device: the policy loss of each token. Aggregation is in aggregation.py.
+
+LOSSES names every loss. All of them take
+
+    logprobs, old_logprobs  [B, R] of the sampled tokens, under the current policy and the one that the ratio is to
+    advantages              [B, R], not differentiated
+    mask                    [B, R] bool, tokens to train on
+
+and return the loss [B, R] of each token and its metrics. What a loss needs beyond that are the other parameters of
+its function, by name: options of config.actor, or `selected`, which SELECTIONS computes from the whole mini-batch.
+To add one: write the function, and its line in LOSSES.
+
+With r = exp(logprobs - old_logprobs), A the advantage and clip(r) = r within [1 - clip_ratio_low, 1 +
+clip_ratio_high]. A sequence here is the tokens of one row that `mask` marks.
+
+Deviations from verl: every loss goes through config.actor.loss_agg_mode; there gspo and sapo (in some versions) fix
+seq-mean-token-mean, and geo_mean takes a mean over each micro-batch. clip_cov and kl_cov take means, counts and choices
+over the whole mini-batch, as their paper does over the batch, not over each micro-batch.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +26,8 @@ import jax.numpy as jnp
 from dapo_jax.containers import Mean
 
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is constant, so that exp cannot overflow
+MAX_SEQUENCE_LOG_RATIO = 10.0
+TokenLoss = tuple[jax.Array, dict[str, Mean]]
 
 
 def vanilla(
@@ -17,22 +39,14 @@ def vanilla(
     clip_ratio_low: float,
     clip_ratio_high: float,
     clip_ratio_c: float,
-) -> tuple[jax.Array, dict[str, Mean]]:
-    """PPO's clipped loss with decoupled clip ranges and dual clip.
+) -> TokenLoss:
+    """PPO's clipped loss with decoupled clip ranges (DAPO, arXiv:2503.14476, equation 8) and dual clip.
 
-    With r = exp(logprobs - old_logprobs) and A the advantage (DAPO, arXiv:2503.14476, equation 8):
-
-        loss = max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high))
+        loss = max(-A r, -A clip(r))
         loss = min(loss, -A clip_ratio_c) where A < 0     (dual clip, arXiv:1912.09729, equation 5)
 
-    Args:
-        logprobs, old_logprobs: [B, R] of the sampled tokens, under the current and the sampling policy.
-        advantages: [B, R], not differentiated.
-        mask: [B, R] bool, tokens that the metrics count.
-
-    Returns:
-        Loss [B, R] of each token, and the metrics `pg_clipfrac` (share of tokens where the clipped term is the
-        larger), `pg_clipfrac_lower` (where the dual clip acts) and `ppo_kl` (mean of old_logprobs - logprobs).
+    The metrics are `pg_clipfrac` (share of tokens where the clipped term is the larger), `pg_clipfrac_lower` (where
+    the dual clip acts) and `ppo_kl` (mean of old_logprobs - logprobs).
     """
     advantages = jax.lax.stop_gradient(advantages)
     log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -48,3 +62,242 @@ def vanilla(
         "ppo_kl": Mean.of(-log_ratio, mask),
     }
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def gspo(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> TokenLoss:
+    """The clipped loss with the sequence's geometric mean ratio at each token (GSPO, arXiv:2507.18071, equation 14).
+
+    Its value is the same at all tokens, its gradient goes through each token's own log-probability.
+    """
+    advantages = jax.lax.stop_gradient(advantages)
+    log_ratio = logprobs - old_logprobs
+    sequence = jax.lax.stop_gradient(_sequence_mean(log_ratio, mask))[:, None]
+    ratio = jnp.exp(jnp.minimum(logprobs - jax.lax.stop_gradient(logprobs) + sequence, MAX_SEQUENCE_LOG_RATIO))
+    plain = -advantages * ratio
+    clipped = -advantages * jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
+    metrics = {"pg_clipfrac": Mean.of(clipped > plain, mask), "ppo_kl": Mean.of(-log_ratio, mask)}
+    return jnp.maximum(plain, clipped), jax.lax.stop_gradient(metrics)
+
+
+def gpg(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> TokenLoss:
+    """The plain policy gradient, -A logprobs (GPG, arXiv:2504.02546, equation 7)."""
+    metrics = {"ppo_kl": Mean.of(old_logprobs - logprobs, mask)}
+    return -jax.lax.stop_gradient(advantages) * logprobs, jax.lax.stop_gradient(metrics)
+
+
+def cispo(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> TokenLoss:
+    """Policy gradient weighted by the clipped ratio, which carries no gradient: -A clip(r) logprobs.
+
+    MiniMax-M1, arXiv:2506.13585, equation 4. No token loses its gradient.
+    """
+    log_ratio = jax.lax.stop_gradient(jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = jnp.exp(log_ratio)
+    weight = jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
+    metrics = {"pg_clipfrac": Mean.of(weight != ratio, mask), "ppo_kl": Mean.of(-log_ratio, mask)}
+    return -weight * jax.lax.stop_gradient(advantages) * logprobs, metrics
+
+
+def sapo(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    tau_pos: float,
+    tau_neg: float,
+) -> TokenLoss:
+    """A soft gate in place of the clip: -A sigmoid(tau (r - 1)) 4 / tau (SAPO, arXiv:2511.20347, equation 5).
+
+    Args:
+        tau_pos, tau_neg: temperature of the gate where A > 0, and elsewhere.
+    """
+    advantages = jax.lax.stop_gradient(advantages)
+    log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    tau = jnp.where(advantages > 0, tau_pos, tau_neg)
+    gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1)) * 4 / tau
+    return -advantages * gate, jax.lax.stop_gradient({"ppo_kl": Mean.of(-log_ratio, mask)})
+
+
+def geo_mean(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    importance_weights: jax.Array,
+) -> TokenLoss:
+    """The sequence's geometric mean of ratios, each clipped (GMPO, arXiv:2507.20673, equation 3).
+
+        loss = -mean(A) exp(mean of the pessimistic one of log r and log r within [-clip_ratio_low, clip_ratio_high])
+
+    at each token of the sequence, so that seq-mean-token-mean averages over sequences. `pg_clipfrac` and
+    `pg_clipfrac_lower` are the shares of tokens out of the band with a positive and with a negative advantage.
+
+    Args:
+        importance_weights: [B, R]; a sequence is weighted by their geometric mean.
+    """
+    log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sign = jnp.sign(jax.lax.stop_gradient(advantages))
+    clipped = jnp.clip(log_ratio, -clip_ratio_low, clip_ratio_high)
+    pessimistic = sign * jnp.minimum(sign * log_ratio, sign * clipped)
+    ratio = jnp.exp(_sequence_mean(pessimistic, mask))
+    advantage = jax.lax.stop_gradient(_sequence_mean(advantages, mask))
+    weight = jnp.exp(_sequence_mean(jnp.log(jnp.maximum(importance_weights, 1e-20)), mask))
+    loss = jnp.broadcast_to((-advantage * ratio * weight)[:, None], mask.shape)
+    outside = log_ratio != clipped
+    metrics = {
+        "pg_clipfrac": Mean.of(outside & (advantages > 0), mask),
+        "pg_clipfrac_lower": Mean.of(outside & (advantages < 0), mask),
+        "ppo_kl": Mean.of(-log_ratio, mask),
+    }
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def clip_cov(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    selected: jax.Array,
+) -> TokenLoss:
+    """The clipped loss, but nothing for the tokens selected for their covariance (arXiv:2505.22617, equation 11).
+
+    There is no dual clip. `pg_clipfrac` is the share of selected tokens.
+
+    Args:
+        selected: [B, R] bool, from `clip_cov_selection`.
+    """
+    advantages = jax.lax.stop_gradient(advantages)
+    log_ratio = logprobs - old_logprobs
+    ratio = jnp.exp(log_ratio)
+    plain = -advantages * ratio
+    clipped = -advantages * jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
+    metrics = {"pg_clipfrac": Mean.of(selected, mask), "ppo_kl": Mean.of(-log_ratio, mask)}
+    return jnp.where(selected, 0.0, jnp.maximum(plain, clipped)), jax.lax.stop_gradient(metrics)
+
+
+def kl_cov(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    ppo_kl_coef: float,
+    selected: jax.Array,
+) -> TokenLoss:
+    """The unclipped loss -A r; selected tokens pay ppo_kl_coef |logprobs - old_logprobs| (arXiv:2505.22617, eq. 12).
+
+    `ppo_kl_abs` is the mean of |logprobs - old_logprobs| (verl calls it ppo_kl).
+
+    Args:
+        selected: [B, R] bool, from `kl_cov_selection`.
+    """
+    log_ratio = logprobs - old_logprobs
+    loss = -jax.lax.stop_gradient(advantages) * jnp.exp(log_ratio)
+    metrics = {"ppo_kl_abs": Mean.of(jnp.abs(log_ratio), mask), "ppo_kl": Mean.of(-log_ratio, mask)}
+    return jnp.where(selected, loss + ppo_kl_coef * jnp.abs(log_ratio), loss), jax.lax.stop_gradient(metrics)
+
+
+LOSSES: dict[str, Callable[..., TokenLoss]] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "gpg": gpg,
+    "cispo": cispo,
+    "sapo": sapo,
+    "geo_mean": geo_mean,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+
+
+def clip_cov_selection(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    noise: jax.Array,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_cov_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
+) -> jax.Array:
+    """Tokens [B, R] whose gradient `clip_cov` detaches, drawn from a whole mini-batch.
+
+    max(1, floor(clip_cov_ratio * tokens)) of those whose covariance lies between the bounds, those with the smallest
+    noise; tokens that the ratio's clip already stops are not drawn.
+
+    Args:
+        noise: [B, R] uniform draws in [0, 1).
+    """
+    covariance = _covariance(logprobs, advantages, mask)
+    ratio = jnp.exp(logprobs - old_logprobs)
+    is_clipped = -advantages * jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) > -advantages * ratio
+    candidates = mask & ~is_clipped & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
+    return _smallest(jnp.where(candidates, noise, jnp.inf), _share(mask, clip_cov_ratio)) & candidates
+
+
+def kl_cov_selection(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    noise: jax.Array,
+    *,
+    kl_cov_ratio: float,
+) -> jax.Array:
+    """Tokens [B, R] that `kl_cov` penalises: the max(1, floor(kl_cov_ratio * tokens)) of highest covariance."""
+    covariance = _covariance(logprobs, advantages, mask)
+    return _smallest(jnp.where(mask, -covariance, jnp.inf), _share(mask, kl_cov_ratio)) & mask
+
+
+SELECTIONS: dict[str, Callable[..., jax.Array]] = {"clip_cov": clip_cov_selection, "kl_cov": kl_cov_selection}
+
+
+def _sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean [B] over the tokens of each row; 0 for a row without any."""
+    return jnp.sum(jnp.where(mask, values, 0.0), axis=-1) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
+
+
+def _covariance(logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> jax.Array:
+    """Each token's term of the covariance of advantage and log-probability over the mask (arXiv:2505.22617, eq. 9)."""
+    count = jnp.maximum(jnp.sum(mask), 1)
+
+    def centred(values):
+        return values - jnp.sum(values, where=mask) / count
+
+    return centred(advantages) * centred(logprobs)
+
+
+def _share(mask: jax.Array, ratio: float) -> jax.Array:
+    """floor(ratio * tokens), at least 1. A millionth more, so that 0.0002 of 5000 stays 1 in float32."""
+    return jnp.maximum(jnp.floor(ratio * (1 + 1e-6) * jnp.sum(mask)), 1)
+
+
+def _smallest(values: jax.Array, count: jax.Array) -> jax.Array:
+    """True at the `count` smallest entries; ties go to the first."""
+    order = jnp.argsort(values, axis=None, stable=True)
+    ranks = jnp.zeros_like(order).at[order].set(jnp.arange(values.size))
+    return (ranks < count).reshape(values.shape)

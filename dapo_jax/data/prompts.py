@@ -105,6 +105,39 @@ def tokenize_prompts(
     return PromptSet([rows[index] for index in kept], tokens), report
 
 
+def hinted_prompts(
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str | None,
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[list[int]]:
+    """Token ids of the prompts with each row's reference solution at the start of the last user turn.
+
+    The solution is extra_info["solution"], else the ground truth.
+
+    Raises:
+        ValueError: a prompt without a user turn.
+    """
+    return [
+        tokenizer.encode_prompt(
+            _with_hint(row), system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
+        )
+        for row in rows
+    ]
+
+
+def _with_hint(row: PromptRow) -> tuple[dict, ...] | str:
+    hint = str(row.extra_info.get("solution") or row.ground_truth)
+    if isinstance(row.prompt, str):
+        return f"{hint}\n{row.prompt}"
+    turns = [index for index, message in enumerate(row.prompt) if message["role"] == "user"]
+    if not turns:
+        raise ValueError(f"a prompt needs a user turn for the hint of adv_estimator=cpo, this has none: {row.prompt}")
+    hinted = {**row.prompt[turns[-1]], "content": f"{hint}\n{row.prompt[turns[-1]]['content']}"}
+    return (*row.prompt[: turns[-1]], hinted, *row.prompt[turns[-1] + 1 :])
+
+
 def truncate(tokens: list[int], limit: int, side: str) -> list[int]:
     """`tokens` cut to `limit` on the "left", on the "right" or in the "middle"; as they are if they fit."""
     if len(tokens) <= limit:

@@ -45,15 +45,16 @@ class Tokenizer:
         *,
         system_prompt: str | None,
         chat_template_kwargs: Mapping[str, Any],
+        response: str | None = None,
     ) -> list[int]:
         """Token ids of chat messages, up to where the answer begins, or of plain text as it is.
 
         `system_prompt` goes before messages that have no system message; None leaves that to the template.
-        Plain text gets neither template nor system prompt.
+        Plain text gets neither template nor system prompt. A `response` ends the conversation.
         """
         if isinstance(prompt, str):
             bos = self.encode(self.special_tokens["bos_token"]) if self.add_bos else []
-            return bos + self.encode(prompt)
+            return bos + self.encode(prompt + (response or ""))
         if self.chat_template is None:
             raise ValueError(
                 "the tokenizer has no chat template, but the prompt is a list of messages: use an instruct "
@@ -62,8 +63,14 @@ class Tokenizer:
         messages = list(prompt)
         if system_prompt is not None and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": system_prompt}, *messages]
+        if response is not None:
+            messages.append({"role": "assistant", "content": response})
         text = render(
-            self.chat_template, messages, special_tokens=self.special_tokens, **chat_template_kwargs
+            self.chat_template,
+            messages,
+            special_tokens=self.special_tokens,
+            add_generation_prompt=response is None,
+            **chat_template_kwargs,
         )
         return self.encode(text)
 

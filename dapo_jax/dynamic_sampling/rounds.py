@@ -76,8 +76,12 @@ def keep_all(experience: Experience) -> Round:
 
 
 def filtered_counts(rounds: Sequence[Round]) -> dict[str, int]:
-    """How many dropped groups were all right, all wrong, and uniform in another way."""
-    dropped = [round_.experience.scores["acc"][~round_.keep] for round_ in rounds]
+    """How many dropped groups were all right, all wrong, and uniform in another way (or without `acc`)."""
+    unknown = [np.full(round_.experience.finished.shape, np.nan) for round_ in rounds]
+    dropped = [
+        round_.experience.scores.get("acc", missing)[~round_.keep]
+        for round_, missing in zip(rounds, unknown, strict=True)
+    ]
     accuracy = np.concatenate(dropped) if dropped else np.zeros((0, 1))
     correct = int(np.sum(np.all(accuracy == 1, axis=1)))
     wrong = int(np.sum(np.all(accuracy <= 0, axis=1)))

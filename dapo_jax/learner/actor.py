@@ -1,24 +1,24 @@
-"""Device: the policy's loss and update. Splitting a mini-batch changes nothing: every piece adds up a sum."""
+"""Device: the policy's loss and its compiled functions. Splitting a mini-batch changes nothing: each piece is a sum."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from flax import struct
 from jax.sharding import Mesh
 
-from dapo_jax.algorithms import aggregation, policy_loss
+from dapo_jax.algorithms.aggregation import weighted_sum
+from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.kl import kl_penalty
+from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
 from dapo_jax.containers import Batch, Mean
-from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
+from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
+from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import cast_matrices, init_params, unflatten, weight_table
-from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated, weight_sharding
-
-Metrics = dict[str, Mean]
+from dapo_jax.models.weights import cast_matrices, unflatten, weight_table
+from dapo_jax.parallel.sharding import DECODE_RULES, batch_sharding, replicated, weight_sharding
 
 
 @dataclass(frozen=True)
@@ -30,41 +30,30 @@ class ActorSettings:
     temperature: float  # of the sampling policy
     remat: bool
     chunk_size: int  # tokens whose logits exist at a time
-    clip_ratio_low: float
-    clip_ratio_high: float
-    clip_ratio_c: float
-    loss_agg_mode: str
-    loss_scale_factor: float
+    loss_mode: str  # a name of LOSSES
+    loss_options: Mapping[str, float]  # options of the losses by name
+    entropy_coeff: float
+    kl_loss_coef: float  # 0: no KL divergence in the loss
+    kl_loss_type: str
     optimizer: OptimizerSettings
-
-
-@struct.dataclass
-class Denominators:
-    """Counts over a whole mini-batch, made before it is split."""
-
-    num_tokens: Any
-    num_sequences: Any
 
 
 @dataclass(frozen=True)
 class Actor:
     """The compiled functions of a policy on a mesh."""
 
-    init_random: Callable[[int], TrainState]  # seed -> state
-    init_from: Callable[[Any], TrainState]  # params (donated) -> state
-    place: Callable[[Any, Any], jax.Array]  # (weight, host array) -> sharded parameter
+    trainable: Trainable
     decode_weights: Callable[[Any], Any]  # params -> weights for rollout/, cast and re-laid
-    logprobs: Callable[[Any, Batch], jax.Array]  # (params, micro-batch) -> [B, R], whole on every device
-    zero_gradients: Callable[[Any], Any]  # params -> gradients
-    accumulate: Callable[[Any, Any, Batch, Denominators], tuple[Any, Metrics]]  # gradients are donated
-    apply: Callable[[TrainState, Any, Any], tuple[TrainState, jax.Array]]  # the state is donated
-    state_shape: Any  # TrainState of jax.ShapeDtypeStruct with shardings, for restoring
+    freeze: Callable[[Any], Any]  # params (donated) -> weights in the dtype of matrix products, for `logprobs`
+    logprobs: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # -> log-probabilities, entropy [B, R], replicated
+    select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
 
 
-def loss_fn(
-    params: Any, batch: Batch, denominators: Denominators, settings: ActorSettings
-) -> tuple[jax.Array, Metrics]:
-    """This micro-batch's share of the mini-batch's loss, and mergeable metrics."""
+def loss_fn(params: Any, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
+    """This micro-batch's share of the mini-batch's loss, and mergeable metrics.
+
+    A metric whose count is 0 is a sum: its shares add up over the mini-batch.
+    """
     logprobs, entropy = response_logprobs(
         cast_matrices(params, settings.arch, settings.dtype),
         batch,
@@ -72,108 +61,84 @@ def loss_fn(
         temperature=settings.temperature,
         remat=settings.remat,
         chunk_size=settings.chunk_size,
+        entropy_gradient=settings.entropy_coeff != 0,
     )
-    token_loss, metrics = policy_loss.vanilla(
-        logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.mask,
-        clip_ratio_low=settings.clip_ratio_low,
-        clip_ratio_high=settings.clip_ratio_high,
-        clip_ratio_c=settings.clip_ratio_c,
-    )
-    weights = aggregation.token_weights(
-        batch.mask,
-        settings.loss_agg_mode,
-        num_tokens=denominators.num_tokens,
-        num_sequences=denominators.num_sequences,
-        scale_factor=settings.loss_scale_factor,
-    )
-    loss = aggregation.weighted_sum(token_loss, weights, batch.mask)
-    difference = jax.lax.stop_gradient(logprobs) - batch.old_logprobs
-    metrics = {
-        **metrics,
-        "pg_loss": Mean(jax.lax.stop_gradient(loss), jnp.float32(0)),  # a sum: its shares add up
-        "entropy": Mean.of(entropy, batch.mask),
+    token_loss, metrics = policy_token_loss(logprobs, batch, settings)
+    total = weighted_sum(token_loss, batch.loss_weights, batch.loss_mask)
+    metrics["pg_loss"] = Mean(total, jnp.float32(0))
+    if settings.kl_loss_coef:
+        kl = kl_penalty(logprobs, batch.ref_logprobs, settings.kl_loss_type)
+        metrics["kl_loss"] = Mean.of(kl, batch.loss_mask)
+        total += settings.kl_loss_coef * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
+    if settings.entropy_coeff:
+        total -= settings.entropy_coeff * weighted_sum(entropy, batch.loss_weights, batch.loss_mask)
+    difference = logprobs - batch.old_logprobs
+    metrics |= {
+        "loss": Mean(total, jnp.float32(0)),
+        "entropy": Mean.of(entropy, batch.loss_mask),
         "logprob_abs_diff": Mean.of(jnp.abs(difference), batch.mask),
         "logprob_k3": Mean.of(jnp.exp(difference) - 1 - difference, batch.mask),
     }
-    return loss, metrics
+    return total, jax.lax.stop_gradient(metrics)
+
+
+def policy_token_loss(logprobs: jax.Array, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
+    """The policy loss [B, R] of each token, times its importance weight if there are any, and the loss's metrics."""
+    function, weights = LOSSES[settings.loss_mode], batch.importance_weights
+    weighs_itself = needs(function, "importance_weights")
+    available = {
+        **settings.loss_options,
+        "selected": batch.selected,
+        "importance_weights": jnp.ones_like(logprobs) if weights is None else weights,
+    }
+    token_loss, metrics = function(
+        logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, **chosen(function, available)
+    )
+    if weights is not None and not weighs_itself:
+        token_loss = token_loss * weights
+    return token_loss, dict(metrics)
 
 
 def build_actor(settings: ActorSettings, mesh: Mesh) -> Actor:
     """Compiles (on first use) the functions of a policy sharded over `mesh`."""
     arch = settings.arch
-    table = weight_table(arch)
-    shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in table)
-    whole, rows = replicated(mesh), batch_sharding(mesh)
-    abstract_params = unflatten((weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32)) for weight in table)
-    abstract_state = jax.eval_shape(lambda params: init_state(params, settings.optimizer), abstract_params)
-    state_shardings = TrainState(
-        params=shardings,
-        moments=optax.tree_map_params(
-            lambda params: init_state(params, settings.optimizer).moments,
-            lambda _, sharding: sharding,
-            abstract_state.moments,
-            shardings,
-            transform_non_params=lambda _: whole,
-        ),
-        updates=whole,
-        skipped=whole,
+    trainable = build_trainable(
+        lambda params, batch: loss_fn(params, batch, settings), arch, settings.optimizer, mesh
     )
-
-    def accumulate(params, gradients, batch, denominators):
-        compute = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, metrics), new = compute(params, batch, denominators, settings)
-        return jax.tree.map(jnp.add, gradients, new), metrics
+    whole, rows = replicated(mesh), batch_sharding(mesh)
 
     def logprobs(params, batch):
-        values, _ = response_logprobs(
+        return response_logprobs(
             cast_matrices(params, arch, settings.dtype),
             batch,
             arch=arch,
             temperature=settings.temperature,
             remat=False,
             chunk_size=settings.chunk_size,
+            entropy_gradient=False,
         )
-        return values
 
-    decode_shardings = unflatten((weight, weight_sharding(weight, mesh, DECODE_RULES)) for weight in table)
+    def select(batch, logprobs):
+        function = SELECTIONS[settings.loss_mode]
+        arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.noise
+        return function(*arrays, **chosen(function, settings.loss_options))
+
+    decode_shardings = unflatten(
+        (weight, weight_sharding(weight, mesh, DECODE_RULES)) for weight in weight_table(arch)
+    )
     return Actor(
-        init_random=jax.jit(
-            lambda seed: init_state(init_params(arch, seed), settings.optimizer), out_shardings=state_shardings
-        ),
-        init_from=jax.jit(
-            lambda params: init_state(params, settings.optimizer),
-            out_shardings=state_shardings,
-            donate_argnums=0,
-        ),
-        place=lambda weight, array: jax.make_array_from_callback(
-            array.shape, weight_sharding(weight, mesh, TRAIN_RULES), lambda index: array[index]
-        ),
+        trainable=trainable,
         decode_weights=jax.jit(
             lambda params: unstack_layers(cast_matrices(params, arch, settings.dtype)),
             out_shardings=_unstacked_shardings(decode_shardings, arch),
         ),
-        logprobs=jax.jit(logprobs, in_shardings=(shardings, rows), out_shardings=whole),
-        zero_gradients=jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings),
-        accumulate=jax.jit(
-            accumulate,
-            in_shardings=(shardings, shardings, rows, whole),
-            out_shardings=(shardings, whole),
-            donate_argnums=1,
-        ),
-        apply=jax.jit(
-            lambda state, gradients, rate: apply_gradients(state, gradients, rate, settings.optimizer),
-            in_shardings=(state_shardings, shardings, whole),
-            out_shardings=(state_shardings, whole),
+        freeze=jax.jit(
+            lambda params: cast_matrices(params, arch, settings.dtype),
+            out_shardings=trainable.shardings,
             donate_argnums=0,
         ),
-        state_shape=jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract_state,
-            state_shardings,
-        ),
+        logprobs=jax.jit(logprobs, in_shardings=(trainable.shardings, rows), out_shardings=whole),
+        select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
     )
 
 

@@ -16,15 +16,17 @@ def response_logprobs(
     temperature: float,
     remat: bool,
     chunk_size: int,
+    entropy_gradient: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability [B, R] of each response token, and the entropy [B, R] of its distribution.
 
     Both are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
-    tokens at a time, in the backward pass too. The entropy is for reporting and carries no gradient.
+    tokens at a time, in the backward pass too.
 
     Args:
         params: weights in the dtype of the matrix products.
         chunk_size: tokens of all rows together.
+        entropy_gradient: whether the entropy is differentiated, or only reported.
     """
     hidden = transformer.forward_responses(
         params, batch.prompts, batch.prompt_mask, batch.responses, batch.mask, arch, remat=remat
@@ -35,8 +37,10 @@ def response_logprobs(
         logits = transformer.logits(params, hidden) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        detached = jax.lax.stop_gradient(logits - normalizer[..., None])
-        entropy = -jnp.sum(jnp.exp(detached) * detached, axis=-1)
+        log_probabilities = logits - normalizer[..., None]
+        if not entropy_gradient:
+            log_probabilities = jax.lax.stop_gradient(log_probabilities)
+        entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
         return chosen - normalizer, entropy
 
     rows, length = batch.responses.shape

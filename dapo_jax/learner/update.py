@@ -1,58 +1,86 @@
-"""Host: one training step on an accepted batch: mini-batches, micro-batches, optimizer steps."""
+"""Host: passes over an accepted batch: mini-batches, micro-batches, optimizer steps."""
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.algorithms.aggregation import token_weights
 from dapo_jax.containers import Batch, Mean
-from dapo_jax.learner.actor import Actor, Denominators, Metrics
+from dapo_jax.learner.actor import Actor
+from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.optimizer import TrainState
-from dapo_jax.parallel.sharding import batch_sharding, fetch, put
+from dapo_jax.learner.trainable import Metrics, Trainable
+from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
+
+jitted_token_weights = jax.jit(token_weights, static_argnames=("mode", "scale_factor"))
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a batch is passed over."""
+
+    learning_rate: float
+    mini_batch_rows: int  # responses per optimizer step
+    micro_batch_rows: int  # responses per forward and backward pass, over all devices
+    epochs: int
+    loss_agg_mode: str
+    loss_scale_factor: float
+    count_empty_sequences: bool  # sequence means count rows without a token too
 
 
 def update_policy(
-    actor: Actor,
-    state: TrainState,
-    batch: Batch,
-    *,
-    learning_rate: float,
-    mini_batch_rows: int,
-    micro_batch_rows: int,
-    epochs: int,
-    count_empty_sequences: bool,
-    mesh: Mesh,
+    actor: Actor, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh
 ) -> tuple[TrainState, dict[str, float]]:
-    """All optimizer steps on `batch`, and the metrics of the step.
+    """All optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order), and their metrics.
 
-    Mini-batch j is the j-th run of consecutive rows; which rows it holds never depends on their lengths.
-
-    Args:
-        batch: NumPy arrays; whole groups in prompt order.
-        mini_batch_rows: responses per optimizer step.
-        micro_batch_rows: responses per forward and backward pass, over all devices.
-        count_empty_sequences: sequence means count rows without a token too.
+    In the first optimizer step the parameters are still those that sampled: there the difference between the two
+    log-probabilities is the mismatch between sampling and training.
     """
-    steps: list[tuple[Metrics, jax.Array]] = []
-    for _ in range(epochs):
-        for mini_batch in split_rows(batch, mini_batch_rows):
-            state, metrics, norm = _optimizer_step(
-                actor, state, mini_batch, learning_rate, micro_batch_rows, count_empty_sequences, mesh
-            )
-            steps.append((metrics, norm))
-    return state, _summarize(steps)
+
+    def select(state: TrainState, mini_batch: Batch) -> Batch:
+        assert actor.select is not None
+        logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batch_rows, mesh)
+        whole = put((mini_batch, logprobs), replicated(mesh))
+        return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
+
+    prepare = select if actor.select is not None else None
+    state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
+    merged, first = _merged(steps), steps[0][0]
+    summary = _summary("actor", merged, steps)
+    for name in ("logprob_abs_diff", "logprob_k3"):
+        del summary[f"actor/{name}"]
+    summary["rollout_corr/logprob_abs_diff"] = _value(first["logprob_abs_diff"])
+    summary["rollout_corr/k3_kl"] = _value(first["logprob_k3"])
+    if "pg_clipfrac" in first and actor.select is None:
+        summary["rollout_corr/first_clipfrac"] = _value(first["pg_clipfrac"])
+    return state, summary
 
 
-def recompute_logprobs(
-    actor: Actor, state: TrainState, batch: Batch, *, micro_batch_rows: int, mesh: Mesh
-) -> np.ndarray:
-    """Log-probabilities [B, R] of `batch` under the current parameters, by the training forward pass."""
-    parts = []
-    for micro_batch in split_rows(batch, micro_batch_rows):
-        parts.append(actor.logprobs(state.params, put(pad_rows(micro_batch, micro_batch_rows), batch_sharding(mesh))))
-    return np.concatenate(fetch(parts))[: batch.mask.shape[0]] * batch.mask
+def update_critic(
+    critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh
+) -> tuple[TrainState, dict[str, float]]:
+    """All optimizer steps of the critic on `batch`, and their metrics."""
+    state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh)
+    return state, _summary("critic", _merged(steps), steps)
+
+
+def compute_logprobs(
+    actor: Actor, params: Any, batch: Batch, micro_batch_rows: int, mesh: Mesh
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and entropies [B, R] of `batch` under `params`, by the training forward pass."""
+    logprobs, entropy = _in_pieces(actor.logprobs, params, batch, micro_batch_rows, mesh)
+    return logprobs * batch.mask, entropy * batch.mask
+
+
+def compute_values(critic: Critic, params: Any, batch: Batch, micro_batch_rows: int, mesh: Mesh) -> np.ndarray:
+    """Values [B, R] of `batch`."""
+    return _in_pieces(critic.values, params, batch, micro_batch_rows, mesh) * batch.mask
 
 
 def split_rows(batch: Batch, rows: int) -> Iterator[Batch]:
@@ -65,7 +93,7 @@ def split_rows(batch: Batch, rows: int) -> Iterator[Batch]:
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
-    """`batch` with zero rows appended to `rows` rows: their mask is False, so they change nothing."""
+    """`batch` with zero rows appended to `rows` rows: their masks are False, so they change nothing."""
     present = batch.mask.shape[0]
 
     def pad(x: np.ndarray) -> np.ndarray:
@@ -74,42 +102,73 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     return jax.tree.map(pad, batch)
 
 
-def _optimizer_step(actor, state, mini_batch, learning_rate, micro_batch_rows, count_empty, mesh):
-    lengths = mini_batch.mask.sum(axis=1)
-    denominators = Denominators(
-        num_tokens=np.float32(lengths.sum()),
-        num_sequences=np.float32(len(lengths) if count_empty else np.count_nonzero(lengths)),
+def _in_pieces(function: Callable[[Any, Batch], Any], params: Any, batch: Batch, rows: int, mesh: Mesh) -> Any:
+    """The result of `function` for all rows, computed `rows` at a time."""
+    pieces = [function(params, put(pad_rows(piece, rows), batch_sharding(mesh))) for piece in split_rows(batch, rows)]
+    total = batch.mask.shape[0]
+    return jax.tree.map(lambda *parts: np.concatenate(parts)[:total], *fetch(pieces))
+
+
+def _optimizer_steps(
+    learner: Trainable,
+    state: TrainState,
+    batch: Batch,
+    settings: UpdateSettings,
+    mesh: Mesh,
+    prepare: Callable[[TrainState, Batch], Batch] | None = None,
+) -> tuple[TrainState, list[tuple[Metrics, jax.Array]]]:
+    """One step a mini-batch: the new state, and each step's metrics and gradient norm.
+
+    Mini-batch j is the j-th run of consecutive rows; which rows it holds never depends on their lengths.
+    """
+    steps = []
+    for _ in range(settings.epochs):
+        for mini_batch in split_rows(batch, settings.mini_batch_rows):
+            if prepare is not None:
+                mini_batch = prepare(state, mini_batch)
+            mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings, mesh))
+            gradients = learner.zero_gradients(state.params)
+            parts: list[Metrics] = []
+            for micro_batch in split_rows(mini_batch, settings.micro_batch_rows):
+                placed = put(pad_rows(micro_batch, settings.micro_batch_rows), batch_sharding(mesh))
+                gradients, new = learner.accumulate(state.params, gradients, placed)
+                parts.append(new)
+            state, norm = learner.apply(state, gradients, np.float32(settings.learning_rate))
+            steps.append((functools.reduce(_merge, parts), norm))
+    return state, [(fetch(metrics), fetch(norm)) for metrics, norm in steps]
+
+
+def _loss_weights(mini_batch: Batch, settings: UpdateSettings, mesh: Mesh) -> np.ndarray:
+    mask, group_ids = put((mini_batch.loss_mask, mini_batch.group_ids), replicated(mesh))
+    return fetch(
+        jitted_token_weights(
+            mask,
+            group_ids,
+            mode=settings.loss_agg_mode,
+            num_sequences=float(len(mini_batch.mask)) if settings.count_empty_sequences else None,
+            scale_factor=settings.loss_scale_factor,
+        )
     )
-    gradients = actor.zero_gradients(state.params)
-    parts: list[Metrics] = []
-    for micro_batch in split_rows(mini_batch, micro_batch_rows):
-        placed = put(pad_rows(micro_batch, micro_batch_rows), batch_sharding(mesh))
-        gradients, new = actor.accumulate(state.params, gradients, placed, denominators)
-        parts.append(new)
-    state, norm = actor.apply(state, gradients, np.float32(learning_rate))
-    return state, functools.reduce(_merge, parts), norm
 
 
 def _merge(first: Metrics, second: Metrics) -> Metrics:
     return {name: mean.merge(second[name]) for name, mean in first.items()}
 
 
-def _summarize(steps: list[tuple[Metrics, jax.Array]]) -> dict[str, float]:
-    """`actor/` metrics: token means over all optimizer steps; losses and norms averaged over the steps.
+def _merged(steps: list[tuple[Metrics, Any]]) -> Metrics:
+    return functools.reduce(_merge, [metrics for metrics, _ in steps])
 
-    In the first optimizer step the parameters are still those that sampled: there the difference between the two
-    log-probabilities is the mismatch between sampling and training.
-    """
-    values, norms = fetch(([metrics for metrics, _ in steps], [norm for _, norm in steps]))
-    first_values, merged = values[0], functools.reduce(_merge, values)
-    summary = {f"actor/{name}": _value(mean) for name, mean in merged.items() if not name.startswith("logprob_")}
-    summary["actor/pg_loss"] = float(merged["pg_loss"].total) / len(values)
-    summary["actor/grad_norm"] = float(np.mean(norms))
-    summary["actor/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
-    summary["actor/num_updates"] = float(len(values))
-    summary["rollout_corr/logprob_abs_diff"] = _value(first_values["logprob_abs_diff"])
-    summary["rollout_corr/k3_kl"] = _value(first_values["logprob_k3"])
-    summary["rollout_corr/first_clipfrac"] = _value(first_values["pg_clipfrac"])
+
+def _summary(prefix: str, merged: Metrics, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
+    """Token means over all optimizer steps; sums (of count 0) and norms are averaged over the steps."""
+    norms = np.array([norm for _, norm in steps])
+    summary = {
+        f"{prefix}/{name}": _value(mean) if mean.count > 0 else float(mean.total) / len(steps)
+        for name, mean in merged.items()
+    }
+    summary[f"{prefix}/grad_norm"] = float(np.mean(norms))
+    summary[f"{prefix}/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
+    summary[f"{prefix}/num_updates"] = float(len(steps))
     return summary
 
 

@@ -35,6 +35,7 @@ class Architecture:
     qk_norm: bool = False
     rope_scaling: Llama3RopeScaling | None = None
     initializer_range: float = 0.02
+    scalar_head: bool = False  # one number a token instead of the vocabulary's scores
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -44,13 +45,14 @@ class Architecture:
             )
 
 
-# Hugging Face architecture name -> (family, qkv_bias, qk_norm)
+# Start of the Hugging Face architecture name -> (family, qkv_bias, qk_norm)
 FAMILIES = {
-    "LlamaForCausalLM": ("llama", False, False),
-    "MistralForCausalLM": ("mistral", False, False),
-    "Qwen2ForCausalLM": ("qwen2", True, False),
-    "Qwen3ForCausalLM": ("qwen3", False, True),
+    "Llama": ("llama", False, False),
+    "Mistral": ("mistral", False, False),
+    "Qwen2": ("qwen2", True, False),
+    "Qwen3": ("qwen3", False, True),
 }
+LANGUAGE_MODEL, REWARD_MODEL = "ForCausalLM", "ForSequenceClassification"  # and its end
 
 REQUIRED = (
     "vocab_size",
@@ -76,13 +78,18 @@ def read_architecture(directory: str | Path) -> Architecture:
 
 def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     """Translates a Hugging Face config, in the spelling before or after transformers 5."""
+    known = {name + task: name for name in FAMILIES for task in (LANGUAGE_MODEL, REWARD_MODEL)}
     names = hf.get("architectures") or []
-    if len(names) != 1 or names[0] not in FAMILIES:
-        raise ValueError(f"architectures={names} is not supported: choose one of {sorted(FAMILIES)}")
-    family, qkv_bias, qk_norm = FAMILIES[names[0]]
+    if len(names) != 1 or names[0] not in known:
+        raise ValueError(f"architectures={names} is not supported: choose one of {sorted(known)}")
+    family, qkv_bias, qk_norm = FAMILIES[known[names[0]]]
+    scalar_head = names[0].endswith(REWARD_MODEL)
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or rope
     problems = _unsupported(hf, family) + _unsupported_rope(scaling)
+    num_labels = len(hf.get("id2label") or ["LABEL_0", "LABEL_1"])  # two is Hugging Face's default
+    if scalar_head and num_labels != 1:
+        problems.append(f"{num_labels} labels: a reward model has one")
     if problems:
         raise ValueError(f"{names[0]} with " + "; ".join(problems))
     return Architecture(
@@ -101,6 +108,7 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
         qk_norm=qk_norm,
         rope_scaling=_llama3_scaling(scaling) if _rope_type(scaling) == "llama3" else None,
         initializer_range=hf.get("initializer_range", 0.02),
+        scalar_head=scalar_head,
     )
 
 

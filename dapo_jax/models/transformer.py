@@ -154,6 +154,11 @@ def logits(params: Params, hidden: jax.Array) -> jax.Array:
     return matmul("...d,vd->...v", hidden, params["head"] if "head" in params else params["embedding"])
 
 
+def scalar(params: Params, hidden: jax.Array) -> jax.Array:
+    """The scalar head: a value or a reward for each hidden state, [..., D] -> [...], float32."""
+    return jnp.einsum("...d,d->...", hidden, params["score"], precision="highest")
+
+
 def positions_of(mask: jax.Array) -> jax.Array:
     """Position of each real token among those of its row, [B, T] bool -> int32; 0 on padding before them."""
     return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)

@@ -76,7 +76,9 @@ def weight_table(arch: Architecture) -> list[Weight]:
         projection("down", (F, D), ("mlp", "embed"), "mlp.down_proj.weight", F),
         Weight(("final_norm",), (D,), ("norm",), "ones", "model.norm.weight", (D,)),
     ]
-    if not arch.tie_embeddings:
+    if arch.scalar_head:
+        table.append(Weight(("score",), (D,), ("embed",), "zeros", "score.weight", (1, D)))
+    elif not arch.tie_embeddings:
         table.append(Weight(("head",), (V, D), ("vocab", "embed"), "normal", "lm_head.weight", (V, D)))
     return table
 

@@ -27,9 +27,19 @@ def length_metrics(name: str, lengths: np.ndarray, limit: int) -> dict[str, floa
     return {**spread(f"{name}_length", lengths), f"{name}_length/clip_ratio": float(np.mean(lengths >= limit))}
 
 
-def advantage_metrics(advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """`critic/advantages/{mean,max,min}` over response tokens, [B, R] each."""
-    return spread("critic/advantages", advantages[mask])
+def advantage_metrics(name: str, values: np.ndarray) -> dict[str, float]:
+    """`critic/{name}/{mean,max,min}` over tokens; 0 if there are none."""
+    return spread(f"critic/{name}", values if values.size else np.zeros(1))
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that is no better than a constant.
+
+    As verl, with sample variances and 1e-5 in the denominator.
+    """
+    if returns.size < 2:
+        return 0.0
+    return float(1 - np.var(returns - values, ddof=1) / (np.var(returns, ddof=1) + 1e-5))
 
 
 def accuracy_at(task: str, scores: Mapping[str, np.ndarray]) -> dict[str, float]:

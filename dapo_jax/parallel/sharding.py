@@ -1,6 +1,6 @@
 """Device: where each array lies on the mesh. One rule per logical axis; no silent replica."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -39,6 +39,15 @@ class LogicalWeight(Protocol):
 def weight_sharding(weight: LogicalWeight, mesh: Mesh, rules: Rules) -> NamedSharding:
     """The sharding of one weight under `rules`."""
     return NamedSharding(mesh, PartitionSpec(*(rules[axis] for axis in weight.axes)))
+
+
+def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarray], jax.Array]:
+    """A function that puts a whole host array, known to every process, on the mesh as its weight is sharded."""
+
+    def place(weight: LogicalWeight, array: np.ndarray) -> jax.Array:
+        return put(array, weight_sharding(weight, mesh, rules))
+
+    return place
 
 
 def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: dict[str, int], rules: Rules) -> list[str]:

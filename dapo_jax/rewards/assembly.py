@@ -35,8 +35,14 @@ def assemble_rewards(
         penalty = soft_overlong_penalty(lengths, max_response_length, buffer_length, penalty_factor)
     else:
         penalty = jnp.zeros_like(scores)
-    last = jnp.arange(mask.shape[1]) == (lengths - 1)[:, None]
-    return Rewards(jnp.where(last, (scores + penalty)[:, None], 0.0), penalty)
+    return Rewards(place_rewards(scores + penalty, mask), penalty)
+
+
+@jax.jit
+def place_rewards(rewards: jax.Array, mask: jax.Array) -> jax.Array:
+    """Rewards [B] of responses at the last token [B, R] of each; 0 elsewhere, and for a response without tokens."""
+    last = jnp.arange(mask.shape[1]) == (jnp.sum(mask, axis=-1) - 1)[:, None]
+    return jnp.where(last, rewards[:, None], 0.0)
 
 
 def soft_overlong_penalty(

@@ -45,7 +45,13 @@ def auto(data_source: str, solution: str, ground_truth: str, extra_info: dict[st
     return VERIFIERS[verifier_for(data_source)](data_source, solution, ground_truth, extra_info)
 
 
+def none(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
+    """No verdict, for runs whose reward is a reward model's."""
+    return {"score": 0.0}
+
+
 VERIFIERS: dict[str, Verifier] = {
+    "none": none,
     "arithmetic": arithmetic.score,
     "math_dapo": math_dapo.score,
     "math_dapo_lenient": math_dapo.score_lenient,

@@ -34,6 +34,7 @@ class Experience:
     texts: list[list[str]]  # decoded responses
     scores: dict[str, np.ndarray]  # [Q, G] float64 each: acc, score and whatever else was measured
     num_errors: int  # verifications that failed, this Experience's samples or not
+    kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -60,6 +61,7 @@ class Experience:
             [self.texts[group] for group in groups],
             {name: values[groups] for name, values in self.scores.items()},
             self.num_errors,
+            None if self.kl is None else self.kl[groups],
         )
 
 
@@ -84,6 +86,7 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
         [texts for part in parts for texts in part.texts],
         {name: np.concatenate([scores(part, name) for part in parts]) for name in names},
         sum(part.num_errors for part in parts),
+        None if any(part.kl is None for part in parts) else join("kl"),
     )
 
 

@@ -1,11 +1,14 @@
 """Device: drawing the next token. Each draw has an address, so that no layout of the rows can change it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 BLOCK = 128  # vocabulary entries per block of the two-level inverse CDF
-TRAIN, EVALUATE = 0, 1  # purposes: the first part of an address after the seed
+# Purposes: the first part of an address after the seed.
+TRAIN, EVALUATE, BASELINE, SELECT = range(4)
 
 
 @struct.dataclass
@@ -31,6 +34,16 @@ def row_keys(seed: int, purpose: int, numbers: jax.Array, num_samples: int) -> j
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     prompts = fold(base, numbers)
     return jax.vmap(fold, in_axes=(0, None))(prompts, jnp.arange(num_samples)).reshape(-1)
+
+
+@functools.partial(jax.jit, static_argnames=("num_samples", "length"))
+def position_noise(seed: int, purpose: int, numbers: jax.Array, num_samples: int, length: int) -> jax.Array:
+    """Uniform draws [Q * n, length] in [0, 1) of (seed, purpose, prompt number, sample, position); numbers [Q]."""
+
+    def row(key):
+        return jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(key, position)))(jnp.arange(length))
+
+    return jax.vmap(row)(row_keys(seed, purpose, numbers, num_samples))
 
 
 def sample(

@@ -1,3 +1,5 @@
+import inspect
+import itertools
 import json
 from pathlib import Path
 
@@ -5,54 +7,190 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms.advantages import grpo
+from dapo_jax.algorithms import advantages as estimators
+from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS, cpo, gae, grpo, keep_samples
 
-CASES = json.loads((Path(__file__).parent / "data" / "grpo.json").read_text())
+CASES = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())
+GROUPED = [name for name, function in ESTIMATORS.items() if "num_groups" in inspect.signature(function).parameters]
 
 
-def run(scores, group_ids, *, tokens=3, norm_by_std=True):
-    scores, group_ids = jnp.array(scores, jnp.float32), jnp.array(group_ids)
+def rewards_of(scores, tokens=3):
+    """The score at the last of `tokens` tokens."""
+    return jnp.zeros((len(scores), tokens)).at[:, -1].set(jnp.array(scores, jnp.float32))
+
+
+def run(name, scores, group_ids, *, tokens=3, **options):
+    """Advantage of each response's first token."""
     mask = jnp.ones((len(scores), tokens), bool)
-    num_groups = int(group_ids.max()) + 1
-    return np.asarray(grpo(scores, mask, group_ids, num_groups=num_groups, norm_by_std=norm_by_std))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_grpo_equals_the_reference(case):
-    names = {name: index for index, name in enumerate(dict.fromkeys(case["group_ids"]))}
-    advantages = grpo(
-        jnp.array(case["token_level_rewards"]).sum(axis=1),
-        jnp.array(case["response_mask"], bool),
-        jnp.array([names[name] for name in case["group_ids"]]),
-        num_groups=len(names),
-        norm_by_std=case["norm_by_std"],
+    num_groups = int(max(group_ids)) + 1
+    values, _ = ESTIMATORS[name](
+        rewards_of(scores, tokens), mask, jnp.array(group_ids), num_groups=num_groups, **options
     )
-    np.testing.assert_allclose(advantages, case["advantages"], atol=1e-5)
+    return np.asarray(values)[:, 0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_advantages_and_returns_equal_the_reference(case):
+    inputs, options = case["inputs"], dict(case["params"])
+    mask = jnp.array(inputs["response_mask"]) > 0
+    names = {name: index for index, name in enumerate(dict.fromkeys(inputs.get("group_ids", [0] * len(mask))))}
+    group_ids = jnp.array([names[name] for name in inputs.get("group_ids", [0] * len(mask))])
+    for name in ("values", "reward_baselines"):
+        if name in inputs:
+            options[name] = jnp.array(inputs[name])
+    if case["name"] in GROUPED:
+        options["num_groups"] = len(names)
+    advantages, returns = ESTIMATORS[case["name"]](
+        jnp.array(inputs["token_level_rewards"]), mask, group_ids, **options
+    )
+    real = np.asarray(mask)
+    np.testing.assert_allclose(
+        np.where(real, advantages, 0), np.where(real, case["expected"]["advantages"], 0), atol=1e-5
+    )
+    np.testing.assert_allclose(np.where(real, returns, 0), np.where(real, case["expected"]["returns"], 0), atol=1e-5)
+
+
+def test_each_estimator_is_compared_with_the_reference():
+    assert {case["name"] for case in CASES} == set(ESTIMATORS) - {"dapo", "cpo"}
 
 
 @pytest.mark.parametrize(("right", "good", "bad"), [(1, 3.74999, -0.25), (8, 0.968245, -0.968245), (15, 0.25, -3.75)])
 def test_closed_form_of_right_and_wrong_answers(right, good, bad):
-    advantages = run([1.0] * right + [-1.0] * (16 - right), [0] * 16)[:, 0]
+    advantages = run("grpo", [1.0] * right + [-1.0] * (16 - right), [0] * 16)
     np.testing.assert_allclose(advantages[[0, -1]], [good, bad], atol=2e-5)
 
 
 @pytest.mark.parametrize(("count", "value"), [(12, 0.1), (7, 0.7), (8, 0.1), (3, -1.3)])
 def test_equal_scores_give_exactly_zero(count, value):
-    assert (run([value] * count, [0] * count) == 0).all()
-    assert (run([value] * count, [0] * count, norm_by_std=False) == 0).all()
+    for name, norm in itertools.product(("grpo", "dapo", "grpo_passk"), (True, False)):
+        assert (run(name, [value] * count, [0] * count, norm_adv_by_std_in_grpo=norm) == 0).all()
 
 
-def test_a_single_response_gets_its_score():
-    np.testing.assert_allclose(run([2.0, 1.0, 0.0], [0, 1, 1])[0], 2.0, rtol=1e-5)
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
+def test_a_single_response_gets_its_score(name):
+    np.testing.assert_allclose(run(name, [2.0, 1.0, 0.5], [0, 1, 1])[0], 2.0, rtol=1e-5)
 
 
-def test_the_order_of_rows_does_not_matter():
+def test_a_lone_or_tied_best_response_has_no_lead():
+    np.testing.assert_array_equal(run("grpo_passk", [2.0, 1.0, 1.0], [0, 1, 1]), 0)
+
+
+def test_the_best_response_has_its_lead_over_the_second():
+    advantages = run("grpo_passk", [0.0, 3.0, 2.0], [0, 0, 0], norm_adv_by_std_in_grpo=False)
+    np.testing.assert_array_equal(advantages, [0, 1, 0])
+
+
+@pytest.mark.parametrize("name", sorted(set(GROUPED) - {"cpo"}))
+def test_the_order_of_rows_does_not_matter(name):
     scores, groups = np.random.default_rng(0).normal(size=12), np.repeat(np.arange(3), 4)
     order = np.random.default_rng(1).permutation(12)
-    np.testing.assert_allclose(run(scores[order], groups[order]), run(scores, groups)[order], atol=1e-6)
+    np.testing.assert_allclose(run(name, scores[order], groups[order]), run(name, scores, groups)[order], atol=1e-6)
 
 
-def test_padding_has_no_advantage():
-    mask = jnp.array([[True, False], [True, True]])
-    advantages = grpo(jnp.array([1.0, 0.0]), mask, jnp.array([0, 0]), num_groups=1)
-    assert advantages[0, 1] == 0 and advantages[0, 0] > 0 > advantages[1, 1]
+@pytest.mark.parametrize("name", sorted(set(GROUPED) - {"cpo"}))
+def test_rows_and_tokens_of_padding_change_nothing(name):
+    rng = np.random.default_rng(2)
+    rewards, mask, groups = rng.normal(size=(6, 4)), np.arange(4) < rng.integers(1, 5, (6, 1)), np.repeat([0, 1], 3)
+    values, returns = ESTIMATORS[name](*map(jnp.array, (rewards * mask, mask, groups)), num_groups=2)
+    padded = np.pad(rewards * mask, ((0, 2), (0, 3)), constant_values=np.nan)
+    padded_mask, padded_groups = np.pad(mask, ((0, 2), (0, 3))), np.pad(groups, (0, 2), constant_values=2)
+    more = ESTIMATORS[name](*map(jnp.array, (padded, padded_mask, padded_groups)), num_groups=2)
+    np.testing.assert_allclose(more[0][:6, :4], values, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(more[1][:6, :4], returns, rtol=1e-5, atol=1e-6)
+    assert (more[0][:6, 4:] == 0).all() and (more[0][6:] == 0).all()
+
+
+def test_gae_without_discount_is_the_reward_minus_the_value():
+    rewards, values = rewards_of([1.0, 0.0]), jnp.array([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5]])
+    advantages, returns = gae(rewards, jnp.ones((2, 3), bool), jnp.zeros(2), values=values, gamma=1.0, lam=1.0)
+    np.testing.assert_allclose(returns, [[1, 1, 1], [0, 0, 0]], atol=1e-6)
+    raw = np.array([[0.8, 0.6, 0.4], [-0.1, -0.3, -0.5]])
+    np.testing.assert_allclose(advantages, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-5)
+
+
+CPO = {"num_groups": 3, "norm_adv_by_std_in_grpo": True, "vocab_size": 10, "cpo_lambda": 2.0, "pos_alpha": 0.05,
+       "neg_alpha": 0.2, "mi_alpha": 0.1, "kl_alpha": 0.3}  # fmt: skip
+
+
+def cpo_added(method):
+    """What CPO adds to GRPO's advantages, with groups of difficulty 1, 0 and -1, each of two responses."""
+    rng = np.random.default_rng(0)
+    rewards = rewards_of([1.0, 0.5, 1.0, 0.0, 0.0, -1.0])[:, ::-1]
+    mask = jnp.array(np.arange(3) < np.array([3, 2, 3, 1, 3, 3])[:, None])
+    groups = jnp.repeat(jnp.arange(3), 2)
+    logprobs, hints = jnp.array(-rng.exponential(size=(2, 6, 3)))
+    entropy = jnp.array(rng.uniform(0, 2, size=(6, 3)))
+    values, _ = cpo(rewards, mask, groups, logprobs=logprobs, hint_logprobs=hints, entropy=entropy,
+                    wrap_method=method, **CPO)  # fmt: skip
+    base, _ = grpo(rewards, mask, groups, num_groups=3)
+    return np.asarray(values - base), *map(np.asarray, (mask, logprobs, hints, entropy))
+
+
+@pytest.mark.parametrize("method", CPO_METHODS)
+def test_cpo_adds_what_its_method_says(method):
+    added, mask, logprobs, hints, entropy = cpo_added(method)
+    difficulty = np.array([1, 1, 0, 0, -1, -1])
+    for row, token in np.ndindex(6, 3):
+        kl = np.where(mask, np.exp(hints) * (hints - logprobs), 0)
+        ratio = np.clip(np.exp(hints - logprobs)[row, token], 0.5, 2.0)
+        uncertainty = entropy[row, token] / np.log(10)
+        expected = {
+            "mi": 0.1 * kl[row, token],
+            "mi_clamp_unify_difficulty": {1: 0.05, 0: 0.1, -1: 0.2}[difficulty[row]] * ratio * kl[row, token],
+            "negonly_mi3": (difficulty[row] != 1) * 0.2 * ratio * kl[row, token] * (1 - uncertainty),
+            "seq_kl": 0.3 * kl[row].sum(),
+            "negonly_seq_kl": (difficulty[row] != 1) * 0.3 * kl[row].sum(),
+        }[method]
+        np.testing.assert_allclose(added[row, token], expected * mask[row, token], atol=1e-6)
+
+
+def test_an_unknown_cpo_method_is_refused():
+    with pytest.raises(ValueError, match="wrap_method='tok_kl' must be one of mi, "):
+        cpo_added("tok_kl")
+
+
+def keep(scores, groups, *, pos=1.0, neg=1.0, new=False):
+    scores, groups = jnp.array(scores, jnp.float32), jnp.array(groups)
+    num_groups = int(groups.max()) + 1
+    advantages = estimators.grpo(scores[:, None], jnp.ones((len(scores), 1), bool), groups, num_groups=num_groups)[0]
+    values, kept = keep_samples(
+        advantages[:, 0], scores, groups, num_groups=num_groups, keep_pos_ratio=pos, keep_neg_ratio=neg,
+        compute_new_adv=new,
+    )  # fmt: skip
+    return np.asarray(values), np.asarray(kept), np.asarray(advantages[:, 0])
+
+
+def test_the_best_good_and_the_worst_bad_samples_are_kept():
+    scores = [0.0, 3.0, 1.0, 2.0, 9.0, 9.0, 8.0, 0.0]
+    values, kept, before = keep(scores, [0] * 4 + [1] * 4, pos=0.5, neg=0.5)
+    assert kept.tolist() == [True, True, False, False, True, True, False, True]
+    np.testing.assert_array_equal(values, np.where(kept, before, 0))
+
+
+def test_the_ratio_is_rounded_up_and_ties_are_kept_in_row_order():
+    _, kept, _ = keep([1.0] * 3 + [0.0] * 5, [0] * 8, pos=0.3, neg=0.5)
+    assert kept.tolist() == [True, False, False, True, True, True, False, False]
+    assert keep([1.0] * 10 + [0.0] * 10, [0] * 20, pos=0.3)[1][:10].sum() == 3
+
+
+def test_nothing_is_dropped_by_default():
+    values, kept, before = keep([0.0, 1.0, 2.0, 5.0], [0, 0, 1, 1], new=True)
+    assert kept.all()
+    np.testing.assert_array_equal(values, before)
+
+
+def test_kept_samples_are_normalised_anew():
+    values, kept, before = keep([0.0, 1.0, 4.0, 5.0, 1.0, 1.0, 1.0, 0.0], [0] * 4 + [1] * 4, pos=0.5, neg=0.5, new=True)
+    assert kept.tolist() == [True, False, False, True, True, True, False, True]
+    np.testing.assert_allclose(values[:4], [-1 / 2**0.5, 0, 0, 1 / 2**0.5], rtol=1e-5)
+    third = np.array([1.0, 1.0, 0.0])
+    expected = (third - third.mean()) / third.std(ddof=1)
+    np.testing.assert_allclose(values[[4, 5, 7]], expected, rtol=1e-5)
+
+
+def test_a_group_with_fewer_than_two_kept_samples_stays_as_it_is():
+    values, kept, before = keep([0.0, 0.0, 1.0, 1.0], [0] * 4, pos=1.0, neg=0.0, new=True)
+    assert kept.tolist() == [False, False, True, True] and (values == 0).all()  # two, but equal
+    values, kept, before = keep([0.0, 0.0, 0.0, 1.0], [0] * 4, pos=1.0, neg=0.0, new=True)
+    assert kept.tolist() == [False, False, False, True]
+    np.testing.assert_array_equal(values, [0, 0, 0, before[3]])

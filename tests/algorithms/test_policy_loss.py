@@ -1,3 +1,4 @@
+import inspect
 import json
 from pathlib import Path
 
@@ -6,35 +7,141 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms.aggregation import token_weights, weighted_sum
-from dapo_jax.algorithms.policy_loss import vanilla
+from dapo_jax.algorithms.aggregation import MODES, token_weights, weighted_sum
+from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS, vanilla
 
-CASES = json.loads((Path(__file__).parent / "data" / "vanilla.json").read_text())
+CASES = json.loads((Path(__file__).parent / "data" / "policy_losses.json").read_text())
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0}
+OPTIONS = {**CLIP, "tau_pos": 1.0, "tau_neg": 1.05, "ppo_kl_coef": 0.1,
+           "clip_cov_ratio": 0.2, "clip_cov_lb": -1e9, "clip_cov_ub": 1e9, "kl_cov_ratio": 0.2}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+def call(function, *arrays, **options):
+    """`function` with those of `options` that it asks for."""
+    wanted = inspect.signature(function).parameters
+    return function(*arrays, **{name: value for name, value in options.items() if name in wanted})
+
+
+def token_losses(mode, logprobs, old_logprobs, advantages, mask, *, weights=None, selected=None, **options):
+    """Loss of each token and metrics, with a selection from all rows unless one is given."""
+    options = {**OPTIONS, **options}
+    if mode in SELECTIONS and selected is None:
+        noise = jax.random.uniform(jax.random.key(0), mask.shape)
+        selected = call(SELECTIONS[mode], jax.lax.stop_gradient(logprobs), old_logprobs, advantages, mask, noise,
+                        **options)  # fmt: skip
+    weights = jnp.ones_like(logprobs) if weights is None else weights
+    own_weights = "importance_weights" in inspect.signature(LOSSES[mode]).parameters
+    loss, metrics = call(LOSSES[mode], logprobs, old_logprobs, advantages, mask, selected=selected,
+                         importance_weights=weights, **options)  # fmt: skip
+    return loss if own_weights else loss * weights, metrics
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['name']}-{case['params']['loss_agg_mode']}")
 def test_loss_gradient_and_metrics_equal_the_reference(case):
-    inputs = {name: jnp.array(value, jnp.float32) for name, value in case["inputs"].items()}
+    inputs = {name: value if value is None else jnp.array(value) for name, value in case["inputs"].items()}
     mask = inputs["response_mask"] > 0
-    clip = {name: case["params"][name] for name in CLIP}
+    options = {name: value for name, value in case["params"].items() if name in OPTIONS}
 
     def loss_fn(logprobs):
-        loss, metrics = vanilla(logprobs, inputs["old_log_prob"], inputs["advantages"], mask, **clip)
+        loss, metrics = token_losses(
+            case["name"], logprobs, inputs["old_log_prob"], inputs["advantages"], mask,
+            weights=inputs["rollout_is_weights"], **options,
+        )  # fmt: skip
         weights = token_weights(
-            mask,
-            case["params"]["loss_agg_mode"],
-            num_tokens=mask.sum(),
-            num_sequences=(mask.sum(axis=1) > 0).sum(),
-            scale_factor=mask.shape[1],
+            mask, jnp.arange(len(mask)), case["params"]["loss_agg_mode"], scale_factor=mask.shape[1]
         )
         return weighted_sum(loss, weights, mask), metrics
 
     (loss, metrics), gradient = jax.value_and_grad(loss_fn, has_aux=True)(inputs["log_prob"])
     np.testing.assert_allclose(loss, case["expected"]["loss"], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(gradient, case["expected"]["grad"], rtol=1e-5, atol=1e-5)
+    for name, value in case["expected"]["metrics"].items():
+        name = name.removeprefix("actor/")
+        if name not in metrics and case["name"] != "kl_cov":
+            assert name.startswith("pg_clipfrac") and value == 0  # the reference reports a constant
+            continue
+        name = "ppo_kl_abs" if case["name"] == "kl_cov" else name
+        np.testing.assert_allclose(metrics[name].total / metrics[name].count, value, rtol=1e-5, atol=1e-5)
+
+
+def test_each_loss_is_compared_with_the_reference():
+    assert {case["name"] for case in CASES} == set(LOSSES)
+
+
+def batch(rng, rows=6, tokens=8):
+    mask = jnp.arange(tokens) < jnp.array(rng.integers(0, tokens + 1, (rows, 1)))
+    old = jnp.array(rng.normal(-1.0, 0.5, (rows, tokens)), jnp.float32)
+    logprobs = old + jnp.array(rng.normal(0.0, 0.3, (rows, tokens)), jnp.float32)
+    return logprobs, old, jnp.array(rng.normal(size=(rows, 1)), jnp.float32) * jnp.ones((rows, tokens)), mask
+
+
+@pytest.mark.parametrize("aggregation", MODES)
+@pytest.mark.parametrize("mode", LOSSES)
+def test_loss_and_gradient_do_not_depend_on_the_micro_batches(mode, aggregation):
+    logprobs, old, advantages, mask = batch(np.random.default_rng(0))
+    weights = token_weights(mask, jnp.repeat(jnp.arange(2), 3), aggregation, scale_factor=8)
+    noise = jax.random.uniform(jax.random.key(0), mask.shape)
+    selected = jnp.zeros_like(mask)
+    if mode in SELECTIONS:
+        selected = call(SELECTIONS[mode], logprobs, old, advantages, mask, noise, **OPTIONS)
+        assert 0 < selected.sum() < mask.sum()
+
+    def loss_fn(logprobs, rows):
+        loss, _ = token_losses(mode, logprobs, old[rows], advantages[rows], mask[rows], selected=selected[rows])
+        return weighted_sum(loss, weights[rows], mask[rows])
+
+    whole, gradient = jax.value_and_grad(loss_fn)(logprobs, slice(0, 6))
+    pieces = [jax.value_and_grad(loss_fn)(logprobs[rows], rows) for rows in (slice(0, 1), slice(1, 5), slice(5, 6))]
+    np.testing.assert_allclose(sum(piece for piece, _ in pieces), whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate([piece for _, piece in pieces]), gradient, rtol=1e-5, atol=1e-7)
+    assert np.abs(gradient).max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_what_is_masked_does_not_leak_even_if_it_is_not_a_number(mode):
+    logprobs, old, advantages, mask = batch(np.random.default_rng(1))
+    assert not mask.all() and not mask.any(axis=1).all()  # with an empty row
+    bad = [jnp.where(mask, x, jnp.nan) for x in (logprobs, old, advantages)]
+
+    def loss_fn(logprobs, old, advantages):
+        loss, metrics = token_losses(mode, logprobs, old, advantages, mask)
+        weights = token_weights(mask, jnp.arange(6), "token-mean")
+        return weighted_sum(loss, weights, mask), metrics
+
+    (expected, expected_metrics), expected_gradient = jax.value_and_grad(loss_fn, has_aux=True)(
+        logprobs, old, advantages
+    )
+    (loss, metrics), gradient = jax.value_and_grad(loss_fn, has_aux=True)(*bad)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(jnp.where(mask, gradient, 0), jnp.where(mask, expected_gradient, 0), rtol=1e-5)
     for name, mean in metrics.items():
-        np.testing.assert_allclose(mean.total / mean.count, case["expected"]["metrics"][f"actor/{name}"], atol=1e-5)
+        np.testing.assert_allclose(mean.total, expected_metrics[name].total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_without_an_advantage_there_is_no_gradient(mode):
+    logprobs, old, _, mask = batch(np.random.default_rng(2))
+
+    def loss_fn(logprobs):
+        loss, _ = token_losses(mode, logprobs, old, jnp.zeros_like(old), mask, selected=jnp.zeros_like(mask))
+        return jnp.sum(loss, where=mask)
+
+    assert (jax.grad(loss_fn)(logprobs) == 0).all()
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_a_step_against_the_gradient_favours_the_better_tokens(mode):
+    """On policy, every loss has the policy gradient's direction: up for a good response, down for a bad one."""
+    logprobs = jnp.array([[-1.0, -2.0], [-1.5, -0.5]])
+    advantages = jnp.array([[1.0, 1.0], [-1.0, -1.0]])
+    mask = jnp.ones((2, 2), bool)
+
+    def loss_fn(x):
+        loss, _ = token_losses(mode, x, logprobs, advantages, mask, selected=jnp.zeros_like(mask))
+        return loss.sum()
+
+    gradient = jax.grad(loss_fn)(logprobs)
+    assert (gradient[0] < 0).all() and (gradient[1] > 0).all()
 
 
 def token(ratio, advantage, **changes):
@@ -82,3 +189,40 @@ def test_the_advantage_carries_no_gradient():
         return vanilla(ones, ones, advantage * ones, ones > 0, **CLIP)[0].sum()
 
     assert jax.grad(loss_fn)(2.0) == 0
+
+
+def test_clip_cov_draws_the_tokens_with_the_smallest_noise_among_the_candidates():
+    logprobs = jnp.array([[0.0, -1.0, -2.0, -3.0, -4.0]])
+    advantages = jnp.array([[-2.0, -1.0, 0.0, 1.0, 2.0]])
+    mask = jnp.ones((1, 5), bool)
+    noise = jnp.array([[0.1, 0.2, 0.0, 0.4, 0.3]])
+    # covariances -4, -1, 0, -1, -4
+    options = {**OPTIONS, "clip_cov_lb": -4.5, "clip_cov_ub": -0.5, "clip_cov_ratio": 0.4}
+    select = SELECTIONS["clip_cov"]
+    chosen = call(select, logprobs, logprobs, advantages, mask, noise, **options)
+    assert chosen.tolist() == [[True, True, False, False, False]]
+    old = logprobs.at[0, 0].add(1.0)  # its ratio is below 0.8 and its advantage negative: clipped already
+    chosen = call(select, logprobs, old, advantages, mask, noise, **options)
+    assert chosen.tolist() == [[False, True, False, False, True]]
+    options["clip_cov_ratio"] = 0.0002
+    assert call(select, logprobs, logprobs, advantages, mask, noise, **options).sum() == 1  # at least one
+    options["clip_cov_lb"] = 10.0
+    assert call(select, logprobs, logprobs, advantages, mask, noise, **options).sum() == 0  # no candidate
+
+
+def test_kl_cov_penalises_the_tokens_of_highest_covariance():
+    logprobs = jnp.array([[0.0, -1.0, -2.0, -3.0, -4.0, jnp.nan]])
+    advantages = jnp.array([[2.0, 1.0, 0.0, 1.0, 2.0, jnp.nan]])
+    mask = jnp.array([[True] * 5 + [False]])
+    chosen = call(SELECTIONS["kl_cov"], logprobs, logprobs, advantages, mask, logprobs, kl_cov_ratio=0.4)
+    assert chosen.tolist() == [[True, False, False, True, False, False]]  # 1.6, -0.2, 0, 0.2, -1.6 and no token
+
+
+def test_a_selected_token_loses_its_gradient_or_pays():
+    logprobs, old = jnp.array([[0.1, 0.1]]), jnp.zeros((1, 2))
+    selected, mask = jnp.array([[True, False]]), jnp.ones((1, 2), bool)
+    for mode, expected in (("clip_cov", [0.0, -np.exp(0.1)]), ("kl_cov", [-np.exp(0.1) + 0.1, -np.exp(0.1)])):
+        def loss_fn(x, mode=mode):
+            return token_losses(mode, x, old, jnp.ones((1, 2)), mask, selected=selected)[0].sum()
+
+        np.testing.assert_allclose(jax.grad(loss_fn)(logprobs), [expected], rtol=1e-6)

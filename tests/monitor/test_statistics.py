@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from dapo_jax.monitor.statistics import accuracy_at, advantage_metrics, length_metrics, score_metrics
+from dapo_jax.monitor.statistics import (
+    accuracy_at,
+    advantage_metrics,
+    explained_variance,
+    length_metrics,
+    score_metrics,
+)
 
 TASKS = {"accuracy": np.array([[0.8, 0.9], [0.6, 0.9], [0.95, 0.85]])}
 
@@ -25,11 +31,17 @@ def test_the_clip_ratio_is_against_the_configured_limit():
     assert length_metrics("response", np.array([3, 5]), 10)["response_length/clip_ratio"] == 0
 
 
-def test_advantages_are_counted_on_response_tokens_only():
-    metrics = advantage_metrics(np.array([[1.0, 9.0], [-3.0, 2.0]]), np.array([[True, False], [True, True]]))
-    assert metrics == {
-        "critic/advantages/mean": 0.0, "critic/advantages/max": 2.0, "critic/advantages/min": -3.0
-    }  # fmt: skip
+def test_advantages_of_no_token_are_zero():
+    names = [f"critic/returns/{name}" for name in ("mean", "max", "min")]
+    assert advantage_metrics("returns", np.array([1.0, -3.0])) == dict(zip(names, (-1.0, 1.0, -3.0), strict=True))
+    assert advantage_metrics("returns", np.array([])) == dict.fromkeys(names, 0.0)
+
+
+def test_a_perfect_critic_explains_all_and_a_constant_one_nothing():
+    returns = np.array([1.0, 2.0, 4.0])
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance(np.full(3, 3.0), returns) == pytest.approx(0, abs=1e-5)
+    assert explained_variance(returns[:1], returns[:1]) == 0
 
 
 def test_samples_and_groups_without_a_score_do_not_count():

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from dapo_jax.algorithms.aggregation import MODES
+from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.containers import Batch, Rollout
 from dapo_jax.learner.actor import ActorSettings, build_actor
+from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.optimizer import OptimizerSettings
-from dapo_jax.learner.update import recompute_logprobs, update_policy
+from dapo_jax.learner.update import (
+    UpdateSettings,
+    compute_logprobs,
+    compute_values,
+    update_critic,
+    update_policy,
+)
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import AXES, make_mesh
@@ -29,6 +38,11 @@ SAMPLES = 4
 EOS, PAD = (2, 3), 2  # pad equals one of the two end-of-sequence tokens
 LENGTH = 9
 SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2)]
+OPTIMIZER = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
+LOSS_OPTIONS = {
+    "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0,
+    "clip_cov_ub": 9.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5, "tau_pos": 1.0, "tau_neg": 1.05,
+}  # fmt: skip
 
 
 def one_device_mesh() -> Mesh:
@@ -41,11 +55,18 @@ def mesh_of(shape) -> Mesh:
 
 def actor_settings(**changes) -> ActorSettings:
     values = dict(
-        arch=ARCH, dtype=jnp.dtype(jnp.float32), temperature=0.8, remat=True, chunk_size=40, clip_ratio_low=0.2,
-        clip_ratio_high=0.28, clip_ratio_c=10.0, loss_agg_mode="token-mean", loss_scale_factor=float(LENGTH),
-        optimizer=OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0),
+        arch=ARCH, dtype=jnp.dtype(jnp.float32), temperature=0.8, remat=True, chunk_size=40, loss_mode="vanilla",
+        loss_options=LOSS_OPTIONS, entropy_coeff=0.0, kl_loss_coef=0.0, kl_loss_type="k3+", optimizer=OPTIMIZER,
     )  # fmt: skip
     return ActorSettings(**{**values, **changes})
+
+
+def critic_of(mesh):
+    settings = CriticSettings(
+        arch=critic_architecture(ARCH), dtype=jnp.dtype(jnp.float32), remat=True, cliprange_value=0.2,
+        optimizer=OPTIMIZER,
+    )  # fmt: skip
+    return build_critic(settings, mesh)
 
 
 def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
@@ -66,22 +87,37 @@ def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TR
 
 def batch_of(rollout: Rollout, sharing: int = SAMPLES, width: int = 8) -> Batch:
     tokens, mask = pad_prompts(PROMPTS, width, PAD)
-    advantages = np.random.default_rng(0).normal(size=(len(rollout.mask), 1)) * rollout.mask
+    rng = np.random.default_rng(0)
+    advantages = rng.normal(size=(len(rollout.mask), 1)) * rollout.mask
+
+    def noise(size):
+        return rng.normal(0, size, rollout.mask.shape).astype(np.float32) * rollout.mask
+
     return Batch(
-        np.repeat(tokens, SAMPLES // sharing, axis=0),
-        np.repeat(mask, SAMPLES // sharing, axis=0),
-        rollout.responses,
-        rollout.mask,
-        rollout.logprobs,
-        advantages.astype(np.float32),
+        prompts=np.repeat(tokens, SAMPLES // sharing, axis=0),
+        prompt_mask=np.repeat(mask, SAMPLES // sharing, axis=0),
+        responses=rollout.responses,
+        mask=rollout.mask,
+        loss_mask=rollout.mask,
+        group_ids=np.repeat(np.arange(len(PROMPTS), dtype=np.int32), SAMPLES),
+        old_logprobs=rollout.logprobs,
+        advantages=advantages.astype(np.float32),
+        ref_logprobs=rollout.logprobs + noise(0.3),
+        noise=rng.uniform(size=rollout.mask.shape).astype(np.float32),
+        values=noise(0.1),
+        returns=noise(1.0),
     )
 
 
-def step(actor, state, batch, mesh, *, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False):
-    return update_policy(
-        actor, state, batch, learning_rate=lr, mini_batch_rows=mini, micro_batch_rows=micro, epochs=epochs,
-        count_empty_sequences=count_empty, mesh=mesh,
+def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, mode="token-mean"):
+    return UpdateSettings(
+        learning_rate=lr, mini_batch_rows=mini, micro_batch_rows=micro, epochs=epochs, loss_agg_mode=mode,
+        loss_scale_factor=float(LENGTH), count_empty_sequences=count_empty,
     )  # fmt: skip
+
+
+def step(actor, state, batch, mesh, **changes):
+    return update_policy(actor, state, batch, update_settings(**changes), mesh)
 
 
 @functools.cache
@@ -90,17 +126,17 @@ def reference():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        rollout = roll_out(actor, actor.init_random(0), mesh)
-        state, metrics = step(actor, actor.init_random(0), batch_of(rollout), mesh)
+        rollout = roll_out(actor, actor.trainable.init_random(0), mesh)
+        state, metrics = step(actor, actor.trainable.init_random(0), batch_of(rollout), mesh)
         return rollout, metrics, jax.device_get(state.params)
 
 
-def gradient_of(batch, *, micro, **changes):
+def gradient_of(batch, *, micro, mode="token-mean", mesh=None, **changes):
     """The gradient of one mini-batch, read from an optimizer that changes no direction."""
-    mesh = one_device_mesh()
+    mesh = mesh or one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(**changes), mesh)
-        state, metrics = step(actor, actor.init_random(0), batch, mesh, mini=32, micro=micro)
+        state, metrics = step(actor, actor.trainable.init_random(0), batch, mesh, mini=32, micro=micro, mode=mode)
         return jax.device_get(state.moments[0].mu), metrics
 
 
@@ -116,7 +152,7 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        state = actor.init_random(0)
+        state = actor.trainable.init_random(0)
         sharded = roll_out(actor, state, mesh)
         batch = batch_of(sharded, sharing=2)  # two rows a device and micro-batch
         state, sharded_metrics = step(actor, state, batch, mesh)
@@ -132,7 +168,7 @@ def test_parameters_and_moments_are_really_divided():
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        state = actor.init_random(0)
+        state = actor.trainable.init_random(0)
         rollout, _, _ = reference()
         state, _ = step(actor, state, batch_of(rollout, sharing=2), mesh)
     moments = state.moments[0]
@@ -156,7 +192,7 @@ def test_the_wave_changes_nothing():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        state = actor.init_random(0)
+        state = actor.trainable.init_random(0)
         for changes in ({"max_num_seqs": 12}, {"chunk_length": 8}, {"pad_id": 0}):
             other = roll_out(actor, state, mesh, **changes)
             np.testing.assert_array_equal(other.responses[other.mask], rollout.responses[rollout.mask])
@@ -172,7 +208,7 @@ def test_noise_depends_on_number_sample_and_purpose():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        state = actor.init_random(0)
+        state = actor.trainable.init_random(0)
         same = [PROMPTS[0]] * 8
         rollout = roll_out(actor, state, mesh, prompts=same)
         again = roll_out(actor, state, mesh, prompts=same)
@@ -199,7 +235,7 @@ def test_end_of_sequence_as_the_first_token_is_a_response_of_one_token():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        rollout = roll_out(actor, actor.init_random(0), mesh, eos_ids=tuple(range(64)))
+        rollout = roll_out(actor, actor.trainable.init_random(0), mesh, eos_ids=tuple(range(64)))
     assert (rollout.mask.sum(axis=1) == 1).all() and rollout.finished.all() and (rollout.logprobs[:, 0] < 0).all()
 
 
@@ -207,7 +243,7 @@ def test_greedy_samples_of_a_prompt_are_equal():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        rollout = roll_out(actor, actor.init_random(0), mesh, sampling=Sampling.create(0.0, 1.0, -1))
+        rollout = roll_out(actor, actor.trainable.init_random(0), mesh, sampling=Sampling.create(0.0, 1.0, -1))
     groups = rollout.responses.reshape(len(PROMPTS), SAMPLES, -1)
     assert (groups == groups[:, :1]).all()
 
@@ -217,20 +253,20 @@ def test_one_model_sampler_and_training_logprobs_agree():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        state = actor.init_random(0)
+        state = actor.trainable.init_random(0)
         for sharing, width in ((SAMPLES, 8), (2, 12), (1, 8)):
             batch = batch_of(rollout, sharing, width)
-            trained = recompute_logprobs(actor, state, batch, micro_batch_rows=12, mesh=mesh)
+            trained, _ = compute_logprobs(actor, state.params, batch, 12, mesh)
             np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("mode", MODES)
 def test_micro_batches_prompt_sharing_and_padding_change_no_gradient(mode):
     rollout, _, _ = reference()
-    whole, metrics = gradient_of(batch_of(rollout), micro=32, loss_agg_mode=mode)
+    whole, metrics = gradient_of(batch_of(rollout), micro=32, mode=mode)
     for batch, micro in ((batch_of(rollout), 8), (batch_of(rollout, 2, 16), 6)):
-        split, split_metrics = gradient_of(batch, micro=micro, loss_agg_mode=mode, chunk_size=7)
+        split, split_metrics = gradient_of(batch, micro=micro, mode=mode, chunk_size=7)
         assert_close(split, whole, 1e-5)
         for name in ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm"):
             np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
@@ -240,12 +276,13 @@ def test_empty_rows_change_nothing_unless_they_are_counted():
     rollout, _, _ = reference()
     batch = batch_of(rollout)
     mesh = one_device_mesh()
-    empty = batch.replace(mask=batch.mask & (np.arange(32) < 28)[:, None])
+    empty = batch.replace(loss_mask=batch.mask & (np.arange(32) < 28)[:, None])
     losses = {}
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(loss_agg_mode="seq-mean-token-mean"), mesh)
+        actor = build_actor(actor_settings(), mesh)
         for count in (False, True):
-            _, metrics = step(actor, actor.init_random(0), empty, mesh, mini=32, count_empty=count)
+            _, metrics = step(actor, actor.trainable.init_random(0), empty, mesh, mini=32, count_empty=count,
+                              mode="seq-mean-token-mean")  # fmt: skip
             losses[count] = metrics["actor/pg_loss"]
     np.testing.assert_allclose(losses[True], losses[False] * 28 / 32, rtol=1e-5)
 
@@ -258,8 +295,9 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
-        before = jax.device_get(actor.init_random(0).params)
-        state, metrics = step(actor, actor.init_random(0), batch.replace(advantages=advantages), mesh, mini=32)
+        before = jax.device_get(actor.trainable.init_random(0).params)
+        bad = batch.replace(advantages=advantages)
+        state, metrics = step(actor, actor.trainable.init_random(0), bad, mesh, mini=32)
     assert metrics["actor/skipped_updates"] == 1 and int(state.skipped) == 1 and int(state.updates) == 0
     assert_close(jax.device_get(state.params), before, 0)
 
@@ -268,3 +306,93 @@ def test_the_first_update_sees_the_sampling_policy():
     _, metrics, _ = reference()
     assert metrics["rollout_corr/logprob_abs_diff"] < 1e-5 and metrics["rollout_corr/first_clipfrac"] == 0
     assert metrics["actor/num_updates"] == 2
+
+
+def drifted(batch: Batch) -> Batch:
+    """The batch as if the policy had moved since it was sampled: ratios on both sides of the clip range."""
+    rng = np.random.default_rng(7)
+    return batch.replace(old_logprobs=batch.old_logprobs + rng.normal(0, 0.4, batch.mask.shape).astype(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_loss_depends_on_micro_batches_or_mesh(loss):
+    """With the entropy bonus, the KL loss and importance weights; clip_cov and kl_cov choose from the mini-batch."""
+    rollout, _, _ = reference()
+    weights = np.random.default_rng(3).uniform(0.5, 2, rollout.mask.shape).astype(np.float32)
+    terms = {"loss_mode": loss, "entropy_coeff": 0.01, "kl_loss_coef": 0.1}
+    batch = drifted(batch_of(rollout, sharing=2)).replace(importance_weights=weights)
+    whole, metrics = gradient_of(batch, micro=32, **terms)
+    for micro, mesh in ((6, None), (16, make_mesh(2, 2, 2))):
+        split, split_metrics = gradient_of(batch, micro=micro, mesh=mesh, **terms)
+        assert_close(split, whole, 1e-5)
+        for name in metrics.keys() - {"rollout_corr/k3_kl"}:
+            np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
+    rollout, _, _ = reference()
+    batch = batch_of(rollout, sharing=2)
+    results = []
+    for micro, mesh in ((32, one_device_mesh()), (6, one_device_mesh()), (16, make_mesh(2, 2, 2))):
+        with jax.set_mesh(mesh):
+            actor, critic = build_actor(actor_settings(), mesh), critic_of(mesh)
+            state = critic.init_from_policy(actor.trainable.init_random(0).params)
+            assert (compute_values(critic, state.params, batch, micro, mesh) == 0).all()  # a zero head
+            for _ in range(2):  # the head learns first, then what is below it
+                state, metrics = update_critic(critic, state, batch, update_settings(mini=32, micro=micro), mesh)
+            values = compute_values(critic, state.params, batch, micro, mesh)
+            results.append((jax.device_get(state.moments[0].mu), values, metrics))
+    for moments, values, metrics in results[1:]:
+        assert_close(moments, results[0][0], 1e-5)
+        np.testing.assert_allclose(values, results[0][1], atol=1e-5)
+        np.testing.assert_allclose(metrics["critic/vf_loss"], results[0][2]["critic/vf_loss"], rtol=1e-5)
+    assert np.abs(results[0][0]["layers"]["query"]).max() > 0 and np.abs(results[0][1]).max() > 0
+
+
+def test_what_is_not_trained_on_is_still_read():
+    """A token out of the loss mask has no loss, but later tokens go on seeing it."""
+    rollout, _, _ = reference()
+    batch = batch_of(rollout)
+    masked = batch.replace(loss_mask=batch.mask & (np.arange(LENGTH) % 2 == 0))
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        state = actor.trainable.init_random(0)
+        logprobs, _ = compute_logprobs(actor, state.params, masked, 32, mesh)
+        np.testing.assert_allclose(logprobs, rollout.logprobs, atol=1e-4)
+        _, metrics = step(actor, state, masked, mesh, mini=32)
+    expected = -np.mean(batch.advantages[masked.loss_mask])
+    np.testing.assert_allclose(metrics["actor/pg_loss"], expected, rtol=1e-4)
+
+
+def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
+    """Against log-probabilities and entropies of whole logits, without chunks."""
+    from dapo_jax.algorithms.kl import kl_penalty
+    from dapo_jax.learner.actor import loss_fn
+    from dapo_jax.models import transformer
+    from dapo_jax.models.weights import init_params
+
+    rollout, _, _ = reference()
+    batch = batch_of(rollout)
+    weights = (batch.mask / batch.mask.sum()).astype(np.float32)
+    batch = jax.tree.map(jnp.asarray, batch.replace(loss_weights=weights, advantages=0 * batch.advantages))
+    params = init_params(ARCH, 0)
+
+    def expected(params):
+        hidden = transformer.forward_responses(
+            params, batch.prompts, batch.prompt_mask, batch.responses, batch.mask, ARCH
+        )
+        log_probabilities = jax.nn.log_softmax(transformer.logits(params, hidden) / 0.8)
+        entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
+        chosen = jnp.take_along_axis(log_probabilities, batch.responses[..., None], axis=-1)[..., 0]
+        kl = kl_penalty(chosen, batch.ref_logprobs, "k2")
+        return jnp.sum(weights * (0.2 * kl - 0.3 * entropy), where=batch.mask)
+
+    settings = actor_settings(entropy_coeff=0.3, kl_loss_coef=0.2, kl_loss_type="k2", chunk_size=50)
+    (loss, metrics), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, settings)
+    value, expected_gradient = jax.value_and_grad(expected)(params)
+    np.testing.assert_allclose(loss, value, rtol=1e-5)
+    assert_close(gradient, expected_gradient, 1e-5)
+    assert metrics["entropy"].count == batch.mask.sum() and metrics["kl_loss"].total > 0

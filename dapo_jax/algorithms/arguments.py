@@ -1,0 +1,15 @@
+"""Host: calling the paper's functions, whose parameters say what they need."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def needs(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` has a parameter of this name."""
+    return name in inspect.signature(function).parameters
+
+
+def chosen(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `available` that `function` has a parameter for."""
+    return {name: value for name, value in available.items() if needs(function, name)}

@@ -1,0 +1,85 @@
+"""Device: what a policy and a value function share: sharded parameters, gradients in pieces, optimizer steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from dapo_jax.containers import Batch, Mean
+from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import init_params, unflatten, weight_table
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated, weight_sharding
+
+Metrics = dict[str, Mean]
+Loss = Callable[[Any, Batch], tuple[jax.Array, Metrics]]  # (params, micro-batch) -> its share of the loss, metrics
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """The compiled functions that train a model on a mesh."""
+
+    shardings: Any  # of the parameters
+    init_random: Callable[[int], TrainState]  # seed -> state
+    init_from: Callable[[Any], TrainState]  # params (donated) -> state
+    zero_gradients: Callable[[Any], Any]  # params -> gradients
+    accumulate: Callable[[Any, Any, Batch], tuple[Any, Metrics]]  # (params, gradients, batch); gradients are donated
+    apply: Callable[[TrainState, Any, Any], tuple[TrainState, jax.Array]]  # the state is donated
+    state_shape: Any  # TrainState of jax.ShapeDtypeStruct with shardings, for restoring
+
+
+def build_trainable(loss_fn: Loss, arch: Architecture, optimizer: OptimizerSettings, mesh: Mesh) -> Trainable:
+    """Compiles (on first use) the training functions of a model whose parameters are sharded over `mesh`."""
+    table = weight_table(arch)
+    shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in table)
+    whole, rows = replicated(mesh), batch_sharding(mesh)
+    abstract_params = unflatten((weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32)) for weight in table)
+    abstract_state = jax.eval_shape(lambda params: init_state(params, optimizer), abstract_params)
+    state_shardings = TrainState(
+        params=shardings,
+        moments=optax.tree_map_params(
+            lambda params: init_state(params, optimizer).moments,
+            lambda _, sharding: sharding,
+            abstract_state.moments,
+            shardings,
+            transform_non_params=lambda _: whole,
+        ),
+        updates=whole,
+        skipped=whole,
+    )
+
+    def accumulate(params, gradients, batch):
+        (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        return jax.tree.map(jnp.add, gradients, new), metrics
+
+    return Trainable(
+        shardings=shardings,
+        init_random=jax.jit(
+            lambda seed: init_state(init_params(arch, seed), optimizer), out_shardings=state_shardings
+        ),
+        init_from=jax.jit(
+            lambda params: init_state(params, optimizer), out_shardings=state_shardings, donate_argnums=0
+        ),
+        zero_gradients=jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings),
+        accumulate=jax.jit(
+            accumulate,
+            in_shardings=(shardings, shardings, rows),
+            out_shardings=(shardings, whole),
+            donate_argnums=1,
+        ),
+        apply=jax.jit(
+            lambda state, gradients, rate: apply_gradients(state, gradients, rate, optimizer),
+            in_shardings=(state_shardings, shardings, whole),
+            out_shardings=(state_shardings, whole),
+            donate_argnums=0,
+        ),
+        state_shape=jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract_state,
+            state_shardings,
+        ),
+    )

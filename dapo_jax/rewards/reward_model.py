@@ -1,0 +1,47 @@
+"""Device: a transformer with a scalar head that scores whole conversations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dapo_jax.models import transformer
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import cast_matrices, unflatten, weight_table
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated, weight_sharding
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """The compiled functions of a reward model on a mesh."""
+
+    freeze: Callable[[Any], Any]  # params (donated) -> weights in the dtype of matrix products
+    scores: Callable[[Any, jax.Array, jax.Array], jax.Array]  # (weights, tokens, mask [B, T]) -> [B], replicated
+
+
+def build_reward_model(arch: Architecture, dtype: Any, mesh: Mesh) -> RewardModel:
+    """Compiles (on first use) the functions of a reward model sharded over `mesh`."""
+    shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in weight_table(arch))
+    rows = batch_sharding(mesh)
+    return RewardModel(
+        freeze=jax.jit(
+            lambda params: cast_matrices(params, arch, dtype), out_shardings=shardings, donate_argnums=0
+        ),
+        scores=jax.jit(
+            lambda params, tokens, mask: conversation_scores(params, tokens, mask, arch),
+            in_shardings=(shardings, rows, rows),
+            out_shardings=replicated(mesh),
+        ),
+    )
+
+
+def conversation_scores(params: Any, tokens: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
+    """The scalar head's value [B] at the last token of each conversation.
+
+    Args:
+        tokens, mask: [B, T], left-padded.
+    """
+    hidden = transformer.forward(params, tokens, transformer.positions_of(mask), mask, arch)
+    return transformer.scalar(params, hidden[:, -1])

@@ -1,0 +1,110 @@
+"""Host: from verified responses to their rewards: reward model and overlong penalty."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.config import Config
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.dynamic_sampling.rounds import shape_rewards
+from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, fetch, place_weight, put
+from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
+from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.waves import bucket, pad_prompts
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """Scores conversations with a reward model, in its own tokenizer and chat template."""
+
+    model: RewardModel
+    params: Any
+    tokenizer: Tokenizer
+    mesh: Mesh
+    micro_batch_rows: int  # conversations per forward pass, over all devices
+    max_length: int  # tokens; a longer conversation loses its beginning
+    system_prompt: str | None
+    chat_template_kwargs: dict[str, Any]
+
+    def score(self, prompts: Sequence[Any], responses: Sequence[str]) -> np.ndarray:
+        """The reward model's score [B] of each prompt (messages or text) with its response."""
+        conversations = [
+            self.tokenizer.encode_prompt(
+                prompt,
+                system_prompt=self.system_prompt,
+                chat_template_kwargs=self.chat_template_kwargs,
+                response=response,
+            )[-self.max_length :]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        width = bucket(max(map(len, conversations)))
+        rows, scores = self.micro_batch_rows, []
+        for start in range(0, len(conversations), rows):
+            part = conversations[start : start + rows]
+            tokens, mask = pad_prompts(part + part[-1:] * (rows - len(part)), width, self.tokenizer.pad_id)
+            arrays = put((tokens, mask), batch_sharding(self.mesh))
+            scores.append(fetch(self.model.scores(self.params, *arrays))[: len(part)])
+        return np.concatenate(scores)
+
+
+def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
+    """The reward model of reward.model.path.
+
+    Raises:
+        ValueError: it is not a sequence-classification model with one label, or has no tokenizer.
+    """
+    settings = config.reward.model
+    path = Path(settings.path).expanduser()
+    arch = read_model_architecture(path)
+    if not arch.scalar_head:
+        raise ValueError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")
+    model = build_reward_model(arch, dtype, mesh)
+    return ModelScorer(
+        model=model,
+        params=model.freeze(load_params(path, arch, place_weight(mesh, TRAIN_RULES))),
+        tokenizer=load_tokenizer(path),
+        mesh=mesh,
+        micro_batch_rows=settings.micro_batch_size_per_device * num_batch_shards(mesh),
+        max_length=settings.max_length,
+        system_prompt=config.data.system_prompt,
+        chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
+    )
+
+
+def add_model_scores(
+    experience: Experience, prompt_set: PromptSet, scorer: ModelScorer, config: Config
+) -> Experience:
+    """Adds the score `reward_model`, and makes `score` the weighted sum of it and the verifier's.
+
+    Without a verifier (reward.function=none) there is no `acc`.
+    """
+    settings = config.reward.model
+    num_samples = experience.finished.shape[1]
+    prompts = [prompt_set.rows[row].prompt for row in experience.rows for _ in range(num_samples)]
+    found = scorer.score(prompts, [text for texts in experience.texts for text in texts])
+    found = found.astype(np.float64).reshape(experience.finished.shape)
+    score = settings.function_weight * experience.scores["score"] + settings.weight * found
+    if config.reward.function == "none":
+        rest = {name: values for name, values in experience.scores.items() if name != "acc"}
+        experience = replace(experience, scores=rest)
+    return experience.with_scores(reward_model=found, score=score)
+
+
+def shape(experience: Experience, config: Config, mesh: Mesh) -> Experience:
+    """Adds the scores `overlong_reward` and `seq_reward`, the reward of the whole response."""
+    buffer = config.reward.overlong_buffer
+    return shape_rewards(
+        experience,
+        max_response_length=config.data.max_response_length,
+        overlong_buffer_length=buffer.len if buffer.enable else 0,
+        overlong_penalty_factor=buffer.penalty_factor,
+        mesh=mesh,
+    )

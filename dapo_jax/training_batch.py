@@ -1,0 +1,281 @@
+"""Host: from accepted groups to the rows that the learner is given: rewards, advantages, masks, log-probabilities."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.algorithms.advantages import ESTIMATORS, keep_samples
+from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.kl import kl_penalty
+from dapo_jax.algorithms.rollout_correction import (
+    importance_weights,
+    mismatch_metrics,
+    parse_threshold,
+    rejection_mask,
+)
+from dapo_jax.config import micro_batch_size, uses_critic
+from dapo_jax.containers import Batch
+from dapo_jax.data.prompts import hinted_prompts
+from dapo_jax.learner.models import Models
+from dapo_jax.learner.update import compute_logprobs, compute_values
+from dapo_jax.monitor import statistics
+from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
+from dapo_jax.rewards.assembly import place_rewards
+from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.sampling import BASELINE, SELECT, Sampling, position_noise
+from dapo_jax.rollout.waves import bucket, pad_prompts
+from dapo_jax.run import Run
+from dapo_jax.scoring import add_model_scores, shape
+from dapo_jax.validation import keeps_some
+
+Metrics = dict[str, float]
+jitted_kl_penalty = jax.jit(kl_penalty, static_argnames="estimator")
+
+
+def make_batch(
+    run: Run, experience: Experience, models: Models, *, recompute: bool, kl_coef: float
+) -> tuple[Batch, Metrics]:
+    """The accepted groups as rows to train on.
+
+    Args:
+        recompute: take old log-probabilities from the training forward pass instead of the sampler.
+        kl_coef: of the KL divergence in the reward.
+    """
+    config, metrics = run.config, {"actor/recomputed_logprobs": float(recompute)}
+    batch = rows_of(run, experience)
+    extra: dict[str, np.ndarray] = {}
+    if recompute or config.algorithm.adv_estimator == "cpo":
+        with run.stage("old_log_prob"):
+            logprobs, extra["entropy"] = policy_logprobs(run, models.actor.params, batch)
+        if recompute:
+            sampled, batch = batch.old_logprobs, dataclasses.replace(batch, old_logprobs=logprobs)
+            batch, correction = correct_rollout(run, batch, sampled)
+            metrics |= correction
+    if config.algorithm.adv_estimator == "cpo":
+        with run.stage("old_log_prob"):
+            extra["logprobs"] = batch.old_logprobs
+            extra["hint_logprobs"] = hint_logprobs(run, experience, models, batch)
+    if config.actor.use_kl_loss:
+        with run.stage("ref"):
+            batch = dataclasses.replace(batch, ref_logprobs=reference_logprobs(run, batch))
+    if uses_critic(config):
+        assert run.critic is not None and models.critic is not None
+        with run.stage("values"):
+            values = compute_values(run.critic, models.critic.params, batch, micro_batch_rows(run, "critic"), run.mesh)
+        batch, extra["values"] = dataclasses.replace(batch, values=values), values
+    if needs(ESTIMATORS[config.algorithm.adv_estimator], "reward_baselines"):
+        extra["reward_baselines"] = greedy_rewards(run, experience, models)
+    with run.stage("adv"):
+        rewards = token_rewards(experience, batch, kl_coef)
+        advantages, returns = estimate_advantages(run, rewards, batch, extra)
+        metrics |= statistics.advantage_metrics("advantages", advantages[batch.mask])
+        metrics |= statistics.advantage_metrics("returns", returns[batch.mask])
+        batch = dataclasses.replace(batch, advantages=advantages)
+        if uses_critic(config):
+            batch = dataclasses.replace(batch, returns=returns)
+            metrics |= statistics.advantage_metrics("values", batch.values[batch.mask])
+            metrics["critic/vf_explained_var"] = statistics.explained_variance(
+                batch.values[batch.mask], returns[batch.mask]
+            )
+        if keeps_some(config):
+            batch, kept = keep_some(run, experience, batch)
+            metrics |= kept
+        if config.algorithm.overlong_filtering:
+            finished = experience.finished.reshape(-1, 1)
+            batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished)
+            metrics["actor/overlong_filtered"] = float(np.mean(~finished))
+    if run.actor.select is not None:
+        batch = dataclasses.replace(batch, noise=selection_noise(run, experience, batch))
+    return batch, metrics
+
+
+def rows_of(run: Run, experience: Experience) -> Batch:
+    """The responses as rows with what is known when they were sampled; advantages are 0."""
+    num_groups, num_samples = experience.finished.shape
+    mask = experience.mask.reshape(num_groups * num_samples, -1)
+    length = min(bucket(int(mask.sum(axis=1).max())), mask.shape[1])
+    prompts, prompt_mask = _prompt_rows(run, experience.prompts, num_samples)
+
+    def flat(array: np.ndarray) -> np.ndarray:
+        return array.reshape(num_groups * num_samples, -1)[:, :length]
+
+    return Batch(
+        prompts=prompts,
+        prompt_mask=prompt_mask,
+        responses=flat(experience.responses),
+        mask=flat(experience.mask),
+        loss_mask=flat(experience.mask),
+        group_ids=np.repeat(np.arange(num_groups, dtype=np.int32), num_samples),
+        old_logprobs=flat(experience.logprobs),
+        advantages=np.zeros((len(mask), length), np.float32),
+    )
+
+
+def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Padded prompts, each as often as rows of its group fall into different shares."""
+    config = run.config
+    sharing = math.gcd(num_samples, config.actor.ppo_micro_batch_size_per_device)
+    if uses_critic(config):
+        sharing = math.gcd(sharing, micro_batch_size(config, "critic"))
+    width = bucket(max(len(prompt) for prompt in prompts))
+    tokens, mask = pad_prompts(prompts, width, run.sampler.settings.pad_id)
+    return np.repeat(tokens, num_samples // sharing, axis=0), np.repeat(mask, num_samples // sharing, axis=0)
+
+
+def micro_batch_rows(run: Run, name: str = "actor") -> int:
+    """Responses per forward and backward pass of the actor or the critic, over all devices."""
+    return micro_batch_size(run.config, name) * num_batch_shards(run.mesh)
+
+
+def policy_logprobs(run: Run, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities and entropies [B, R] by the training forward pass."""
+    return compute_logprobs(run.actor, params, batch, micro_batch_rows(run), run.mesh)
+
+
+def reference_logprobs(run: Run, batch: Batch) -> np.ndarray:
+    """Log-probabilities [B, R] under the reference policy."""
+    return policy_logprobs(run, run.reference, batch)[0]
+
+
+def penalize_kl(run: Run, experience: Experience, kl_coef: float) -> Experience:
+    """Adds the KL divergence of each token to the reference, and the score `seq_final_reward`: the reward less it.
+
+    It is taken from the sampler's log-probabilities, which the group filter needs before anything is recomputed.
+    """
+    with run.stage("ref"):
+        batch = rows_of(run, experience)
+        arrays = put_rows((batch.old_logprobs, reference_logprobs(run, batch)), run.mesh)
+        kl = fetch(jitted_kl_penalty(*arrays, estimator=run.config.algorithm.kl_penalty))[: len(batch.mask)]
+    kl = np.where(batch.mask, kl, 0.0).reshape(*experience.finished.shape, -1)
+    kl = np.pad(kl, ((0, 0), (0, 0), (0, experience.mask.shape[-1] - kl.shape[-1])))
+    final = experience.scores["seq_reward"] - kl_coef * kl.sum(axis=-1)
+    return dataclasses.replace(experience.with_scores(seq_final_reward=final), kl=kl)
+
+
+def finish_rewards(run: Run, experience: Experience) -> Experience:
+    """Adds the reward model's score if there is one, and the reward of each response to the training set."""
+    if run.scorer is not None:
+        with run.stage("reward"):
+            experience = add_model_scores(experience, run.train_set, run.scorer, run.config)
+    return shape(experience, run.config, run.mesh)
+
+
+def sequence_kl(experience: Experience) -> float:
+    """Mean over responses of the mean KL divergence of their tokens."""
+    assert experience.kl is not None
+    lengths = np.maximum(experience.mask.sum(axis=-1), 1)
+    return float(np.mean(experience.kl.sum(axis=-1) / lengths))
+
+
+def token_rewards(experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:
+    """Reward [B, R] of each token: the response's at its last, less the KL divergence if there is one."""
+    rewards = np.asarray(place_rewards(experience.scores["seq_reward"].reshape(-1).astype(np.float32), batch.mask))
+    if experience.kl is not None:
+        rewards = rewards - kl_coef * experience.kl.reshape(len(batch.mask), -1)[:, : batch.mask.shape[1]]
+    return rewards.astype(np.float32)
+
+
+def estimate_advantages(
+    run: Run, rewards: np.ndarray, batch: Batch, extra: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns [B, R], computed on the mesh."""
+    function, rows = ESTIMATORS[run.config.algorithm.adv_estimator], len(rewards)
+    num_groups = int(batch.group_ids[-1]) + 1
+    missing = -rows % num_batch_shards(run.mesh)
+    group_ids = np.pad(batch.group_ids, (0, missing), constant_values=num_groups)  # rows of padding
+    arrays = put_rows((rewards, batch.mask, group_ids, chosen(function, extra)), run.mesh)
+    options = {"num_groups": num_groups} if needs(function, "num_groups") else {}
+    advantages, returns = run.estimator(*arrays[:3], **arrays[3], **options)
+    replicate = jax.jit(lambda x: x, out_shardings=replicated(run.mesh))
+    advantages, returns = fetch(replicate((advantages, returns)))
+    return advantages[:rows], returns[:rows]
+
+
+def keep_some(run: Run, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
+    """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio."""
+    algorithm = run.config.algorithm
+    scores = experience.scores["seq_reward"].reshape(-1).astype(np.float32)
+    first = batch.advantages[:, 0]  # the same at all tokens of a response
+    keep = jax.jit(keep_samples, static_argnames=("num_groups", "compute_new_adv"))
+    advantages, kept = fetch(
+        keep(
+            *put((first, scores, batch.group_ids), replicated(run.mesh)),
+            num_groups=int(batch.group_ids[-1]) + 1,
+            keep_pos_ratio=algorithm.keep_pos_ratio,
+            keep_neg_ratio=algorithm.keep_neg_ratio,
+            compute_new_adv=algorithm.compute_new_adv,
+        )
+    )
+    loss_mask = batch.loss_mask & kept[:, None]
+    processed = np.where(batch.mask, advantages[:, None], 0.0).astype(np.float32)
+    values = processed[loss_mask]
+    metrics = statistics.advantage_metrics("advantages_processed", values)
+    metrics["critic/advantages_processed/std"] = float(np.std(values))
+    metrics["actor/kept_samples"] = float(np.mean(kept))
+    return dataclasses.replace(batch, advantages=processed, loss_mask=loss_mask), metrics
+
+
+def correct_rollout(run: Run, batch: Batch, sampled: np.ndarray) -> tuple[Batch, Metrics]:
+    """Importance weights and rejection for a sampler that differs from the training pass, and their metrics."""
+    settings = run.config.algorithm.rollout_correction
+    arrays = put((batch.old_logprobs, sampled, batch.mask), replicated(run.mesh))
+    metrics = fetch(jax.jit(mismatch_metrics)(*arrays))
+    if settings.rollout_is != "none":
+        weigh = functools.partial(
+            importance_weights,
+            rollout_is=settings.rollout_is,
+            threshold=parse_threshold(settings.rollout_is_threshold),
+            batch_normalize=settings.rollout_is_batch_normalize,
+        )
+        weights, found = fetch(jax.jit(weigh)(*arrays))
+        batch = dataclasses.replace(batch, importance_weights=weights)
+        metrics |= found
+    if settings.rollout_rs:
+        bands = map(parse_threshold, settings.rollout_rs_threshold)
+        criteria = dict(zip(settings.rollout_rs, bands, strict=True))
+        kept, found = fetch(jax.jit(functools.partial(rejection_mask, criteria=criteria))(*arrays))
+        batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & kept)
+        metrics |= found
+    return batch, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+
+
+def hint_logprobs(run: Run, experience: Experience, models: Models, batch: Batch) -> np.ndarray:
+    """Log-probabilities [B, R] of the same responses after prompts that hold the reference solution (CPO)."""
+    rows = [run.train_set.rows[row] for row in experience.rows]
+    prompts = hinted_prompts(
+        rows,
+        run.sampler.tokenizer,
+        system_prompt=run.config.data.system_prompt,
+        chat_template_kwargs=run.chat_template_kwargs,
+    )
+    tokens, mask = _prompt_rows(run, prompts, experience.finished.shape[1])
+    hinted = dataclasses.replace(batch, prompts=tokens, prompt_mask=mask)
+    return policy_logprobs(run, models.actor.params, hinted)[0]
+
+
+def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
+    """The reward [B] of the most likely response to each row's prompt (ReMax)."""
+    greedy = run.sampler.sample(
+        run.actor.decode_weights(models.actor.params),
+        run.train_set,
+        experience.rows.tolist(),
+        experience.numbers.tolist(),
+        num_samples=1,
+        purpose=BASELINE,
+        sampling=Sampling.create(0.0, 1.0, -1),
+        stage=run.stage,
+    )
+    rewards = finish_rewards(run, greedy).scores["seq_reward"][:, 0]
+    return np.repeat(rewards.astype(np.float32), experience.finished.shape[1])
+
+
+def selection_noise(run: Run, experience: Experience, batch: Batch) -> np.ndarray:
+    """Uniform draws [B, R] for losses that draw tokens, addressed by prompt number, sample and position."""
+    num_samples = experience.finished.shape[1]
+    numbers = put(experience.numbers.astype(np.int32), replicated(run.mesh))
+    return fetch(position_noise(run.config.seed, SELECT, numbers, num_samples, batch.mask.shape[1]))

@@ -1,0 +1,230 @@
+"""Host: what is wrong with a config, and what is allowed but rarely meant."""
+
+import json
+from typing import Any
+
+from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
+from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
+from dapo_jax.config import Config, gen_batch_size, micro_batch_size, mini_batch_size, uses_critic
+
+CHOICES = {
+    "data.task": ("files", "arithmetic"),
+    "data.truncation": ("error", "left", "right", "middle"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "algorithm.adv_estimator": tuple(advantages.ESTIMATORS),
+    "algorithm.kl_penalty": kl.PENALTIES,
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.rollout_is": ("none", *WEIGHTS),
+    "algorithm.cpo.wrap_method": advantages.CPO_METHODS,
+    "actor.policy_loss.loss_mode": tuple(policy_loss.LOSSES),
+    "actor.loss_agg_mode": aggregation.MODES,
+    "actor.kl_loss_type": kl.PENALTIES,
+    "critic.loss_agg_mode": aggregation.MODES,
+    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
+    "actor.old_logprob": ("auto", "rollout", "recompute"),
+    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    "trainer.resume_mode": ("auto", "disable"),
+    "monitor.console": ("steps", "detailed"),
+}
+POSITIVE = (
+    "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n rollout.max_num_seqs "
+    "rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
+    "actor.ppo_micro_batch_size_per_device actor.ppo_epochs actor.logprob_chunk_size actor.grad_clip "
+    "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio actor.policy_loss.tau_pos "
+    "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
+    "critic.ppo_epochs critic.cliprange_value "
+    "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
+    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor evaluate.n"
+).split()
+
+
+def validate(config: Config) -> None:
+    """Raises one ValueError with every problem of `config` that can be seen without a device or a file."""
+    problems = _choice_problems(config) + _range_problems(config) + _batch_problems(config)
+    problems += _algorithm_problems(config)
+    if problems:
+        raise ValueError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _lookup(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _choice_problems(config: Config) -> list[str]:
+    problems = []
+    for key, choices in CHOICES.items():
+        if _lookup(config, key) not in choices:
+            problems.append(f"{key}={_lookup(config, key)!r} must be one of {', '.join(choices)}")
+    return problems
+
+
+def _range_problems(config: Config) -> list[str]:
+    problems = [
+        f"{key}={_lookup(config, key)} must be greater than 0" for key in POSITIVE if not _lookup(config, key) > 0
+    ]
+    for name in ("rollout", "evaluate"):
+        section = getattr(config, name)
+        if section.temperature < 0:
+            problems.append(f"{name}.temperature={section.temperature} must be 0 (greedy) or more")
+        if not 0 < section.top_p <= 1:
+            problems.append(f"{name}.top_p={section.top_p} must be in (0, 1]; 1 switches it off")
+        if section.top_k == 0 or section.top_k < -1:
+            problems.append(f"{name}.top_k={section.top_k} must be positive, or -1 to switch it off")
+    if config.rollout.temperature == 0:
+        problems.append("rollout.temperature=0 gives equal samples, and no gradient: raise it")
+    actor = config.actor
+    if not 0 < actor.clip_ratio_low <= 1:
+        problems.append(f"actor.clip_ratio_low={actor.clip_ratio_low} must be in (0, 1]; 1 never clips")
+    if actor.clip_ratio_high <= 0:
+        problems.append(f"actor.clip_ratio_high={actor.clip_ratio_high} must be greater than 0")
+    if actor.clip_ratio_c <= 1:
+        problems.append(f"actor.clip_ratio_c={actor.clip_ratio_c} must be greater than 1: it bounds the dual clip")
+    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 0 < buffer.len <= longest:
+        problems.append(
+            f"reward.overlong_buffer.len={buffer.len} must be in 1..data.max_response_length={longest}"
+        )
+    try:
+        if not isinstance(json.loads(config.data.chat_template_kwargs), dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        problems.append(f"data.chat_template_kwargs={config.data.chat_template_kwargs!r} must be JSON: {error}")
+    if not config.model.path:
+        problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")
+    if config.data.task == "files" and not config.data.train_files:
+        problems.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
+    return problems
+
+
+def _batch_problems(config: Config) -> list[str]:
+    """The divisibility rules between prompts, mini-batches and micro-batches."""
+    problems = []
+    data, n = config.data, config.rollout.n
+    batch = data.train_batch_size
+    if min(batch, n) < 1:
+        return []
+    for name in ("actor", "critic") if uses_critic(config) else ("actor",):
+        mini, micro = mini_batch_size(config, name), micro_batch_size(config, name)
+        if min(mini, micro) < 1:
+            continue
+        if batch % mini:
+            problems.append(
+                f"data.train_batch_size={batch} must be a multiple of {name}.ppo_mini_batch_size={mini} "
+                "(both in prompts)"
+            )
+        if mini * n % micro:
+            problems.append(
+                f"{name}.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} responses must be a multiple "
+                f"of {name}.ppo_micro_batch_size_per_device={micro}"
+            )
+    if n > config.rollout.max_num_seqs:
+        problems.append(
+            f"rollout.max_num_seqs={config.rollout.max_num_seqs} must be at least rollout.n={n}: "
+            "a group is decoded together"
+        )
+    if config.evaluate.n > config.rollout.max_num_seqs:
+        problems.append(
+            f"rollout.max_num_seqs={config.rollout.max_num_seqs} must be at least evaluate.n={config.evaluate.n}"
+        )
+    if data.gen_batch_size is not None and data.gen_batch_size < 1:
+        problems.append(f"data.gen_batch_size={data.gen_batch_size} must be greater than 0, or null")
+    if not config.algorithm.filter_groups.enable and gen_batch_size(config) != batch:
+        problems.append(
+            f"data.gen_batch_size={gen_batch_size(config)} differs from data.train_batch_size={batch}, which "
+            "only makes sense with algorithm.filter_groups.enable=True"
+        )
+    return problems
+
+
+def _algorithm_problems(config: Config) -> list[str]:
+    """Options of the algorithm that do not fit together."""
+    problems = []
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    for name in ("keep_pos_ratio", "keep_neg_ratio", "gamma", "lam"):
+        if not 0 <= getattr(algorithm, name) <= 1:
+            problems.append(f"algorithm.{name}={getattr(algorithm, name)} must be in [0, 1]")
+    if algorithm.adv_estimator not in ("grpo", "dapo") and keeps_some(config):
+        problems.append(
+            f"algorithm.keep_pos_ratio={algorithm.keep_pos_ratio}, keep_neg_ratio={algorithm.keep_neg_ratio} need "
+            f"algorithm.adv_estimator=grpo, not {algorithm.adv_estimator}"
+        )
+    if algorithm.adv_estimator == "grpo_passk" and config.rollout.n < 2:
+        problems.append(f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}")
+    if config.trainer.critic_warmup and not uses_critic(config):
+        problems.append(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic: set algorithm.adv_estimator=gae"
+        )
+    corrects = correction.rollout_is != "none" or bool(correction.rollout_rs)
+    if corrects and config.actor.old_logprob != "recompute":
+        problems.append(
+            "algorithm.rollout_correction compares the sampler with the training pass: set actor.old_logprob="
+            f"recompute, not {config.actor.old_logprob}"
+        )
+    if len(correction.rollout_rs) != len(correction.rollout_rs_threshold):
+        problems.append(
+            f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs as many rollout_rs_threshold, not "
+            f"{correction.rollout_rs_threshold}"
+        )
+    for name in correction.rollout_rs:
+        if name not in CRITERIA:
+            problems.append(f"algorithm.rollout_correction.rollout_rs={name!r} must be one of {', '.join(CRITERIA)}")
+    for threshold in (correction.rollout_is_threshold, *correction.rollout_rs_threshold):
+        try:
+            parse_threshold(threshold)
+        except ValueError as error:
+            problems.append(f"algorithm.rollout_correction: {error}")
+    if config.reward.function == "none" and not config.reward.model.path:
+        problems.append("reward.function=none needs a reward model: give reward.model.path")
+    if config.reward.function == "none" and algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc":
+        problems.append(
+            "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
+            "set algorithm.filter_groups.enable=False"
+        )
+    if algorithm.filter_groups.metric == "seq_final_reward" and not algorithm.use_kl_in_reward:
+        problems.append(
+            "algorithm.filter_groups.metric=seq_final_reward is the reward after the KL divergence: set "
+            "algorithm.use_kl_in_reward=True, or choose seq_reward, which is the same without it"
+        )
+    return problems
+
+
+def keeps_some(config: Config) -> bool:
+    """Whether some samples of a group are left out of training."""
+    return min(config.algorithm.keep_pos_ratio, config.algorithm.keep_neg_ratio) < 1
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed but rarely meant."""
+    found = []
+    rollout = config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        found.append(
+            f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: training samples are drawn from a "
+            "truncated distribution, but log-probabilities are those of the full one"
+        )
+    if rollout.n == 1 and config.algorithm.filter_groups.enable:
+        found.append("rollout.n=1: a group of one sample is always kept, and its advantage is its reward")
+    if config.evaluate.n == 1 and config.evaluate.temperature > 0:
+        found.append("evaluate.n=1 with temperature > 0 is a noisy measure: raise evaluate.n")
+    algorithm, mode = config.algorithm, config.actor.policy_loss.loss_mode
+    if algorithm.compute_new_adv and not keeps_some(config):
+        found.append("algorithm.compute_new_adv=True changes nothing while both keep ratios are 1")
+    if mode in ("gspo", "geo_mean", "sapo") and config.actor.loss_agg_mode != "seq-mean-token-mean":
+        found.append(
+            f"actor.policy_loss.loss_mode={mode} is defined with actor.loss_agg_mode=seq-mean-token-mean, "
+            f"not {config.actor.loss_agg_mode}"
+        )
+    if algorithm.adv_estimator == "cpo" and algorithm.filter_groups.enable:
+        found.append("algorithm.adv_estimator=cpo has its own contrast: the group filter is normally off with it")
+    shaped = algorithm.filter_groups.metric in ("seq_reward", "seq_final_reward")
+    if algorithm.filter_groups.enable and shaped and config.reward.overlong_buffer.enable:
+        found.append(
+            f"algorithm.filter_groups.metric={algorithm.filter_groups.metric} contains the overlong penalty: groups "
+            "whose answers are all wrong pass the filter for their lengths; acc is the paper's"
+        )
+    if config.trainer.critic_warmup >= config.trainer.total_training_steps:
+        found.append("trainer.critic_warmup leaves no step that updates the policy")
+    return found

@@ -1,0 +1,113 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.algorithms.rollout_correction import (
+    CRITERIA,
+    Band,
+    importance_weights,
+    mismatch_metrics,
+    parse_threshold,
+    rejection_mask,
+)  # fmt: skip
+
+MASK = jnp.array([[True, True, True], [True, True, False], [False, False, False]])
+DIFFERENCE = np.array([[0.0, 1.0, -1.0], [0.1, 0.2, np.nan], [np.nan] * 3])
+ROLLOUT = jnp.full((3, 3), -2.0)
+OLD = ROLLOUT + DIFFERENCE
+
+
+def weights(kind, threshold, *, normalize=False):
+    return importance_weights(
+        OLD, ROLLOUT, MASK, rollout_is=kind, threshold=parse_threshold(threshold), batch_normalize=normalize
+    )
+
+
+def test_thresholds():
+    assert parse_threshold("2.0") == Band(None, 2.0) and parse_threshold("0.5_2") == Band(0.5, 2.0)
+    for bad in ("", "x", "0", "-1", "2_1", "1_2_3", "0_2"):
+        with pytest.raises(ValueError, match=f"threshold '{bad}'"):
+            parse_threshold(bad)
+
+
+def test_token_weights_are_truncated_ratios():
+    found, metrics = weights("token", "2.0")
+    expected = [[1, 2, np.exp(-1)], [np.exp(0.1), np.exp(0.2), 0], [0, 0, 0]]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
+    assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)
+    real = np.array(expected)[np.asarray(MASK)]
+    assert metrics["rollout_is_mean"] == pytest.approx(real.mean())
+    assert metrics["rollout_is_std"] == pytest.approx(real.std(), abs=1e-6)
+    assert metrics["rollout_is_max"] == 2 and metrics["rollout_is_min"] == pytest.approx(np.exp(-1))
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(real.mean() ** 2 / (real**2).mean())
+
+
+def test_a_band_sets_what_is_outside_to_zero():
+    found, _ = weights("token", "0.5_2.0")
+    np.testing.assert_allclose(found, [[1, 0, 0], [np.exp(0.1), np.exp(0.2), 0], [0, 0, 0]], rtol=1e-6)
+
+
+def test_sequence_weights_are_products():
+    found, _ = weights("sequence", "5.0")
+    np.testing.assert_allclose(found, [[1, 1, 1], [np.exp(0.3)] * 2 + [0], [0, 0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_normalised_weights_have_mean_one(kind):
+    found, metrics = weights(kind, "2.0", normalize=True)
+    found = np.asarray(found)
+    if kind == "token":
+        assert found[np.asarray(MASK)].mean() == pytest.approx(1.0)
+    else:
+        assert found[:2].max(axis=1).mean() == pytest.approx(1.0)
+    assert metrics["rollout_is_batch_norm_factor"] != 1
+
+
+def rejected(**criteria):
+    kept, metrics = rejection_mask(
+        OLD, ROLLOUT, MASK, criteria={name: parse_threshold(text) for name, text in criteria.items()}
+    )
+    return np.asarray(MASK & ~kept).tolist(), metrics
+
+
+def test_k1_bounds_the_ratio_of_rollout_to_old():
+    nothing, one_row = [False] * 3, [True, True, False]
+    assert rejected(token_k1="2.0")[0] == [[False, True, True], nothing, nothing]
+    assert rejected(token_k1="0.5_3.0")[0] == [[False, True, False], nothing, nothing]
+    assert rejected(seq_sum_k1="1.2")[0] == [nothing, one_row, nothing]  # sums 0 and -0.3
+    assert rejected(seq_mean_k1="1.2")[0] == [nothing, nothing, nothing]  # means 0 and -0.15
+
+
+def test_k2_and_k3_have_an_upper_bound():
+    nothing, all_three = [False] * 3, [True] * 3
+    assert rejected(token_k2="0.4")[0] == [[False, True, True], nothing, nothing]
+    assert rejected(token_k3="0.5")[0] == [[False, True, False], nothing, nothing]  # e - 2, 1 / e
+    assert rejected(seq_max_k2="0.4")[0] == [all_three, nothing, nothing]
+    assert rejected(seq_mean_k3="0.3")[0] == [all_three, nothing, nothing]
+
+
+def test_all_criteria_must_hold():
+    found, metrics = rejected(token_k3="0.5", seq_sum_k1="1.2")
+    assert found == [[False, True, False], [True, True, False], [False] * 3]
+    assert metrics["rollout_rs_token_k3_masked_fraction"] == pytest.approx(1 / 5)
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
+    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_equal_policies_reject_nothing(name):
+    kept, _ = rejection_mask(ROLLOUT, ROLLOUT, MASK, criteria={name: Band(None, 1.001)})
+    assert (kept == MASK).all()
+
+
+def test_mismatch_metrics():
+    metrics = mismatch_metrics(OLD, ROLLOUT, MASK)
+    real = DIFFERENCE[np.asarray(MASK)]
+    assert metrics["kl"] == pytest.approx(-real.mean(), abs=1e-6)
+    assert metrics["k3_kl"] == pytest.approx((np.exp(real) - real - 1).mean(), rel=1e-5)
+    assert metrics["rollout_ppl"] == pytest.approx(np.exp(2), rel=1e-5)
+    assert metrics["training_log_ppl"] == pytest.approx((2 + 1.85) / 2)
+    assert metrics["log_ppl_diff"] == pytest.approx(0.15 / 2) and metrics["log_ppl_abs_diff"] == pytest.approx(0.075)
+    assert metrics["chi2_token"] == pytest.approx(np.exp(2 * real).mean() - 1, rel=1e-5)
+    assert metrics["chi2_seq"] == pytest.approx((1 + np.exp(0.6)) / 2 - 1, rel=1e-5)
