@@ -1,0 +1,191 @@
+"""Every estimator, loss and option of the algorithm in whole runs of a random two-layer model."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from small_run import assert_same_policy, rows_without_clock, small_config
+
+from dapo_jax import run as run_module
+from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.run import open_run
+from dapo_jax.train import train
+from dapo_jax.training_batch import make_batch
+
+pytestmark = pytest.mark.slow
+COV = {"actor.policy_loss.clip_cov_lb": -9.0, "actor.policy_loss.clip_cov_ratio": 0.1,
+       "actor.policy_loss.kl_cov_ratio": 0.1}  # fmt: skip
+
+
+def changes_of(estimator: str, loss: str) -> dict:
+    return {
+        "algorithm.adv_estimator": estimator, "actor.policy_loss.loss_mode": loss, **COV, "trainer.test_freq": -1,
+        "trainer.save_freq": -1, "trainer.val_before_train": False, "trainer.total_training_steps": 3,
+    }  # fmt: skip
+
+
+LOSS_CYCLE = [*LOSSES] + ["vanilla"] * (len(ESTIMATORS) - len(LOSSES))
+
+
+@pytest.mark.parametrize(("estimator", "loss"), list(zip(ESTIMATORS, LOSS_CYCLE, strict=True)))
+def test_every_estimator_and_loss_trains_with_finite_changing_losses(tmp_path, estimator, loss):
+    train(small_config(tmp_path, **changes_of(estimator, loss)))
+    rows = read_metrics(tmp_path)
+    losses = [row["actor/pg_loss"] for row in rows]
+    assert len(losses) == 3 and np.isfinite(losses).all() and len(set(losses)) == 3
+    for row in rows:
+        assert row["actor/skipped_updates"] == 0 and row["actor/grad_norm"] > 0 and row["actor/entropy"] > 0
+        assert row["rollout_corr/logprob_abs_diff"] < 1e-4
+        assert row["critic/advantages/max"] > row["critic/advantages/min"]
+
+
+def test_the_ratio_leaves_one_as_soon_as_there_are_several_mini_batches(tmp_path):
+    common = {"trainer.total_training_steps": 1, "actor.optim.lr": 1e-2, "trainer.val_before_train": False}
+    train(small_config(tmp_path / "two", **common))
+    train(small_config(tmp_path / "one", **common, **{"actor.ppo_mini_batch_size": 4}))
+    two, one = (read_metrics(tmp_path / name)[-1] for name in ("two", "one"))
+    assert abs(two["actor/ppo_kl"]) > 1e-4 > abs(one["actor/ppo_kl"])
+    assert (two["actor/num_updates"], one["actor/num_updates"]) == (2, 1)
+    assert two["rollout_corr/first_clipfrac"] == 0
+
+
+PPO = {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive",
+       "algorithm.kl_ctrl.horizon": 100.0, "algorithm.kl_ctrl.kl_coef": 0.1, "algorithm.gamma": 0.99,
+       "algorithm.lam": 0.95, "trainer.critic_warmup": 1, "critic.optim.lr": 1e-3}  # fmt: skip
+
+
+def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path):
+    whole = train(small_config(tmp_path / "whole", **PPO))
+    train(small_config(tmp_path / "parts", **PPO, **{"trainer.total_training_steps": 2}))
+    resumed = train(small_config(tmp_path / "parts", **PPO))
+    assert_same_policy(resumed, jax.device_get(whole.actor.params))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.critic), jax.device_get(whole.critic))
+    rows = rows_without_clock(tmp_path / "whole")
+    resumed_rows = rows_without_clock(tmp_path / "parts")
+    assert resumed_rows[3:] == rows[3:]
+    assert "actor/pg_loss" not in rows[1] and "actor/pg_loss" in rows[2]  # critic_warmup
+    assert rows[1]["critic/values/max"] == 0  # a zero head
+    assert all(row["critic/vf_loss"] > 0 and row["critic/num_updates"] == 2 for row in rows[1:])
+    assert rows[4]["critic/vf_explained_var"] != rows[3]["critic/vf_explained_var"]
+    coefficients = [row["actor/reward_kl_penalty_coeff"] for row in rows[1:]]
+    assert coefficients[0] == 0.1 and len(set(coefficients)) == 4
+    assert abs(rows[1]["actor/reward_kl_penalty"]) < 1e-6 < rows[4]["actor/reward_kl_penalty"]
+    for row in rows[3:]:
+        assert row["rollout/seq_final_reward/mean"] < row["rollout/seq_reward/mean"]
+
+
+def test_the_reference_is_loaded_only_when_a_kl_divergence_is_on(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(run_module, "load_reference", refuse)
+    once = {"trainer.total_training_steps": 1}
+    train(small_config(tmp_path / "without", **once))
+    for option in ("actor.use_kl_loss", "algorithm.use_kl_in_reward"):
+        with pytest.raises(AssertionError, match="loaded"):
+            train(small_config(tmp_path / option, **once, **{option: True}))
+
+
+def test_the_kl_loss_holds_the_policy_near_its_start(tmp_path):
+    common = {"actor.use_kl_loss": True, "actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
+    for name, coefficient in (("free", 1e-9), ("held", 10.0)):
+        train(small_config(tmp_path / name, **common, **{"actor.kl_loss_coef": coefficient}))
+    free, held = (read_metrics(tmp_path / name)[-1]["actor/kl_loss"] for name in ("free", "held"))
+    assert 0 < held < 0.5 * free
+
+
+def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
+    common = {"actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
+    for name, coefficient in (("without", 0.0), ("with", 1.0)):
+        train(small_config(tmp_path / name, **common, **{"actor.entropy_coeff": coefficient}))
+    without, bonus = (read_metrics(tmp_path / name)[-1]["actor/entropy"] for name in ("without", "with"))
+    assert bonus > without + 0.1
+
+
+@pytest.fixture(scope="module")
+def accepted(tmp_path_factory):
+    """One step's accepted groups, the models before it and the config, made once."""
+    from dapo_jax.train import Progress, collect
+
+    config = small_config(tmp_path_factory.mktemp("accepted"))
+    with open_run(config, initial_step=0) as run:
+        models = run.init_models()
+        return config, collect(run, models, Progress(), 1).experience, jax.device_get(models)
+
+
+def batch_with(accepted, **changes):
+    """The batch that other options make of the same groups."""
+    config, experience, models = accepted
+    config = small_config(config.workdir, **changes)
+    with open_run(config, initial_step=0) as run:
+        recompute = config.actor.old_logprob == "recompute"
+        return experience, *make_batch(run, experience, run.init_models(), recompute=recompute, kl_coef=0.0)
+
+
+def test_overlong_filtering_masks_what_was_cut_off(accepted):
+    experience, batch, metrics = batch_with(accepted, **{"algorithm.overlong_filtering": True})
+    cut = ~experience.finished.reshape(-1)
+    assert cut.any() and not cut.all()
+    assert not batch.loss_mask[cut].any() and (batch.loss_mask[~cut] == batch.mask[~cut]).all()
+    assert metrics["actor/overlong_filtered"] == cut.mean()
+    assert (batch.advantages[cut] != 0).any()  # they still count in their group's mean
+
+
+def test_kept_samples_alone_are_trained_on(accepted):
+    options = {"algorithm.keep_neg_ratio": 0.25, "algorithm.compute_new_adv": True}
+    experience, batch, metrics = batch_with(accepted, **options)
+    scores = experience.scores["seq_reward"]
+    trained = batch.loss_mask.any(axis=1).reshape(scores.shape)
+    assert (trained | (scores < scores.max(axis=1, keepdims=True))).all()  # all good ones
+    wrong = (scores == 0).sum(axis=1)
+    assert (trained.sum(axis=1) == (scores == 1).sum(axis=1) + np.ceil(wrong / 4)).all()
+    assert (batch.advantages[~trained.reshape(-1)] == 0).all()
+    assert metrics["critic/advantages_processed/std"] > 0 and metrics["actor/kept_samples"] == trained.mean()
+    assert metrics["critic/advantages/max"] != metrics["critic/advantages_processed/max"]
+
+
+def test_rollout_correction_weighs_and_rejects(accepted):
+    options = {
+        "actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_rs": ("token_k1",),
+        "algorithm.rollout_correction.rollout_rs_threshold": ("2.0",),
+    }  # fmt: skip
+    experience, batch, metrics = batch_with(accepted, **options)
+    np.testing.assert_allclose(batch.importance_weights[batch.mask], 1.0, atol=1e-4)  # one model
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0 and metrics["rollout_corr/k3_kl"] < 1e-8
+    config, experience, models = accepted
+    logprobs = experience.logprobs.copy()
+    logprobs[0, 0, 0] -= 1.0  # as if the sampler had found this token less likely
+    shifted = dataclasses.replace(experience, logprobs=logprobs)
+    _, batch, metrics = batch_with((config, shifted, models), **options)
+    assert batch.importance_weights[0, 0] == pytest.approx(2.0) and not batch.loss_mask[0, 0] and batch.mask[0, 0]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
+
+
+@pytest.mark.parametrize("method", CPO_METHODS)
+def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
+    _, plain, _ = batch_with(accepted)
+    options = {"algorithm.adv_estimator": "cpo", "algorithm.cpo.wrap_method": method, "algorithm.cpo.mi_alpha": 1.0}
+    _, batch, _ = batch_with(accepted, **options)
+    difference = (batch.advantages - plain.advantages)[batch.mask]
+    assert np.isfinite(difference).all() and np.abs(difference).max() > 1e-6
+    np.testing.assert_allclose(difference, 0, atol=0.5)
+
+
+def test_remax_compares_with_the_greedy_response(accepted):
+    experience, batch, _ = batch_with(accepted, **{"algorithm.adv_estimator": "remax"})
+    scores = experience.scores["seq_reward"]
+    baseline = scores - batch.advantages[:, 0].reshape(scores.shape)
+    assert (baseline == baseline[:, :1]).all() and np.isin(baseline, (0.0, 1.0)).all()
+
+
+def test_a_missing_checkpoint_part_is_not_silently_made_up(tmp_path):
+    """A run that gains a critic cannot go on from a checkpoint without one."""
+    train(small_config(tmp_path, **{"trainer.total_training_steps": 2}))
+    assert Checkpoints(tmp_path, max_to_keep=2).latest_step() == 2
+    with pytest.raises((ValueError, KeyError)):
+        train(small_config(tmp_path, **{"algorithm.adv_estimator": "gae"}))
