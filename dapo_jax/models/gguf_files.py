@@ -11,7 +11,7 @@ from dapo_jax.models.architecture import FAMILIES, Architecture
 from dapo_jax.models.assemble import Place, StoredTensor, assemble, unreadable
 
 # general.architecture -> Hugging Face architecture; Mistral is stored as llama
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # name in the file -> name in FAMILIES
 
 REQUIRED = (
     "block_count",
