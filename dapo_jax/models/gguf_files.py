@@ -10,8 +10,8 @@ import numpy as np
 from dapo_jax.models.architecture import FAMILIES, Architecture
 from dapo_jax.models.assemble import Place, StoredTensor, assemble, unreadable
 
-# general.architecture -> Hugging Face architecture; Mistral is stored as llama
-ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # name in the file -> name in FAMILIES
+# general.architecture -> name in FAMILIES; Mistral is stored as llama
+ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 REQUIRED = (
     "block_count",
