@@ -239,7 +239,7 @@ class TrainerConfig:
     total_training_steps: int = 100  # batches trained on
     critic_warmup: int = 0  # first training steps that update the critic alone
     save_freq: int = 10  # training steps between checkpoints; -1 = only at the end
-    test_freq: int = 10  # training steps between evaluations; -1 = never
+    test_freq: int = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
     max_ckpt_to_keep: int = 2
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable

@@ -14,8 +14,9 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.dynamic_sampling.rounds import shape_rewards
 from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, fetch, place_weight, put
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, fetch, indivisible_weights, place_weight, put
 from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.waves import bucket, pad_prompts
@@ -59,18 +60,28 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
     """The reward model of reward.model.path.
 
     Raises:
-        ValueError: it is not a sequence-classification model with one label, or has no tokenizer.
+        ValueError: it is not a sequence-classification model with one label, or has no tokenizer that fits it, or
+            the mesh does not divide its weights.
     """
     settings = config.reward.model
     path = Path(settings.path).expanduser()
     arch = read_model_architecture(path)
     if not arch.scalar_head:
         raise ValueError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > arch.vocab_size:
+        raise ValueError(
+            f"the tokenizer of reward.model.path={settings.path} has ids up to {tokenizer.vocab_size - 1}, the model "
+            f"{arch.vocab_size} embeddings: they do not belong together"
+        )
+    problems = indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES)
+    if problems:
+        raise ValueError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
     model = build_reward_model(arch, dtype, mesh)
     return ModelScorer(
         model=model,
         params=model.freeze(load_params(path, arch, place_weight(mesh, TRAIN_RULES))),
-        tokenizer=load_tokenizer(path),
+        tokenizer=tokenizer,
         mesh=mesh,
         micro_batch_rows=settings.micro_batch_size_per_device * num_batch_shards(mesh),
         max_length=settings.max_length,

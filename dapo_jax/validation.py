@@ -36,6 +36,12 @@ POSITIVE = (
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
     "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor evaluate.n"
 ).split()
+POSITIVE_OR_NULL = (
+    "data.gen_batch_size",
+    "actor.loss_scale_factor",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_micro_batch_size_per_device",
+)
 
 
 def validate(config: Config) -> None:
@@ -65,6 +71,10 @@ def _range_problems(config: Config) -> list[str]:
     problems = [
         f"{key}={_lookup(config, key)} must be greater than 0" for key in POSITIVE if not _lookup(config, key) > 0
     ]
+    for key in POSITIVE_OR_NULL:
+        value = _lookup(config, key)
+        if value is not None and not value > 0:
+            problems.append(f"{key}={value} must be greater than 0, or null")
     for name in ("rollout", "evaluate"):
         section = getattr(config, name)
         if section.temperature < 0:
@@ -129,8 +139,6 @@ def _batch_problems(config: Config) -> list[str]:
         problems.append(
             f"rollout.max_num_seqs={config.rollout.max_num_seqs} must be at least evaluate.n={config.evaluate.n}"
         )
-    if data.gen_batch_size is not None and data.gen_batch_size < 1:
-        problems.append(f"data.gen_batch_size={data.gen_batch_size} must be greater than 0, or null")
     if not config.algorithm.filter_groups.enable and gen_batch_size(config) != batch:
         problems.append(
             f"data.gen_batch_size={gen_batch_size(config)} differs from data.train_batch_size={batch}, which "
@@ -183,7 +191,8 @@ def _algorithm_problems(config: Config) -> list[str]:
             "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
             "set algorithm.filter_groups.enable=False"
         )
-    if algorithm.filter_groups.metric == "seq_final_reward" and not algorithm.use_kl_in_reward:
+    groups = algorithm.filter_groups
+    if groups.enable and groups.metric == "seq_final_reward" and not algorithm.use_kl_in_reward:
         problems.append(
             "algorithm.filter_groups.metric=seq_final_reward is the reward after the KL divergence: set "
             "algorithm.use_kl_in_reward=True, or choose seq_reward, which is the same without it"

@@ -10,17 +10,18 @@ import dapo_jax
 from dapo_jax import config as config_module
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
-from dapo_jax.config import Config, default_config, freeze
-from dapo_jax.validation import validate, warnings
+from dapo_jax.config import (
+    Config,
+    default_config,
+    freeze,
+    gen_batch_size,
+    micro_batch_size,
+    mini_batch_size,
+    uses_critic,
+    uses_reference,
+)
 
 PACKAGE = Path(dapo_jax.__file__).parent
-
-
-def valid() -> typing.Any:
-    values = default_config()
-    values.model.path = "random"
-    values.data.task = "arithmetic"
-    return values
 
 
 def leaves(section: typing.Any, prefix: str = "") -> typing.Iterator[str]:
@@ -81,66 +82,36 @@ def test_a_foreign_config_is_refused():
         freeze(values)
 
 
-def test_a_valid_config_passes():
-    validate(freeze(valid()))
-
-
-def test_validate_reports_all_problems_together():
-    values = valid()
-    values.data.truncation = "up"
-    values.rollout.n = 0
-    values.actor.clip_ratio_c = 1.0
-    values.rollout.top_p = 0.0
-    values.data.chat_template_kwargs = "[1]"
-    with pytest.raises(ValueError) as caught:
-        validate(freeze(values))
-    for key in ("data.truncation", "rollout.n", "actor.clip_ratio_c", "rollout.top_p", "chat_template_kwargs"):
-        assert key in str(caught.value)
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("data.train_batch_size", 500, "must be a multiple of actor.ppo_mini_batch_size"),
-        ("actor.ppo_micro_batch_size_per_device", 7, "must be a multiple of"),
-        ("rollout.max_num_seqs", 8, "must be at least rollout.n"),
-        ("rollout.temperature", 0.0, "no gradient"),
-        ("model.path", "", "model.path is empty"),
-        ("data.task", "files", "data.train_files is empty"),
-        ("data.gen_batch_size", 0, "gen_batch_size=0"),
-        ("evaluate.top_k", 0, "evaluate.top_k"),
-    ],
+    ("size", "key"), [(mini_batch_size, "ppo_mini_batch_size"), (micro_batch_size, "ppo_micro_batch_size_per_device")]
 )
-def test_each_rule_names_key_and_cure(key, value, message):
-    values = valid()
-    with values.unlocked():
-        values.update_from_flattened_dict({key: value})
-    with pytest.raises(ValueError, match=re.escape(message)):
-        validate(freeze(values))
+def test_the_critic_has_the_actors_batch_sizes_unless_it_has_its_own(size, key):
+    values = default_config()
+    values.actor[key] = 24
+    assert [size(freeze(values), name) for name in ("actor", "critic")] == [24, 24]
+    values.critic[key] = 12
+    assert [size(freeze(values), name) for name in ("actor", "critic")] == [24, 12]
 
 
-def test_no_filter_means_one_round_of_the_batch_size():
-    values = valid()
-    values.algorithm.filter_groups.enable = False
-    values.data.gen_batch_size = 1024
-    with pytest.raises(ValueError, match="only makes sense with"):
-        validate(freeze(values))
-    values.data.gen_batch_size = 512
-    validate(freeze(values))
+def test_a_generation_round_has_the_training_batchs_size_unless_it_has_its_own():
+    values = default_config()
+    assert gen_batch_size(freeze(values)) == 512
+    values.data.gen_batch_size = 1536
+    assert gen_batch_size(freeze(values)) == 1536
 
 
-def test_overlong_buffer_must_fit_in_the_response():
-    values = valid()
-    values.reward.overlong_buffer.enable = True
-    values.reward.overlong_buffer.len = 2000
-    with pytest.raises(ValueError, match="overlong_buffer.len"):
-        validate(freeze(values))
+def test_only_gae_uses_a_critic():
+    values = default_config()
+    found = []
+    for values.algorithm.adv_estimator in ESTIMATORS:
+        found += [values.algorithm.adv_estimator] * uses_critic(freeze(values))
+    assert found == ["gae"]
 
 
-def test_truncated_sampling_and_single_samples_are_warned_of():
-    values = valid()
-    assert not warnings(freeze(values))
-    values.rollout.top_p = 0.9
-    values.rollout.n = 1
-    values.evaluate.n = 1
-    assert len(warnings(freeze(values))) == 3
+def test_each_kl_divergence_alone_uses_the_reference():
+    values = default_config()
+    assert not uses_reference(freeze(values))
+    values.actor.use_kl_loss = True
+    assert uses_reference(freeze(values))
+    values.actor.use_kl_loss, values.algorithm.use_kl_in_reward = False, True
+    assert uses_reference(freeze(values))

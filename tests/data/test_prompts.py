@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from dapo_jax.data.prompts import PromptReport, tokenize_prompts, truncate
+from dapo_jax.data.prompts import PromptReport, hinted_prompts, tokenize_prompts, truncate
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
 
@@ -69,6 +69,39 @@ def test_messages_system_prompt_and_keyword_arguments_reach_the_tokenizer():
     row = PromptRow(({"role": "user", "content": "hi"},), "task", "1", {})
     prompts, _ = tokenize([row], system_prompt="be.")
     assert texts(prompts) == ["be.\nhi"]
+
+
+def hinted(prompt, ground_truth="7", system_prompt=None, **extra_info):
+    """What `hinted_prompts` makes of one row, as text."""
+    row = PromptRow(prompt, "task", ground_truth, extra_info)
+    found = hinted_prompts([row], TOKENIZER, system_prompt=system_prompt, chat_template_kwargs={})
+    return TOKENIZER.decode(found[0])
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def test_the_hint_is_the_solution_or_else_the_ground_truth():
+    assert hinted("3 + 4", solution="add.", index=1) == "add.\n3 + 4"
+    assert hinted("3 + 4", index=1) == hinted("3 + 4", solution="") == hinted("3 + 4", solution=None) == "7\n3 + 4"
+
+
+def test_the_hint_stands_at_the_start_of_the_last_user_turn():
+    messages = (turn("system", "be."), turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("tool", "d"))
+    assert hinted(messages) == "be.\na\nb\n7\nc\nd"
+    assert messages[3] == turn("user", "c")
+    assert hinted(messages[1:2], system_prompt="own") == "own\n7\na"
+
+
+def test_hinted_prompts_are_one_a_row_and_may_be_longer_than_the_plain_ones():
+    found = hinted_prompts(ROWS, TOKENIZER, system_prompt=None, chat_template_kwargs={})
+    assert [TOKENIZER.decode(tokens) for tokens in found] == [f"1\n{row.prompt}" for row in ROWS]
+
+
+def test_a_hint_needs_a_user_turn():
+    with pytest.raises(ValueError, match="needs a user turn for the hint of adv_estimator=cpo.*assistant"):
+        hinted((turn("system", "be."), turn("assistant", "b")))
 
 
 def test_duplicates_are_counted_warned_of_and_share_their_tokens(caplog):

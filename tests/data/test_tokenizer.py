@@ -55,9 +55,9 @@ def full_directory(path):
     )
 
 
-def encode(tokenizer, prompt, system_prompt=None, **chat_template_kwargs):
+def encode(tokenizer, prompt, system_prompt=None, response=None, **chat_template_kwargs):
     return tokenizer.encode_prompt(
-        prompt, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
+        prompt, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs, response=response
     )
 
 
@@ -101,6 +101,20 @@ def test_system_prompt_is_put_before_messages_that_have_none(tmp_path):
     assert text_of(tokenizer, encode(tokenizer, USER, "ours")).startswith("<start>[system]ours<end>[user]")
     assert encode(tokenizer, own, "ours") == encode(tokenizer, own)
     assert "[system]<end>" in text_of(tokenizer, encode(tokenizer, USER, ""))
+
+
+def test_a_response_ends_the_conversation_and_no_answer_is_begun(tmp_path):
+    tokenizer = load_tokenizer(full_directory(tmp_path))
+    ids = encode(tokenizer, USER, "ours", response="yo", think="no")
+    assert text_of(tokenizer, ids) == "<start>[system]ours<end>[user]hi<end>[assistant]yo<end>no"
+    assert text_of(tokenizer, encode(tokenizer, USER, response="")) == "<start>[user]hi<end>[assistant]<end>"
+    assert USER == ({"role": "user", "content": "hi"},)
+
+
+def test_a_response_follows_plain_text_at_once(tmp_path):
+    tokenizer = load_tokenizer(full_directory(tmp_path))
+    assert encode(tokenizer, "hi", "ours", response=" yo") == [256, *tokenizer.encode("hi yo")]
+    assert encode(tokenizer, "hi", response="") == encode(tokenizer, "hi")
 
 
 def test_plain_text_gets_no_template_and_the_bos_token_if_configured(tmp_path):
@@ -190,6 +204,7 @@ def test_character_tokenizer_joins_messages_by_newlines():
     tokenizer = character_tokenizer()
     assert encode(tokenizer, USER) == tokenizer.encode("hi")
     assert encode(tokenizer, USER, "add.") == tokenizer.encode("add.\nhi")
+    assert encode(tokenizer, USER, response="5") == tokenizer.encode("hi\n5")
 
 
 @pytest.mark.skipif("DAPO_JAX_SMOLLM2" not in os.environ, reason="DAPO_JAX_SMOLLM2 names no GGUF file")

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -65,6 +67,15 @@ def test_dropped_groups_are_counted_by_kind(mesh):
     found = filter_groups(groups, "acc", mesh)
     assert filtered_counts([found, found]) == {"all_correct": 2, "all_wrong": 4, "other": 2}
     assert filtered_counts([]) == {"all_correct": 0, "all_wrong": 0, "other": 0}
+
+
+def test_dropped_groups_without_a_verdict_are_neither_right_nor_wrong(mesh):
+    groups = experience([[1, 1], [0, 0], [0, 1]])
+    unjudged = dataclasses.replace(groups, scores={"score": groups.scores["score"]})
+    judged_round, unjudged_round = filter_groups(groups, "acc", mesh), filter_groups(unjudged, "score", mesh)
+    assert filtered_counts([unjudged_round]) == {"all_correct": 0, "all_wrong": 0, "other": 2}
+    both = filtered_counts([unjudged_round, judged_round])
+    assert both == {"all_correct": 1, "all_wrong": 1, "other": 2}
 
 
 def test_without_a_filter_all_groups_are_kept():

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ LLAMA = {
     "num_attention_heads": 4,
     "rms_norm_eps": 1e-5,
 }
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -65,6 +67,7 @@ def test_absent_and_null_settings_take_the_defaults():
     [
         ({"architectures": ["GemmaForCausalLM"]}, "Gemma.*choose one of.*Qwen3ForCausalLM"),
         ({"architectures": None}, "choose one of"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "choose one of.*Qwen3ForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),
@@ -81,6 +84,24 @@ def test_absent_and_null_settings_take_the_defaults():
 def test_what_is_not_supported_is_an_error(change, message):
     with pytest.raises(ValueError, match=message):
         architecture_from_hf(LLAMA | change)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_sequence_classification_model_differs_by_its_scalar_head_alone(family):
+    language = architecture_from_hf(LLAMA | {"architectures": [f"{family}ForCausalLM"]})
+    scoring = architecture_from_hf(LLAMA | ONE_LABEL | {"architectures": [f"{family}ForSequenceClassification"]})
+    assert not language.scalar_head
+    assert scoring == dataclasses.replace(language, scalar_head=True)
+
+
+@pytest.mark.parametrize("labels", [{}, {"id2label": None}, {"id2label": {"0": "bad", "1": "good"}}])
+def test_a_sequence_classification_model_has_one_label(labels):
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification with 2 labels: a reward model has one"):
+        architecture_from_hf(LLAMA | labels | {"architectures": ["LlamaForSequenceClassification"]})
+
+
+def test_a_language_model_may_have_any_labels():
+    assert architecture_from_hf(LLAMA | {"id2label": {"0": "a", "1": "b"}}) == architecture_from_hf(LLAMA)
 
 
 def test_all_problems_are_reported_together():

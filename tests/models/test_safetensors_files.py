@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -100,6 +101,22 @@ def test_rotary_buffers_and_the_head_of_tied_embeddings_are_not_read(tmp_path, t
     save(tmp_path, tensors | {"lm_head.weight": np.ones((159, 48), np.float32)})
     with pytest.raises(ValueError, match=r"lm_head.weight has shape \(159, 48\), expected \(160, 48\)"):
         load(tmp_path)
+
+
+def test_a_scalar_head_is_read_as_one_row_and_the_vocabularys_is_refused(tmp_path, tensors):
+    scoring = dataclasses.replace(read_architecture(TIED), tie_embeddings=False, scalar_head=True)
+    score = np.arange(48, dtype=np.float32)
+    save(tmp_path, tensors | {"score.weight": score[None]})
+    params = load_safetensors(tmp_path, scoring, place)
+    np.testing.assert_array_equal(params.pop("score"), score)
+    assert_equal(params, load(TIED))
+    save(tmp_path, tensors | {"score.weight": np.stack([score, score]), "lm_head.weight": np.ones((160, 48), "f4")})
+    with pytest.raises(ValueError, match=r"score.weight has shape \(2, 48\), expected \(1, 48\)") as error:
+        load_safetensors(tmp_path, scoring, place)
+    assert "tensor lm_head.weight of shape (160, 48) is unknown" in str(error.value)
+    save(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"score.weight of shape \(1, 48\) is missing"):
+        load_safetensors(tmp_path, scoring, place)
 
 
 def test_a_tensor_in_two_shards_is_an_error(tmp_path, tensors):

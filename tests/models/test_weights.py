@@ -85,6 +85,22 @@ def test_tied_embeddings_have_no_head():
     assert count_params(ARCH) - count_params(tied) == ARCH.vocab_size * ARCH.hidden_size
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_scalar_head_takes_the_place_of_the_vocabularys(tied):
+    scoring = dataclasses.replace(ARCH, tie_embeddings=tied, scalar_head=True)
+    *trunk, score = weight_table(scoring)
+    assert trunk == weight_table(dataclasses.replace(ARCH, tie_embeddings=True))
+    assert (score.path, score.shape, score.axes) == (("score",), (32,), ("embed",))
+    assert (score.hf_name, score.hf_shape) == ("score.weight", (1, 32))
+
+
+def test_a_scalar_head_starts_at_zero_and_stays_in_float32():
+    scoring = dataclasses.replace(ARCH, scalar_head=True)
+    params = cast_matrices(jit_init(scoring, 0), scoring, jnp.bfloat16)
+    assert params["score"].dtype == jnp.float32 and not params["score"].any() and "head" not in params
+    assert params["embedding"].dtype == jnp.bfloat16
+
+
 def test_unflatten_nests_leaves_by_path():
     params = unflatten((weight, weight.hf_name) for weight in weight_table(ARCH))
     assert params["final_norm"] == "model.norm.weight"

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from dapo_jax.rewards.assembly import assemble_rewards, soft_overlong_penalty
+from dapo_jax.rewards.assembly import assemble_rewards, place_rewards, soft_overlong_penalty
 
 
 def test_the_penalty_follows_the_paper():
@@ -25,3 +25,9 @@ def test_score_and_penalty_stand_at_the_last_token():
 def test_without_a_buffer_the_reward_is_the_score():
     rewards = assemble_rewards(jnp.array([0.5]), jnp.ones((1, 4), bool), max_response_length=4)
     np.testing.assert_allclose(rewards.token_level_scores, [[0, 0, 0, 0.5]])
+
+
+def test_a_reward_is_placed_at_the_last_token_and_nowhere_for_an_empty_response():
+    mask = jnp.arange(4) < jnp.array([[1], [3], [4], [0]])
+    placed = place_rewards(jnp.array([2.0, -1.5, 0.5, 7.0]), mask)
+    np.testing.assert_array_equal(placed, [[2, 0, 0, 0], [0, 0, -1.5, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]])

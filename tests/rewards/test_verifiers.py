@@ -6,9 +6,15 @@ from dapo_jax.rewards import verifiers
 
 
 def test_every_name_loads_and_scores():
-    for name in verifiers.VERIFIERS:
+    for name in verifiers.VERIFIERS.keys() - {"none"}:
         result = verifiers.load_verifier(name)("arithmetic", "Answer: 34\n#### 34", "34", {})
         assert result["acc"], name
+
+
+def test_none_scores_zero_whatever_it_is_given():
+    none = verifiers.load_verifier("none")
+    assert none("arithmetic", "34", "34", {}) == none("unknown", "", "", {"a": 1}) == {"score": 0.0}
+    assert verifiers.wrong_score("none", "math_dapo") == 0.0
 
 
 @pytest.mark.parametrize(

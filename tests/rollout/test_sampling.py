@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling, inverse_cdf, row_keys, sample
+from dapo_jax.rollout.sampling import EVALUATE, SELECT, TRAIN, Sampling, inverse_cdf, position_noise, row_keys, sample
 
 LOGITS = np.random.default_rng(0).normal(size=300).astype(np.float32) * 2
 DRAWS = 20000
@@ -80,3 +80,28 @@ def test_positions_draw_differently():
     logits = jnp.zeros((16, 1000))
     first, second = (sample(logits, keys, jnp.int32(position), Sampling())[0] for position in (0, 1))
     assert (first != second).sum() > 14
+
+
+def noise(numbers, *, seed=0, purpose=SELECT, num_samples=3, length=5):
+    return np.asarray(position_noise(seed, purpose, jnp.array(numbers), num_samples, length))
+
+
+def test_noise_of_a_position_depends_on_neither_the_length_nor_the_other_prompts():
+    found = noise([7, 9])
+    assert found.shape == (6, 5)
+    np.testing.assert_array_equal(noise([7, 9], length=8)[:, :5], found)
+    np.testing.assert_array_equal(noise([9, 4, 7])[[6, 7, 8, 0, 1, 2]], found)
+    np.testing.assert_array_equal(noise([9], num_samples=2), found[3:5])
+
+
+def test_noise_differs_by_seed_purpose_number_sample_and_position():
+    several = [noise([7, 9]), noise([7, 9], seed=1), noise([7, 9], purpose=TRAIN)]
+    assert len(np.unique(several)) == 3 * 6 * 5
+
+
+def test_noise_is_uniform():
+    drawn = noise(range(64), num_samples=8, length=32).reshape(-1)
+    assert 0 <= drawn.min() and drawn.max() < 1
+    counts = np.bincount((drawn * 16).astype(int), minlength=16)
+    mean = len(drawn) / 16
+    assert np.sum((counts - mean) ** 2 / mean) < 15 + 4 * np.sqrt(2 * 15)

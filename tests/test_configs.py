@@ -1,0 +1,180 @@
+import ast
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from dapo_jax.command_line import read_config
+from dapo_jax.config import Config
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import count_params, weight_table
+from dapo_jax.parallel.mesh import AXES
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
+from dapo_jax.run import check_mesh
+from dapo_jax.validation import validate, warnings
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "configs").glob("*.py"))
+DAPO_7B, DAPO_32B = "dapo_qwen2.5_7b_math", "dapo_qwen2.5_32b_math"
+CLIP_COV, KL_COV = "entropy_clip_cov", "entropy_kl_cov"
+
+QWEN = {
+    "family": "qwen2", "vocab_size": 152064, "head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "tie_embeddings": False, "qkv_bias": True,
+}  # fmt: skip
+QWEN_7B = Architecture(
+    hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4, **QWEN
+)
+QWEN_32B = Architecture(
+    hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40, num_kv_heads=8, **QWEN
+)
+LARGE = [(DAPO_7B, QWEN_7B, 8), (DAPO_32B, QWEN_32B, 64), (CLIP_COV, QWEN_7B, 8), (KL_COV, QWEN_7B, 8)]
+
+
+def load(name: str) -> Config:
+    return read_config(["train", "--config", str(ROOT / "configs" / f"{name}.py")])
+
+
+def docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_loads_is_valid_and_has_no_warning(path):
+    config = load(path.stem)
+    validate(config)
+    assert warnings(config) == []
+    assert config.workdir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_names_its_command_hardware_and_result(path):
+    text, command = docstring(path), f"python -m dapo_jax.train --config configs/{path.name}"
+    script = ROOT / "scripts" / f"{path.stem}.sh"
+    if script.exists():
+        assert f"bash scripts/{script.name}" in text and command in script.read_text()
+    else:
+        assert command in text
+    assert "Hardware: " in text
+    assert any(statement in text for statement in ("Expect: ", "Only two steps were run", "Published: "))
+
+
+def published(config: Config) -> dict[str, object]:
+    """What verl's scripts state, under their names."""
+    actor, groups, overlong = config.actor, config.algorithm.filter_groups, config.reward.overlong_buffer
+    return {
+        "train_batch_size": config.data.train_batch_size,
+        "gen_batch_size": config.data.gen_batch_size,
+        "n": config.rollout.n,
+        "ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        "ppo_epochs": actor.ppo_epochs,
+        "adv_estimator": config.algorithm.adv_estimator,
+        "norm_adv_by_std": config.algorithm.norm_adv_by_std_in_grpo,
+        "loss_mode": actor.policy_loss.loss_mode,
+        "loss_agg_mode": actor.loss_agg_mode,
+        "kl": (config.algorithm.use_kl_in_reward, actor.use_kl_loss),
+        "entropy_coeff": actor.entropy_coeff,
+        "lr": (actor.optim.lr, actor.optim.lr_scheduler_type, actor.optim.lr_warmup_steps),
+        "weight_decay": actor.optim.weight_decay,
+        "betas": actor.optim.betas,
+        "grad_clip": actor.grad_clip,
+        "max_lengths": (config.data.max_prompt_length, config.data.max_response_length),
+        "truncation": config.data.truncation,
+        "overlong": (overlong.len, overlong.penalty_factor) if overlong.enable else None,
+        "filter": (groups.metric, groups.max_num_gen_batches) if groups.enable else None,
+        "sampling": (config.rollout.temperature, config.rollout.top_p, config.rollout.top_k),
+        "validation": (config.evaluate.temperature, config.evaluate.top_p, config.evaluate.n),
+        "test_freq": config.trainer.test_freq,
+        "save_freq": config.trainer.save_freq,
+    }
+
+
+SHARED = {
+    "ppo_mini_batch_size": 32, "ppo_epochs": 1, "adv_estimator": "grpo", "norm_adv_by_std": True,
+    "loss_agg_mode": "token-mean", "kl": (False, False), "entropy_coeff": 0.0, "betas": (0.9, 0.999), "grad_clip": 1.0,
+    "truncation": "left", "sampling": (1.0, 1.0, -1),
+}  # fmt: skip
+DAPO = SHARED | {
+    "train_batch_size": 512, "n": 16, "loss_mode": "vanilla", "lr": (1e-6, "constant", 10), "weight_decay": 0.1,
+    "overlong": (4096, 1.0), "validation": (1.0, 0.7, 32),
+}  # fmt: skip
+ENTROPY = SHARED | {
+    "train_batch_size": 256, "gen_batch_size": 768, "n": 8, "lr": (1e-6, "constant", 0), "weight_decay": 0.0,
+    "max_lengths": (2048, 8192), "overlong": None, "filter": ("acc", 10), "validation": (0.0, 1.0, 1),
+    "test_freq": 4, "save_freq": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        (DAPO_7B, DAPO | {
+            "gen_batch_size": None, "max_lengths": (2048, 8192), "filter": None, "test_freq": 10, "save_freq": 10,
+        }),
+        (DAPO_32B, DAPO | {
+            "gen_batch_size": 1536, "max_lengths": (2048, 20480), "filter": ("acc", 10), "test_freq": 5, "save_freq": 5,
+        }),
+        (CLIP_COV, ENTROPY | {"loss_mode": "clip_cov"}),
+        (KL_COV, ENTROPY | {"loss_mode": "kl_cov"}),
+    ],
+    ids=[DAPO_7B, DAPO_32B, CLIP_COV, KL_COV],
+)  # fmt: skip
+def test_large_recipes_have_the_published_values(name, values):
+    assert published(load(name)) == values
+
+
+@pytest.mark.parametrize("name", [DAPO_7B, DAPO_32B])
+def test_dapo_clips_higher_and_trains_as_long_as_published(name):
+    config = load(name)
+    assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high, config.actor.clip_ratio_c) == (0.2, 0.28, 10.0)
+    updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size
+    assert updates == 16
+    steps = config.trainer.total_training_steps
+    assert steps == 200 if name == DAPO_7B else steps * updates == 5280
+
+
+def test_entropy_recipes_have_the_published_losses():
+    clip_cov, kl_cov = load(CLIP_COV).actor, load(KL_COV).actor
+    assert (clip_cov.clip_ratio_low, clip_cov.clip_ratio_high, clip_cov.clip_ratio_c) == (1.0, 1.0, 10.0)
+    loss = clip_cov.policy_loss
+    assert (loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub) == (0.0002, 1.0, 5.0)
+    assert (kl_cov.policy_loss.kl_cov_ratio, kl_cov.policy_loss.ppo_kl_coef) == (0.002, 1.0)
+
+
+def test_grpo_and_ppo_are_the_plain_algorithms():
+    grpo, ppo = load("grpo"), load("ppo_critic")
+    for config in (grpo, ppo):
+        assert not config.algorithm.filter_groups.enable
+        actor = config.actor
+        assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.2, 3.0)
+    assert grpo.algorithm.adv_estimator == "grpo" and grpo.actor.loss_agg_mode == "seq-mean-token-mean"
+    actor = grpo.actor
+    assert (actor.use_kl_loss, actor.kl_loss_type, actor.kl_loss_coef) == (True, "low_var_kl", 0.001)
+    assert ppo.algorithm.adv_estimator == "gae" and (ppo.algorithm.gamma, ppo.algorithm.lam) == (1.0, 1.0)
+    assert ppo.critic.cliprange_value == 0.5 and ppo.trainer.critic_warmup > 0
+
+
+def test_small_recipes_share_the_quickstart_task():
+    quickstart = load("quickstart")
+    for name in ("grpo", "ppo_critic"):
+        config = load(name)
+        assert config.model == quickstart.model and config.data.arithmetic == quickstart.data.arithmetic
+        assert config.data.system_prompt == quickstart.data.system_prompt
+        assert config.evaluate == quickstart.evaluate
+
+
+@pytest.mark.parametrize(("name", "arch", "num_devices"), LARGE, ids=[name for name, _, _ in LARGE])
+def test_models_and_micro_batches_fit_the_mesh_of_large_recipes(name, arch, num_devices):
+    config = load(name)
+    assert f"Hardware: {num_devices} devices" in docstring(ROOT / "configs" / f"{name}.py")
+    fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
+    assert config.mesh.data == -1 and num_devices % (fsdp * tensor) == 0
+    mesh = AbstractMesh((num_devices // (fsdp * tensor), fsdp, tensor), AXES)
+    for rules in (TRAIN_RULES, DECODE_RULES):
+        assert indivisible_weights(weight_table(arch), dict(mesh.shape), rules) == []
+    check_mesh(config, arch, mesh)
+
+
+def test_sizes_are_those_of_qwen():
+    assert count_params(QWEN_7B) == 7_615_616_512
+    assert count_params(QWEN_32B) == 32_763_876_352

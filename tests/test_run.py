@@ -1,0 +1,64 @@
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from reward_model_files import write_reward_model
+from small_run import small_config
+
+from dapo_jax.learner.actor import build_actor
+from dapo_jax.models.architecture import read_architecture
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run import actor_settings, load_policy, load_reference, read_model
+
+DATA = Path(__file__).parent / "models" / "data"
+LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")
+AS_LOADED: Any = SimpleNamespace(freeze=lambda params: params)
+
+
+def reference_of(changes, actor=AS_LOADED, path=LLAMA):
+    """What `load_reference` gives a policy of the architecture at `path`."""
+    return load_reference(small_config("unused", **changes), read_architecture(path), actor, make_mesh(8, 1, 1))
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_reference_is_the_models_own_start_unless_another_is_named():
+    expected = load_policy(LLAMA, read_architecture(LLAMA), make_mesh(8, 1, 1))
+    assert_equal(reference_of({"model.path": LLAMA}), expected)
+    assert_equal(reference_of({"model.path": "elsewhere", "reference.path": LLAMA}), expected)
+
+
+def test_the_reference_of_a_random_model_is_its_start():
+    config, mesh = small_config("unused"), make_mesh(8, 1, 1)
+    arch, _ = read_model(config)
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(config, arch, mesh), mesh)
+        reference = load_reference(config, arch, actor, mesh)
+        assert_equal(reference, actor.trainable.init_random(config.seed).params)
+
+
+def test_a_reference_of_another_architecture_is_refused():
+    message = f"reference.path={QWEN2} must have the architecture of model.path={LLAMA}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        reference_of({"model.path": LLAMA, "reference.path": QWEN2})
+
+
+def test_a_sequence_classification_model_is_no_policy(tmp_path):
+    path = write_reward_model(tmp_path)
+    message = f"model.path={path} is a sequence-classification model: give a language model"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_model(small_config("unused", **{"model.path": str(path)}))
+    write_reward_model(tmp_path, architectures=["LlamaForCausalLM"])
+    assert not read_model(small_config("unused", **{"model.path": str(path)}))[0].scalar_head
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    path = write_reward_model(tmp_path, architectures=["LlamaForCausalLM"], vocab_size=48)
+    with pytest.raises(ValueError, match="model 48 embeddings: they do not belong together"):
+        read_model(small_config("unused", **{"model.path": str(path)}))

@@ -1,0 +1,246 @@
+import re
+from typing import Any
+
+import pytest
+
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.config import Config, default_config, freeze
+from dapo_jax.validation import CHOICES, POSITIVE, POSITIVE_OR_NULL, keeps_some, validate, warnings
+
+ALGORITHM, CORRECTION, FILTER = "algorithm", "algorithm.rollout_correction", "algorithm.filter_groups"
+
+
+def config_with(changes: dict[str, Any]) -> Config:
+    """A valid config with `changes`."""
+    values = default_config()
+    with values.unlocked():
+        values.update_from_flattened_dict({"model.path": "random", "data.task": "arithmetic", **changes})
+    return freeze(values)
+
+
+def problems(changes: dict[str, Any]) -> list[str]:
+    """What `validate` says, one line a problem."""
+    try:
+        validate(config_with(changes))
+    except ValueError as error:
+        first, *lines = str(error).split("\n")
+        assert first == "the config has problems:"
+        return [line.removeprefix("  - ") for line in lines]
+    return []
+
+
+def assert_one(found: list[str], message: str) -> None:
+    assert len(found) == 1 and re.search(message, found[0]), (message, found)
+
+
+def test_a_valid_config_passes_without_a_warning():
+    assert problems({}) == [] and warnings(config_with({})) == []
+
+
+def test_all_problems_are_reported_together():
+    found = problems({
+        "data.truncation": "up", "rollout.n": 0, "actor.clip_ratio_c": 1.0, "rollout.top_p": 0.0,
+        "data.chat_template_kwargs": "[1]", "algorithm.lam": 2.0,
+    })  # fmt: skip
+    keys = ("data.truncation", "rollout.n", "actor.clip_ratio_c", "rollout.top_p", "chat_template_kwargs", "lam")
+    assert len(found) == len(keys)
+    for key in keys:
+        assert any(key in line for line in found)
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_name_that_is_no_choice_is_refused_with_the_list(key):
+    choices = re.escape(", ".join(CHOICES[key]))
+    assert any(re.search(f"^{key}='other' must be one of {choices}$", line) for line in problems({key: "other"}))
+
+
+@pytest.mark.parametrize("key", POSITIVE)
+def test_what_must_be_positive_is_refused_at_zero(key):
+    assert f"{key}=0 must be greater than 0" in [line.replace("=0.0 ", "=0 ") for line in problems({key: 0})]
+
+
+@pytest.mark.parametrize("value", [0, -8])
+@pytest.mark.parametrize("key", POSITIVE_OR_NULL)
+def test_what_may_be_null_is_refused_at_zero_and_below(key, value):
+    for estimator in ("grpo", "gae"):
+        found = [line.replace(".0 ", " ") for line in problems({key: value, "algorithm.adv_estimator": estimator})]
+        assert f"{key}={value} must be greater than 0, or null" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("data.train_batch_size", 500, "must be a multiple of actor.ppo_mini_batch_size"),
+        ("actor.ppo_micro_batch_size_per_device", 7, "must be a multiple of"),
+        ("rollout.max_num_seqs", 8, "must be at least rollout.n"),
+        ("rollout.temperature", 0.0, "no gradient"),
+        ("model.path", "", "model.path is empty"),
+        ("data.task", "files", "data.train_files is empty"),
+        ("evaluate.top_k", 0, "evaluate.top_k"),
+        ("actor.clip_ratio_low", 1.5, "1 never clips"),
+    ],
+)
+def test_each_rule_names_key_and_cure(key, value, message):
+    assert_one(problems({key: value}), re.escape(message))
+
+
+def test_no_filter_means_one_round_of_the_batch_size():
+    off = {f"{FILTER}.enable": False}
+    assert_one(problems({**off, "data.gen_batch_size": 1024}), "only makes sense with")
+    assert problems({**off, "data.gen_batch_size": 512}) == problems({"data.gen_batch_size": 1024}) == []
+
+
+def test_overlong_buffer_must_fit_in_the_response():
+    changes = {"reward.overlong_buffer.len": 2000}
+    assert_one(problems({**changes, "reward.overlong_buffer.enable": True}), "overlong_buffer.len=2000 must be in 1..")
+    assert problems(changes) == []
+
+
+def test_a_critics_batches_fit_the_training_batch_if_there_is_a_critic():
+    for key, message in (
+        ("critic.ppo_mini_batch_size", "train_batch_size=512 must be a multiple of critic.ppo_mini_batch_size=7 "),
+        ("critic.ppo_micro_batch_size_per_device", "32 x 16 = 512 .* of critic.ppo_micro_batch_size_per_device=7"),
+    ):
+        assert_one(problems({key: 7, "algorithm.adv_estimator": "gae"}), message)
+        assert problems({key: 7}) == []
+    own = {"critic.ppo_mini_batch_size": 64, "critic.ppo_micro_batch_size_per_device": 32}
+    assert problems({**own, "algorithm.adv_estimator": "gae"}) == []
+
+
+def test_a_batch_size_that_the_critic_takes_from_the_actor_is_reported_for_both():
+    found = problems({"actor.ppo_mini_batch_size": 31, "algorithm.adv_estimator": "gae"})
+    assert any("actor.ppo_mini_batch_size=31" in line for line in found)
+    assert any("critic.ppo_mini_batch_size=31" in line for line in found)
+
+
+@pytest.mark.parametrize("name", ["keep_pos_ratio", "keep_neg_ratio", "gamma", "lam"])
+def test_shares_and_discounts_are_from_0_to_1(name):
+    for value in (-0.1, 1.1):
+        assert_one(problems({f"{ALGORITHM}.{name}": value}), rf"^algorithm.{name}={value} must be in \[0, 1\]")
+    assert problems({f"{ALGORITHM}.{name}": 0.0}) == problems({f"{ALGORITHM}.{name}": 1.0}) == []
+
+
+def test_only_grpo_keeps_some_samples():
+    allowed = []
+    for estimator in ESTIMATORS:
+        for name in ("keep_pos_ratio", "keep_neg_ratio"):
+            changes = {"algorithm.adv_estimator": estimator, f"algorithm.{name}": 0.5}
+            assert keeps_some(config_with(changes))
+            found = problems(changes)
+            if found:
+                assert_one(found, f"{name}=0.5.* need algorithm.adv_estimator=grpo, not {estimator}")
+            else:
+                allowed.append(estimator)
+    assert set(allowed) == {"grpo", "dapo"}  # two names of one function
+
+
+BOTH_CORRECTED = {f"{CORRECTION}.rollout_rs": ("token_k1", "seq_mean_k3"), "actor.old_logprob": "recompute"}
+BAND = {f"{CORRECTION}.rollout_rs_threshold": ("0.5_2.0", "0.1")}
+UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "cure"),
+    [
+        (
+            {"algorithm.adv_estimator": "grpo_passk", "rollout.n": 1},
+            "grpo_passk needs rollout.n of at least 2, not 1",
+            {"rollout.n": 2},
+        ),
+        (
+            {"trainer.critic_warmup": 3},
+            "critic_warmup=3 needs a critic: set algorithm.adv_estimator=gae",
+            {"algorithm.adv_estimator": "gae"},
+        ),
+        (
+            {f"{CORRECTION}.rollout_is": "token"},
+            "set actor.old_logprob=recompute, not auto",
+            {"actor.old_logprob": "recompute"},
+        ),
+        (
+            {**BOTH_CORRECTED, **BAND, "actor.old_logprob": "rollout"},
+            "set actor.old_logprob=recompute, not rollout",
+            {"actor.old_logprob": "recompute"},
+        ),
+        (
+            {**BOTH_CORRECTED, f"{CORRECTION}.rollout_rs_threshold": ("2.0",)},
+            r"rollout_rs=\('token_k1', 'seq_mean_k3'\) needs as many rollout_rs_threshold, not \('2.0',\)",
+            BAND,
+        ),
+        (
+            {**BOTH_CORRECTED, **BAND, f"{CORRECTION}.rollout_rs": ("token_k1", "seq_max_k1")},
+            "rollout_rs='seq_max_k1' must be one of token_k1, .*seq_max_k3",
+            BOTH_CORRECTED,
+        ),
+        (
+            {**BOTH_CORRECTED, f"{CORRECTION}.rollout_rs_threshold": ("2.0_0.5", "0.1")},
+            "rollout_correction: threshold '2.0_0.5' must be 'high' or 'low_high'",
+            BAND,
+        ),
+        (
+            {f"{CORRECTION}.rollout_is_threshold": "-1"},
+            "rollout_correction: threshold '-1' must be",
+            {f"{CORRECTION}.rollout_is_threshold": "5"},
+        ),
+        (
+            {"reward.function": "none", f"{FILTER}.metric": "score"},
+            "reward.function=none needs a reward model: give reward.model.path",
+            {"reward.model.path": "somewhere"},
+        ),
+        (UNJUDGED, "metric=acc is the verifier's.* none: choose score", {f"{FILTER}.metric": "score"}),
+        (UNJUDGED, "metric=acc .*set algorithm.filter_groups.enable=False", {f"{FILTER}.enable": False}),
+        (
+            {f"{FILTER}.metric": "seq_final_reward"},
+            "seq_final_reward is the reward after the KL divergence: set algorithm.use_kl_in_reward=True",
+            {"algorithm.use_kl_in_reward": True},
+        ),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_together_are_refused_until_cured(wrong, message, cure):
+    assert_one(problems(wrong), message)
+    assert problems({**wrong, **cure}) == []
+
+
+def test_truncated_sampling_and_single_samples_are_warned_of():
+    found = warnings(config_with({"rollout.top_p": 0.9, "rollout.n": 1, "evaluate.n": 1}))
+    assert len(found) == 3
+    assert_one(warnings(config_with({"rollout.top_k": 20})), "rollout.top_p=1.0, rollout.top_k=20: .* truncated")
+
+
+SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": True}
+
+
+@pytest.mark.parametrize(
+    ("unusual", "message", "usual"),
+    [
+        ({"algorithm.compute_new_adv": True}, "compute_new_adv=True changes no", {"algorithm.keep_neg_ratio": 0.5}),
+        *(
+            (
+                {"actor.policy_loss.loss_mode": mode},
+                f"loss_mode={mode} is defined with .*seq-mean-token-mean, not token-mean",
+                {"actor.loss_agg_mode": "seq-mean-token-mean"},
+            )
+            for mode in ("gspo", "geo_mean", "sapo")
+        ),
+        ({"algorithm.adv_estimator": "cpo"}, "cpo has its own contrast", {f"{FILTER}.enable": False}),
+        (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.metric": "acc"}),
+        (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.enable": False}),
+        (SHAPED, "metric=seq_reward contains the overlong penalty", {"reward.overlong_buffer.enable": False}),
+        (
+            {**SHAPED, f"{FILTER}.metric": "seq_final_reward", "algorithm.use_kl_in_reward": True},
+            "metric=seq_final_reward contains the overlong penalty",
+            {f"{FILTER}.metric": "score"},
+        ),
+        (
+            {"trainer.critic_warmup": 100, "algorithm.adv_estimator": "gae"},
+            "critic_warmup leaves no step that updates the policy",
+            {"trainer.critic_warmup": 99},
+        ),
+        ({"evaluate.n": 1}, "evaluate.n=1 .* noisy", {"evaluate.temperature": 0.0}),
+        ({"rollout.n": 1}, "rollout.n=1: a group of one", {f"{FILTER}.enable": False}),
+    ],
+)  # fmt: skip
+def test_what_is_rarely_meant_is_allowed_with_a_warning(unusual, message, usual):
+    assert problems(unusual) == []
+    assert_one(warnings(config_with(unusual)), message)
+    assert warnings(config_with({**unusual, **usual})) == []
