@@ -42,19 +42,27 @@ class Checkpoints:
                 progress.step,
                 args=ocp.args.Composite(
                     models=ocp.args.StandardSave(_trained(models)),
-                    progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+                    progress=ocp.args.JsonSave({**dataclasses.asdict(progress), "models": sorted(_trained(models))}),
                 ),
             )
 
     def restore(self, step: int, shape: Models) -> tuple[Models, Progress]:
-        """The models, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, and the progress."""
+        """The models, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, and the progress.
+
+        Raises:
+            ValueError: the checkpoint holds other models than the run has.
+        """
+        progress = self._manager.restore(step, args=ocp.args.Composite(progress=ocp.args.JsonRestore()))["progress"]
+        wanted, saved = sorted(_trained(shape)), progress.pop("models")
+        if saved != wanted:
+            raise ValueError(
+                f"the checkpoint of step {step} holds {saved}, the run has {wanted}: choose another workdir, or the "
+                "algorithm.adv_estimator that the checkpoint was made with"
+            )
         restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                models=ocp.args.StandardRestore(_trained(shape)), progress=ocp.args.JsonRestore()
-            ),
+            step, args=ocp.args.Composite(models=ocp.args.StandardRestore(_trained(shape)))
         )
-        return Models(**restored["models"]), Progress(**restored["progress"])
+        return Models(**restored["models"]), Progress(**progress)
 
     def close(self) -> None:
         """Waits until everything is on disk."""

@@ -221,7 +221,10 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A value function, the model of model.path with a scalar head, trained when adv_estimator is gae."""
+    """A value function, the model of model.path with a scalar head, trained if adv_estimator needs one (gae).
+
+    actor.loss_scale_factor and actor.count_empty_sequences hold for its loss too.
+    """
 
     ppo_mini_batch_size: int | None = None  # prompts per optimizer step; null = the actor's
     ppo_micro_batch_size_per_device: int | None = None  # responses per pass on one device; null = the actor's
@@ -237,7 +240,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class TrainerConfig:
     total_training_steps: int = 100  # batches trained on
-    critic_warmup: int = 0  # first training steps that update the critic alone
+    critic_warmup: int = 0  # first training steps that update the critic alone; the policy's schedule starts after
     save_freq: int = 10  # training steps between checkpoints; -1 = only at the end
     test_freq: int = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
@@ -344,11 +347,6 @@ def mini_batch_size(config: Config, name: str) -> int:
 def micro_batch_size(config: Config, name: str) -> int:
     """Responses per forward and backward pass of the "actor" or the "critic" on one device."""
     return getattr(config, name).ppo_micro_batch_size_per_device or config.actor.ppo_micro_batch_size_per_device
-
-
-def uses_critic(config: Config) -> bool:
-    """Whether a value function is trained."""
-    return config.algorithm.adv_estimator == "gae"
 
 
 def uses_reference(config: Config) -> bool:

@@ -20,7 +20,6 @@ from dapo_jax.config import (
     CriticConfig,
     micro_batch_size,
     mini_batch_size,
-    uses_critic,
     uses_reference,
 )
 from dapo_jax.data.arithmetic import arithmetic_rows
@@ -39,12 +38,13 @@ from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
-from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights, place_weight
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights, place_weight, replicated
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.experience import Sampler, Stage
 from dapo_jax.rollout.waves import WaveSettings
 from dapo_jax.scoring import ModelScorer, load_scorer
+from dapo_jax.validation import uses_critic
 
 RANDOM = "random"  # model.path of a freshly initialised model
 
@@ -114,7 +114,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             critic=critic,
             reference=load_reference(config, arch, actor, mesh) if uses_reference(config) else None,
             scorer=load_scorer(config, compute_dtype(config), mesh) if config.reward.model.path else None,
-            estimator=build_estimator(config, arch.vocab_size),
+            estimator=build_estimator(config, arch.vocab_size, mesh),
             sampler=Sampler(tokenizer, verifiers, wave_settings(config, arch, tokenizer, mesh)),
             console=console,
             timers=timers,
@@ -222,12 +222,18 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         remat=config.model.enable_gradient_checkpointing,
         chunk_size=actor.logprob_chunk_size * num_batch_shards(mesh),
         loss_mode=actor.policy_loss.loss_mode,
-        loss_options={**vars(actor), **vars(actor.policy_loss)},
+        loss_options=loss_options(actor),
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
         optimizer=optimizer_settings(actor),
     )
+
+
+def loss_options(actor: ActorConfig) -> dict[str, float]:
+    """The options of the policy losses by name."""
+    clip = {name: getattr(actor, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+    return clip | {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
 
 
 def critic_settings(config: Config, arch: Architecture) -> CriticSettings:
@@ -249,12 +255,16 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
     )
 
 
-def build_estimator(config: Config, vocab_size: int) -> Callable[..., Any]:
-    """The jitted advantage estimator: (rewards, mask, group_ids, num_groups=..., further arrays by name)."""
+def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:
+    """The jitted advantage estimator: (rewards, mask, group_ids, num_groups=..., further arrays by name).
+
+    Its results are whole on every device.
+    """
     function = ESTIMATORS[config.algorithm.adv_estimator]
     options = {**vars(config.algorithm), **vars(config.algorithm.cpo), "vocab_size": vocab_size}
     static = ("num_groups",) if needs(function, "num_groups") else ()
-    return jax.jit(functools.partial(function, **chosen(function, options)), static_argnames=static)
+    bound = functools.partial(function, **chosen(function, options))
+    return jax.jit(bound, static_argnames=static, out_shardings=replicated(mesh))
 
 
 def wave_settings(config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh) -> WaveSettings:

@@ -30,7 +30,14 @@ from dapo_jax.monitor.records import RunRecords, config_differences, read_metric
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run, describe, open_run
-from dapo_jax.training_batch import finish_rewards, make_batch, micro_batch_rows, penalize_kl, sequence_kl
+from dapo_jax.training_batch import (
+    final_rewards,
+    finish_rewards,
+    make_batch,
+    micro_batch_rows,
+    penalize_kl,
+    sequence_kl,
+)
 from dapo_jax.validation import validate, warnings
 
 logger = logging.getLogger(__name__)
@@ -176,13 +183,14 @@ def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
     """How training step `step` passes over its batch, for the "actor" or the "critic"."""
     config = run.config
     section: ActorConfig | CriticConfig = getattr(config, name)
+    waited = config.trainer.critic_warmup if name == "actor" else 0
     return UpdateSettings(
         learning_rate=learning_rate(
-            step,
+            step - waited,
             lr=section.optim.lr,
             warmup_steps=section.optim.lr_warmup_steps,
             scheduler=section.optim.lr_scheduler_type,
-            total_steps=config.trainer.total_training_steps,
+            total_steps=config.trainer.total_training_steps - waited,
             min_ratio=section.optim.min_lr_ratio,
         ),
         mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
@@ -248,7 +256,7 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
     return {
         **statistics.score_metrics(scores),
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
-        **statistics.spread("critic/rewards", trained.scores.get("seq_final_reward", trained.scores["seq_reward"])),
+        **statistics.spread("critic/rewards", final_rewards(trained)),
         **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),

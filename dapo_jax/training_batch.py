@@ -1,7 +1,6 @@
 """Host: from accepted groups to the rows that the learner is given: rewards, advantages, masks, log-probabilities."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -17,7 +16,7 @@ from dapo_jax.algorithms.rollout_correction import (
     parse_threshold,
     rejection_mask,
 )
-from dapo_jax.config import micro_batch_size, uses_critic
+from dapo_jax.config import micro_batch_size
 from dapo_jax.containers import Batch
 from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.learner.models import Models
@@ -31,10 +30,18 @@ from dapo_jax.rollout.sampling import BASELINE, SELECT, Sampling, position_noise
 from dapo_jax.rollout.waves import bucket, pad_prompts
 from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores, shape
-from dapo_jax.validation import keeps_some
+from dapo_jax.validation import keeps_some, uses_critic
 
 Metrics = dict[str, float]
 jitted_kl_penalty = jax.jit(kl_penalty, static_argnames="estimator")
+jitted_keep_samples = jax.jit(
+    keep_samples, static_argnames=("num_groups", "compute_new_adv", "norm_adv_by_std_in_grpo")
+)
+jitted_mismatch_metrics = jax.jit(mismatch_metrics)
+jitted_importance_weights = jax.jit(
+    importance_weights, static_argnames=("rollout_is", "threshold", "batch_normalize")
+)
+jitted_rejection_mask = jax.jit(rejection_mask, static_argnames="criteria")
 
 
 def make_batch(
@@ -47,18 +54,18 @@ def make_batch(
         kl_coef: of the KL divergence in the reward.
     """
     config, metrics = run.config, {"actor/recomputed_logprobs": float(recompute)}
+    estimator = ESTIMATORS[config.algorithm.adv_estimator]
     batch = rows_of(run, experience)
     extra: dict[str, np.ndarray] = {}
-    if recompute or config.algorithm.adv_estimator == "cpo":
+    if recompute or needs(estimator, "entropy") or needs(estimator, "hint_logprobs"):
         with run.stage("old_log_prob"):
-            logprobs, extra["entropy"] = policy_logprobs(run, models.actor.params, batch)
-        if recompute:
-            sampled, batch = batch.old_logprobs, dataclasses.replace(batch, old_logprobs=logprobs)
-            batch, correction = correct_rollout(run, batch, sampled)
-            metrics |= correction
-    if config.algorithm.adv_estimator == "cpo":
+            extra["logprobs"], extra["entropy"] = policy_logprobs(run, models.actor.params, batch)
+    if recompute:
+        sampled, batch = batch.old_logprobs, dataclasses.replace(batch, old_logprobs=extra["logprobs"])
+        batch, correction = correct_rollout(run, batch, sampled)
+        metrics |= correction
+    if needs(estimator, "hint_logprobs"):
         with run.stage("old_log_prob"):
-            extra["logprobs"] = batch.old_logprobs
             extra["hint_logprobs"] = hint_logprobs(run, experience, models, batch)
     if config.actor.use_kl_loss:
         with run.stage("ref"):
@@ -68,7 +75,7 @@ def make_batch(
         with run.stage("values"):
             values = compute_values(run.critic, models.critic.params, batch, micro_batch_rows(run, "critic"), run.mesh)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
-    if needs(ESTIMATORS[config.algorithm.adv_estimator], "reward_baselines"):
+    if needs(estimator, "reward_baselines"):
         extra["reward_baselines"] = greedy_rewards(run, experience, models)
     with run.stage("adv"):
         rewards = token_rewards(experience, batch, kl_coef)
@@ -149,8 +156,8 @@ def penalize_kl(run: Run, experience: Experience, kl_coef: float) -> Experience:
     """
     with run.stage("ref"):
         batch = rows_of(run, experience)
-        arrays = put_rows((batch.old_logprobs, reference_logprobs(run, batch)), run.mesh)
-        kl = fetch(jitted_kl_penalty(*arrays, estimator=run.config.algorithm.kl_penalty))[: len(batch.mask)]
+        arrays = put((batch.old_logprobs, reference_logprobs(run, batch)), replicated(run.mesh))
+        kl = fetch(jitted_kl_penalty(*arrays, estimator=run.config.algorithm.kl_penalty))
     kl = np.where(batch.mask, kl, 0.0).reshape(*experience.finished.shape, -1)
     kl = np.pad(kl, ((0, 0), (0, 0), (0, experience.mask.shape[-1] - kl.shape[-1])))
     final = experience.scores["seq_reward"] - kl_coef * kl.sum(axis=-1)
@@ -163,6 +170,11 @@ def finish_rewards(run: Run, experience: Experience) -> Experience:
         with run.stage("reward"):
             experience = add_model_scores(experience, run.train_set, run.scorer, run.config)
     return shape(experience, run.config, run.mesh)
+
+
+def final_rewards(experience: Experience) -> np.ndarray:
+    """The reward [Q, G] of each response, after the KL divergence if it is in the reward."""
+    return experience.scores.get("seq_final_reward", experience.scores["seq_reward"])
 
 
 def sequence_kl(experience: Experience) -> float:
@@ -190,32 +202,30 @@ def estimate_advantages(
     group_ids = np.pad(batch.group_ids, (0, missing), constant_values=num_groups)  # rows of padding
     arrays = put_rows((rewards, batch.mask, group_ids, chosen(function, extra)), run.mesh)
     options = {"num_groups": num_groups} if needs(function, "num_groups") else {}
-    advantages, returns = run.estimator(*arrays[:3], **arrays[3], **options)
-    replicate = jax.jit(lambda x: x, out_shardings=replicated(run.mesh))
-    advantages, returns = fetch(replicate((advantages, returns)))
+    advantages, returns = fetch(run.estimator(*arrays[:3], **arrays[3], **options))
     return advantages[:rows], returns[:rows]
 
 
 def keep_some(run: Run, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
     """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio."""
     algorithm = run.config.algorithm
-    scores = experience.scores["seq_reward"].reshape(-1).astype(np.float32)
+    scores = final_rewards(experience).reshape(-1).astype(np.float32)
     first = batch.advantages[:, 0]  # the same at all tokens of a response
-    keep = jax.jit(keep_samples, static_argnames=("num_groups", "compute_new_adv"))
     advantages, kept = fetch(
-        keep(
+        jitted_keep_samples(
             *put((first, scores, batch.group_ids), replicated(run.mesh)),
             num_groups=int(batch.group_ids[-1]) + 1,
             keep_pos_ratio=algorithm.keep_pos_ratio,
             keep_neg_ratio=algorithm.keep_neg_ratio,
             compute_new_adv=algorithm.compute_new_adv,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         )
     )
     loss_mask = batch.loss_mask & kept[:, None]
     processed = np.where(batch.mask, advantages[:, None], 0.0).astype(np.float32)
     values = processed[loss_mask]
     metrics = statistics.advantage_metrics("advantages_processed", values)
-    metrics["critic/advantages_processed/std"] = float(np.std(values))
+    metrics["critic/advantages_processed/std"] = float(np.std(values)) if values.size else 0.0
     metrics["actor/kept_samples"] = float(np.mean(kept))
     return dataclasses.replace(batch, advantages=processed, loss_mask=loss_mask), metrics
 
@@ -224,28 +234,32 @@ def correct_rollout(run: Run, batch: Batch, sampled: np.ndarray) -> tuple[Batch,
     """Importance weights and rejection for a sampler that differs from the training pass, and their metrics."""
     settings = run.config.algorithm.rollout_correction
     arrays = put((batch.old_logprobs, sampled, batch.mask), replicated(run.mesh))
-    metrics = fetch(jax.jit(mismatch_metrics)(*arrays))
+    metrics = fetch(jitted_mismatch_metrics(*arrays))
     if settings.rollout_is != "none":
-        weigh = functools.partial(
-            importance_weights,
-            rollout_is=settings.rollout_is,
-            threshold=parse_threshold(settings.rollout_is_threshold),
-            batch_normalize=settings.rollout_is_batch_normalize,
+        weights, found = fetch(
+            jitted_importance_weights(
+                *arrays,
+                rollout_is=settings.rollout_is,
+                threshold=parse_threshold(settings.rollout_is_threshold),
+                batch_normalize=settings.rollout_is_batch_normalize,
+            )
         )
-        weights, found = fetch(jax.jit(weigh)(*arrays))
         batch = dataclasses.replace(batch, importance_weights=weights)
         metrics |= found
     if settings.rollout_rs:
         bands = map(parse_threshold, settings.rollout_rs_threshold)
-        criteria = dict(zip(settings.rollout_rs, bands, strict=True))
-        kept, found = fetch(jax.jit(functools.partial(rejection_mask, criteria=criteria))(*arrays))
+        criteria = tuple(zip(settings.rollout_rs, bands, strict=True))
+        kept, found = fetch(jitted_rejection_mask(*arrays, criteria=criteria))
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & kept)
         metrics |= found
     return batch, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
 
 
 def hint_logprobs(run: Run, experience: Experience, models: Models, batch: Batch) -> np.ndarray:
-    """Log-probabilities [B, R] of the same responses after prompts that hold the reference solution (CPO)."""
+    """Log-probabilities [B, R] of the same responses after prompts that hold the reference solution (CPO).
+
+    The solution comes on top of data.max_prompt_length; nothing of a hinted prompt is cut.
+    """
     rows = [run.train_set.rows[row] for row in experience.rows]
     prompts = hinted_prompts(
         rows,
@@ -275,7 +289,10 @@ def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarr
 
 
 def selection_noise(run: Run, experience: Experience, batch: Batch) -> np.ndarray:
-    """Uniform draws [B, R] for losses that draw tokens, addressed by prompt number, sample and position."""
+    """Uniform draws [B, R] for losses that draw tokens, addressed by prompt number, sample and position.
+
+    Every epoch over the batch has the same draws.
+    """
     num_samples = experience.finished.shape[1]
     numbers = put(experience.numbers.astype(np.int32), replicated(run.mesh))
     return fetch(position_noise(run.config.seed, SELECT, numbers, num_samples, batch.mask.shape[1]))

@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
+from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
-from dapo_jax.config import Config, gen_batch_size, micro_batch_size, mini_batch_size, uses_critic
+from dapo_jax.config import Config, gen_batch_size, micro_batch_size, mini_batch_size, uses_reference
 
 CHOICES = {
     "data.task": ("files", "arithmetic"),
@@ -171,6 +172,11 @@ def _algorithm_problems(config: Config) -> list[str]:
             "algorithm.rollout_correction compares the sampler with the training pass: set actor.old_logprob="
             f"recompute, not {config.actor.old_logprob}"
         )
+    if config.actor.use_kl_loss and not config.actor.kl_loss_coef > 0:
+        problems.append(f"actor.kl_loss_coef={config.actor.kl_loss_coef} must be greater than 0 with use_kl_loss=True")
+    for key in ("actor.entropy_coeff", "algorithm.kl_ctrl.kl_coef", "actor.optim.lr", "critic.optim.lr"):
+        if not _lookup(config, key) >= 0:
+            problems.append(f"{key}={_lookup(config, key)} must be 0 or more")
     if len(correction.rollout_rs) != len(correction.rollout_rs_threshold):
         problems.append(
             f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs as many rollout_rs_threshold, not "
@@ -200,6 +206,12 @@ def _algorithm_problems(config: Config) -> list[str]:
     return problems
 
 
+def uses_critic(config: Config) -> bool:
+    """Whether the advantage estimator needs a value function."""
+    estimator = advantages.ESTIMATORS.get(config.algorithm.adv_estimator)
+    return estimator is not None and needs(estimator, "values")
+
+
 def keeps_some(config: Config) -> bool:
     """Whether some samples of a group are left out of training."""
     return min(config.algorithm.keep_pos_ratio, config.algorithm.keep_neg_ratio) < 1
@@ -219,6 +231,8 @@ def warnings(config: Config) -> list[str]:
     if config.evaluate.n == 1 and config.evaluate.temperature > 0:
         found.append("evaluate.n=1 with temperature > 0 is a noisy measure: raise evaluate.n")
     algorithm, mode = config.algorithm, config.actor.policy_loss.loss_mode
+    if config.reference.path is not None and not uses_reference(config):
+        found.append("reference.path is not read: neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on")
     if algorithm.compute_new_adv and not keeps_some(config):
         found.append("algorithm.compute_new_adv=True changes nothing while both keep ratios are 1")
     if mode in ("gspo", "geo_mean", "sapo") and config.actor.loss_agg_mode != "seq-mean-token-mean":

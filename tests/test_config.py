@@ -17,9 +17,9 @@ from dapo_jax.config import (
     gen_batch_size,
     micro_batch_size,
     mini_batch_size,
-    uses_critic,
     uses_reference,
 )
+from dapo_jax.validation import uses_critic
 
 PACKAGE = Path(dapo_jax.__file__).parent
 

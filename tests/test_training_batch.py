@@ -8,6 +8,7 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import run as run_module
+from dapo_jax import training_batch
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints
@@ -55,7 +56,8 @@ def test_the_ratio_leaves_one_as_soon_as_there_are_several_mini_batches(tmp_path
 
 PPO = {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive",
        "algorithm.kl_ctrl.horizon": 100.0, "algorithm.kl_ctrl.kl_coef": 0.1, "algorithm.gamma": 0.99,
-       "algorithm.lam": 0.95, "trainer.critic_warmup": 1, "critic.optim.lr": 1e-3}  # fmt: skip
+       "algorithm.lam": 0.95, "trainer.critic_warmup": 1, "critic.optim.lr": 1e-3,
+       "actor.optim.lr_warmup_steps": 2}  # fmt: skip
 
 
 def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path):
@@ -68,6 +70,7 @@ def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path
     resumed_rows = rows_without_clock(tmp_path / "parts")
     assert resumed_rows[3:] == rows[3:]
     assert "actor/pg_loss" not in rows[1] and "actor/pg_loss" in rows[2]  # critic_warmup
+    assert [row["actor/lr"] for row in rows[2:4]] == pytest.approx([5e-4, 1e-3])  # warm-up starts after the critic's
     assert rows[1]["critic/values/max"] == 0  # a zero head
     assert all(row["critic/vf_loss"] > 0 and row["critic/num_updates"] == 2 for row in rows[1:])
     assert rows[4]["critic/vf_explained_var"] != rows[3]["critic/vf_explained_var"]
@@ -148,6 +151,18 @@ def test_kept_samples_alone_are_trained_on(accepted):
     assert metrics["critic/advantages/max"] != metrics["critic/advantages_processed/max"]
 
 
+def test_samples_are_kept_by_the_reward_after_the_kl_divergence(accepted):
+    config, experience, models = accepted
+    scores = experience.scores["seq_reward"]
+    kl = np.zeros(experience.mask.shape, np.float32)
+    kl[..., 0] = np.arange(scores.shape[1]) / 100  # later samples of a group are further from the reference
+    final = scores - kl.sum(axis=-1)
+    penalised = dataclasses.replace(experience.with_scores(seq_final_reward=final), kl=kl)
+    _, batch, _ = batch_with((config, penalised, models), **{"algorithm.keep_neg_ratio": 1e-6})
+    for group, trained in zip(final, batch.loss_mask.any(axis=1).reshape(scores.shape), strict=True):
+        assert np.flatnonzero(trained & (group < group.mean())).tolist() == [np.argmin(group)]
+
+
 def test_rollout_correction_weighs_and_rejects(accepted):
     options = {
         "actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token",
@@ -176,6 +191,16 @@ def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
     np.testing.assert_allclose(difference, 0, atol=0.5)
 
 
+def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
+    """Both log-probabilities of CPO are the training forward pass's."""
+    config, experience, models = accepted
+    monkeypatch.setattr(training_batch, "hinted_prompts", lambda *_, **__: experience.prompts)
+    sampled = dataclasses.replace(experience, logprobs=experience.logprobs - 0.5 * experience.mask)
+    _, batch, _ = batch_with((config, sampled, models), **{"algorithm.adv_estimator": "cpo"})
+    _, plain, _ = batch_with(accepted)
+    np.testing.assert_allclose(batch.advantages, plain.advantages, atol=1e-6)
+
+
 def test_remax_compares_with_the_greedy_response(accepted):
     experience, batch, _ = batch_with(accepted, **{"algorithm.adv_estimator": "remax"})
     scores = experience.scores["seq_reward"]
@@ -187,5 +212,5 @@ def test_a_missing_checkpoint_part_is_not_silently_made_up(tmp_path):
     """A run that gains a critic cannot go on from a checkpoint without one."""
     train(small_config(tmp_path, **{"trainer.total_training_steps": 2}))
     assert Checkpoints(tmp_path, max_to_keep=2).latest_step() == 2
-    with pytest.raises((ValueError, KeyError)):
+    with pytest.raises(ValueError, match=r"holds \['actor'\], the run has \['actor', 'critic'\]"):
         train(small_config(tmp_path, **{"algorithm.adv_estimator": "gae"}))

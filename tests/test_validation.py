@@ -78,6 +78,10 @@ def test_what_may_be_null_is_refused_at_zero_and_below(key, value):
         ("data.task", "files", "data.train_files is empty"),
         ("evaluate.top_k", 0, "evaluate.top_k"),
         ("actor.clip_ratio_low", 1.5, "1 never clips"),
+        ("actor.entropy_coeff", -0.1, "actor.entropy_coeff=-0.1 must be 0 or more"),
+        ("algorithm.kl_ctrl.kl_coef", -0.1, "kl_coef=-0.1 must be 0 or more"),
+        ("actor.optim.lr", -1e-6, "actor.optim.lr=-1e-06 must be 0 or more"),
+        ("critic.optim.lr", -1e-6, "critic.optim.lr=-1e-06 must be 0 or more"),
     ],
 )
 def test_each_rule_names_key_and_cure(key, value, message):
@@ -88,6 +92,12 @@ def test_no_filter_means_one_round_of_the_batch_size():
     off = {f"{FILTER}.enable": False}
     assert_one(problems({**off, "data.gen_batch_size": 1024}), "only makes sense with")
     assert problems({**off, "data.gen_batch_size": 512}) == problems({"data.gen_batch_size": 1024}) == []
+
+
+def test_a_kl_loss_has_a_coefficient():
+    changes = {"actor.kl_loss_coef": 0.0}
+    assert_one(problems({**changes, "actor.use_kl_loss": True}), "actor.kl_loss_coef=0.0 must be greater than 0")
+    assert problems(changes) == []
 
 
 def test_overlong_buffer_must_fit_in_the_response():
@@ -222,6 +232,7 @@ SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": Tru
             )
             for mode in ("gspo", "geo_mean", "sapo")
         ),
+        ({"reference.path": "model"}, "reference.path is not read", {"actor.use_kl_loss": True}),
         ({"algorithm.adv_estimator": "cpo"}, "cpo has its own contrast", {f"{FILTER}.enable": False}),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.metric": "acc"}),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.enable": False}),

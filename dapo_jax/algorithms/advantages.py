@@ -10,8 +10,9 @@ and return (advantages, returns), [B, R] each: returns are what a value function
 estimator needs beyond that, arrays (`values`, `reward_baselines`, ...) or options of config.algorithm, are the
 other parameters of its function, by name. To add one: write the function, and its line in ESTIMATORS.
 
-Deviation from verl: a group whose scores are all equal gets exactly 0 from `grpo` and `grpo_passk`; there the
-rounding of the mean can leave a difference that the division by a tiny deviation blows up.
+Deviation from verl: a group of several equal scores gets exactly 0 from every estimator that compares within the group
+and does not whiten; there the rounding of the mean can leave a difference, which grpo's division by a tiny deviation
+blows up.
 """
 
 import math
@@ -42,9 +43,9 @@ def grpo(
         norm_adv_by_std_in_grpo: False leaves out the division (Dr. GRPO, arXiv:2503.20783).
     """
     groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
-    centred = scores - jnp.where(groups.single, 0.0, groups.mean(scores))
+    centred = groups.centred(scores)
     scaled = centred / (groups.deviation(scores) + EPSILON) if norm_adv_by_std_in_grpo else centred
-    return _same_for_every_token(jnp.where(groups.uniform(scores), 0.0, scaled), mask)
+    return _same_for_every_token(scaled, mask)
 
 
 def grpo_passk(
@@ -76,8 +77,7 @@ def rloo(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_group
     The only response of a group gets its score.
     """
     groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
-    leave_one_out = (scores - groups.mean(scores)) * groups.count / jnp.maximum(groups.count - 1, 1)
-    return _same_for_every_token(jnp.where(groups.single, scores, leave_one_out), mask)
+    return _same_for_every_token(groups.centred(scores) * groups.count / jnp.maximum(groups.count - 1, 1), mask)
 
 
 def opo(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups: int) -> Estimates:
@@ -88,18 +88,18 @@ def opo(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups
     groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
     lengths = jnp.sum(mask, axis=-1, dtype=jnp.float32)
     baseline = groups.sum(lengths * scores) / jnp.maximum(groups.sum(lengths), 1)
-    return _same_for_every_token(scores - jnp.where(groups.single, 0.0, baseline), mask)
+    centred = scores - jnp.where(groups.single, 0.0, baseline)
+    return _same_for_every_token(jnp.where(groups.uniform(scores), 0.0, centred), mask)
 
 
 def gpg(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups: int) -> Estimates:
-    """Centred scores, scaled up by the share of rows with a score other than 0 (GPG, arXiv:2504.02546, equation 8).
+    """Centred scores, divided by the share of rows with a score other than 0 (GPG, arXiv:2504.02546, equation 8).
 
     The only response of a group gets its score.
     """
     groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
     scale = jnp.sum(groups.real) / jnp.maximum(jnp.sum((scores != 0) & groups.real), 1)
-    centred = scores - jnp.where(groups.single, 0.0, groups.mean(scores))
-    return _same_for_every_token(scale * centred, mask)
+    return _same_for_every_token(scale * groups.centred(scores), mask)
 
 
 def reinforce_plus_plus(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, gamma: float) -> Estimates:
@@ -116,7 +116,7 @@ def reinforce_plus_plus_baseline(
     The only response of a group keeps its score before whitening.
     """
     groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
-    centred = scores - jnp.where(groups.single, 0.0, groups.mean(scores))
+    centred = groups.centred(scores)
     values = jnp.where(mask, whiten(jnp.broadcast_to(centred[:, None], mask.shape), mask), 0.0)
     return values, values
 
@@ -248,6 +248,7 @@ def keep_samples(
     keep_pos_ratio: float,
     keep_neg_ratio: float,
     compute_new_adv: bool,
+    norm_adv_by_std_in_grpo: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Of each group, the best responses with a positive and the worst with a negative advantage.
 
@@ -257,6 +258,7 @@ def keep_samples(
         advantages, scores: [B] one number a response.
         compute_new_adv: normalise the kept advantages anew, with the mean and sample standard deviation of the kept
             scores of the group; 0 if those are all equal. Groups with fewer than two kept samples stay as they are.
+        norm_adv_by_std_in_grpo: as for `grpo`.
 
     Returns:
         advantages [B], 0 where not kept, and kept [B] bool.
@@ -278,7 +280,8 @@ def keep_samples(
         variance = groups.sum(jnp.where(kept, jnp.square(centred), 0.0)) / jnp.maximum(count - 1, 1)
         highest = groups.highest(jnp.where(kept, scores, -jnp.inf))
         equal = highest == groups.lowest(jnp.where(kept, scores, jnp.inf))
-        renewed = jnp.where(equal, 0.0, centred / (jnp.sqrt(variance) + EPSILON))
+        scaled = centred / (jnp.sqrt(variance) + EPSILON) if norm_adv_by_std_in_grpo else centred
+        renewed = jnp.where(equal, 0.0, scaled)
         dropped_some = count < groups.count
         advantages = jnp.where(dropped_some & (count >= 2), renewed, advantages)
     return jnp.where(kept, advantages, 0.0), kept
@@ -315,6 +318,10 @@ class _Groups:
 
     def mean(self, values: jax.Array) -> jax.Array:
         return self.sum(values) / self.count
+
+    def centred(self, values: jax.Array) -> jax.Array:
+        """Distance from the group's mean: exactly 0 among equals, the value itself if it is alone."""
+        return jnp.where(self.uniform(values), 0.0, values - jnp.where(self.single, 0.0, self.mean(values)))
 
     def deviation(self, values: jax.Array) -> jax.Array:
         """Sample standard deviation; 1 for a group of one."""

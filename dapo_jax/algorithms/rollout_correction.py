@@ -67,7 +67,7 @@ def importance_weights(
         batch_normalize: divide by the mean weight, over tokens or over responses.
 
     Returns:
-        The weights, and metrics of the weights before truncation (`rollout_is_ratio_fraction_*`, `_oob_ratio`) and
+        The weights, and metrics of the weights before truncation (`rollout_is_ratio_fraction_*`) and
         after it (`rollout_is_{mean,max,min,std,eff_sample_size}`).
     """
     log_ratio = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0)
@@ -106,7 +106,7 @@ def importance_weights(
 
 
 def rejection_mask(
-    old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask: jax.Array, *, criteria: dict[str, Band]
+    old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask: jax.Array, *, criteria: tuple[tuple[str, Band], ...]
 ) -> tuple[jax.Array, Metrics]:
     """Tokens [B, R] of `mask` that satisfy every criterion.
 
@@ -115,14 +115,14 @@ def rejection_mask(
     (low = 1 / high if it is not given): the bounds are those of the ratio rollout / old.
 
     Args:
-        criteria: names of CRITERIA with their thresholds.
+        criteria: names of CRITERIA with their thresholds; k2 and k3 have no lower one.
 
     Returns:
         The mask, and `rollout_rs_{criterion}_masked_fraction` of the tokens for each, and for all together.
     """
     difference = jnp.clip(jnp.where(mask, old_logprobs - rollout_logprobs, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept, metrics = mask, {}
-    for name, band in criteria.items():
+    for name, band in criteria:
         level, kind = name.rsplit("_", 1)
         values = _criterion(difference, kind)
         if level == "seq_max":
@@ -158,6 +158,7 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
     sequence = jnp.clip(jnp.sum(difference, axis=-1), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "kl": _mean(-difference, mask),
+        "logprob_abs_diff": _mean(jnp.abs(difference), mask),
         "k3_kl": _mean(jnp.exp(difference) - difference - 1, mask),
         "training_log_ppl": _mean(training, real),
         "training_ppl": _mean(jnp.exp(training), real),

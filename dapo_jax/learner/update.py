@@ -75,12 +75,12 @@ def compute_logprobs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] of `batch` under `params`, by the training forward pass."""
     logprobs, entropy = _in_pieces(actor.logprobs, params, batch, micro_batch_rows, mesh)
-    return logprobs * batch.mask, entropy * batch.mask
+    return np.where(batch.mask, logprobs, 0.0), np.where(batch.mask, entropy, 0.0)
 
 
 def compute_values(critic: Critic, params: Any, batch: Batch, micro_batch_rows: int, mesh: Mesh) -> np.ndarray:
     """Values [B, R] of `batch`."""
-    return _in_pieces(critic.values, params, batch, micro_batch_rows, mesh) * batch.mask
+    return np.where(batch.mask, _in_pieces(critic.values, params, batch, micro_batch_rows, mesh), 0.0)
 
 
 def split_rows(batch: Batch, rows: int) -> Iterator[Batch]:

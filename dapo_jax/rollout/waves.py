@@ -43,7 +43,7 @@ def generate(
     """`num_samples` responses to each prompt, as NumPy arrays; row b answers prompt b // num_samples.
 
     Args:
-        params: decoding weights (see learner/weights.py), under `jax.set_mesh(settings.mesh)`.
+        params: decoding weights (from learner/actor.py), under `jax.set_mesh(settings.mesh)`.
         prompts: token ids of each prompt.
         numbers: address of each prompt's draws; with `purpose`, the sample and the position it fixes the noise.
     """

@@ -64,6 +64,8 @@ def test_closed_form_of_right_and_wrong_answers(right, good, bad):
 def test_equal_scores_give_exactly_zero(count, value):
     for name, norm in itertools.product(("grpo", "dapo", "grpo_passk"), (True, False)):
         assert (run(name, [value] * count, [0] * count, norm_adv_by_std_in_grpo=norm) == 0).all()
+    for name in ("rloo", "opo", "gpg"):
+        assert (run(name, [value] * count, [0] * count) == 0).all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
@@ -149,13 +151,14 @@ def test_an_unknown_cpo_method_is_refused():
         cpo_added("tok_kl")
 
 
-def keep(scores, groups, *, pos=1.0, neg=1.0, new=False):
+def keep(scores, groups, *, pos=1.0, neg=1.0, new=False, norm=True):
     scores, groups = jnp.array(scores, jnp.float32), jnp.array(groups)
     num_groups = int(groups.max()) + 1
-    advantages = estimators.grpo(scores[:, None], jnp.ones((len(scores), 1), bool), groups, num_groups=num_groups)[0]
+    advantages = estimators.grpo(scores[:, None], jnp.ones((len(scores), 1), bool), groups, num_groups=num_groups,
+                                 norm_adv_by_std_in_grpo=norm)[0]  # fmt: skip
     values, kept = keep_samples(
         advantages[:, 0], scores, groups, num_groups=num_groups, keep_pos_ratio=pos, keep_neg_ratio=neg,
-        compute_new_adv=new,
+        compute_new_adv=new, norm_adv_by_std_in_grpo=norm,
     )  # fmt: skip
     return np.asarray(values), np.asarray(kept), np.asarray(advantages[:, 0])
 
@@ -186,6 +189,11 @@ def test_kept_samples_are_normalised_anew():
     third = np.array([1.0, 1.0, 0.0])
     expected = (third - third.mean()) / third.std(ddof=1)
     np.testing.assert_allclose(values[[4, 5, 7]], expected, rtol=1e-5)
+
+
+def test_without_the_deviation_kept_samples_are_only_centred_anew():
+    values, _, _ = keep([0.0, 1.0, 4.0, 5.0], [0] * 4, pos=0.5, neg=0.5, new=True, norm=False)
+    np.testing.assert_allclose(values, [-2.5, 0, 0, 2.5])
 
 
 def test_a_group_with_fewer_than_two_kept_samples_stays_as_it_is():

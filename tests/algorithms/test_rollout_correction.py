@@ -66,7 +66,7 @@ def test_normalised_weights_have_mean_one(kind):
 
 def rejected(**criteria):
     kept, metrics = rejection_mask(
-        OLD, ROLLOUT, MASK, criteria={name: parse_threshold(text) for name, text in criteria.items()}
+        OLD, ROLLOUT, MASK, criteria=tuple((name, parse_threshold(text)) for name, text in criteria.items())
     )
     return np.asarray(MASK & ~kept).tolist(), metrics
 
@@ -97,7 +97,7 @@ def test_all_criteria_must_hold():
 
 @pytest.mark.parametrize("name", CRITERIA)
 def test_equal_policies_reject_nothing(name):
-    kept, _ = rejection_mask(ROLLOUT, ROLLOUT, MASK, criteria={name: Band(None, 1.001)})
+    kept, _ = rejection_mask(ROLLOUT, ROLLOUT, MASK, criteria=((name, Band(None, 1.001)),))
     assert (kept == MASK).all()
 
 
@@ -106,6 +106,7 @@ def test_mismatch_metrics():
     real = DIFFERENCE[np.asarray(MASK)]
     assert metrics["kl"] == pytest.approx(-real.mean(), abs=1e-6)
     assert metrics["k3_kl"] == pytest.approx((np.exp(real) - real - 1).mean(), rel=1e-5)
+    assert metrics["logprob_abs_diff"] == pytest.approx(np.abs(real).mean(), rel=1e-5)
     assert metrics["rollout_ppl"] == pytest.approx(np.exp(2), rel=1e-5)
     assert metrics["training_log_ppl"] == pytest.approx((2 + 1.85) / 2)
     assert metrics["log_ppl_diff"] == pytest.approx(0.15 / 2) and metrics["log_ppl_abs_diff"] == pytest.approx(0.075)
