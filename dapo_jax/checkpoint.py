@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -15,7 +16,6 @@ class Progress:
     """Where a run stands, beside its parameters. Random draws have addresses, so no generator is saved."""
 
     step: int = 0  # training steps done
-    next_prompt: int = 0  # first prompt number of the next step
     recompute_logprobs: bool = False  # whether old_logprob=auto has fallen back to recomputing
     kl_coef: float = 0.0  # of the KL divergence in the reward
     groups_kept: int = 0
@@ -35,19 +35,24 @@ class Checkpoints:
         """The newest step that was written completely."""
         return self._manager.latest_step()
 
-    def save(self, models: Models, progress: Progress) -> None:
-        """Writes a checkpoint of progress.step; nothing if there is one."""
+    def save(self, models: Models, progress: Progress, stream: dict[str, Any]) -> None:
+        """Writes a checkpoint of progress.step; nothing if there is one.
+
+        Args:
+            stream: NumPy arrays of any shape, nested by name: what dynamic sampling knows.
+        """
         if self._manager.latest_step() != progress.step:
             self._manager.save(
                 progress.step,
                 args=ocp.args.Composite(
                     models=ocp.args.StandardSave(_trained(models)),
                     progress=ocp.args.JsonSave({**dataclasses.asdict(progress), "models": sorted(_trained(models))}),
+                    stream=ocp.args.StandardSave(stream),
                 ),
             )
 
-    def restore(self, step: int, shape: Models) -> tuple[Models, Progress]:
-        """The models, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, and the progress.
+    def restore(self, step: int, shape: Models) -> tuple[Models, Progress, dict[str, Any]]:
+        """The models, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, the progress and the stream.
 
         Raises:
             ValueError: the checkpoint holds other models than the run has.
@@ -60,9 +65,12 @@ class Checkpoints:
                 "algorithm.adv_estimator that the checkpoint was made with"
             )
         restored = self._manager.restore(
-            step, args=ocp.args.Composite(models=ocp.args.StandardRestore(_trained(shape)))
+            step,
+            args=ocp.args.Composite(
+                models=ocp.args.StandardRestore(_trained(shape)), stream=ocp.args.StandardRestore()
+            ),
         )
-        return Models(**restored["models"]), Progress(**progress)
+        return Models(**restored["models"]), Progress(**progress), restored["stream"]
 
     def close(self) -> None:
         """Waits until everything is on disk."""

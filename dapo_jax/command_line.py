@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import config_flags
 
+from dapo_jax.aliases import resolve_aliases
 from dapo_jax.config import Config, freeze
 
 
@@ -23,7 +24,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         chosen = values["config"].value
         if chosen is None:
             raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
-        config = freeze(chosen)
+        config = resolve_aliases(freeze(chosen))
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
         raise ValueError(str(error.args[0] if error.args else error).strip("\"'")) from error
     if len(rest) > 1:

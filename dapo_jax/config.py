@@ -41,6 +41,9 @@ class DataConfig:
     system_prompt: str | None = None  # put before prompts that have none; null = the chat template decides
     chat_template_kwargs: str = "{}"  # JSON object of further variables of the chat template
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+    # Aliases, see aliases.py; null = not given.
+    rollout_batch_size: int | None = None  # EasyR1's name of train_batch_size
+    mini_rollout_batch_size: int | None = None  # EasyR1's name of gen_batch_size
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,53 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class AdaptiveLimitConfig:
+    """A limit of rounds from the filter rate that a step has seen: train_batch_size / (gen_batch_size kept) + slack."""
+
+    enable: bool = False
+    slack: float = 2.0  # rounds more than expected
+    min_rounds: int = 2  # rounds before the limit is computed
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How backfill=stream chooses the size of its waves."""
+
+    slack: float = 1.0  # kept groups aimed at, as a multiple of those still missing
+    keep_rate_prior: float = 0.5  # assumed share of kept groups before anything is known
+    keep_rate_ema: float = 0.9  # weight of the past in the running keep rate, per training step
+
+
+@dataclass(frozen=True)
+class SkipUniformConfig:
+    """Leaving out prompts whose past groups were all uniform (after GRESO, arXiv:2506.02177)."""
+
+    enable: bool = False
+    floor: float = 0.2  # smallest probability of being sampled all the same
+    decay: float = 0.5  # the probability is decay^(uniform groups in a row), but at least the floor
+
+
+@dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling (DAPO, section 3.2): groups whose metric is the same for all samples are dropped."""
+    """Dynamic sampling (DAPO, section 3.2); docs/dynamic_sampling.md explains the policies."""
 
     enable: bool = True  # verl: False; DAPO needs it
-    metric: str = "acc"  # acc | score | seq_reward | seq_final_reward | any number that the reward function returns
+    metric: str = "acc"  # acc | score | seq_reward | seq_final_reward | token_level_rewards | what the reward returns
+    rule: str = "std"  # std: spread above std_threshold | mean_range: filter_low < mean < filter_high | mixed
+    std_threshold: float = 0.0  # 0: the values differ, compared exactly
+    filter_low: float = 0.01
+    filter_high: float = 0.99
+    keep_singletons: bool = True  # keep groups of one sample
     max_num_gen_batches: int = 10  # generation rounds per training step at most; <= 0 = no limit
+    adaptive_limit: AdaptiveLimitConfig = field(default_factory=AdaptiveLimitConfig)
+    on_limit: str = "error"  # too few groups at the limit: error | partial (train on them) | fallback_unfiltered
+    on_exhausted: str = "next_epoch"  # the epoch ends within a step: next_epoch | partial | error
+    on_empty: str = "error"  # a partial step without any group: error | skip_step | train_unfiltered
+    leftover: str = "requeue"  # surplus groups: requeue (sampled again) | carry (used later) | discard (verl)
+    leftover_max_staleness: int = 1  # carry: training steps after which a group is dropped
+    backfill: str = "batch"  # batch (rounds of gen_batch_size) | stream (waves as the keep rate predicts)
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    skip_uniform: SkipUniformConfig = field(default_factory=SkipUniformConfig)
 
 
 @dataclass(frozen=True)
@@ -161,6 +205,13 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     cpo: CPOConfig = field(default_factory=CPOConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    # Aliases, see aliases.py; null = not given.
+    use_dynamic_sample: bool | None = None  # filter_groups as "dynamic sampling" forks of EasyR1 mean it
+    dynamic_sample_max_gen_batches: int | None = None  # filter_groups.max_num_gen_batches; 3 unless given
+    online_filtering: bool | None = None  # filter_groups as EasyR1 means it
+    filter_key: str | None = None  # filter_groups.metric; "overall" is score
+    filter_low: float | None = None  # filter_groups.filter_low
+    filter_high: float | None = None  # filter_groups.filter_high
 
 
 @dataclass(frozen=True)
@@ -246,6 +297,7 @@ class TrainerConfig:
     val_before_train: bool = True  # evaluate before the first step
     max_ckpt_to_keep: int = 2
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
+    max_try_make_batch: int | None = None  # EasyR1's name of filter_groups.max_num_gen_batches; null = not given
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ import numpy as np
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.command_line import read_config
-from dapo_jax.config import ActorConfig, Config, CriticConfig, gen_batch_size, mini_batch_size
+from dapo_jax.config import ActorConfig, Config, CriticConfig, mini_batch_size
 from dapo_jax.containers import Batch
-from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups, sampling_metrics
+from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups, sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
+from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.evaluate import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import learning_rate
@@ -27,6 +29,7 @@ from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
+from dapo_jax.prompt_stream import filter_rule, policies, prompt_source, stream_arrays, stream_from_arrays
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run, describe, open_run
@@ -60,7 +63,7 @@ def train(config: Config) -> Models:
     resume_step = starting_point(config, checkpoints)
     try:
         with open_run(config, initial_step=resume_step or 0) as run:
-            models, progress = restore(run, checkpoints, resume_step)
+            models, progress, stream = restore(run, checkpoints, resume_step)
             records = RunRecords(config.workdir, resume_step=resume_step)
             logger.info("%s", describe(run))
             if resume_step is None and config.trainer.val_before_train:
@@ -68,26 +71,19 @@ def train(config: Config) -> Models:
             while progress.step < total:
                 start = time.perf_counter()
                 step = progress.step + 1
-                accepted = collect(run, models, progress, step)
-                batch, batch_metrics = make_batch(
-                    run,
-                    accepted.experience,
-                    models,
-                    recompute=recomputes(config, progress),
-                    kl_coef=progress.kl_coef,
-                )
-                models, update_metrics = update(run, models, batch, step)
-                metrics = update_metrics | batch_metrics | sampling_metrics(accepted)
-                metrics |= experience_metrics(run, accepted)
-                progress = advance(config, progress, accepted, metrics)
+                accepted = collect(run, models, stream, progress, step)
+                models, metrics = train_on(run, models, accepted.experience, progress, step)
+                metrics |= sampling_metrics(accepted) | experience_metrics(run, accepted)
+                progress, stream = advance(config, progress, accepted, metrics), accepted.state
                 metrics |= performance_metrics(run, accepted, time.perf_counter() - start)
                 if is_due(step, config.trainer.test_freq, total):
                     metrics |= evaluate(run, models.actor.params)
-                records.write_samples(step, sample_texts(run, accepted.experience))
+                if accepted.experience is not None:
+                    records.write_samples(step, sample_texts(run, accepted.experience))
                 record(run, records, step, metrics)
                 if is_due(step, config.trainer.save_freq, total):
                     with run.stage("save_checkpoint"):
-                        checkpoints.save(models, progress)
+                        checkpoints.save(models, progress, stream_arrays(stream))
             run.console.close()
             run.console.final_table(summary(run, progress))
             records.close()
@@ -115,26 +111,29 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
     return latest
 
 
-def restore(run: Run, checkpoints: Checkpoints, step: int | None) -> tuple[Models, Progress]:
-    """The models and the progress after `step`, or before the first step."""
-    if step is None:
-        return run.init_models(), Progress(kl_coef=run.config.algorithm.kl_ctrl.kl_coef)
+def restore(run: Run, checkpoints: Checkpoints | None, step: int | None) -> tuple[Models, Progress, StreamState]:
+    """The models, the progress and the prompt stream after `step`, or before the first step."""
+    if checkpoints is None or step is None:
+        keep_rate = run.config.algorithm.filter_groups.stream.keep_rate_prior
+        stream = StreamState(next_prompt=0, keep_rate=keep_rate, history=History.empty(len(run.train_set)))
+        return run.init_models(), Progress(kl_coef=run.config.algorithm.kl_ctrl.kl_coef), stream
     critic_shape = run.critic.trainable.state_shape if run.critic is not None else None
     shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
-    models, progress = checkpoints.restore(step, shape)
+    models, progress, arrays = checkpoints.restore(step, shape)
     logger.warning("going on after step %d of %s", step, run.config.workdir)
-    return models, progress
+    return models, progress, stream_from_arrays(arrays, run.train_set, run.sampler.tokenizer)
 
 
-def collect(run: Run, models: Models, progress: Progress, step: int) -> Accepted:
-    """Generation rounds until data.train_batch_size groups are accepted."""
+def collect(run: Run, models: Models, stream: StreamState, progress: Progress, step: int) -> Accepted:
+    """Samples prompts until data.train_batch_size groups are accepted."""
     config, groups = run.config, run.config.algorithm.filter_groups
+    rule = filter_rule(config)
     weights = run.actor.decode_weights(models.actor.params)
     settings = config.rollout
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k)
 
-    def generate_round(numbers: range) -> Round:
-        experience = run.sampler.sample(
+    def start_round(numbers: Sequence[int]) -> Callable[[], Round]:
+        wait = run.sampler.start(
             weights,
             run.train_set,
             [run.order.row(number) for number in numbers],
@@ -143,21 +142,31 @@ def collect(run: Run, models: Models, progress: Progress, step: int) -> Accepted
             purpose=TRAIN,
             sampling=sampling,
             stage=run.stage,
+            version=progress.step,
         )
-        experience = finish_rewards(run, experience)
-        if config.algorithm.use_kl_in_reward:
-            experience = penalize_kl(run, experience, progress.kl_coef)
-        return filter_groups(experience, groups.metric, run.mesh) if groups.enable else keep_all(experience)
 
-    return accumulate_groups(
-        generate_round,
-        first_prompt=progress.next_prompt,
-        target=config.data.train_batch_size,
-        gen_batch_size=gen_batch_size(config),
-        max_num_gen_batches=groups.max_num_gen_batches,
-        step=step,
-        metric=groups.metric if groups.enable else None,
+        def finish() -> Round:
+            experience = finish_rewards(run, wait())
+            if config.algorithm.use_kl_in_reward:
+                experience = penalize_kl(run, experience, progress.kl_coef)
+            return filter_groups(experience, groups.metric, rule, run.mesh) if groups.enable else keep_all(experience)
+
+        return finish
+
+    return accumulate_groups(start_round, stream, prompt_source(run), policies(config), step=step)
+
+
+def train_on(
+    run: Run, models: Models, experience: Experience | None, progress: Progress, step: int
+) -> tuple[Models, dict[str, float]]:
+    """The models after all updates on the accepted groups, and the metrics; nothing happens without groups."""
+    if experience is None:
+        return models, {}
+    batch, batch_metrics = make_batch(
+        run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
     )
+    models, update_metrics = update(run, models, batch, step)
+    return models, update_metrics | batch_metrics
 
 
 def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, dict[str, float]]:
@@ -221,7 +230,7 @@ def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dic
             metrics.get("rollout_corr/first_clipfrac", 0.0),
         )
     kl_coef = progress.kl_coef
-    if config.algorithm.use_kl_in_reward:
+    if config.algorithm.use_kl_in_reward and accepted.experience is not None:
         kl = sequence_kl(accepted.experience)
         metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
         control = config.algorithm.kl_ctrl
@@ -236,7 +245,6 @@ def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dic
     kept, evaluated = metrics["train/num_kept_prompts"], metrics["dynamic_sampling/num_evaluated_prompts"]
     return Progress(
         step=progress.step + 1,
-        next_prompt=accepted.next_prompt,
         recompute_logprobs=progress.recompute_logprobs or mismatch,
         kl_coef=kl_coef,
         groups_kept=progress.groups_kept + int(kept),
@@ -250,6 +258,13 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
     """`rollout/` of all evaluated groups; rewards and lengths of the trained ones."""
     data, trained = run.config.data, accepted.experience
     evaluated = [round_.experience for round_ in accepted.rounds]
+    progress = {
+        "data/prompts_consumed": accepted.state.next_prompt,
+        "data/epoch": run.order.epoch(accepted.state.next_prompt),
+    }
+    if trained is None:
+        return progress
+    evaluated = evaluated or [trained]  # all of them carried from earlier steps
     names = set.intersection(*(set(experience.scores) for experience in evaluated))
     scores = {name: np.concatenate([part.scores[name] for part in evaluated]) for name in sorted(names)}
     prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
@@ -261,14 +276,14 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
         "reward/num_errors": sum(experience.num_errors for experience in evaluated),
-        "data/prompts_consumed": accepted.next_prompt,
-        "data/epoch": run.order.epoch(accepted.next_prompt),
-    }
+    } | progress
 
 
 def performance_metrics(run: Run, accepted: Accepted, seconds: float) -> dict[str, float]:
     """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds."""
     trained = accepted.experience
+    if trained is None:
+        return {"perf/time_per_step": seconds, "timing_s/step": seconds}
     prompt_tokens = sum(len(prompt) for prompt in trained.prompts) * trained.finished.shape[1]
     tokens = trained.num_tokens + prompt_tokens
     return {

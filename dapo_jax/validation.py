@@ -7,6 +7,8 @@ from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.config import Config, gen_batch_size, micro_batch_size, mini_batch_size, uses_reference
+from dapo_jax.dynamic_sampling.group_filter import RULES
+from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 
 CHOICES = {
     "data.task": ("files", "arithmetic"),
@@ -16,6 +18,12 @@ CHOICES = {
     "algorithm.kl_penalty": kl.PENALTIES,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.rollout_correction.rollout_is": ("none", *WEIGHTS),
+    "algorithm.filter_groups.rule": RULES,
+    "algorithm.filter_groups.on_limit": ("error", "partial", "fallback_unfiltered"),
+    "algorithm.filter_groups.on_exhausted": ("next_epoch", "partial", "error"),
+    "algorithm.filter_groups.on_empty": ("error", "skip_step", "train_unfiltered"),
+    "algorithm.filter_groups.leftover": ("requeue", "carry", "discard"),
+    "algorithm.filter_groups.backfill": ("batch", "stream"),
     "algorithm.cpo.wrap_method": advantages.CPO_METHODS,
     "actor.policy_loss.loss_mode": tuple(policy_loss.LOSSES),
     "actor.loss_agg_mode": aggregation.MODES,
@@ -197,12 +205,29 @@ def _algorithm_problems(config: Config) -> list[str]:
             "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
             "set algorithm.filter_groups.enable=False"
         )
-    groups = algorithm.filter_groups
-    if groups.enable and groups.metric == "seq_final_reward" and not algorithm.use_kl_in_reward:
-        problems.append(
-            "algorithm.filter_groups.metric=seq_final_reward is the reward after the KL divergence: set "
-            "algorithm.use_kl_in_reward=True, or choose seq_reward, which is the same without it"
-        )
+    problems += _filter_problems(config)
+    return problems
+
+
+def _filter_problems(config: Config) -> list[str]:
+    groups, problems = config.algorithm.filter_groups, []
+    name = "algorithm.filter_groups"
+    if groups.std_threshold < 0:
+        problems.append(f"{name}.std_threshold={groups.std_threshold} must be 0 or more")
+    if not groups.filter_low < groups.filter_high:
+        problems.append(f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}")
+    if groups.leftover_max_staleness < 1:
+        problems.append(f"{name}.leftover_max_staleness={groups.leftover_max_staleness} must be 1 or more")
+    if not groups.stream.slack >= 1:
+        problems.append(f"{name}.stream.slack={groups.stream.slack} must be 1 or more")
+    for key in ("keep_rate_prior", "keep_rate_ema"):
+        if not 0 <= getattr(groups.stream, key) <= 1:
+            problems.append(f"{name}.stream.{key}={getattr(groups.stream, key)} must be in [0, 1]")
+    for key in ("floor", "decay"):
+        if not 0 < getattr(groups.skip_uniform, key) <= 1:
+            problems.append(f"{name}.skip_uniform.{key}={getattr(groups.skip_uniform, key)} must be in (0, 1]")
+    if groups.adaptive_limit.slack < 0 or groups.adaptive_limit.min_rounds < 1:
+        problems.append(f"{name}.adaptive_limit needs slack >= 0 and min_rounds >= 1")
     return problems
 
 
@@ -242,11 +267,22 @@ def warnings(config: Config) -> list[str]:
         )
     if algorithm.adv_estimator == "cpo" and algorithm.filter_groups.enable:
         found.append("algorithm.adv_estimator=cpo has its own contrast: the group filter is normally off with it")
-    shaped = algorithm.filter_groups.metric in ("seq_reward", "seq_final_reward")
+    shaped = algorithm.filter_groups.metric in ("seq_reward", *FINAL_REWARD)
     if algorithm.filter_groups.enable and shaped and config.reward.overlong_buffer.enable:
         found.append(
             f"algorithm.filter_groups.metric={algorithm.filter_groups.metric} contains the overlong penalty: groups "
             "whose answers are all wrong pass the filter for their lengths; acc is the paper's"
+        )
+    groups = algorithm.filter_groups
+    if groups.enable and groups.backfill == "stream" and groups.leftover != "requeue":
+        found.append(
+            f"algorithm.filter_groups.leftover={groups.leftover} with backfill=stream: which groups are left over "
+            "depends on the waves; requeue alone gives the same batches for every schedule"
+        )
+    if groups.enable and groups.leftover == "carry" and config.actor.old_logprob == "recompute":
+        found.append(
+            "algorithm.filter_groups.leftover=carry with actor.old_logprob=recompute: carried groups are treated as "
+            "if the newer policy had sampled them"
         )
     if config.trainer.critic_warmup >= config.trainer.total_training_steps:
         found.append("trainer.critic_warmup leaves no step that updates the policy")

@@ -15,7 +15,7 @@ LAYERS = [
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
-    ("validation", "scoring", "run", "training_batch", "command_line", "evaluate", "train"),
+    ("aliases", "validation", "scoring", "run", "prompt_stream", "training_batch", "command_line", "evaluate", "train"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -199,11 +199,6 @@ UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
         ),
         (UNJUDGED, "metric=acc is the verifier's.* none: choose score", {f"{FILTER}.metric": "score"}),
         (UNJUDGED, "metric=acc .*set algorithm.filter_groups.enable=False", {f"{FILTER}.enable": False}),
-        (
-            {f"{FILTER}.metric": "seq_final_reward"},
-            "seq_final_reward is the reward after the KL divergence: set algorithm.use_kl_in_reward=True",
-            {"algorithm.use_kl_in_reward": True},
-        ),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_together_are_refused_until_cured(wrong, message, cure):

@@ -1,114 +1,376 @@
-"""Host: generation rounds until enough groups are kept (DAPO, section 3.2, algorithm 1).
+"""Host: sampling until a training step has its groups (DAPO, section 3.2, algorithm 1).
 
-The accepted batch is the first `target` kept groups in prompt order. The next step starts with the prompt after
-the last accepted one, so that surplus groups are sampled again by the newer policy, and how many prompts a round
-holds changes the speed but never the batch.
+Accepted are the first `target` kept groups in prompt order, whatever finished first: choosing by time would prefer
+prompts with short answers. With leftover=requeue the next step starts with the prompt after the last accepted one, so
+that surplus groups are sampled again by the newer policy; then how prompts were dispatched changes the speed but never
+the batch. carry keeps surplus groups for the next step, discard drops them.
 """
 
+import logging
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dapo_jax.dynamic_sampling.rounds import Round, filtered_counts
+from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream, adaptive_limit, fixed_limit, wave_prompts
 from dapo_jax.monitor import filter_log
 from dapo_jax.rollout.experience import Experience, concatenate
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 2  # waves: one is decoded while the one before is verified
+
+
+@dataclass(frozen=True)
+class Policies:
+    """What a step does; the names are those of algorithm.filter_groups."""
+
+    target: int  # groups
+    gen_batch_size: int  # prompts per round
+    limits: Limits
+    on_limit: str
+    on_exhausted: str
+    on_empty: str
+    leftover: str
+    leftover_max_staleness: int  # training steps
+    stream: Stream | None  # None = rounds of gen_batch_size
+    keep_rate_ema: float  # weight of earlier steps in the running keep rate
+    metric: str | None  # for the log; None = no filter, and nothing to log
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """What dynamic sampling knows between two steps."""
+
+    next_prompt: int  # first prompt number that is still to be sampled
+    keep_rate: float  # running share of kept groups
+    history: History
+    carried: Experience | None = None  # kept groups of earlier steps, in prompt order
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Which row each prompt number has, and which numbers are left out."""
+
+    row: Callable[[int], int]
+    num_rows: int  # of an epoch
+    skips: Callable[[History, int, int], bool] | None = None  # (history, row, number) -> left out
+
+    def numbers(self, history: History, start: int, count: int, stop: float) -> tuple[list[int], int]:
+        """The next `count` numbers below `stop` that are not left out, and the number after the last one looked at."""
+        numbers, number = [], start
+        while len(numbers) < count and number < stop:
+            if self.skips is None or not self.skips(history, self.row(number), number):
+                numbers.append(number)
+            number += 1
+        return numbers, number
 
 
 @dataclass(frozen=True)
 class Accepted:
     """What a training step trains on and what it took."""
 
-    experience: Experience  # exactly `target` groups
-    rounds: list[Round]
-    next_prompt: int  # where the next step starts
+    experience: Experience | None  # the groups; None if the step is skipped
+    rounds: list[Round]  # all groups that were evaluated in this step
+    num_gen_batches: int
+    limit: float  # rounds that were allowed in the end
+    outcome: str  # full | partial | fallback | unfiltered | skipped
+    target: int
+    carried_in: int  # groups
+    num_stale: int  # carried groups that were too old
+    num_skipped: int  # prompts left out for their history
+    num_requeued: int  # evaluated groups that will be sampled again
+    num_discarded: int  # kept groups that are dropped
+    state: StreamState  # for the next step
 
 
 def accumulate_groups(
-    generate_round: Callable[[range], Round],
+    start_round: Callable[[Sequence[int]], Callable[[], Round]],
+    state: StreamState,
+    prompts: PromptSource,
+    policies: Policies,
     *,
-    first_prompt: int,
-    target: int,
-    gen_batch_size: int,
-    max_num_gen_batches: int,
     step: int,
-    metric: str | None,
 ) -> Accepted:
-    """Calls `generate_round` on consecutive prompt numbers until `target` groups are kept.
+    """Samples prompts until `policies.target` groups are kept, or until a policy ends the step.
 
     Args:
-        max_num_gen_batches: exactly this many rounds may run; 0 or less = no limit.
-        step, metric: for the log; no metric means no filter, and nothing to log.
+        start_round: samples prompts of these numbers and returns a function that waits for their verdicts.
+        step: training step, from 1.
 
     Raises:
-        RuntimeError: the limit is reached; says how many groups were all right and all wrong, and the ways out.
+        RuntimeError: too few groups, and the policy says error. Says how many groups were all right and all wrong,
+            and the ways out.
     """
-    rounds: list[Round] = []
-    kept = 0
-    while kept < target:
-        if len(rounds) == max_num_gen_batches > 0:
-            raise RuntimeError(_limit_message(rounds, kept, target, max_num_gen_batches))
-        start = first_prompt + len(rounds) * gen_batch_size
-        rounds.append(generate_round(range(start, start + gen_batch_size)))
-        kept += int(rounds[-1].keep.sum())
-        if metric is not None:
-            _log(rounds, kept, target, step, metric, last=len(rounds) == max_num_gen_batches)
-    experience = concatenate([round_.experience.select(np.flatnonzero(round_.keep)) for round_ in rounds])
-    experience = experience.select(np.arange(target))
-    if metric is not None:
-        filter_log.log_enough(experience.finished.size)
-    return Accepted(experience, rounds, int(experience.numbers[-1]) + 1)
+    attempt = _Attempt(start_round, state, prompts, policies, step)
+    while attempt.dispatch() or attempt.in_flight:
+        if policies.stream is None or len(attempt.in_flight) == MAX_IN_FLIGHT or not attempt.wants_more():
+            attempt.resolve()
+    return attempt.finish()
+
+
+class _Attempt:
+    """One step under way."""
+
+    def __init__(self, start_round, state: StreamState, prompts: PromptSource, policies: Policies, step: int) -> None:
+        self.start_round, self.state, self.prompts, self.policies, self.step = (
+            start_round, state, prompts, policies, step,
+        )  # fmt: skip
+        self.carried, self.num_stale = _fresh(state.carried, step, policies.leftover_max_staleness)
+        self.rounds: list[Round] = []
+        self.in_flight: deque[tuple[int, Callable[[], Round]]] = deque()
+        self.cursor, self.dispatched, self.num_rounds = state.next_prompt, 0, 0
+        self.limit = fixed_limit(policies.limits)
+        self.limit_is_adapted = policies.limits.adaptive_slack is None
+        self.epoch_end = math.inf
+        if policies.on_exhausted != "next_epoch":
+            self.epoch_end = (state.next_prompt // prompts.num_rows + 1) * prompts.num_rows
+
+    @property
+    def kept(self) -> int:
+        return _size(self.carried) + self.kept_now
+
+    @property
+    def evaluated(self) -> int:
+        return sum(len(round_.keep) for round_ in self.rounds)
+
+    @property
+    def kept_now(self) -> int:
+        """Groups kept among those that this step has evaluated."""
+        return sum(int(round_.keep.sum()) for round_ in self.rounds)
+
+    @property
+    def expected_keep_rate(self) -> float:
+        """Earlier steps' rate, which counts like half a batch, and this step's groups."""
+        weight = 0.5 * self.policies.target
+        return (self.state.keep_rate * weight + self.kept_now) / (weight + self.evaluated)
+
+    def next_keep_rate(self) -> float:
+        """The running rate after this step."""
+        past = self.policies.keep_rate_ema
+        now = self.kept_now / self.evaluated if self.evaluated else self.state.keep_rate
+        return past * self.state.keep_rate + (1 - past) * now
+
+    def wants_more(self) -> bool:
+        return self._prompts_wanted() > 0 and self.cursor < self.epoch_end
+
+    def _prompts_wanted(self) -> int:
+        policies = self.policies
+        if policies.stream is None:
+            waiting = self.in_flight or self.kept >= policies.target or self.num_rounds >= self.limit
+            return 0 if waiting else policies.gen_batch_size
+        wanted = wave_prompts(
+            policies.stream,
+            kept=self.kept,
+            in_flight=sum(count for count, _ in self.in_flight),
+            keep_rate=self.expected_keep_rate,
+            target=policies.target,
+        )
+        room = self.limit * policies.gen_batch_size - self.dispatched
+        return int(min(wanted, max(room, 0)))
+
+    def dispatch(self) -> bool:
+        """Starts the next round or wave if there is one to start."""
+        if not self.wants_more() or len(self.in_flight) == MAX_IN_FLIGHT:
+            return False
+        count = self._prompts_wanted()
+        numbers, self.cursor = self.prompts.numbers(self.state.history, self.cursor, count, self.epoch_end)
+        if not numbers:
+            return False
+        self.dispatched += len(numbers)
+        self.num_rounds = math.ceil(self.dispatched / self.policies.gen_batch_size)
+        self.in_flight.append((len(numbers), self.start_round(numbers)))
+        return True
+
+    def resolve(self) -> None:
+        """Waits for the oldest round."""
+        _, wait = self.in_flight.popleft()
+        self.rounds.append(wait())
+        policies = self.policies
+        if not self.limit_is_adapted and self.num_rounds >= policies.limits.adaptive_min_rounds:
+            self.limit_is_adapted = True
+            self.limit = adaptive_limit(
+                policies.limits,
+                evaluated=self.evaluated,
+                kept=self.kept_now,
+                target=policies.target,
+                gen_batch_size=policies.gen_batch_size,
+            )
+        if policies.metric is not None:
+            ends = self.num_rounds >= self.limit or self.cursor >= self.epoch_end
+            _log_round(self, last=ends and not self.in_flight)
+
+    def finish(self) -> Accepted:
+        policies = self.policies
+        kept = _join([self.carried, *(round_.experience.select(np.flatnonzero(round_.keep)) for round_ in self.rounds)])
+        if _size(kept) >= policies.target:
+            assert kept is not None
+            accepted, outcome = kept.select(np.arange(policies.target)), "full"
+        else:
+            accepted, outcome = self._too_few(kept)
+        next_prompt, carried, requeued, discarded = self.cursor, None, 0, 0
+        surplus = _size(kept) - policies.target
+        last = int(accepted.numbers[-1]) if accepted is not None else -1
+        if outcome == "full":
+            assert kept is not None
+            if policies.leftover == "requeue":
+                next_prompt = last + 1
+                requeued = sum(int(np.sum(round_.experience.numbers > last)) for round_ in self.rounds)
+            elif policies.leftover == "carry":
+                carried = kept.select(np.arange(policies.target, len(kept))) if surplus else None
+            else:
+                discarded = surplus
+        if policies.metric is not None and accepted is not None:
+            filter_log.log_enough(accepted.finished.size)
+        return Accepted(
+            experience=accepted,
+            rounds=self.rounds,
+            num_gen_batches=self.num_rounds,
+            limit=self.limit,
+            outcome=outcome,
+            target=policies.target,
+            carried_in=_size(self.carried),
+            num_stale=self.num_stale,
+            num_skipped=self.cursor - self.state.next_prompt - self.dispatched,
+            num_requeued=requeued,
+            num_discarded=discarded,
+            state=StreamState(next_prompt, self.next_keep_rate(), self._history(next_prompt), carried),
+        )
+
+    def _history(self, next_prompt: int) -> History:
+        """With the groups before `next_prompt`: those that no schedule samples again."""
+        rows = np.concatenate([round_.experience.rows for round_ in self.rounds] or [np.zeros(0, np.int64)])
+        numbers = np.concatenate([round_.experience.numbers for round_ in self.rounds] or [np.zeros(0, np.int64)])
+        kept = np.concatenate([round_.keep for round_ in self.rounds] or [np.zeros(0, bool)])
+        final = numbers < next_prompt
+        return self.state.history.updated(rows[final], kept[final])
+
+    def _too_few(self, kept: Experience | None) -> tuple[Experience | None, str]:
+        """What a step with fewer groups than its target trains on, and what that is called."""
+        policies = self.policies
+        exhausted = self.cursor >= self.epoch_end
+        policy = policies.on_exhausted if exhausted else policies.on_limit
+        if policy == "error":
+            raise RuntimeError(_message(self, exhausted))
+        everything = _join([round_.experience for round_ in self.rounds])
+        if policy == "fallback_unfiltered":
+            dropped = _join(
+                [round_.experience.select(np.flatnonzero(~round_.keep)) for round_ in self.rounds]
+            )
+            missing = policies.target - _size(kept)
+            filled = _join([kept, dropped.select(np.arange(min(missing, len(dropped))))] if dropped else [kept])
+            if filled is not None:
+                logger.warning("step %d: %d of %d groups are unfiltered", self.step, missing, policies.target)
+                return filled.select(np.argsort(filled.numbers, kind="stable")), "fallback"
+        elif kept is not None:
+            logger.warning(
+                "step %d: training on %d of %d groups (%s)",
+                self.step,
+                len(kept),
+                policies.target,
+                "the epoch is at its end" if exhausted else "the limit of rounds is reached",
+            )
+            return kept, "partial"
+        if policies.on_empty == "error":
+            raise RuntimeError(_message(self, exhausted))
+        if policies.on_empty == "train_unfiltered" and everything is not None:
+            logger.warning("step %d: no group was kept, training on unfiltered ones", self.step)
+            return everything.select(np.arange(min(policies.target, len(everything)))), "unfiltered"
+        logger.warning("step %d: no group was kept, nothing is trained on", self.step)
+        return None, "skipped"
 
 
 def sampling_metrics(accepted: Accepted) -> dict[str, float]:
-    """`train/` and `dynamic_sampling/` metrics of a step, over all groups that were evaluated."""
-    rounds, target = accepted.rounds, len(accepted.experience)
-    keep = np.concatenate([round_.keep for round_ in rounds])
-    std = np.concatenate([round_.metric_std for round_ in rounds])
-    kept, evaluated = int(keep.sum()), len(keep)
+    """`train/` and `dynamic_sampling/` metrics of a step, over all groups that were evaluated in it."""
+    rounds = accepted.rounds
+    keep = np.concatenate([round_.keep for round_ in rounds] or [np.zeros(0, bool)])
+    std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
+    kept, evaluated = accepted.carried_in + int(keep.sum()), len(keep)
     generated = sum(round_.experience.num_tokens for round_ in rounds)
-    trained = accepted.experience.num_tokens
-    numbers = np.concatenate([round_.experience.numbers for round_ in rounds])
+    trained = accepted.experience.num_tokens if accepted.experience is not None else 0
     return {
-        "train/num_gen_batches": len(rounds),
-        "train/filter_rate": 1 - kept / evaluated,
-        "train/mean_metric_std": float(std.mean()),
+        "train/num_gen_batches": accepted.num_gen_batches,
+        "train/filter_rate": 1 - float(keep.sum()) / max(evaluated, 1),
+        "train/mean_metric_std": float(std.mean()) if evaluated else 0.0,
         "train/num_kept_prompts": kept,
-        "dynamic_sampling/num_gen_batches": len(rounds),
+        "dynamic_sampling/num_gen_batches": accepted.num_gen_batches,
         "dynamic_sampling/num_accumulated_prompts": kept,
-        "dynamic_sampling/target_prompt_num": target,
+        "dynamic_sampling/target_prompt_num": accepted.target,
         "dynamic_sampling/num_evaluated_prompts": evaluated,
         **{f"dynamic_sampling/filtered_{name}": count for name, count in filtered_counts(rounds).items()},
-        "dynamic_sampling/num_requeued": int(np.sum(numbers >= accepted.next_prompt)),
+        "dynamic_sampling/num_requeued": accepted.num_requeued,
+        "dynamic_sampling/num_discarded_valid": accepted.num_discarded,
+        "dynamic_sampling/num_carried_in": accepted.carried_in,
+        "dynamic_sampling/num_carried_out": _size(accepted.state.carried),
+        "dynamic_sampling/num_stale": accepted.num_stale,
+        "dynamic_sampling/num_skipped_uniform": accepted.num_skipped,
+        "dynamic_sampling/partial_step": float(accepted.outcome != "full"),
+        "dynamic_sampling/keep_rate_ema": accepted.state.keep_rate,
+        "dynamic_sampling/effective_limit": accepted.limit if math.isfinite(accepted.limit) else 0,
         "dynamic_sampling/generated_tokens": generated,
         "dynamic_sampling/trained_tokens": trained,
         "dynamic_sampling/overgen_ratio": generated / max(trained, 1),
+        "dynamic_sampling/accepted_len_over_finished_kept_len": _length_ratio(accepted),
     }
 
 
-def _log(rounds: Sequence[Round], kept: int, target: int, step: int, metric: str, *, last: bool) -> None:
-    newest = rounds[-1]
+def _length_ratio(accepted: Accepted) -> float:
+    """Mean response length of the accepted groups over that of all kept ones: not 1 in the mean means a bias."""
+    kept = _join([round_.experience.select(np.flatnonzero(round_.keep)) for round_ in accepted.rounds])
+    if kept is None or accepted.experience is None:
+        return 1.0
+    mean = accepted.experience.num_tokens / accepted.experience.finished.size
+    return mean / max(kept.num_tokens / kept.finished.size, 1e-8)
+
+
+def _fresh(carried: Experience | None, step: int, max_staleness: int) -> tuple[Experience | None, int]:
+    """The carried groups that are not too old for training step `step`, and how many are."""
+    if carried is None:
+        return None, 0
+    fresh = np.flatnonzero(step - 1 - carried.versions <= max_staleness)
+    return (carried.select(fresh) if len(fresh) else None), len(carried) - len(fresh)
+
+
+def _join(parts: Sequence[Experience | None]) -> Experience | None:
+    present = [part for part in parts if part is not None and len(part)]
+    return concatenate(present) if present else None
+
+
+def _size(experience: Experience | None) -> int:
+    return 0 if experience is None else len(experience)
+
+
+def _log_round(attempt: _Attempt, *, last: bool) -> None:
+    newest, policies = attempt.rounds[-1], attempt.policies
+    assert policies.metric is not None
     filter_log.log_round(
-        step=step,
-        round_number=len(rounds),
+        step=attempt.step,
+        round_number=len(attempt.rounds),
         num_prompts=len(newest.keep),
         num_samples=newest.experience.finished.shape[1],
-        metric=metric,
+        metric=policies.metric,
         num_kept=int(newest.keep.sum()),
         mean_std=float(newest.metric_std.mean()),
-        num_accumulated=kept,
-        target=target,
+        num_accumulated=attempt.kept,
+        target=policies.target,
         last=last,
     )
 
 
-def _limit_message(rounds: Sequence[Round], kept: int, target: int, limit: int) -> str:
-    counts = filtered_counts(rounds)
-    evaluated = sum(len(round_.keep) for round_ in rounds)
+def _message(attempt: _Attempt, exhausted: bool) -> str:
+    counts = filtered_counts(attempt.rounds)
+    reason = (
+        "at the end of the epoch (algorithm.filter_groups.on_exhausted=error)"
+        if exhausted
+        else f"after {attempt.num_rounds} generation rounds (algorithm.filter_groups.max_num_gen_batches)"
+    )
     return (
-        f"only {kept} of data.train_batch_size={target} groups kept after {limit} generation rounds "
-        f"(algorithm.filter_groups.max_num_gen_batches): of {evaluated} groups {counts['all_correct']} were all "
-        f"right, {counts['all_wrong']} all wrong, {counts['other']} uniform otherwise. Three ways out: raise "
-        "max_num_gen_batches, lower data.train_batch_size, or change the difficulty of the data "
-        "(or raise rollout.n), so that more groups hold both right and wrong answers"
+        f"only {attempt.kept} of data.train_batch_size={attempt.policies.target} groups kept {reason}: of "
+        f"{attempt.evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
+        f"{counts['other']} uniform otherwise. Three ways out: raise max_num_gen_batches, lower "
+        "data.train_batch_size, or set algorithm.filter_groups.on_limit=partial; or change the difficulty of the "
+        "data (or raise rollout.n), so that more groups hold both right and wrong answers"
     )

@@ -1,6 +1,7 @@
 """Device: which groups have something to compare (DAPO, section 3.2, equation 11)."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ class GroupStatistics:
 
     count: jax.Array  # samples
     mean: jax.Array
-    std: jax.Array  # population standard deviation, for reporting: the filter compares max with min
+    std: jax.Array  # population standard deviation; exactly 0 where all values are equal
     min: jax.Array
     max: jax.Array
 
@@ -31,9 +32,38 @@ def group_statistics(values: jax.Array, group_ids: jax.Array, *, num_groups: int
     return GroupStatistics(count, mean, std, lowest, highest)
 
 
-def keep_groups(statistics: GroupStatistics) -> jax.Array:
-    """True [Q] for groups whose values differ, and for groups of one.
+@dataclass(frozen=True)
+class FilterRule:
+    """Which groups are kept."""
 
-    Compares max with min: a spread computed through a rounded mean is not exactly 0 for equal values.
+    name: str = "std"  # one of RULES
+    std_threshold: float = 0.0
+    filter_low: float = 0.01
+    filter_high: float = 0.99
+    keep_singletons: bool = True
+
+
+RULES = ("std", "mean_range", "mixed")
+
+
+def keep_groups(statistics: GroupStatistics, rule: FilterRule) -> jax.Array:
+    """True [Q] for groups that are kept. A group of one sample is kept if the rule says so, whatever its value.
+
+        std         the population standard deviation is above std_threshold. At 0, max > min: a spread computed
+                    through a rounded mean is not exactly 0 for equal values
+        mean_range  filter_low < mean < filter_high (EasyR1)
+        mixed       some values are positive and some are not: 0 < right answers < G (DAPO, equation 11)
+
+    Raises:
+        ValueError: an unknown rule.
     """
-    return (statistics.max > statistics.min) | (statistics.count == 1)
+    if rule.name == "std":
+        differ = statistics.max > statistics.min
+        kept = differ if rule.std_threshold == 0 else statistics.std > rule.std_threshold
+    elif rule.name == "mean_range":
+        kept = (rule.filter_low < statistics.mean) & (statistics.mean < rule.filter_high)
+    elif rule.name == "mixed":
+        kept = (statistics.max > 0) & (statistics.min <= 0)
+    else:
+        raise ValueError(f"algorithm.filter_groups.rule={rule.name!r} must be one of {', '.join(RULES)}")
+    return jnp.where(statistics.count == 1, rule.keep_singletons, kept)

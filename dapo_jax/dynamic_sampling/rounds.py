@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.dynamic_sampling.group_filter import group_statistics, keep_groups
+from dapo_jax.dynamic_sampling.group_filter import FilterRule, group_statistics, keep_groups
 from dapo_jax.parallel.sharding import fetch, put_rows
 from dapo_jax.rewards.assembly import assemble_rewards
 from dapo_jax.rollout.experience import Experience
+
+# The reward after the KL divergence, if there is one in the reward; else seq_reward.
+FINAL_REWARD = ("seq_final_reward", "token_level_rewards")
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,15 @@ def shape_rewards(
     return experience.with_scores(seq_reward=seq_reward.reshape(shape), overlong_reward=penalty.reshape(shape))
 
 
-def filter_groups(experience: Experience, metric: str, mesh: Mesh) -> Round:
-    """Marks the groups whose `metric` differs between samples.
+def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: Mesh) -> Round:
+    """Marks the groups that `rule` keeps by their `metric`.
 
     Raises:
         ValueError: the metric was not measured for every sample.
     """
-    available = experience.scores
+    available = dict(experience.scores)
+    if "seq_reward" in available:
+        available |= dict.fromkeys(FINAL_REWARD, available.get("seq_final_reward", available["seq_reward"]))
     if metric not in available or np.isnan(available[metric]).any():
         raise ValueError(
             f"algorithm.filter_groups.metric={metric!r} is not measured for every sample: choose one of "
@@ -65,7 +70,7 @@ def filter_groups(experience: Experience, metric: str, mesh: Mesh) -> Round:
     statistics = group_statistics(
         values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1
     )
-    keep, std = fetch((keep_groups(statistics), statistics.std))
+    keep, std = fetch((keep_groups(statistics, rule), statistics.std))
     return Round(experience, keep[:num_groups], std[:num_groups])
 
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,7 +84,14 @@ class VerifierPool:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
         """The verdicts, in the order of the requests. RuntimeError if a new worker does not start."""
-        verdicts = list(self._threads.map(self._judge, requests))
+        return self.start(requests)()
+
+    def start(self, requests: Sequence[ScoreRequest]) -> Callable[[], list[Verdict]]:
+        """Begins to score in the background; the function returned waits for the verdicts."""
+        verdicts = self._threads.map(self._judge, requests)
+        return lambda: self._wait(requests, list(verdicts))
+
+    def _wait(self, requests: Sequence[ScoreRequest], verdicts: list[Verdict]) -> list[Verdict]:
         failures = [(request, v.error) for request, v in zip(requests, verdicts, strict=True) if v.error]
         for request, error in failures[:_NUM_LOGGED]:
             _log.warning(

@@ -1,6 +1,6 @@
 """Host: groups of responses with what is known of them, and how they are made: sample, decode, verify."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ class Experience:
     finished: np.ndarray  # [Q, G] bool
     texts: list[list[str]]  # decoded responses
     scores: dict[str, np.ndarray]  # [Q, G] float64 each: acc, score and whatever else was measured
+    versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
     num_errors: int  # verifications that failed, this Experience's samples or not
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
 
@@ -60,6 +61,7 @@ class Experience:
             self.finished[groups],
             [self.texts[group] for group in groups],
             {name: values[groups] for name, values in self.scores.items()},
+            self.versions[groups],
             self.num_errors,
             None if self.kl is None else self.kl[groups],
         )
@@ -85,8 +87,34 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
         join("finished"),
         [texts for part in parts for texts in part.texts],
         {name: np.concatenate([scores(part, name) for part in parts]) for name in names},
+        join("versions"),
         sum(part.num_errors for part in parts),
         None if any(part.kl is None for part in parts) else join("kl"),
+    )
+
+
+def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
+    """What a checkpoint has to hold of `experience`; prompts and texts follow from rows and responses."""
+    names = ("numbers", "rows", "responses", "mask", "logprobs", "finished", "versions")
+    arrays = {name: getattr(experience, name) for name in names}
+    if experience.kl is not None:
+        arrays["kl"] = experience.kl
+    return {**arrays, **{f"score {name}": values for name, values in experience.scores.items()}}
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokenizer: Tokenizer) -> Experience:
+    """The inverse of `to_arrays`, for groups of rows of `prompt_set`."""
+    fields = {name: np.asarray(values) for name, values in arrays.items() if not name.startswith("score ")}
+    texts = [
+        [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in zip(*group, strict=True)]
+        for group in zip(fields["responses"], fields["mask"], strict=True)
+    ]
+    return Experience(
+        **fields,
+        prompts=[prompt_set.tokens[row] for row in fields["rows"]],
+        texts=texts,
+        scores={name.removeprefix("score "): np.asarray(v) for name, v in arrays.items() if name.startswith("score ")},
+        num_errors=0,
     )
 
 
@@ -109,8 +137,36 @@ class Sampler:
         purpose: int,
         sampling: Sampling,
         stage: Stage,
+        version: int = 0,
     ) -> Experience:
         """`num_samples` verified responses to each row; `numbers` and `purpose` address their random draws."""
+        start = self.start(
+            params,
+            prompt_set,
+            rows,
+            numbers,
+            num_samples=num_samples,
+            purpose=purpose,
+            sampling=sampling,
+            stage=stage,
+            version=version,
+        )
+        return start()
+
+    def start(
+        self,
+        params: Any,
+        prompt_set: PromptSet,
+        rows: Sequence[int],
+        numbers: Sequence[int],
+        *,
+        num_samples: int,
+        purpose: int,
+        sampling: Sampling,
+        stage: Stage,
+        version: int,
+    ) -> Callable[[], Experience]:
+        """Samples as `sample` does; the responses are verified in the background until the result is asked for."""
         prompts = [prompt_set.tokens[row] for row in rows]
         with stage("gen"):
             rollout = generate(
@@ -127,32 +183,33 @@ class Sampler:
                 self.tokenizer.decode(tokens[mask].tolist())
                 for tokens, mask in zip(np.asarray(rollout.responses), np.asarray(rollout.mask), strict=True)
             ]
-            scores, num_errors = self._verify(prompt_set, np.repeat(rows, num_samples), texts)
+            requests = []
+            for row_index, text in zip(np.repeat(rows, num_samples), texts, strict=True):
+                row = prompt_set.rows[row_index]
+                requests.append(ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info))
+            wait = self.verifiers.start(requests)
         shape = (len(prompts), num_samples)
-        return Experience(
-            np.array(numbers, np.int64),
-            np.array(rows, np.int64),
-            prompts,
-            np.asarray(rollout.responses).reshape(*shape, -1),
-            np.asarray(rollout.mask).reshape(*shape, -1),
-            np.asarray(rollout.logprobs).reshape(*shape, -1),
-            np.asarray(rollout.finished).reshape(shape),
-            [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
-            {name: values.reshape(shape) for name, values in scores.items()},
-            num_errors,
-        )
 
-    def _verify(
-        self, prompt_set: PromptSet, rows: np.ndarray, texts: list[str]
-    ) -> tuple[dict[str, np.ndarray], int]:
-        requests = []
-        for row_index, text in zip(rows, texts, strict=True):
-            row = prompt_set.rows[row_index]
-            requests.append(ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info))
-        verdicts = self.verifiers.score(requests)
-        names = {name: None for verdict in verdicts for name in verdict.numbers}
-        scores = {
-            name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
-            for name in names
-        }
-        return scores, sum(verdict.error is not None for verdict in verdicts)
+        def finish() -> Experience:
+            with stage("reward"):
+                verdicts = wait()
+            names = {name: None for verdict in verdicts for name in verdict.numbers}
+            scores = {
+                name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
+                for name in names
+            }
+            return Experience(
+                np.array(numbers, np.int64),
+                np.array(rows, np.int64),
+                prompts,
+                np.asarray(rollout.responses).reshape(*shape, -1),
+                np.asarray(rollout.mask).reshape(*shape, -1),
+                np.asarray(rollout.logprobs).reshape(*shape, -1),
+                np.asarray(rollout.finished).reshape(shape),
+                [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
+                {name: values.reshape(shape) for name, values in scores.items()},
+                np.full(len(prompts), version, np.int64),
+                sum(verdict.error is not None for verdict in verdicts),
+            )
+
+        return finish

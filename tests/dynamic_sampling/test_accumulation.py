@@ -1,48 +1,78 @@
+import dataclasses
+import math
 import re
 
 import numpy as np
 import pytest
 
-from dapo_jax.dynamic_sampling.accumulation import accumulate_groups, sampling_metrics
+from dapo_jax.dynamic_sampling.accumulation import (
+    Policies,
+    PromptSource,
+    StreamState,
+    accumulate_groups,
+    sampling_metrics,
+)
 from dapo_jax.dynamic_sampling.rounds import Round
+from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream
 from dapo_jax.rollout.experience import Experience, concatenate
 
+NUM_ROWS = 50
 
-def experience(numbers, acc) -> Experience:
-    """Groups of as many samples as `acc` [Q, G] has columns, of two tokens each."""
+
+def experience(numbers, acc, *, lengths=2, version=0) -> Experience:
+    """Groups of as many samples as `acc` [Q, G] has columns, of `lengths` [Q] tokens each."""
     acc = np.asarray(acc, np.float64)
     shape = acc.shape
-    mask = np.broadcast_to([True, True, False, False], (*shape, 4))
+    mask = np.arange(40) < np.broadcast_to(np.asarray(lengths).reshape(-1, 1), shape)[..., None]
     return Experience(
-        np.array(numbers), np.array(numbers) % 50, [[1]] * shape[0], np.zeros((*shape, 4), np.int32), mask,
-        np.zeros((*shape, 4), np.float32), np.ones(shape, bool), [["x"] * shape[1]] * shape[0],
-        {"acc": acc, "score": acc}, 0,
+        np.array(numbers, np.int64), np.array(numbers, np.int64) % NUM_ROWS, [[1]] * shape[0],
+        np.zeros((*shape, 40), np.int32), mask, np.zeros((*shape, 40), np.float32), np.ones(shape, bool),
+        [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, np.full(shape[0], version, np.int64), 0,
     )  # fmt: skip
 
 
-def round_of(numbers, keep, samples) -> Round:
+def round_of(numbers, keep, samples, version=0, lengths=2) -> Round:
     """Kept groups are half right; of the others those of odd numbers are all right, of even ones all wrong."""
     keep = np.asarray(keep, bool)
     acc = np.where(keep[:, None], np.arange(samples) % 2, np.array(numbers)[:, None] % 2)
-    return Round(experience(list(numbers), acc), keep, np.where(keep, 0.5, 0.0))
+    groups = experience(list(numbers), acc, version=version, lengths=lengths)
+    return Round(groups, keep, np.where(keep, 0.5, 0.0))
 
 
-def run(keep_of, *, first=0, target=4, size=4, limit=0, samples=2):
+def policies(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> Policies:
+    values = {
+        "on_limit": "error", "on_exhausted": "next_epoch", "on_empty": "error", "leftover": "requeue",
+        "leftover_max_staleness": 1, "keep_rate_ema": 0.9, "metric": "acc",
+    }  # fmt: skip
+    return Policies(target=target, gen_batch_size=size, limits=Limits(limit, adaptive, 2), stream=stream,
+                    **{**values, **changes})  # fmt: skip
+
+
+def start(first=0, carried=None, keep_rate=0.5) -> StreamState:
+    return StreamState(first, keep_rate, History.empty(NUM_ROWS), carried)
+
+
+def run(keep_of, *, first=0, samples=2, state=None, step=1, source=None, length_of=None, **options):
+    """One step, and the numbers of each round."""
     calls = []
 
-    def generate_round(numbers):
-        calls.append(numbers)
-        return round_of(numbers, [keep_of(number) for number in numbers], samples)
+    def start_round(numbers):
+        calls.append(list(numbers))
+        keep = [keep_of(number) for number in numbers]
+        lengths = [length_of(number) for number in numbers] if length_of else 2
+        return lambda: round_of(numbers, keep, samples, version=step - 1, lengths=lengths)
 
-    accepted = accumulate_groups(
-        generate_round, first_prompt=first, target=target, gen_batch_size=size, max_num_gen_batches=limit, step=1,
-        metric="acc",
-    )  # fmt: skip
+    source = source or PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
+    accepted = accumulate_groups(start_round, state or start(first), source, policies(**options), step=step)
     return accepted, calls
 
 
+def numbers_of(accepted) -> list[int]:
+    return accepted.experience.numbers.tolist()
+
+
 def kept_counts(counts, size):
-    """keep(q) that keeps the first `counts[i]` prompts of round i."""
+    """The first `counts[i]` groups of round i are kept."""
     return lambda number: number % size < counts[number // size]
 
 
@@ -56,7 +86,7 @@ def kept_counts(counts, size):
 def test_the_documents_arithmetic(counts, size, filtered, accumulated, caplog):
     with caplog.at_level("INFO"):
         accepted, calls = run(kept_counts(counts, size), target=size, size=size, samples=16)
-    assert calls == [range(0, size), range(size, 2 * size), range(2 * size, 3 * size)]
+    assert calls == [list(range(i * size, (i + 1) * size)) for i in range(3)]
     assert len(accepted.experience) == size
     assert [int(found) for found in re.findall(r"filtered (\d+) trajectories", caplog.text)] == filtered
     assert [int(found) for found in re.findall(r"num_prompt_in_batch=(\d+)", caplog.text)] == accumulated
@@ -78,26 +108,102 @@ def test_metrics_are_over_all_evaluated_groups():
     assert metrics["dynamic_sampling/generated_tokens"] == 8 * 2 * 2
     assert metrics["dynamic_sampling/trained_tokens"] == 3 * 2 * 2
     assert metrics["dynamic_sampling/overgen_ratio"] == pytest.approx(8 / 3)
+    assert metrics["dynamic_sampling/partial_step"] == 0
+    assert metrics["dynamic_sampling/accepted_len_over_finished_kept_len"] == 1
 
 
 def test_the_first_kept_groups_in_prompt_order_are_accepted():
     accepted, _ = run(lambda number: number % 3 == 1, first=10)
-    assert accepted.experience.numbers.tolist() == [10, 13, 16, 19] and accepted.next_prompt == 20
-    assert sampling_metrics(accepted)["dynamic_sampling/num_requeued"] == 2  # 20 and 21 are sampled again
+    assert numbers_of(accepted) == [10, 13, 16, 19] and accepted.state.next_prompt == 20
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 64])
-def test_the_round_size_never_changes_the_batches(size):
-    keep = np.random.default_rng(0).random(1000) < 0.3
-    batches, cursors = [], [0, 0]
-    for _ in range(8):
-        pair = []
-        for index, gen_batch_size in enumerate((size, 4)):
-            accepted, _ = run(lambda number: keep[number], first=cursors[index], size=gen_batch_size)
-            cursors[index] = accepted.next_prompt
-            pair.append(accepted.experience.numbers.tolist())
-        batches.append(pair)
-    assert all(first == second for first, second in batches)
+def schedules():
+    for size in (1, 3, 4, 17):
+        yield {"size": size}
+        for slack, most in ((1.0, 64), (2.0, 64), (1.5, 3), (4.0, 1)):
+            yield {"size": size, "stream": Stream(slack=slack, max_prompts=most)}
+
+
+def batches(keep_of, steps=5, **options):
+    """The prompt numbers of the batches of several steps, and all groups that were sampled."""
+    state, found, evaluated = start(), [], 0
+    for step in range(1, steps + 1):
+        accepted, calls = run(keep_of, state=state, step=step, **options)
+        state, evaluated = accepted.state, evaluated + sum(map(len, calls))
+        found.append(numbers_of(accepted))
+    return found, evaluated
+
+
+def random_keeps(rate):
+    return lambda number: np.random.default_rng([3, number]).random() < rate
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.5, 0.9])
+def test_with_requeue_every_schedule_gives_the_same_batches(rate):
+    expected, _ = batches(random_keeps(rate), size=4)
+    assert sum(expected, []) == [n for n in range(1000) if random_keeps(rate)(n)][: 5 * 4]
+    for schedule in schedules():
+        assert batches(random_keeps(rate), **schedule)[0] == expected, schedule
+
+
+def test_choosing_what_finishes_first_would_prefer_short_answers():
+    """Why prompt order: with lengths that vary, the first to finish are the short ones."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 4000)
+    keep = rng.random(4000) < 0.5
+    ordered, by_time, all_kept = [], [], lengths[keep].mean()
+    for first in range(0, 4000, 40):
+        kept = np.flatnonzero(keep[first : first + 40]) + first
+        by_time += sorted(lengths[kept])[:10]
+        accepted, _ = run(lambda n: bool(keep[n % 4000]), first=first, target=10, size=40,
+                          length_of=lambda n: int(lengths[n % 4000]))  # fmt: skip
+        ordered.append(accepted.experience.num_tokens / accepted.experience.finished.size)
+    assert np.mean(ordered) == pytest.approx(all_kept, rel=0.05)
+    assert np.mean(by_time) < 0.7 * all_kept
+
+
+def test_a_stream_samples_fewer_surplus_groups_than_large_rounds():
+    keeps = random_keeps(0.3)
+    _, batch = batches(keeps, size=16)
+    _, stream = batches(keeps, size=16, stream=Stream(slack=1.0, max_prompts=64))
+    assert stream < batch
+
+
+def test_carried_groups_are_used_first_and_nothing_is_sampled_twice():
+    keeps = random_keeps(0.5)
+    found, evaluated = batches(keeps, size=16, leftover="carry", leftover_max_staleness=9)
+    kept = [n for n in range(1000) if keeps(n)]
+    assert sum(found, []) == kept[: 5 * 4]
+    assert evaluated < batches(keeps, size=16)[1]
+    first, _ = run(keeps, size=16, leftover="carry")
+    surplus = [n for n in range(16) if keeps(n)][4:]
+    assert first.state.carried.numbers.tolist() == surplus and first.state.next_prompt == 16
+    second, calls = run(keeps, size=16, leftover="carry", state=first.state, step=2)
+    assert numbers_of(second)[: len(surplus)] == surplus[:4]
+    metrics = sampling_metrics(second)
+    assert metrics["dynamic_sampling/num_carried_in"] == len(surplus)
+    assert metrics["dynamic_sampling/num_carried_out"] == len(surplus) + sum(map(keeps, sum(calls, []))) - 4
+
+
+def test_carried_groups_that_are_too_old_are_dropped():
+    accepted, _ = run(lambda n: True, size=16, leftover="carry")
+    assert len(accepted.state.carried) == 12
+    for step, stale in ((2, 0), (3, 12)):
+        later, _ = run(lambda n: True, size=16, leftover="carry", state=accepted.state, step=step)
+        assert later.num_stale == stale and sampling_metrics(later)["dynamic_sampling/num_stale"] == stale
+        assert later.experience.versions.max() <= step - 1
+        assert (step - 1 - later.experience.versions).max() <= 1
+    later, _ = run(lambda n: True, size=16, leftover="carry", state=accepted.state, step=3, leftover_max_staleness=2)
+    assert later.num_stale == 0
+
+
+def test_discarded_groups_are_gone():
+    accepted, _ = run(lambda n: True, size=16, leftover="discard")
+    assert accepted.state.next_prompt == 16 and accepted.state.carried is None
+    assert sampling_metrics(accepted)["dynamic_sampling/num_discarded_valid"] == 12
+    requeued, _ = run(lambda n: True, size=16)
+    assert requeued.state.next_prompt == 4
+    assert sampling_metrics(requeued)["dynamic_sampling/num_requeued"] == 12
 
 
 def test_exactly_as_many_rounds_as_allowed_may_run():
@@ -107,13 +213,19 @@ def test_exactly_as_many_rounds_as_allowed_may_run():
         run(lambda number: number % 4 == 0, target=3, limit=2)
 
 
-def test_the_error_counts_right_and_wrong_groups_and_names_three_ways_out():
+def test_a_stream_may_sample_as_many_prompts_as_the_rounds_hold():
+    with pytest.raises(RuntimeError, match="of 12 groups"):
+        run(lambda number: False, limit=3, stream=Stream(slack=1.0, max_prompts=64))
+
+
+def test_the_error_counts_right_and_wrong_groups_and_names_the_ways_out():
     with pytest.raises(RuntimeError) as caught:
         run(lambda number: number == 0, target=2, limit=2)
     for text in (
         "of 8 groups 4 were all right, 3 all wrong, 0 uniform",
         "raise max_num_gen_batches",
         "lower data.train_batch_size",
+        "on_limit=partial",
         "change the difficulty of the data",
     ):
         assert text in str(caught.value)
@@ -121,10 +233,77 @@ def test_the_error_counts_right_and_wrong_groups_and_names_three_ways_out():
 
 def test_an_empty_round_is_not_an_error():
     accepted, calls = run(lambda number: number >= 8, limit=3)
-    assert len(calls) == 3 and accepted.experience.numbers.tolist() == [8, 9, 10, 11]
+    assert len(calls) == 3 and numbers_of(accepted) == [8, 9, 10, 11]
+
+
+def test_a_partial_step_trains_on_what_it_has():
+    accepted, _ = run(lambda n: n % 4 == 0, limit=2, on_limit="partial")
+    assert numbers_of(accepted) == [0, 4] and accepted.outcome == "partial"
+    assert accepted.state.next_prompt == 8 and sampling_metrics(accepted)["dynamic_sampling/partial_step"] == 1
+
+
+def test_the_fall_back_fills_up_with_unfiltered_groups_in_prompt_order():
+    accepted, _ = run(lambda n: n in (2, 6), limit=2, on_limit="fallback_unfiltered")
+    assert numbers_of(accepted) == [0, 1, 2, 6] and accepted.outcome == "fallback"
+
+
+@pytest.mark.parametrize("limit_policy", ["partial", "fallback_unfiltered"])
+def test_a_step_without_any_group(limit_policy):
+    never = {"keep_of": lambda n: False, "limit": 2}
+    if limit_policy == "partial":
+        with pytest.raises(RuntimeError, match="only 0 of"):
+            run(**never, on_limit="partial")
+        skipped, _ = run(**never, on_limit="partial", on_empty="skip_step")
+        assert skipped.experience is None and skipped.outcome == "skipped" and skipped.state.next_prompt == 8
+        assert sampling_metrics(skipped)["dynamic_sampling/trained_tokens"] == 0
+    accepted, _ = run(**never, on_limit=limit_policy, on_empty="train_unfiltered")
+    assert numbers_of(accepted) == [0, 1, 2, 3]
+
+
+def test_the_end_of_an_epoch():
+    kept = lambda n: n % 25 == 0  # noqa: E731
+    accepted, _ = run(kept, first=40, target=2)
+    assert numbers_of(accepted) == [50, 75]
+    accepted, calls = run(kept, first=20, target=2, on_exhausted="partial")
+    assert numbers_of(accepted) == [25] and max(sum(calls, [])) == 49 and accepted.state.next_prompt == 50
+    with pytest.raises(RuntimeError, match="at the end of the epoch"):
+        run(kept, first=20, target=2, on_exhausted="error")
+
+
+def test_the_adaptive_limit_follows_the_filter_rate():
+    with pytest.raises(RuntimeError, match="after 2 generation rounds"):  # 7.5 of 9 kept: int(8 / (4 * 7.5 / 9)) = 2
+        run(lambda n: n < 7, target=8, adaptive=0.0)
+    with pytest.raises(RuntimeError, match="after 3 generation rounds"):  # one more than expected
+        run(lambda n: n < 7, target=8, adaptive=1.0)
+    accepted, _ = run(lambda n: n % 2 == 0, target=8, adaptive=2.0)
+    assert accepted.limit < math.inf and len(accepted.experience) == 8
+
+
+def test_prompts_with_a_uniform_history_are_left_out_alike_by_every_schedule():
+    def skips(history, row, number):
+        return history.skips(row, number, seed=0, floor=0.2, decay=0.5)
+
+    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS, skips)
+    keep_of = lambda number: number % NUM_ROWS % 5 == 0  # noqa: E731
+    expected, sampled = batches(keep_of, steps=20, size=4, source=source)
+    assert sampled < batches(keep_of, steps=20, size=4)[1]
+    for schedule in schedules():
+        assert batches(keep_of, steps=20, source=source, **schedule)[0] == expected, schedule
+
+
+def test_the_history_counts_uniform_groups_in_a_row():
+    history = History.empty(3).updated(np.array([0, 1, 0, 2, 1]), np.array([False, False, False, True, True]))
+    assert history.uniform_in_a_row.tolist() == [2, 0, 0]
+    draws = [history.skips(0, number, seed=0, floor=0.1, decay=0.5) for number in range(2000)]
+    assert np.mean(draws) == pytest.approx(0.75, abs=0.03)
+    assert not any(history.skips(1, number, seed=0, floor=0.1, decay=0.5) for number in range(50))
+    often = History(np.array([40]))
+    draws = [often.skips(0, number, seed=0, floor=0.2, decay=0.5) for number in range(2000)]
+    assert np.mean(draws) == pytest.approx(0.8, abs=0.03)
 
 
 def test_experiences_join_and_select():
     joined = concatenate([experience([0], [[0, 1]]).with_scores(more=np.ones((1, 2))), experience([1], [[1, 1]])])
     assert len(joined) == 2 and np.isnan(joined.scores["more"][1]).all()
     assert joined.select(np.array([1])).numbers.tolist() == [1] and joined.num_tokens == 8
+    assert dataclasses.replace(joined, kl=joined.logprobs).select(np.array([0])).kl.shape == (1, 2, 40)

@@ -4,9 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.dynamic_sampling.group_filter import FilterRule
 from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts, keep_all, shape_rewards
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.rollout.experience import Experience
+
+STD = FilterRule()
 
 
 def experience(acc, *, lengths=2) -> Experience:
@@ -17,7 +20,7 @@ def experience(acc, *, lengths=2) -> Experience:
     mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
     return Experience(
         numbers, numbers, [[1]] * shape[0], np.zeros((*shape, 4), np.int32), mask, np.zeros((*shape, 4), np.float32),
-        np.ones(shape, bool), [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, 0,
+        np.ones(shape, bool), [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, numbers, 0,
     )  # fmt: skip
 
 
@@ -30,22 +33,22 @@ def mesh():
 
 
 def test_the_filter_marks_mixed_groups_on_any_number_of_rows(mesh):
-    found = filter_groups(experience([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]]), "acc", mesh)
+    found = filter_groups(experience([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]]), "acc", STD, mesh)
     assert found.keep.tolist() == [False, True, False, True, False]
     np.testing.assert_allclose(found.metric_std, [0, 2**0.5 / 3, 0, 2**0.5 / 3, 0], rtol=1e-6)
 
 
 def test_groups_of_one_sample_are_kept(mesh):
-    assert filter_groups(experience([[0], [1], [0]]), "acc", mesh).keep.all()
+    assert filter_groups(experience([[0], [1], [0]]), "acc", STD, mesh).keep.all()
 
 
 def test_a_missing_metric_lists_what_there_is(mesh):
     groups = experience([[0, 1]])
     with pytest.raises(ValueError, match=r"metric='quality'.*\['acc', 'score'\]"):
-        filter_groups(groups, "quality", mesh)
+        filter_groups(groups, "quality", STD, mesh)
     half = groups.with_scores(quality=np.array([[1.0, np.nan]]))
     with pytest.raises(ValueError, match=r"metric='quality' is not measured for every sample.*\['acc', 'score'\]"):
-        filter_groups(half, "quality", mesh)
+        filter_groups(half, "quality", STD, mesh)
 
 
 def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
@@ -58,13 +61,13 @@ def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
     )
     np.testing.assert_allclose(shaped.scores["seq_reward"], [[1.0, 0.0], [-0.5, -0.5], [0.0, 0.0]])
     np.testing.assert_allclose(shaped.scores["overlong_reward"], [[0.0, -1.0], [-0.5, -0.5], [0.0, -1.0]])
-    assert filter_groups(shaped, "acc", mesh).keep.tolist() == [False, False, True]
-    assert filter_groups(shaped, "seq_reward", mesh).keep.tolist() == [True, False, False]
+    assert filter_groups(shaped, "acc", STD, mesh).keep.tolist() == [False, False, True]
+    assert filter_groups(shaped, "seq_reward", STD, mesh).keep.tolist() == [True, False, False]
 
 
 def test_dropped_groups_are_counted_by_kind(mesh):
     groups = experience([[1, 1], [0, 0], [0, 1], [0.5, 0.5], [-1, -1]])
-    found = filter_groups(groups, "acc", mesh)
+    found = filter_groups(groups, "acc", STD, mesh)
     assert filtered_counts([found, found]) == {"all_correct": 2, "all_wrong": 4, "other": 2}
     assert filtered_counts([]) == {"all_correct": 0, "all_wrong": 0, "other": 0}
 
@@ -72,7 +75,7 @@ def test_dropped_groups_are_counted_by_kind(mesh):
 def test_dropped_groups_without_a_verdict_are_neither_right_nor_wrong(mesh):
     groups = experience([[1, 1], [0, 0], [0, 1]])
     unjudged = dataclasses.replace(groups, scores={"score": groups.scores["score"]})
-    judged_round, unjudged_round = filter_groups(groups, "acc", mesh), filter_groups(unjudged, "score", mesh)
+    judged_round, unjudged_round = filter_groups(groups, "acc", STD, mesh), filter_groups(unjudged, "score", STD, mesh)
     assert filtered_counts([unjudged_round]) == {"all_correct": 0, "all_wrong": 0, "other": 2}
     both = filtered_counts([unjudged_round, judged_round])
     assert both == {"all_correct": 1, "all_wrong": 1, "other": 2}

@@ -13,7 +13,8 @@ def experience(first: int, num_groups: int, *, kl: bool = True, **scores) -> Exp
         numbers=numbers, rows=numbers + 100, prompts=[[number] for number in numbers.tolist()],
         responses=tokens.astype(np.int32), mask=tokens % 2 == 0, logprobs=-tokens.astype(np.float32),
         finished=tokens[..., 0] % 3 == 0, texts=[[str(number)] * 2 for number in numbers.tolist()],
-        scores={"score": tokens[..., 0] / 2, **scores}, num_errors=1, kl=tokens / 10 if kl else None,
+        scores={"score": tokens[..., 0] / 2, **scores}, versions=numbers // 2, num_errors=1,
+        kl=tokens / 10 if kl else None,
     )  # fmt: skip
 
 

@@ -1,0 +1,83 @@
+"""Host: dynamic sampling as the config asks for it, and its state in a checkpoint."""
+
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.config import Config, gen_batch_size
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState
+from dapo_jax.dynamic_sampling.group_filter import FilterRule
+from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream
+from dapo_jax.rollout.experience import from_arrays, to_arrays
+from dapo_jax.run import Run
+
+
+def filter_rule(config: Config) -> FilterRule:
+    """Which groups are kept."""
+    groups = config.algorithm.filter_groups
+    return FilterRule(
+        name=groups.rule,
+        std_threshold=groups.std_threshold,
+        filter_low=groups.filter_low,
+        filter_high=groups.filter_high,
+        keep_singletons=groups.keep_singletons,
+    )
+
+
+def policies(config: Config) -> Policies:
+    """What a step does, and what it does at a limit."""
+    groups = config.algorithm.filter_groups
+    adaptive = groups.adaptive_limit
+    most = max(config.rollout.max_num_seqs // config.rollout.n, 1)
+    return Policies(
+        target=config.data.train_batch_size,
+        gen_batch_size=gen_batch_size(config),
+        limits=Limits(
+            max_num_gen_batches=groups.max_num_gen_batches,
+            adaptive_slack=adaptive.slack if adaptive.enable else None,
+            adaptive_min_rounds=adaptive.min_rounds,
+        ),
+        on_limit=groups.on_limit,
+        on_exhausted=groups.on_exhausted,
+        on_empty=groups.on_empty,
+        leftover=groups.leftover,
+        leftover_max_staleness=groups.leftover_max_staleness,
+        stream=Stream(slack=groups.stream.slack, max_prompts=most) if groups.backfill == "stream" else None,
+        keep_rate_ema=groups.stream.keep_rate_ema,
+        metric=groups.metric if groups.enable else None,
+    )
+
+
+def prompt_source(run: Run) -> PromptSource:
+    """The rows of the prompt numbers, without those that their history speaks against."""
+    skip, seed = run.config.algorithm.filter_groups.skip_uniform, run.config.seed
+
+    def skips(history: History, row: int, number: int) -> bool:
+        return history.skips(row, number, seed=seed, floor=skip.floor, decay=skip.decay)
+
+    return PromptSource(run.order.row, len(run.train_set), skips if skip.enable else None)
+
+
+def stream_arrays(state: StreamState) -> dict[str, Any]:
+    """`state` as NumPy arrays for a checkpoint."""
+    arrays: dict[str, Any] = {
+        "next_prompt": np.array(state.next_prompt),
+        "keep_rate": np.array(state.keep_rate),
+        "uniform_in_a_row": state.history.uniform_in_a_row,
+    }
+    if state.carried is not None:
+        arrays["carried"] = to_arrays(state.carried)
+    return arrays
+
+
+def stream_from_arrays(arrays: dict[str, Any], prompt_set: PromptSet, tokenizer: Tokenizer) -> StreamState:
+    """The inverse of `stream_arrays`."""
+    carried = arrays.get("carried")
+    return StreamState(
+        next_prompt=int(arrays["next_prompt"]),
+        keep_rate=float(arrays["keep_rate"]),
+        history=History(np.asarray(arrays["uniform_in_a_row"])),
+        carried=None if carried is None else from_arrays(carried, prompt_set, tokenizer),
+    )

@@ -1,0 +1,112 @@
+"""Host: how the group filter of a run is doing, from its log or its metrics.
+
+    python scripts/monitor_filter_groups.py runs/quickstart/train.log
+    python scripts/monitor_filter_groups.py runs/quickstart/metrics.jsonl --plot filter.png
+
+The plot (matplotlib) shows the share of kept groups, the rounds and the generated tokens per trained token of each
+training step; it needs metrics.jsonl.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_log(path: Path) -> dict[str, list[float]]:
+    """Each generation round's number, filter rate and kept prompts, from train.log."""
+    found: dict[str, list[float]] = {"batches": [], "filter_rates": [], "kept_prompts": []}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := re.search(r"Generated batch (\d+)", line):
+            found["batches"].append(int(match[1]))
+        elif "Filtered" in line and "std=0" in line and (match := re.search(r"\((\d+\.\d+)%\)", line)):
+            found["filter_rates"].append(float(match[1]) / 100)
+        elif "Kept" in line and "std>0" in line and (match := re.search(r"(\d+) prompts", line)):
+            found["kept_prompts"].append(int(match[1]))
+    return found
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that belong to training steps with a filter."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "train/filter_rate" in row]
+
+
+def log_summary(found: dict[str, list[float]]) -> list[str]:
+    """Rounds, steps, mean filter rate, kept prompts a round."""
+    rounds = len(found["batches"])
+    if not rounds:
+        return ["no generation round in the log: is the filter on?"]
+    kept = sum(found["kept_prompts"])
+    steps = sum(number == 1 for number in found["batches"])
+    return [
+        f"training steps                 {steps}",
+        f"generation rounds              {rounds} ({rounds / max(steps, 1):.2f} a step)",
+        f"mean filter rate               {sum(found['filter_rates']) / rounds:.1%}",
+        f"kept prompts                   {kept:.0f} ({kept / rounds:.1f} a round)",
+    ]
+
+
+def steps_summary(rows: list[dict[str, Any]]) -> list[str]:
+    """The same from metrics.jsonl, with what the log does not say."""
+    if not rows:
+        return ["no training step with a filter in the metrics"]
+
+    def total(name: str) -> float:
+        return sum(row.get(f"dynamic_sampling/{name}") or 0 for row in rows)
+
+    evaluated, rounds = total("num_evaluated_prompts"), total("num_gen_batches")
+    right, wrong = total("filtered_all_correct"), total("filtered_all_wrong")
+    dropped = right + wrong + total("filtered_other")
+    return [
+        f"training steps                 {len(rows)}",
+        f"generation rounds              {rounds:.0f} ({rounds / len(rows):.2f} a step)",
+        f"mean filter rate               {dropped / max(evaluated, 1):.1%}",
+        f"mean kept prompts a round      {(evaluated - dropped) / max(rounds, 1):.1f}",
+        f"dropped: all right, all wrong  {right:.0f}, {wrong:.0f}",
+        f"requeued, carried, discarded   {total('num_requeued'):.0f}, {total('num_carried_out'):.0f}, "
+        f"{total('num_discarded_valid'):.0f}",
+        f"partial steps                  {total('partial_step'):.0f}",
+        f"generated per trained token    {total('generated_tokens') / max(total('trained_tokens'), 1):.2f}",
+    ]
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Keep rate, rounds and generated tokens per trained token against training steps."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    curves = {
+        "kept groups / evaluated": [1 - row["train/filter_rate"] for row in rows],
+        "rounds": [row["train/num_gen_batches"] for row in rows],
+        "generated / trained tokens": [row["dynamic_sampling/overgen_ratio"] for row in rows],
+    }
+    figure, axes = pyplot.subplots(len(curves), sharex=True, figsize=(7, 7))
+    for axis, (name, values) in zip(axes, curves.items(), strict=True):
+        axis.plot([row["step"] for row in rows], values)
+        axis.set_ylabel(name)
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("training step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", type=Path, help="train.log or metrics.jsonl of a run")
+    parser.add_argument("--plot", type=Path, help="PNG to write; needs metrics.jsonl and matplotlib")
+    given = parser.parse_args(arguments)
+    is_metrics = given.log.suffix == ".jsonl"
+    if given.plot and not is_metrics:
+        parser.error("--plot needs metrics.jsonl, not the log")
+    print("\n".join(steps_summary(read_steps(given.log)) if is_metrics else log_summary(read_log(given.log))))
+    if given.plot:
+        plot(read_steps(given.log), given.plot)
+
+
+if __name__ == "__main__":
+    main()

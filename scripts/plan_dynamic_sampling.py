@@ -1,0 +1,107 @@
+"""Host: what dynamic sampling will cost, from how often the policy is right.
+
+    python scripts/plan_dynamic_sampling.py --accuracy 0.1 --n 16 --train-batch-size 512 --gen-batch-size 1536
+    python scripts/plan_dynamic_sampling.py --beta 0.5 2 --n 16 ...
+    python scripts/plan_dynamic_sampling.py --accuracies accuracies.txt --n 16 ...
+
+A prompt that is answered right with probability p has a mixed group of n samples, and is kept, with probability
+1 - p^n - (1 - p)^n. Over the prompts that is the keep rate k; the kept groups of N rounds of G prompts are
+Binomial(N G, k), so a step needs more than N rounds with probability P(Binomial(N G, k) < B).
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ALMOST_SURELY = 0.999
+MAX_ROUNDS = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training step takes, on average."""
+
+    keep_rate: float
+    rounds: float  # of gen_batch_size prompts
+    limit: int | None  # rounds that are enough in 999 of 1000 steps; None = more than MAX_ROUNDS
+    generated_per_trained: float  # groups sampled per group trained on, in whole rounds that are thrown away
+    lowest_per_trained: float  # the same if no kept group is lost: 1 / keep rate
+
+
+def keep_probability(accuracies: np.ndarray, n: int) -> np.ndarray:
+    """Probability that a group of n samples is mixed, for prompts of these success probabilities."""
+    return 1 - accuracies**n - (1 - accuracies) ** n
+
+
+def plan(keep_rate: float, *, target: int, gen_batch_size: int) -> Plan:
+    """The cost of steps of `target` kept groups."""
+    short = [1.0]  # probability that N rounds are too few
+    while short[-1] > 1e-12 and len(short) <= MAX_ROUNDS:
+        short.append(binomial_below(target, len(short) * gen_batch_size, keep_rate))
+    limit = next((rounds for rounds, probability in enumerate(short) if probability <= 1 - ALMOST_SURELY), None)
+    rounds = math.fsum(short)
+    return Plan(
+        keep_rate=keep_rate,
+        rounds=rounds if limit is not None else math.inf,
+        limit=limit,
+        generated_per_trained=rounds * gen_batch_size / target if limit is not None else math.inf,
+        lowest_per_trained=1 / keep_rate if keep_rate else math.inf,
+    )
+
+
+def binomial_below(count: int, trials: int, probability: float) -> float:
+    """P(Binomial(trials, probability) < count)."""
+    if count > trials:
+        return 1.0
+    if probability in (0.0, 1.0):
+        return float(probability * trials < count)
+    logs = [
+        math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
+        + k * math.log(probability) + (trials - k) * math.log1p(-probability)
+        for k in range(count)
+    ]  # fmt: skip
+    return min(1.0, math.fsum(math.exp(value) for value in logs))
+
+
+def read_accuracies(arguments: argparse.Namespace) -> np.ndarray:
+    """Success probabilities of prompts, equally weighted."""
+    if arguments.accuracies is not None:
+        return np.array([float(line) for line in Path(arguments.accuracies).read_text().split()])
+    if arguments.beta is not None:
+        return np.random.default_rng(0).beta(*arguments.beta, size=200_000)
+    return np.array([arguments.accuracy])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--accuracy", type=float, help="one success probability for all prompts")
+    source.add_argument("--beta", type=float, nargs=2, metavar=("A", "B"), help="success probabilities Beta(A, B)")
+    source.add_argument("--accuracies", help="file with a measured success probability of each prompt")
+    parser.add_argument("--n", type=int, default=16, help="samples per prompt")
+    parser.add_argument("--train-batch-size", type=int, default=512)
+    parser.add_argument("--gen-batch-size", type=int, help="default: the train batch size")
+    parser.add_argument("--tokens", type=float, default=1000.0, help="mean tokens of a response")
+    given = parser.parse_args(arguments)
+    accuracies = read_accuracies(given)
+    if not ((accuracies >= 0) & (accuracies <= 1)).all():
+        parser.error("success probabilities must be in [0, 1]")
+    keep_rate = float(np.mean(keep_probability(accuracies, given.n)))
+    size = given.gen_batch_size or given.train_batch_size
+    found = plan(keep_rate, target=given.train_batch_size, gen_batch_size=size)
+    tokens = found.rounds * size * given.n * given.tokens
+    print(f"keep rate                      {found.keep_rate:.4f}")
+    print(f"rounds a step                  {found.rounds:.2f}")
+    print(f"generated tokens a step        {tokens:.3g}")
+    print(f"generated per trained          {found.generated_per_trained:.2f}, whole rounds")
+    print(f"                               {found.lowest_per_trained:.2f}, if no kept group is lost (carry)")
+    limit = found.limit if found.limit is not None else f"more than {MAX_ROUNDS}: change the data"
+    print(f"max_num_gen_batches            {limit}, enough in {ALMOST_SURELY:.1%} of the steps")
+
+
+if __name__ == "__main__":
+    main()

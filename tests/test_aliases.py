@@ -1,0 +1,62 @@
+import dataclasses
+
+import pytest
+
+from dapo_jax.aliases import resolve_aliases
+from dapo_jax.config import Config, default_config, freeze
+
+
+def resolved(**changes) -> Config:
+    values = default_config()
+    with values.unlocked():
+        values.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
+    return resolve_aliases(freeze(values))
+
+
+def test_without_aliases_nothing_changes():
+    assert resolved() == Config()
+
+
+def test_dynamic_sample_is_the_spread_of_the_reward_and_what_there_is():
+    groups = resolved(algorithm__use_dynamic_sample=True, data__rollout_batch_size=128).algorithm.filter_groups
+    expected = dataclasses.replace(
+        Config().algorithm.filter_groups, metric="seq_reward", max_num_gen_batches=3, on_limit="partial",
+        on_exhausted="partial", on_empty="train_unfiltered", leftover="discard",
+    )  # fmt: skip
+    assert groups == expected
+    unlimited = {"algorithm__use_dynamic_sample": True, "algorithm__dynamic_sample_max_gen_batches": 0}
+    assert resolved(**unlimited).algorithm.filter_groups.max_num_gen_batches == 0
+    assert not resolved(algorithm__use_dynamic_sample=False).algorithm.filter_groups.enable
+
+
+def test_online_filtering_is_the_range_of_the_mean():
+    config = resolved(
+        algorithm__online_filtering=True, algorithm__filter_low=0.1, trainer__max_try_make_batch=7,
+        data__rollout_batch_size=64, data__mini_rollout_batch_size=32,
+    )  # fmt: skip
+    groups = config.algorithm.filter_groups
+    assert (groups.rule, groups.metric, groups.filter_low, groups.filter_high) == ("mean_range", "score", 0.1, 0.99)
+    assert (groups.max_num_gen_batches, groups.on_limit, groups.leftover) == (7, "error", "discard")
+    assert (config.data.train_batch_size, config.data.gen_batch_size) == (64, 32)
+    assert resolved(algorithm__online_filtering=True).algorithm.filter_groups.max_num_gen_batches == 20
+    keyed = resolved(algorithm__online_filtering=True, algorithm__filter_key="format").algorithm.filter_groups
+    assert keyed.metric == "format"
+
+
+def test_no_alias_is_left_over():
+    config = resolved(algorithm__use_dynamic_sample=True, data__rollout_batch_size=64)
+    assert resolve_aliases(config) == config and config.algorithm.use_dynamic_sample is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm__dynamic_sample_max_gen_batches": 3}, "needs algorithm.use_dynamic_sample=True"),
+        ({"algorithm__filter_low": 0.1}, "algorithm.filter_low need algorithm.online_filtering=True"),
+        ({"trainer__max_try_make_batch": 3}, "trainer.max_try_make_batch need algorithm.online_filtering=True"),
+        ({"algorithm__use_dynamic_sample": True, "algorithm__online_filtering": True}, "exclude each other"),
+    ],
+)
+def test_aliases_that_do_not_belong_together_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(**changes)

@@ -1,0 +1,87 @@
+"""The policies of dynamic sampling in whole runs of a random two-layer model."""
+
+import jax
+import numpy as np
+import pytest
+from small_run import assert_same_policy, rows_without_clock, small_config
+
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
+
+pytestmark = pytest.mark.slow
+FILTER = "algorithm.filter_groups"
+BATCHES = ("data/prompts_consumed", "dynamic_sampling/trained_tokens", "critic/score/mean", "actor/pg_loss")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    return jax.device_get(train(small_config(folder)).actor.params), rows_without_clock(folder)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {f"{FILTER}.backfill": "stream"},
+        {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 2.5},
+        {f"{FILTER}.backfill": "stream", "rollout.max_num_seqs": 48, "data.gen_batch_size": 5},
+        {"data.gen_batch_size": 3},
+        {"data.gen_batch_size": 17, "rollout.max_num_seqs": 64},
+    ],
+)
+def test_with_requeue_every_schedule_trains_on_the_same_batches(reference, tmp_path, schedule):
+    params, rows = reference
+    models = train(small_config(tmp_path, **schedule))
+    assert_same_policy(models, params, 1e-5)
+    found = rows_without_clock(tmp_path)
+    for name in BATCHES:
+        np.testing.assert_allclose(
+            [row.get(name, 0) for row in found], [row.get(name, 0) for row in rows], rtol=1e-4, atol=1e-6
+        )
+
+
+def test_carried_groups_survive_a_restart(tmp_path):
+    carry = {f"{FILTER}.leftover": "carry", "data.gen_batch_size": 16}
+    whole = train(small_config(tmp_path / "whole", **carry))
+    train(small_config(tmp_path / "parts", **carry, **{"trainer.total_training_steps": 2}))
+    resumed = train(small_config(tmp_path / "parts", **carry))
+    assert_same_policy(resumed, jax.device_get(whole.actor.params))
+    rows = rows_without_clock(tmp_path / "whole")
+    assert rows_without_clock(tmp_path / "parts")[3:] == rows[3:]
+    carried = [row["dynamic_sampling/num_carried_in"] for row in rows[1:]]
+    assert carried[0] == 0 and max(carried) > 0
+    assert sum(row["dynamic_sampling/num_evaluated_prompts"] for row in rows[1:]) <= 4 * 16
+
+
+def test_a_step_without_groups_updates_nothing(tmp_path):
+    hopeless = {"data.arithmetic.low": 400, "data.arithmetic.high": 440, f"{FILTER}.max_num_gen_batches": 1,
+                f"{FILTER}.on_limit": "partial", "trainer.total_training_steps": 2}  # fmt: skip
+    models = train(small_config(tmp_path / "skip", **hopeless, **{f"{FILTER}.on_empty": "skip_step"}))
+    assert int(models.actor.updates) == 0
+    rows = read_metrics(tmp_path / "skip")
+    assert [row["step"] for row in rows] == [0, 1, 2] and rows[2]["data/prompts_consumed"] == 16
+    assert rows[2]["dynamic_sampling/partial_step"] == 1 and "actor/pg_loss" not in rows[2]
+    models = train(small_config(tmp_path / "train", **hopeless, **{f"{FILTER}.on_empty": "train_unfiltered"}))
+    assert int(models.actor.updates) == 4
+    assert read_metrics(tmp_path / "train")[-1]["actor/pg_loss"] == 0
+
+
+def test_a_partial_step_is_normalised_by_its_own_tokens(tmp_path):
+    """The same groups in a run whose batch size they fill give the same update."""
+    limit = {f"{FILTER}.max_num_gen_batches": 1, f"{FILTER}.on_limit": "partial", "trainer.total_training_steps": 1,
+             "actor.ppo_mini_batch_size": 1, "actor.ppo_micro_batch_size_per_device": 2}  # fmt: skip
+    short = train(small_config(tmp_path / "short", **limit, **{"data.train_batch_size": 8, "data.gen_batch_size": 8}))
+    row = read_metrics(tmp_path / "short")[-1]
+    kept = int(row["train/num_kept_prompts"])
+    assert 0 < kept < 8 and row["actor/num_updates"] == kept
+    full = train(
+        small_config(tmp_path / "full", **limit, **{"data.train_batch_size": kept, "data.gen_batch_size": 8})
+    )
+    assert_same_policy(short, jax.device_get(full.actor.params), 1e-6)
+
+
+def test_prompts_with_a_uniform_history_are_left_out_and_counted(tmp_path):
+    skip = {f"{FILTER}.skip_uniform.enable": True, "trainer.total_training_steps": 8, "data.arithmetic.num_train": 12,
+            "trainer.test_freq": -1, "trainer.save_freq": -1}  # fmt: skip
+    train(small_config(tmp_path, **skip))
+    assert sum(row.get("dynamic_sampling/num_skipped_uniform", 0) for row in read_metrics(tmp_path)) > 0

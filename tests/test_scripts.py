@@ -1,0 +1,62 @@
+"""The scripts that are Python: their arithmetic and what they print."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_group_is_mixed_unless_all_samples_agree():
+    plan = load("plan_dynamic_sampling")
+    np.testing.assert_allclose(plan.keep_probability(np.array([0.0, 0.5, 1.0]), 4), [0, 1 - 2 / 16, 0])
+
+
+def test_expected_rounds_are_those_of_a_simulation():
+    plan = load("plan_dynamic_sampling")
+    found = plan.plan(0.3, target=20, gen_batch_size=16)
+    rng = np.random.default_rng(0)
+    rounds = []
+    for _ in range(4000):
+        kept = np.cumsum(rng.binomial(16, 0.3, size=30))
+        rounds.append(1 + int(np.argmax(kept >= 20)))
+    assert found.rounds == pytest.approx(np.mean(rounds), abs=0.05)
+    assert np.mean(np.array(rounds) <= found.limit) >= 0.998 and np.mean(np.array(rounds) <= found.limit - 1) < 0.9995
+    assert found.generated_per_trained == pytest.approx(found.rounds * 16 / 20)
+    assert plan.plan(1.0, target=20, gen_batch_size=16).rounds == 2
+    assert math.isinf(plan.plan(0.0, target=20, gen_batch_size=16).rounds)
+
+
+def test_the_plan_is_printed(capsys):
+    load("plan_dynamic_sampling").main(["--accuracy", "0.5", "--n", "2", "--train-batch-size", "64"])
+    out = capsys.readouterr().out
+    assert "keep rate                      0.5000" in out and "2.00, if no kept group is lost" in out
+
+
+def test_log_and_metrics_are_summed_up_alike(tmp_path):
+    monitor = load("monitor_filter_groups")
+    (tmp_path / "train.log").write_text(
+        "Generated batch 1, 8 prompts, 64 trajectories\nFiltered (std=0): 6 (75.0%)\nKept (std>0): 2 prompts (25.0%)\n"
+        "Generated batch 2, 8 prompts, 64 trajectories\nFiltered (std=0): 2 (25.0%)\nKept (std>0): 6 prompts (75.0%)\n"
+    )
+    row = {"step": 1, "train/filter_rate": 0.5, "dynamic_sampling/num_evaluated_prompts": 16,
+           "dynamic_sampling/num_gen_batches": 2, "dynamic_sampling/filtered_all_correct": 3,
+           "dynamic_sampling/filtered_all_wrong": 5}  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n" + json.dumps(row) + "\n")
+    from_log = monitor.log_summary(monitor.read_log(tmp_path / "train.log"))
+    from_metrics = monitor.steps_summary(monitor.read_steps(tmp_path / "metrics.jsonl"))
+    assert from_log[1:3] == from_metrics[1:3]
+    assert "(2.00 a step)" in from_log[1] and "50.0%" in from_log[2] and "8 (4.0 a round)" in from_log[3]
+    assert monitor.log_summary({"batches": []}) == ["no generation round in the log: is the filter on?"]
