@@ -25,7 +25,7 @@ def evaluate(run: Run, params: Any) -> dict[str, float]:
     settings = run.config.evaluate
     rows = range(len(run.eval_set))
     with run.stage("testing"):
-        experience = run.sampler.sample(
+        experience = run.sampler.start(
             run.actor.decode_weights(params),
             run.eval_set,
             rows,
@@ -34,7 +34,7 @@ def evaluate(run: Run, params: Any) -> dict[str, float]:
             purpose=EVALUATE,
             sampling=Sampling.create(settings.temperature, settings.top_p, settings.top_k),
             stage=lambda _: nullcontext(),
-        )
+        )()
         if run.scorer is not None:
             experience = add_model_scores(experience, run.eval_set, run.scorer, run.config)
     return _by_source(run, experience)

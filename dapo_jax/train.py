@@ -19,7 +19,8 @@ from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.command_line import read_config
 from dapo_jax.config import ActorConfig, Config, CriticConfig, mini_batch_size
 from dapo_jax.containers import Batch
-from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups, sampling_metrics
+from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
+from dapo_jax.dynamic_sampling.metrics import sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.evaluate import evaluate, mean_accuracy
@@ -63,7 +64,10 @@ def train(config: Config) -> Models:
     resume_step = starting_point(config, checkpoints)
     try:
         with open_run(config, initial_step=resume_step or 0) as run:
-            models, progress, stream = restore(run, checkpoints, resume_step)
+            if resume_step is None:
+                models, progress, stream = first_state(run)
+            else:
+                models, progress, stream = restore(run, checkpoints, resume_step)
             records = RunRecords(config.workdir, resume_step=resume_step)
             logger.info("%s", describe(run))
             if resume_step is None and config.trainer.val_before_train:
@@ -72,10 +76,12 @@ def train(config: Config) -> Models:
                 start = time.perf_counter()
                 step = progress.step + 1
                 accepted = collect(run, models, stream, progress, step)
+                collected = time.perf_counter()
                 models, metrics = train_on(run, models, accepted.experience, progress, step)
                 metrics |= sampling_metrics(accepted) | experience_metrics(run, accepted)
                 progress, stream = advance(config, progress, accepted, metrics), accepted.state
                 metrics |= performance_metrics(run, accepted, time.perf_counter() - start)
+                metrics["dynamic_sampling/first_release_s"] = collected - start
                 if is_due(step, config.trainer.test_freq, total):
                     metrics |= evaluate(run, models.actor.params)
                 if accepted.experience is not None:
@@ -111,12 +117,19 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
     return latest
 
 
-def restore(run: Run, checkpoints: Checkpoints | None, step: int | None) -> tuple[Models, Progress, StreamState]:
-    """The models, the progress and the prompt stream after `step`, or before the first step."""
-    if checkpoints is None or step is None:
-        keep_rate = run.config.algorithm.filter_groups.stream.keep_rate_prior
-        stream = StreamState(next_prompt=0, keep_rate=keep_rate, history=History.empty(len(run.train_set)))
-        return run.init_models(), Progress(kl_coef=run.config.algorithm.kl_ctrl.kl_coef), stream
+def first_state(run: Run) -> tuple[Models, Progress, StreamState]:
+    """The models, the progress and the prompt stream before the first step."""
+    algorithm = run.config.algorithm
+    stream = StreamState(
+        next_prompt=0,
+        keep_rate=algorithm.filter_groups.stream.keep_rate_prior,
+        history=History.empty(len(run.train_set)),
+    )
+    return run.init_models(), Progress(kl_coef=algorithm.kl_ctrl.kl_coef), stream
+
+
+def restore(run: Run, checkpoints: Checkpoints, step: int) -> tuple[Models, Progress, StreamState]:
+    """The models, the progress and the prompt stream after `step`."""
     critic_shape = run.critic.trainable.state_shape if run.critic is not None else None
     shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
     models, progress, arrays = checkpoints.restore(step, shape)
@@ -242,13 +255,14 @@ def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dic
                 horizon=control.horizon,
                 num_sequences=accepted.experience.finished.size,
             )
-    kept, evaluated = metrics["train/num_kept_prompts"], metrics["dynamic_sampling/num_evaluated_prompts"]
+    kept = sum(int(round_.keep.sum()) for round_ in accepted.rounds)
+    evaluated = sum(len(round_.keep) for round_ in accepted.rounds)
     return Progress(
         step=progress.step + 1,
         recompute_logprobs=progress.recompute_logprobs or mismatch,
         kl_coef=kl_coef,
-        groups_kept=progress.groups_kept + int(kept),
-        groups_dropped=progress.groups_dropped + int(evaluated - kept),
+        groups_kept=progress.groups_kept + kept,
+        groups_dropped=progress.groups_dropped + evaluated - kept,
         tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
         tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
     )

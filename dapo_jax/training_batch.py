@@ -274,7 +274,7 @@ def hint_logprobs(run: Run, experience: Experience, models: Models, batch: Batch
 
 def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
     """The reward [B] of the most likely response to each row's prompt (ReMax)."""
-    greedy = run.sampler.sample(
+    greedy = run.sampler.start(
         run.actor.decode_weights(models.actor.params),
         run.train_set,
         experience.rows.tolist(),
@@ -284,7 +284,7 @@ def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarr
         sampling=Sampling.create(0.0, 1.0, -1),
         stage=run.stage,
     )
-    rewards = finish_rewards(run, greedy).scores["seq_reward"][:, 0]
+    rewards = finish_rewards(run, greedy()).scores["seq_reward"][:, 0]
     return np.repeat(rewards.astype(np.float32), experience.finished.shape[1])
 
 

@@ -11,7 +11,7 @@ from dapo_jax.config import Config, freeze
 from dapo_jax.monitor.records import read_metrics
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-CLOCK = ("time/", "timing", "perf/")
+CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
 
 
 def load_config(name: str) -> Any:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
+from dapo_jax import train as train_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
 
@@ -40,7 +41,9 @@ def test_with_requeue_every_schedule_trains_on_the_same_batches(reference, tmp_p
         )
 
 
-def test_carried_groups_survive_a_restart(tmp_path):
+def test_carried_groups_survive_a_restart(tmp_path, monkeypatch):
+    progress = []
+    monkeypatch.setattr(train_module, "summary", lambda run, last: progress.append(last) or [])
     carry = {f"{FILTER}.leftover": "carry", "data.gen_batch_size": 16}
     whole = train(small_config(tmp_path / "whole", **carry))
     train(small_config(tmp_path / "parts", **carry, **{"trainer.total_training_steps": 2}))
@@ -50,7 +53,9 @@ def test_carried_groups_survive_a_restart(tmp_path):
     assert rows_without_clock(tmp_path / "parts")[3:] == rows[3:]
     carried = [row["dynamic_sampling/num_carried_in"] for row in rows[1:]]
     assert carried[0] == 0 and max(carried) > 0
-    assert sum(row["dynamic_sampling/num_evaluated_prompts"] for row in rows[1:]) <= 4 * 16
+    evaluated = sum(row["dynamic_sampling/num_evaluated_prompts"] for row in rows[1:])
+    assert evaluated <= 4 * 16 and progress[0].groups_kept + progress[0].groups_dropped == evaluated
+    assert progress[0] == progress[-1]
 
 
 def test_a_step_without_groups_updates_nothing(tmp_path):

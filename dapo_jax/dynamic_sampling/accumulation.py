@@ -124,7 +124,7 @@ class _Attempt:
         self.in_flight: deque[tuple[int, Callable[[], Round]]] = deque()
         self.cursor, self.dispatched, self.num_rounds = state.next_prompt, 0, 0
         self.limit = fixed_limit(policies.limits)
-        self.limit_is_adapted = policies.limits.adaptive_slack is None
+        self.limit_is_final = policies.limits.adaptive_slack is None
         self.epoch_end = math.inf
         if policies.on_exhausted != "next_epoch":
             self.epoch_end = (state.next_prompt // prompts.num_rows + 1) * prompts.num_rows
@@ -190,13 +190,13 @@ class _Attempt:
         _, wait = self.in_flight.popleft()
         self.rounds.append(wait())
         policies = self.policies
-        if not self.limit_is_adapted and self.num_rounds >= policies.limits.adaptive_min_rounds:
-            self.limit_is_adapted = True
+        if not self.limit_is_final and self.num_rounds >= policies.limits.adaptive_min_rounds:
+            self.limit_is_final = True
             self.limit = adaptive_limit(
                 policies.limits,
                 evaluated=self.evaluated,
                 kept=self.kept_now,
-                target=policies.target,
+                missing=policies.target - _size(self.carried),
                 gen_batch_size=policies.gen_batch_size,
             )
         if policies.metric is not None:
@@ -223,7 +223,7 @@ class _Attempt:
                 carried = kept.select(np.arange(policies.target, len(kept))) if surplus else None
             else:
                 discarded = surplus
-        if policies.metric is not None and accepted is not None:
+        if policies.metric is not None and accepted is not None and outcome == "full":
             filter_log.log_enough(accepted.finished.size)
         return Accepted(
             experience=accepted,
@@ -281,49 +281,6 @@ class _Attempt:
             return everything.select(np.arange(min(policies.target, len(everything)))), "unfiltered"
         logger.warning("step %d: no group was kept, nothing is trained on", self.step)
         return None, "skipped"
-
-
-def sampling_metrics(accepted: Accepted) -> dict[str, float]:
-    """`train/` and `dynamic_sampling/` metrics of a step, over all groups that were evaluated in it."""
-    rounds = accepted.rounds
-    keep = np.concatenate([round_.keep for round_ in rounds] or [np.zeros(0, bool)])
-    std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
-    kept, evaluated = accepted.carried_in + int(keep.sum()), len(keep)
-    generated = sum(round_.experience.num_tokens for round_ in rounds)
-    trained = accepted.experience.num_tokens if accepted.experience is not None else 0
-    return {
-        "train/num_gen_batches": accepted.num_gen_batches,
-        "train/filter_rate": 1 - float(keep.sum()) / max(evaluated, 1),
-        "train/mean_metric_std": float(std.mean()) if evaluated else 0.0,
-        "train/num_kept_prompts": kept,
-        "dynamic_sampling/num_gen_batches": accepted.num_gen_batches,
-        "dynamic_sampling/num_accumulated_prompts": kept,
-        "dynamic_sampling/target_prompt_num": accepted.target,
-        "dynamic_sampling/num_evaluated_prompts": evaluated,
-        **{f"dynamic_sampling/filtered_{name}": count for name, count in filtered_counts(rounds).items()},
-        "dynamic_sampling/num_requeued": accepted.num_requeued,
-        "dynamic_sampling/num_discarded_valid": accepted.num_discarded,
-        "dynamic_sampling/num_carried_in": accepted.carried_in,
-        "dynamic_sampling/num_carried_out": _size(accepted.state.carried),
-        "dynamic_sampling/num_stale": accepted.num_stale,
-        "dynamic_sampling/num_skipped_uniform": accepted.num_skipped,
-        "dynamic_sampling/partial_step": float(accepted.outcome != "full"),
-        "dynamic_sampling/keep_rate_ema": accepted.state.keep_rate,
-        "dynamic_sampling/effective_limit": accepted.limit if math.isfinite(accepted.limit) else 0,
-        "dynamic_sampling/generated_tokens": generated,
-        "dynamic_sampling/trained_tokens": trained,
-        "dynamic_sampling/overgen_ratio": generated / max(trained, 1),
-        "dynamic_sampling/accepted_len_over_finished_kept_len": _length_ratio(accepted),
-    }
-
-
-def _length_ratio(accepted: Accepted) -> float:
-    """Mean response length of the accepted groups over that of all kept ones: not 1 in the mean means a bias."""
-    kept = _join([round_.experience.select(np.flatnonzero(round_.keep)) for round_ in accepted.rounds])
-    if kept is None or accepted.experience is None:
-        return 1.0
-    mean = accepted.experience.num_tokens / accepted.experience.finished.size
-    return mean / max(kept.num_tokens / kept.finished.size, 1e-8)
 
 
 def _fresh(carried: Experience | None, step: int, max_staleness: int) -> tuple[Experience | None, int]:

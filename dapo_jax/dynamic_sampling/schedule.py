@@ -28,32 +28,40 @@ def fixed_limit(limits: Limits) -> float:
     return limits.max_num_gen_batches if limits.max_num_gen_batches > 0 else math.inf
 
 
-def adaptive_limit(limits: Limits, *, evaluated: int, kept: int, target: int, gen_batch_size: int) -> float:
+def adaptive_limit(limits: Limits, *, evaluated: int, kept: int, missing: int, gen_batch_size: int) -> float:
     """Rounds that a step may have after its first `adaptive_min_rounds`, from the keep rate that they have shown.
 
-    int(target / (gen_batch_size * keep rate) + slack), with the keep rate as (kept + 0.5) / (evaluated + 1) so that
-    a step without any kept group has one. It is set once: a limit that follows the rate of every further round
-    would recede as fast as the rounds come.
+    int(missing / (gen_batch_size * keep rate) + slack), where `missing` groups were to be found at the start of the
+    step, with the keep rate as (kept + 0.5) / (evaluated + 1) so that a step without any kept group has one. It is
+    set once: a limit that follows the rate of every further round would recede as fast as the rounds come.
     """
     assert limits.adaptive_slack is not None
     keep_rate = (kept + 0.5) / (evaluated + 1)
-    return min(fixed_limit(limits), int(target / (gen_batch_size * keep_rate) + limits.adaptive_slack))
+    return min(fixed_limit(limits), int(missing / (gen_batch_size * keep_rate) + limits.adaptive_slack))
 
 
 def wave_prompts(stream: Stream, *, kept: int, in_flight: int, keep_rate: float, target: int) -> int:
     """Prompts to dispatch now, 0 if those in flight are expected to be enough.
 
-    Sizes are rounded up to 1, 2, 3, 4, 6, 8, 12, ...: few shapes to compile.
+    A wave has the largest of a few sizes that is not more than needed, so that few shapes are compiled; what it
+    leaves open the next wave samples with a better estimate. Less than the smallest size waits while others decode.
     """
     missing = stream.slack * (target - kept) - in_flight * keep_rate
-    if kept >= target or missing <= 0:
+    needed = missing / max(keep_rate, 1e-3)
+    smallest, *larger = wave_sizes(stream.max_prompts, target)
+    if kept >= target or needed <= 0 or (in_flight and needed < smallest):
         return 0
-    return min(_rounded_up(math.ceil(missing / max(keep_rate, 1e-3))), stream.max_prompts)
+    return max([smallest, *(size for size in larger if size <= needed)])
 
 
-def _rounded_up(count: int) -> int:
-    power = 1 << (count - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+def wave_sizes(max_prompts: int, target: int) -> list[int]:
+    """The sizes that a wave may have, ascending: max_prompts, 3/4 of it, and halves down to an eighth of it or to
+    half the target, whichever is less."""
+    sizes, size = {max_prompts, max(max_prompts * 3 // 4, 1)}, max_prompts
+    while size > max(min(max_prompts // 8, target // 2), 1):
+        size //= 2
+        sizes.add(size)
+    return sorted(sizes)
 
 
 class History:

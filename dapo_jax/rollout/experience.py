@@ -126,33 +126,6 @@ class Sampler:
     verifiers: VerifierPool
     settings: WaveSettings
 
-    def sample(
-        self,
-        params: Any,
-        prompt_set: PromptSet,
-        rows: Sequence[int],
-        numbers: Sequence[int],
-        *,
-        num_samples: int,
-        purpose: int,
-        sampling: Sampling,
-        stage: Stage,
-        version: int = 0,
-    ) -> Experience:
-        """`num_samples` verified responses to each row; `numbers` and `purpose` address their random draws."""
-        start = self.start(
-            params,
-            prompt_set,
-            rows,
-            numbers,
-            num_samples=num_samples,
-            purpose=purpose,
-            sampling=sampling,
-            stage=stage,
-            version=version,
-        )
-        return start()
-
     def start(
         self,
         params: Any,
@@ -164,9 +137,14 @@ class Sampler:
         purpose: int,
         sampling: Sampling,
         stage: Stage,
-        version: int,
+        version: int = 0,
     ) -> Callable[[], Experience]:
-        """Samples as `sample` does; the responses are verified in the background until the result is asked for."""
+        """Samples `num_samples` responses to each row and starts to verify them; the result waits for the verdicts.
+
+        Args:
+            numbers: address of each row's random draws, with `purpose`.
+            version: training steps that the policy has seen.
+        """
         prompts = [prompt_set.tokens[row] for row in rows]
         with stage("gen"):
             rollout = generate(

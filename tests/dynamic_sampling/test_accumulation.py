@@ -5,15 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from dapo_jax.dynamic_sampling.accumulation import (
-    Policies,
-    PromptSource,
-    StreamState,
-    accumulate_groups,
-    sampling_metrics,
-)
+from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState, accumulate_groups
+from dapo_jax.dynamic_sampling.metrics import sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round
-from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream
+from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream, wave_prompts, wave_sizes
 from dapo_jax.rollout.experience import Experience, concatenate
 
 NUM_ROWS = 50
@@ -277,6 +272,41 @@ def test_the_adaptive_limit_follows_the_filter_rate():
         run(lambda n: n < 7, target=8, adaptive=1.0)
     accepted, _ = run(lambda n: n % 2 == 0, target=8, adaptive=2.0)
     assert accepted.limit < math.inf and len(accepted.experience) == 8
+
+
+def test_the_adaptive_limit_asks_for_no_more_than_carried_groups_leave_open():
+    state = run(lambda n: True, size=10, leftover="carry")[0].state  # 6 groups
+    options = {"target": 8, "adaptive": 0.0, "leftover": "carry", "step": 2, "on_limit": "partial"}
+    accepted, _ = run(lambda n: False, state=state, **options)
+    assert accepted.limit == int((8 - 6) / (4 * 0.5 / 9)) and len(accepted.experience) == 6
+
+
+def test_the_log_tells_full_partial_and_skipped_steps_apart(caplog):
+    enough = "Collected enough data"
+    with caplog.at_level("INFO"):
+        run(lambda n: True)
+    assert enough in caplog.text
+    for kept, policy, text in (
+        ((0, 4), {"on_limit": "partial"}, "step 1: training on 2 of 4 groups (the limit of rounds is reached)"),
+        ((2, 6), {"on_limit": "fallback_unfiltered"}, "step 1: 2 of 4 groups are unfiltered"),
+        ((), {"on_limit": "partial", "on_empty": "skip_step"}, "no group was kept, nothing is trained on"),
+        ((), {"on_limit": "partial", "on_empty": "train_unfiltered"}, "no group was kept, training on unfiltered ones"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            run(lambda n, kept=kept: n in kept, limit=2, **policy)
+        assert text in caplog.text and enough not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kept", "in_flight", "expected"),
+    [(0, 0, 24), (0, 24, 0), (4, 0, 8), (7, 0, 4), (8, 0, 0), (0, 12, 8)],  # 8 groups at 0.3: 26.7 prompts
+)
+def test_a_wave_is_the_largest_size_that_is_not_more_than_needed(kept, in_flight, expected):
+    found = wave_prompts(Stream(1.0, 32), kept=kept, in_flight=in_flight, keep_rate=0.3, target=8)
+    assert found == expected
+    assert wave_sizes(32, 8) == wave_sizes(32, 512) == [4, 8, 16, 24, 32]
+    assert wave_sizes(64, 4) == [2, 4, 8, 16, 32, 48, 64] and wave_sizes(1, 8) == [1]
 
 
 def test_prompts_with_a_uniform_history_are_left_out_alike_by_every_schedule():
