@@ -31,6 +31,7 @@ setup(
     extras_require={
         "quickstart": ["gguf>=0.17"],
         "hub": ["huggingface_hub>=0.30"],
+        "plots": ["matplotlib>=3.8"],
         "test": ["pytest>=8", "ruff>=0.9", "pyright>=1.1.400", "gguf>=0.17"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
         "cuda12": ["jax[cuda12]>=0.10.2,<0.13"],

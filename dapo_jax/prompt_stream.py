@@ -30,7 +30,8 @@ def policies(config: Config) -> Policies:
     """What a step does, and what it does at a limit."""
     groups = config.algorithm.filter_groups
     adaptive = groups.adaptive_limit
-    most = max(config.rollout.max_num_seqs // config.rollout.n, 1)
+    at_once = config.rollout.max_num_seqs or gen_batch_size(config) * config.rollout.n
+    most = max(at_once // config.rollout.n, 1)
     return Policies(
         target=config.data.train_batch_size,
         gen_batch_size=gen_batch_size(config),

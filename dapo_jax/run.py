@@ -41,8 +41,8 @@ from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights, place_weight, replicated
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
-from dapo_jax.rollout.experience import Sampler, Stage
-from dapo_jax.rollout.waves import WaveSettings
+from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.rollout.sampler import Sampler, Stage
 from dapo_jax.scoring import ModelScorer, load_scorer
 from dapo_jax.validation import uses_critic
 
@@ -92,6 +92,8 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
                 config.reward.function, num_workers=config.reward.num_workers, timeout_s=config.reward.timeout_s
             )
         )
+        engine = Engine(engine_settings(config, arch, tokenizer, mesh))
+        stack.callback(engine.close)
         speaks = jax.process_index() == 0
         console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=speaks)
         stack.callback(console.close)
@@ -115,7 +117,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             reference=load_reference(config, arch, actor, mesh) if uses_reference(config) else None,
             scorer=load_scorer(config, compute_dtype(config), mesh) if config.reward.model.path else None,
             estimator=build_estimator(config, arch.vocab_size, mesh),
-            sampler=Sampler(tokenizer, verifiers, wave_settings(config, arch, tokenizer, mesh)),
+            sampler=Sampler(tokenizer, verifiers, engine, config.rollout.stop),
             console=console,
             timers=timers,
             stage=stage,
@@ -267,16 +269,20 @@ def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[...
     return jax.jit(bound, static_argnames=static, out_shardings=replicated(mesh))
 
 
-def wave_settings(config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh) -> WaveSettings:
+def engine_settings(config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh) -> EngineSettings:
     """The part of the config that sampling depends on."""
-    return WaveSettings(
+    on_cpu = jax.default_backend() == "cpu"
+    return EngineSettings(
         arch=arch,
         mesh=mesh,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
+        max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         max_num_seqs=config.rollout.max_num_seqs,
+        memory_share=config.rollout.kv_memory_share,
         chunk_length=config.rollout.decode_chunk_length,
+        lookahead=0 if on_cpu else 1,  # a CPU decodes and looks with the same cores
         seed=config.seed,
     )
 

@@ -19,7 +19,7 @@ from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, fetch, indivisible_weights, place_weight, put
 from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
 from dapo_jax.rollout.experience import Experience
-from dapo_jax.rollout.waves import bucket, pad_prompts
+from dapo_jax.rollout.shapes import bucket, pad_prompts
 
 
 @dataclass(frozen=True)

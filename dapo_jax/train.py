@@ -143,7 +143,7 @@ def collect(run: Run, models: Models, stream: StreamState, progress: Progress, s
     rule = filter_rule(config)
     weights = run.actor.decode_weights(models.actor.params)
     settings = config.rollout
-    sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k)
+    sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
 
     def start_round(numbers: Sequence[int]) -> Callable[[], Round]:
         wait = run.sampler.start(

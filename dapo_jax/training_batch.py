@@ -27,7 +27,7 @@ from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
 from dapo_jax.rewards.assembly import place_rewards
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import BASELINE, SELECT, Sampling, position_noise
-from dapo_jax.rollout.waves import bucket, pad_prompts
+from dapo_jax.rollout.shapes import bucket, pad_prompts
 from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores, shape
 from dapo_jax.validation import keeps_some, uses_critic
@@ -130,7 +130,7 @@ def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[
     if uses_critic(config):
         sharing = math.gcd(sharing, micro_batch_size(config, "critic"))
     width = bucket(max(len(prompt) for prompt in prompts))
-    tokens, mask = pad_prompts(prompts, width, run.sampler.settings.pad_id)
+    tokens, mask = pad_prompts(prompts, width, run.sampler.pad_id)
     return np.repeat(tokens, num_samples // sharing, axis=0), np.repeat(mask, num_samples // sharing, axis=0)
 
 

@@ -36,8 +36,8 @@ CHOICES = {
     "monitor.console": ("steps", "detailed"),
 }
 POSITIVE = (
-    "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n rollout.max_num_seqs "
-    "rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
+    "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n "
+    "rollout.kv_memory_share rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
     "actor.ppo_micro_batch_size_per_device actor.ppo_epochs actor.logprob_chunk_size actor.grad_clip "
     "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio actor.policy_loss.tau_pos "
     "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
@@ -139,15 +139,25 @@ def _batch_problems(config: Config) -> list[str]:
                 f"{name}.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} responses must be a multiple "
                 f"of {name}.ppo_micro_batch_size_per_device={micro}"
             )
-    if n > config.rollout.max_num_seqs:
+    at_once = config.rollout.max_num_seqs
+    if at_once < 0:
+        problems.append(f"rollout.max_num_seqs={at_once} must be 0 (as many as fit the memory) or more")
+    if config.rollout.kv_memory_share > 1:
+        problems.append(f"rollout.kv_memory_share={config.rollout.kv_memory_share} must be at most 1")
+    if not 0 <= config.rollout.min_response_length <= config.data.max_response_length:
         problems.append(
-            f"rollout.max_num_seqs={config.rollout.max_num_seqs} must be at least rollout.n={n}: "
+            f"rollout.min_response_length={config.rollout.min_response_length} must be between 0 and "
+            f"data.max_response_length={config.data.max_response_length}"
+        )
+    if any(not string for string in config.rollout.stop):
+        problems.append("rollout.stop holds an empty string: every response would end at once")
+    if 0 < at_once < n:
+        problems.append(
+            f"rollout.max_num_seqs={at_once} must be at least rollout.n={n}: "
             "a group is decoded together"
         )
-    if config.evaluate.n > config.rollout.max_num_seqs:
-        problems.append(
-            f"rollout.max_num_seqs={config.rollout.max_num_seqs} must be at least evaluate.n={config.evaluate.n}"
-        )
+    if 0 < at_once < config.evaluate.n:
+        problems.append(f"rollout.max_num_seqs={at_once} must be at least evaluate.n={config.evaluate.n}")
     if not config.algorithm.filter_groups.enable and gen_batch_size(config) != batch:
         problems.append(
             f"data.gen_batch_size={gen_batch_size(config)} differs from data.train_batch_size={batch}, which "

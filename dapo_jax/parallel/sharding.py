@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
@@ -108,5 +109,11 @@ def put_rows(tree: Any, mesh: Mesh) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Replicated device arrays as NumPy arrays, on every process."""
-    return jax.tree.map(np.asarray, jax.device_get(tree))
+    """Device arrays as NumPy arrays, whole on every process: what other processes hold of them is gathered."""
+
+    def whole(array: Any) -> Any:
+        if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+            return multihost_utils.process_allgather(array, tiled=True)
+        return array
+
+    return jax.tree.map(np.asarray, jax.device_get(jax.tree.map(whole, tree)))

@@ -13,8 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -84,14 +84,15 @@ class VerifierPool:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
         """The verdicts, in the order of the requests. RuntimeError if a new worker does not start."""
-        return self.start(requests)()
+        return self.collect(requests, [self.submit(request) for request in requests])
 
-    def start(self, requests: Sequence[ScoreRequest]) -> Callable[[], list[Verdict]]:
-        """Begins to score in the background; the function returned waits for the verdicts."""
-        verdicts = self._threads.map(self._judge, requests)
-        return lambda: self._wait(requests, list(verdicts))
+    def submit(self, request: ScoreRequest) -> Future[Verdict]:
+        """Begins to score in the background."""
+        return self._threads.submit(self._judge, request)
 
-    def _wait(self, requests: Sequence[ScoreRequest], verdicts: list[Verdict]) -> list[Verdict]:
+    def collect(self, requests: Sequence[ScoreRequest], futures: Sequence[Future[Verdict]]) -> list[Verdict]:
+        """Waits for the verdicts on submitted requests, and logs the failures among them."""
+        verdicts = [future.result() for future in futures]
         failures = [(request, v.error) for request, v in zip(requests, verdicts, strict=True) if v.error]
         for request, error in failures[:_NUM_LOGGED]:
             _log.warning(

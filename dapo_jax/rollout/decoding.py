@@ -20,7 +20,11 @@ from dapo_jax.rollout.sampling import Sampling, sample
 
 @struct.dataclass
 class Wave:
-    """Rows decoded in lockstep: row b is sample b % n of prompt b // n, and all have sampled `length` tokens."""
+    """B rows decoded in lockstep, all of which have sampled `length` tokens.
+
+    The first B // Q rows answer the first prompt, the next the second, and so on. After the first `keep_rows` every
+    row has its own copy of its prompt: Q = B.
+    """
 
     tokens: jax.Array  # [B] int32, the last sampled token
     finished: jax.Array  # [B] bool
@@ -40,7 +44,7 @@ class Chunk:
     finished: jax.Array  # [B] bool, after the chunk
 
 
-@functools.partial(jax.jit, static_argnames=("arch", "width", "eos_ids", "pad_id"))
+@functools.partial(jax.jit, static_argnames=("arch", "window", "eos_ids", "pad_id"))
 def start_wave(
     params: Params,
     prompts: Prompts,
@@ -48,11 +52,11 @@ def start_wave(
     sampling: Sampling,
     *,
     arch: Architecture,
-    width: int,
+    window: int,
     eos_ids: tuple[int, ...],
     pad_id: int,
 ) -> tuple[Wave, Chunk]:
-    """Runs each prompt once, makes room for `width` tokens of each of its samples, and draws the first token.
+    """Runs each prompt once, makes room for `window` tokens of each of its samples, and draws the first token.
 
     Args:
         prompts: Q prompts; those with a negative number are padding and start finished.
@@ -60,17 +64,13 @@ def start_wave(
     """
     num_samples = keys.shape[0] // prompts.tokens.shape[0]
     hidden, keys_and_values = transformer.prefill(params, prompts.tokens, prompts.mask, arch)
-    empty = jnp.zeros((keys.shape[0], arch.num_kv_heads, width, arch.head_dim), keys_and_values[0][0].dtype)
-    split = PartitionSpec(BATCH_AXES, "tensor")
-    caches = [
-        jax.tree.map(lambda x: constrain(x, split), LayerCache(prompt_key, prompt_value, empty, empty))
-        for prompt_key, prompt_value in keys_and_values
-    ]
+    empty = jnp.zeros((keys.shape[0], arch.num_kv_heads, window, arch.head_dim), keys_and_values[0][0].dtype)
+    caches = [LayerCache(prompt_key, prompt_value, empty, empty) for prompt_key, prompt_value in keys_and_values]
     logits = jnp.repeat(transformer.logits(params, hidden), num_samples, axis=0)
     padding = jnp.repeat(prompts.numbers < 0, num_samples)
-    tokens, logprobs = sample(logits, keys, jnp.int32(0), sampling)
+    tokens, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
     tokens, finished = _settle(tokens, padding, eos_ids, pad_id)
-    wave = Wave(tokens, finished, keys, prompts.mask, caches, jnp.int32(1))
+    wave = _laid_out(Wave(tokens, finished, keys, prompts.mask, caches, jnp.int32(1)))
     return wave, _chunk(tokens[:, None], ~padding[:, None], logprobs[:, None], finished)
 
 
@@ -96,7 +96,7 @@ def decode_chunk(
         hidden, caches = transformer.decode(
             params, wave.tokens, prompt_lengths + index, wave.prompt_mask, wave.caches, index, arch
         )
-        tokens, logprobs = sample(transformer.logits(params, hidden), wave.keys, wave.length, sampling)
+        tokens, logprobs = sample(transformer.logits(params, hidden), wave.keys, wave.length, sampling, eos_ids)
         sampled = ~wave.finished
         tokens, finished = _settle(tokens, wave.finished, eos_ids, pad_id)
         new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
@@ -104,7 +104,58 @@ def decode_chunk(
 
     wave, outputs = jax.lax.scan(step, wave, length=num_tokens)
     tokens, mask, logprobs = (output.swapaxes(0, 1) for output in outputs)
-    return wave, _chunk(tokens, mask, logprobs, wave.finished)
+    return _laid_out(wave), _chunk(tokens, mask, logprobs, wave.finished)
+
+
+def wave_spec(ndim: int) -> PartitionSpec:
+    """How an array of a wave lies on the mesh, by its number of dimensions."""
+    if ndim == 4:
+        return PartitionSpec(BATCH_AXES, "tensor")  # keys and values
+    return PartitionSpec(BATCH_AXES) if ndim else PartitionSpec()
+
+
+@functools.partial(jax.jit, static_argnames=("num_samples",))
+def keep_rows(wave: Wave, rows: jax.Array, *, num_samples: int) -> Wave:
+    """The wave without its caches, with these rows only.
+
+    Args:
+        rows: [B'], divided over the devices like the rows of the wave; each device's are indices into its own rows.
+        num_samples: B // Q of the wave.
+    """
+    return dataclasses.replace(
+        wave,
+        tokens=_take(wave.tokens, rows),
+        finished=_take(wave.finished, rows),
+        keys=_take(wave.keys, rows),
+        prompt_mask=_take(wave.prompt_mask, rows // num_samples),
+        caches=[],
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("num_samples", "window"))
+def resize_cache(cache: LayerCache, rows: jax.Array | None, *, num_samples: int, window: int) -> LayerCache:
+    """One layer's cache with room for `window` tokens and, if they are given, these rows only (see `keep_rows`)."""
+    if rows is not None:
+        cache = LayerCache(
+            _take(cache.prompt_key, rows // num_samples),
+            _take(cache.prompt_value, rows // num_samples),
+            _take(cache.key, rows),
+            _take(cache.value, rows),
+        )
+    more = ((0, 0), (0, 0), (0, window - cache.key.shape[2]), (0, 0))
+    cache = dataclasses.replace(cache, key=jnp.pad(cache.key, more), value=jnp.pad(cache.value, more))
+    return _laid_out(cache)
+
+
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of `x` by the indices that each device has into its own rows: nothing moves between devices."""
+    spec = wave_spec(x.ndim)
+    local = jax.shard_map(lambda x, rows: x[rows], in_specs=(spec, PartitionSpec(BATCH_AXES)), out_specs=spec)
+    return local(x, rows)
+
+
+def _laid_out(tree: Any) -> Any:
+    return jax.tree.map(lambda x: constrain(x, wave_spec(x.ndim)), tree)
 
 
 def _settle(tokens, finished, eos_ids, pad_id) -> tuple[jax.Array, jax.Array]:

@@ -1,23 +1,12 @@
-"""Host: groups of responses with what is known of them, and how they are made: sample, decode, verify."""
+"""Host: groups of responses with what is known of them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import numpy as np
 
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
-from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.rollout.waves import WaveSettings, generate
-
-
-class Stage(Protocol):
-    """Names the stage of the step that runs inside it, for timers and the console."""
-
-    def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -116,78 +105,3 @@ def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokeniz
         scores={name.removeprefix("score "): np.asarray(v) for name, v in arrays.items() if name.startswith("score ")},
         num_errors=0,
     )
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Samples and verifies responses to rows of a prompt set."""
-
-    tokenizer: Tokenizer
-    verifiers: VerifierPool
-    settings: WaveSettings
-
-    def start(
-        self,
-        params: Any,
-        prompt_set: PromptSet,
-        rows: Sequence[int],
-        numbers: Sequence[int],
-        *,
-        num_samples: int,
-        purpose: int,
-        sampling: Sampling,
-        stage: Stage,
-        version: int = 0,
-    ) -> Callable[[], Experience]:
-        """Samples `num_samples` responses to each row and starts to verify them; the result waits for the verdicts.
-
-        Args:
-            numbers: address of each row's random draws, with `purpose`.
-            version: training steps that the policy has seen.
-        """
-        prompts = [prompt_set.tokens[row] for row in rows]
-        with stage("gen"):
-            rollout = generate(
-                params,
-                prompts,
-                numbers,
-                num_samples=num_samples,
-                purpose=purpose,
-                sampling=sampling,
-                settings=self.settings,
-            )
-        with stage("reward"):
-            texts = [
-                self.tokenizer.decode(tokens[mask].tolist())
-                for tokens, mask in zip(np.asarray(rollout.responses), np.asarray(rollout.mask), strict=True)
-            ]
-            requests = []
-            for row_index, text in zip(np.repeat(rows, num_samples), texts, strict=True):
-                row = prompt_set.rows[row_index]
-                requests.append(ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info))
-            wait = self.verifiers.start(requests)
-        shape = (len(prompts), num_samples)
-
-        def finish() -> Experience:
-            with stage("reward"):
-                verdicts = wait()
-            names = {name: None for verdict in verdicts for name in verdict.numbers}
-            scores = {
-                name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
-                for name in names
-            }
-            return Experience(
-                np.array(numbers, np.int64),
-                np.array(rows, np.int64),
-                prompts,
-                np.asarray(rollout.responses).reshape(*shape, -1),
-                np.asarray(rollout.mask).reshape(*shape, -1),
-                np.asarray(rollout.logprobs).reshape(*shape, -1),
-                np.asarray(rollout.finished).reshape(shape),
-                [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
-                {name: values.reshape(shape) for name, values in scores.items()},
-                np.full(len(prompts), version, np.int64),
-                sum(verdict.error is not None for verdict in verdicts),
-            )
-
-        return finish

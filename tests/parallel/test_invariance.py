@@ -25,8 +25,9 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import AXES, make_mesh
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
+from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
-from dapo_jax.rollout.waves import WaveSettings, generate, pad_prompts
+from dapo_jax.rollout.shapes import pad_prompts
 
 ARCH = Architecture(
     family="llama", vocab_size=64, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4,
@@ -71,17 +72,16 @@ def critic_of(mesh):
 
 def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
     settings = dict(
-        arch=ARCH, mesh=mesh, eos_ids=EOS, pad_id=PAD, max_response_length=LENGTH, max_num_seqs=1024,
-        chunk_length=3, seed=0,
+        arch=ARCH, mesh=mesh, eos_ids=EOS, pad_id=PAD, max_prompt_length=8, max_response_length=LENGTH,
+        max_num_seqs=1024, memory_share=1.0, chunk_length=3, lookahead=0, seed=0,
     )  # fmt: skip
-    return generate(
+    return Engine(EngineSettings(**{**settings, **changes})).generate(
         actor.decode_weights(state.params),
         prompts,
         numbers,
         num_samples=SAMPLES,
         purpose=purpose,
         sampling=sampling or Sampling.create(0.8, 1.0, -1),
-        settings=WaveSettings(**{**settings, **changes}),
     )
 
 

@@ -13,7 +13,7 @@ from dapo_jax.models.weights import init_params, unflatten, weight_table
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, place_weight, put
 from dapo_jax.rewards.reward_model import build_reward_model, conversation_scores
-from dapo_jax.rollout.waves import pad_prompts
+from dapo_jax.rollout.shapes import pad_prompts
 
 ARCH = Architecture(
     family="llama", vocab_size=64, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4,

@@ -78,7 +78,7 @@ def test_an_address_decides_the_draw_and_the_layout_does_not():
 def test_positions_draw_differently():
     keys = row_keys(0, TRAIN, jnp.arange(16), 1)
     logits = jnp.zeros((16, 1000))
-    first, second = (sample(logits, keys, jnp.int32(position), Sampling())[0] for position in (0, 1))
+    first, second = (sample(logits, keys, jnp.int32(position), Sampling.create(1.0, 1.0, -1))[0] for position in (0, 1))
     assert (first != second).sum() > 14
 
 
@@ -105,3 +105,32 @@ def test_noise_is_uniform():
     counts = np.bincount((drawn * 16).astype(int), minlength=16)
     mean = len(drawn) / 16
     assert np.sum((counts - mean) ** 2 / mean) < 15 + 4 * np.sqrt(2 * 15)
+
+
+def test_equal_weights_are_kept_or_dropped_together():
+    logits = jnp.log(jnp.array([4.0, 2.0, 2.0, 1.0, 1.0]))
+    cases = (1.0, 2, {0, 1, 2}), (0.5, -1, {0, 1, 2}), (0.4, -1, {0}), (0.81, -1, {0, 1, 2, 3, 4})
+    for top_p, top_k, expected in cases:
+        tokens, _ = draw(Sampling.create(1.0, top_p, top_k), logits)
+        assert set(np.unique(tokens)) == expected, (top_p, top_k)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_end_of_sequence_token_is_drawn_before_the_minimum_length(temperature):
+    logits = jnp.zeros((64, 6)).at[:, 4].set(9.0).at[:, 2].set(5.0)
+    keys = row_keys(0, TRAIN, jnp.arange(64), 1)
+    sampling = Sampling.create(temperature, 1.0, -1, min_length=3)
+    for position, drawn in ((2, 2), (3, 4)):
+        tokens, logprobs = sample(logits, keys, jnp.int32(position), sampling, (4, 5))
+        assert np.bincount(tokens).argmax() == drawn and (position == 3 or not np.isin(tokens, (4, 5)).any())
+        np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits[0])[tokens], atol=1e-5)
+    nothing_left = Sampling.create(1.0, 0.9, -1, min_length=3)
+    assert set(np.unique(sample(logits, keys, jnp.int32(0), nothing_left, (4, 5))[0])) == {2}
+
+
+def test_no_new_way_to_draw_is_compiled_anew():
+    compiled = jax.jit(lambda *arguments: sample(*arguments))
+    keys = row_keys(0, TRAIN, jnp.arange(2), 1)
+    for arguments in ((1.0, 1.0, -1), (0.7, 0.9, 5), (0, 1, -1, 3)):
+        compiled(jnp.zeros((2, 300)), keys, jnp.int32(0), Sampling.create(*arguments))
+    assert compiled._cache_size() == 1

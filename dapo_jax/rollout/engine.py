@@ -1,0 +1,323 @@
+"""Host: responses to any number of prompts, decoded in waves whose rows become fewer and whose cache grows.
+
+All rows of a wave have sampled equally many tokens. Between two chunks the host looks at what has ended: finished
+rows are handed on, and survivors move to a smaller batch when they fit one (shapes.rungs); the cache is widened when
+it is full (shapes.windows). None of this changes a token: every draw has an address (sampling.py).
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from dapo_jax.containers import Prompts, Rollout
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.transformer import LayerCache, Params
+from dapo_jax.parallel.memory import free_bytes
+from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.parallel.sharding import batch_sharding, fetch, put
+from dapo_jax.rollout.decoding import Chunk, Wave, decode_chunk, keep_rows, resize_cache, start_wave, wave_spec
+from dapo_jax.rollout.programs import Programs
+from dapo_jax.rollout.sampling import Sampling, row_keys
+from dapo_jax.rollout.shapes import (
+    LengthHistory,
+    expected_path,
+    pad_prompts,
+    prompt_width,
+    rows_in_memory,
+    rungs,
+    wave_size,
+    windows,
+)
+
+StopRule = Callable[[list[int], int], int | None]  # (tokens, how many were looked at before) -> tokens to keep
+OnFinished = Callable[[np.ndarray, Rollout], None]  # (rows that have just ended, all responses so far)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What does not change from call to call."""
+
+    arch: Architecture
+    mesh: Mesh
+    eos_ids: tuple[int, ...]  # each of them ends a response
+    pad_id: int  # stands where nothing was sampled; may equal an end-of-sequence token
+    max_prompt_length: int  # tokens
+    max_response_length: int  # tokens
+    max_num_seqs: int  # rows decoded at once; 0 = as many as fit the memory
+    memory_share: float  # of the free memory that keys and values may take, where max_num_seqs is 0
+    chunk_length: int  # tokens between two looks at what has finished
+    lookahead: int  # chunks that are dispatched before the result of one is looked at
+    seed: int
+
+
+class Engine:
+    """Samples responses. To be used under `jax.set_mesh(settings.mesh)`."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.programs = Programs(settings.mesh)
+        self.history = LengthHistory(settings.max_response_length)
+        self._free_bytes: float | None = None
+        self._param_shapes: Params | None = None
+
+    def generate(
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        *,
+        num_samples: int,
+        purpose: int,
+        sampling: Sampling,
+        limits: np.ndarray | None = None,
+        stop: StopRule | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> Rollout:
+        """`num_samples` responses to each prompt, as NumPy arrays; row b answers prompt b // num_samples.
+
+        Args:
+            params: decoding weights (from learner/actor.py), of the same shapes and dtypes in every call.
+            prompts: token ids of each prompt.
+            numbers: address of each prompt's draws; with `purpose`, the sample and the position it fixes the noise.
+            limits: [Q * num_samples], most tokens of each response; None = max_response_length for all.
+            stop: ends a response where it says, for stop strings.
+            on_finished: told of responses as they end, while others are still being decoded.
+        """
+        shards = num_batch_shards(self.settings.mesh)
+        max_rows = self._rows_at_once(params, num_samples, shards)
+        size = wave_size(len(prompts), num_samples, max_rows=max_rows, shards=shards)
+        responses = _Responses(len(prompts) * num_samples, self.settings, limits, stop, on_finished)
+        for first in range(0, len(prompts), size):
+            wave = _Decoding(self, params, prompts[first : first + size], size, num_samples, sampling, responses,
+                             first * num_samples)  # fmt: skip
+            wave.run(numbers[first : first + size], purpose)
+            self.history.add(responses.lengths(wave.first_row, wave.end_row))
+        return responses.rollout()
+
+    def _rows_at_once(self, params: Params, num_samples: int, shards: int) -> int:
+        settings = self.settings
+        if settings.max_num_seqs:
+            return settings.max_num_seqs
+        if self._free_bytes is None:
+            self._free_bytes = free_bytes(settings.mesh) * settings.memory_share
+        arch = settings.arch
+        values = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"]
+        rows = rows_in_memory(
+            self._free_bytes,
+            bytes_per_token=values * cache_dtype(params).itemsize,
+            width=settings.max_prompt_length,
+            ladder=windows(settings.max_response_length, self.chunk_length),
+            alive=self.history.alive,
+        )
+        return max(rows * shards, num_samples)
+
+    def param_shapes(self, params: Params) -> Params:
+        """Shapes and shardings of the decoding weights, which are the same in every call."""
+        shapes = self._param_shapes
+        if shapes is None:
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+            self._param_shapes = shapes
+        return shapes
+
+    @property
+    def chunk_length(self) -> int:
+        """Tokens of a chunk: no more than a response has after its first."""
+        return min(self.settings.chunk_length, max(self.settings.max_response_length - 1, 1))
+
+    def close(self) -> None:
+        """Ends compiling in the background."""
+        self.programs.close()
+
+
+class _Decoding:
+    """One wave. Prompts missing to `size` are filled with copies of the last that start finished."""
+
+    def __init__(self, engine: Engine, params: Params, prompts: Sequence[Sequence[int]], size: int, num_samples: int,
+                 sampling: Sampling, responses: "_Responses", first_row: int) -> None:  # fmt: skip
+        settings = engine.settings
+        self.engine, self.settings, self.params, self.sampling = engine, settings, params, sampling
+        self.prompts, self.size, self.num_samples, self.responses = prompts, size, num_samples, responses
+        self.first_row, self.end_row = first_row, first_row + len(prompts) * num_samples
+        self.shards = num_batch_shards(settings.mesh)
+        self.ladder = windows(settings.max_response_length, engine.chunk_length)
+        self.width = prompt_width(max(map(len, prompts)), settings.max_prompt_length)
+        self.rows = np.arange(first_row, first_row + size * num_samples)  # response of each row of the wave
+        self.rows[self.rows >= self.end_row] = -1
+        self.samples_per_prompt = num_samples  # rows that share a prompt's part of the cache
+        self.window = self.ladder[0]
+        self.sampled = 0  # tokens of each row that are sampled or being sampled
+
+    def run(self, numbers: Sequence[int], purpose: int) -> None:
+        """Decodes until all rows have ended."""
+        pending: deque[tuple[Chunk, np.ndarray, int]] = deque()
+        self._prepare()
+        wave, chunk = self._start(numbers, purpose)
+        pending.append((chunk, self.rows, 0))
+        self.sampled = 1
+        while True:
+            longest = self.responses.longest(self.rows)
+            while len(pending) > self.settings.lookahead or (pending and self.sampled >= longest):
+                self.responses.add(*pending.popleft())
+            alive = self.responses.alive(self.rows)
+            if self.sampled >= longest or not alive.any():
+                break
+            wave = self._resize(wave, alive)
+            wave, chunk = self._decode(wave)
+            pending.append((chunk, self.rows, self.sampled))
+            self.sampled += self.engine.chunk_length
+
+    def _start(self, numbers: Sequence[int], purpose: int) -> tuple[Wave, Chunk]:
+        settings = self.settings
+        missing = self.size - len(self.prompts)
+        tokens, mask = pad_prompts([*self.prompts, *[self.prompts[-1]] * missing], self.width, settings.pad_id)
+        addresses = np.array([*numbers, *[-1] * missing], np.int32)
+        batch = put(Prompts(tokens, mask, addresses), batch_sharding(settings.mesh))
+        keys = row_keys(settings.seed, purpose, batch.numbers, self.num_samples)
+        return start_wave(
+            self.params, batch, keys, self.sampling, arch=settings.arch, window=self.window, eos_ids=settings.eos_ids,
+            pad_id=settings.pad_id,
+        )  # fmt: skip
+
+    def _resize(self, wave: Wave, alive: np.ndarray) -> Wave:
+        """The wave with room for the next chunk, and with fewer rows if those alive fit a smaller batch."""
+        needed = self.sampled - 1 + self.engine.chunk_length
+        window = next(width for width in self.ladder if width >= needed)
+        here = alive.reshape(self.shards, -1)
+        per_device = min(rung for rung in rungs(here.shape[1]) if rung >= here.sum(axis=1).max())
+        if window == self.window and per_device == here.shape[1]:
+            return wave
+        chosen = None
+        same = self.samples_per_prompt
+        if per_device < here.shape[1]:
+            # a device with fewer survivors repeats its first row, whose tokens then belong to no response
+            local = np.zeros((self.shards, per_device), np.int32)
+            rows = np.full((self.shards, per_device), -1)
+            for shard, (own, of_shard) in enumerate(zip(self.rows.reshape(here.shape), here, strict=True)):
+                kept = np.flatnonzero(of_shard)
+                local[shard, : len(kept)], rows[shard, : len(kept)] = kept, own[kept]
+            chosen = put(local.reshape(-1), batch_sharding(self.settings.mesh))
+            self.rows, self.samples_per_prompt = rows.reshape(-1), 1
+        self.window = window
+        caches = wave.caches
+        rest = keep_rows(dataclasses.replace(wave, caches=[]), chosen, num_samples=same) if chosen is not None else wave
+        for layer, cache in enumerate(caches):  # one layer at a time stands in memory twice
+            caches[layer] = resize_cache(cache, chosen, num_samples=same, window=window)
+        return dataclasses.replace(rest, caches=caches)
+
+    def _decode(self, wave: Wave) -> tuple[Wave, Chunk]:
+        rows, prompts = len(self.rows), len(self.rows) // self.samples_per_prompt
+        return self._program(rows, prompts, self.window)(self.params, wave, self.sampling)
+
+    def _program(self, rows: int, prompts: int, window: int) -> Any:
+        return self.engine.programs.get(*self._lowering(rows, prompts, window))
+
+    def _prepare(self) -> None:
+        """Begins to compile the shapes that the wave is expected to go through."""
+        rows = self.size * self.num_samples
+        path = expected_path(rows // self.shards, self.engine.chunk_length, self.ladder, self.engine.history.alive)
+        for per_device, window in path:
+            whole = per_device * self.shards == rows
+            prompts = self.size if whole else per_device * self.shards
+            self.engine.programs.prepare(*self._lowering(per_device * self.shards, prompts, window))
+
+    def _lowering(self, rows: int, prompts: int, window: int) -> tuple[Any, Callable[[], jax.stages.Lowered]]:
+        settings, sampling, params = self.settings, self.sampling, self.engine.param_shapes(self.params)
+        num_tokens, width = self.engine.chunk_length, self.width
+
+        def lower() -> jax.stages.Lowered:
+            wave = wave_shape(settings, cache_dtype(params), rows=rows, prompts=prompts, width=width, window=window)
+            return decode_chunk.lower(
+                params, wave, sampling, arch=settings.arch, num_tokens=num_tokens, eos_ids=settings.eos_ids,
+                pad_id=settings.pad_id,
+            )  # fmt: skip
+
+        return (rows, prompts, width, window), lower
+
+
+def cache_dtype(params: Params) -> np.dtype:
+    """Keys and values have the dtype of the matrices."""
+    return params["layers"][0]["query"].dtype
+
+
+def wave_shape(
+    settings: EngineSettings, dtype: Any, *, rows: int, prompts: int, width: int, window: int
+) -> Wave:
+    """Shapes and shardings of a wave: `rows` rows of `prompts` prompts of `width` tokens and `window` more."""
+    arch = settings.arch
+
+    def like(*shape: int, dtype: Any) -> Any:
+        sharding = NamedSharding(settings.mesh, wave_spec(len(shape)))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    prompt = like(prompts, arch.num_kv_heads, width, arch.head_dim, dtype=dtype)
+    own = like(rows, arch.num_kv_heads, window, arch.head_dim, dtype=dtype)
+    return Wave(
+        tokens=like(rows, dtype=jnp.int32),
+        finished=like(rows, dtype=jnp.bool_),
+        keys=like(rows, dtype=jax.eval_shape(jax.random.key, 0).dtype),
+        prompt_mask=like(prompts, width, dtype=jnp.bool_),
+        caches=[LayerCache(prompt, prompt, own, own)] * arch.num_layers,
+        length=like(dtype=jnp.int32),
+    )
+
+
+class _Responses:
+    """What has been sampled, row by row, and which rows have ended."""
+
+    def __init__(self, num_rows: int, settings: EngineSettings, limits: np.ndarray | None, stop: StopRule | None,
+                 on_finished: OnFinished | None) -> None:  # fmt: skip
+        length = settings.max_response_length
+        self.tokens = np.full((num_rows, length), settings.pad_id, np.int32)
+        self.mask = np.zeros((num_rows, length), bool)
+        self.logprobs = np.zeros((num_rows, length), np.float32)
+        self.complete = np.zeros(num_rows, bool)  # ended by itself
+        self.ended = np.zeros(num_rows, bool)  # complete, or at its limit
+        self.limits = np.full(num_rows, length) if limits is None else np.minimum(limits, length)
+        self.eos_ids, self.pad_id, self.stop, self.on_finished = settings.eos_ids, settings.pad_id, stop, on_finished
+
+    def add(self, chunk: Chunk, rows: np.ndarray, start: int) -> None:
+        """Takes up a chunk whose first token is number `start` of the responses `rows`."""
+        chunk = fetch(chunk)
+        alive = self.alive(rows)
+        rows = rows[alive]
+        end = min(start + chunk.tokens.shape[1], self.tokens.shape[1])
+        taken = chunk.mask[alive, : end - start] & (np.arange(start, end) < self.limits[rows, None])
+        self.mask[rows, start:end] = taken
+        self.tokens[rows, start:end] = np.where(taken, chunk.tokens[alive, : end - start], self.pad_id)
+        self.logprobs[rows, start:end] = np.where(taken, chunk.logprobs[alive, : end - start], 0.0)
+        self.complete[rows] = np.any(np.isin(self.tokens[rows, start:end], self.eos_ids) & taken, axis=1)
+        if self.stop is not None:
+            self._stop(rows, start, self.stop)
+        self.ended[rows] = self.complete[rows] | (end >= self.limits[rows])
+        if self.on_finished is not None and self.ended[rows].any():
+            self.on_finished(rows[self.ended[rows]], self.rollout())
+
+    def _stop(self, rows: np.ndarray, start: int, stop: StopRule) -> None:
+        for row in rows:
+            kept = stop(self.tokens[row][self.mask[row]].tolist(), start)
+            if kept is not None:
+                self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.pad_id, 0.0
+                self.complete[row] = True
+
+    def alive(self, rows: np.ndarray) -> np.ndarray:
+        """True for rows of a wave that belong to a response that has not ended."""
+        return (rows >= 0) & ~self.ended[rows]
+
+    def longest(self, rows: np.ndarray) -> int:
+        """Tokens after which all responses of a wave are at their limits."""
+        return int(self.limits[rows[rows >= 0]].max())
+
+    def lengths(self, first: int, end: int) -> np.ndarray:
+        """Tokens of the responses first..end."""
+        return self.mask[first:end].sum(axis=1)
+
+    def rollout(self) -> Rollout:
+        """The responses so far."""
+        return Rollout(self.tokens, self.mask, self.logprobs, self.complete)

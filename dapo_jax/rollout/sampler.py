@@ -1,0 +1,137 @@
+"""Host: verified responses to rows of a prompt set; responses are verified while others are still being decoded."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from dapo_jax.containers import Rollout
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
+from dapo_jax.rollout.engine import Engine, StopRule
+from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.sampling import Sampling
+
+
+class Stage(Protocol):
+    """Names the stage of the step that runs inside it, for timers and the console."""
+
+    def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples and verifies responses to rows of a prompt set."""
+
+    tokenizer: Tokenizer
+    verifiers: VerifierPool
+    engine: Engine
+    stop: tuple[str, ...] = ()  # a response ends with the first of these strings
+
+    @property
+    def pad_id(self) -> int:
+        """The token that stands where there is none."""
+        return self.engine.settings.pad_id
+
+    def start(
+        self,
+        params: Any,
+        prompt_set: PromptSet,
+        rows: Sequence[int],
+        numbers: Sequence[int],
+        *,
+        num_samples: int,
+        purpose: int,
+        sampling: Sampling,
+        stage: Stage,
+        version: int = 0,
+    ) -> Callable[[], Experience]:
+        """Samples `num_samples` responses to each row; the result waits for the verdicts that are still open.
+
+        Args:
+            numbers: address of each row's random draws, with `purpose`.
+            version: training steps that the policy has seen.
+        """
+        verification = _Verification(self, [prompt_set.rows[row] for row in rows], num_samples)
+        prompts = [prompt_set.tokens[row] for row in rows]
+        with stage("gen"):
+            rollout = self.engine.generate(
+                params,
+                prompts,
+                numbers,
+                num_samples=num_samples,
+                purpose=purpose,
+                sampling=sampling,
+                stop=stop_rule(self.tokenizer, self.stop) if self.stop else None,
+                on_finished=verification.begin,
+            )
+        shape = (len(prompts), num_samples)
+
+        def finish() -> Experience:
+            with stage("reward"):
+                verdicts = verification.wait()
+            names = {name: None for verdict in verdicts for name in verdict.numbers}
+            scores = {
+                name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
+                for name in names
+            }
+            texts = verification.texts
+            return Experience(
+                np.array(numbers, np.int64),
+                np.array(rows, np.int64),
+                prompts,
+                np.asarray(rollout.responses).reshape(*shape, -1),
+                np.asarray(rollout.mask).reshape(*shape, -1),
+                np.asarray(rollout.logprobs).reshape(*shape, -1),
+                np.asarray(rollout.finished).reshape(shape),
+                [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
+                {name: values.reshape(shape) for name, values in scores.items()},
+                np.full(len(prompts), version, np.int64),
+                sum(verdict.error is not None for verdict in verdicts),
+            )
+
+        return finish
+
+
+def stop_rule(tokenizer: Tokenizer, strings: Sequence[str]) -> StopRule:
+    """Ends a response with the token that completes one of the strings."""
+
+    def kept(tokens: list[int], looked_at: int) -> int | None:
+        def stops(count: int) -> bool:
+            text = tokenizer.decode(tokens[:count])
+            return any(string in text for string in strings)
+
+        if not stops(len(tokens)):
+            return None
+        return next(count for count in range(looked_at + 1, len(tokens) + 1) if stops(count))
+
+    return kept
+
+
+class _Verification:
+    """The verdicts on the responses of one call, asked for as the responses end."""
+
+    def __init__(self, sampler: Sampler, rows: Sequence[PromptRow], num_samples: int) -> None:
+        self.tokenizer, self.verifiers = sampler.tokenizer, sampler.verifiers
+        self.rows, self.num_samples = rows, num_samples
+        self.texts = [""] * (len(rows) * num_samples)
+        self._asked: list[tuple[ScoreRequest, Future[Verdict]] | None] = [None] * len(self.texts)
+
+    def begin(self, ended: np.ndarray, rollout: Rollout) -> None:
+        """Hands these responses to the verifiers."""
+        for index in ended.tolist():
+            text = self.tokenizer.decode(rollout.responses[index][rollout.mask[index]].tolist())
+            row = self.rows[index // self.num_samples]
+            request = ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info)
+            self.texts[index], self._asked[index] = text, (request, self.verifiers.submit(request))
+
+    def wait(self) -> list[Verdict]:
+        """The verdicts, in the order of the responses."""
+        asked = [pair for pair in self._asked if pair is not None]
+        assert len(asked) == len(self.texts), "a response ended unseen"
+        return self.verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])

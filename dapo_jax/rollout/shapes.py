@@ -1,0 +1,114 @@
+"""Host: the few shapes that waves are decoded in: prompt widths, rows, and windows of the key-value cache."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+ROW_MULTIPLE = 8  # rows per device
+FIRST_WINDOW = 64  # tokens
+
+
+def bucket(length: int) -> int:
+    """The smallest of 4, 6, 8, 12, 16, 24, 32, ... that is at least `length`: few shapes, little padding."""
+    size = 4
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def prompt_width(longest: int, limit: int) -> int:
+    """Width of a wave whose longest prompt is this long: a bucket, not below a quarter of that of `limit`."""
+    return bucket(max(longest, bucket(limit) // 4))
+
+
+def windows(max_response_length: int, chunk_length: int) -> list[int]:
+    """Cache widths, ascending: buckets from FIRST_WINDOW in whole chunks; the last holds a whole response.
+
+    The last token of a response is not written, so `max_response_length` - 1 tokens are enough.
+    """
+    last = max(-(-(max_response_length - 1) // chunk_length), 1) * chunk_length
+    found, size = [], FIRST_WINDOW
+    while (width := -(-size // chunk_length) * chunk_length) < last:
+        found.append(width)
+        size = bucket(size + 1)
+    return sorted({*found, last})
+
+
+def rungs(rows: int) -> list[int]:
+    """Rows per device that a wave of `rows` may shrink to, descending: each about 1/sqrt(2) of the one before."""
+    found = [rows]
+    while (below := round(found[-1] / 2**0.5 / ROW_MULTIPLE) * ROW_MULTIPLE) >= ROW_MULTIPLE and below < found[-1]:
+        found.append(below)
+    return found
+
+
+def wave_size(num_prompts: int, num_samples: int, *, max_rows: int, shards: int) -> int:
+    """Prompts per wave: as few equal waves as `max_rows` allows, rounded up to the batch shards of the mesh."""
+    most = max(max_rows // num_samples // shards, 1) * shards
+    num_waves = -(-num_prompts // most)
+    return min(-(-num_prompts // num_waves // shards) * shards, most)
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Left-padded tokens [Q, width] int32 and mask [Q, width] bool."""
+    tokens = np.full((len(prompts), width), pad_id, np.int32)
+    mask = np.zeros((len(prompts), width), bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = True
+    return tokens, mask
+
+
+class LengthHistory:
+    """How long responses have been: an exponential average over the waves decoded so far."""
+
+    WEIGHT = 0.3  # of the newest wave
+
+    def __init__(self, max_response_length: int) -> None:
+        self._share = np.zeros(max_response_length + 1)  # of responses by length
+        self._share[-1] = 1.0  # before anything is known: nothing ends early
+
+    def add(self, lengths: np.ndarray) -> None:
+        """The lengths of a finished wave's responses."""
+        share = np.bincount(lengths, minlength=len(self._share)) / max(len(lengths), 1)
+        self._share = (1 - self.WEIGHT) * self._share + self.WEIGHT * share
+
+    def alive(self, length: int) -> float:
+        """Expected share of responses of more than `length` tokens."""
+        return float(self._share[length + 1 :].sum())
+
+
+def expected_path(
+    rows: int, chunk_length: int, ladder: Sequence[int], alive: Callable[[int], float]
+) -> list[tuple[int, int]]:
+    """The shapes (rows per device, window) that a wave is expected to go through, in order.
+
+    Args:
+        rows: per device, at the start.
+        ladder: windows.
+        alive: expected share of responses longer than a number of tokens.
+    """
+    path: list[tuple[int, int]] = []
+    for end in range(chunk_length, ladder[-1] + 1, chunk_length):
+        rung = min(size for size in rungs(rows) if size >= round(alive(1 + end - chunk_length) * rows))
+        shape = rung, next(window for window in ladder if window >= end)
+        if shape not in path:
+            path.append(shape)
+    return path
+
+
+def rows_in_memory(
+    free_bytes: float, *, bytes_per_token: float, width: int, ladder: Sequence[int], alive: Callable[[int], float]
+) -> int:
+    """Rows per device whose keys and values fit at every moment of a wave.
+
+    While the cache grows the old layer stands beside the new one, and the estimate of how many rows are alive may be
+    wrong: a fifth more rows than expected, and two in a hundred that never end, must fit too.
+    """
+    worst, filled = 1.0, 0
+    for window in ladder:
+        share = min(1.2 * alive(filled) + 0.02, 1.0)
+        worst = max(worst, share * (width + window))
+        filled = window
+    rows = int(free_bytes / (worst * bytes_per_token))
+    return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)

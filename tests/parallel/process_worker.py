@@ -1,0 +1,45 @@
+"""One of several processes of test_processes.py: collects some batches and prints what each of them holds.
+
+    python process_worker.py PORT NUM_PROCESSES PROCESS_ID WORKDIR [key=value ...]
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from small_run import small_config  # noqa: E402
+
+from dapo_jax.checkpoint import Progress  # noqa: E402
+from dapo_jax.run import open_run  # noqa: E402
+from dapo_jax.train import collect, first_state  # noqa: E402
+
+
+def main() -> None:
+    port, num_processes, process_id, workdir, *changes = sys.argv[1:]
+    if int(num_processes) > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process_id))
+    config = small_config(workdir, **{name: json.loads(value) for name, value in (c.split("=", 1) for c in changes)})
+    with open_run(config, initial_step=0) as run:
+        models, progress, stream = first_state(run)
+        for step in range(1, 4):
+            accepted = collect(run, models, stream, Progress(step=step - 1, kl_coef=progress.kl_coef), step)
+            experience, stream = accepted.experience, accepted.state
+            assert experience is not None
+            found = {
+                "numbers": experience.numbers.tolist(),
+                "kept": [round_.keep.tolist() for round_ in accepted.rounds],
+                "tokens": hashlib.sha256(experience.responses.tobytes()).hexdigest(),
+                "seq_reward": experience.scores["seq_reward"].tolist(),
+                "logprob": float(experience.logprobs.sum()),
+                "next": stream.next_prompt,
+            }
+            print("FOUND", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Law: how many processes share the devices changes neither the samples nor what is kept of them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("process_worker.py")
+FILTER = "algorithm.filter_groups"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def collected(tmp_path, *, processes, devices, **changes):
+    """What each process says of its batches."""
+    port = str(free_port())
+    options = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(WORKER.parents[2])}
+    running = [
+        subprocess.Popen(
+            [sys.executable, WORKER, port, str(processes), str(i), tmp_path / f"{processes}.{i}", *options],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(processes)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert all(process.returncode == 0 for process in running), [error[-3000:] for _, error in outputs]
+    return [
+        [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")]
+        for out, _ in outputs
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream"},
+        {f"{FILTER}.leftover": "carry", "mesh.fsdp": 2, "mesh.tensor": 2},
+    ],
+)
+def test_processes_sample_and_keep_alike(tmp_path, changes):
+    one = collected(tmp_path, processes=1, devices=8, **changes)[0]
+    first, second = collected(tmp_path, processes=2, devices=4, **changes)
+    assert len(one) == 3 and first == second
+    for found, expected in zip(first, one, strict=True):
+        assert found.pop("logprob") == pytest.approx(expected.pop("logprob"), abs=1e-3)
+        assert found == expected

@@ -1,0 +1,223 @@
+"""The engine: what it does to rows and caches between two chunks changes no token."""
+
+import functools
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from dapo_jax.learner.actor import unstack_layers
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.transformer import forward, logits, positions_of
+from dapo_jax.models.weights import cast_matrices, init_params
+from dapo_jax.parallel.mesh import AXES
+from dapo_jax.parallel.sharding import replicated
+from dapo_jax.rollout import engine as engine_module
+from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.rollout.sampling import TRAIN, Sampling
+
+DATA = Path(__file__).parents[1] / "models" / "data"
+ARCH = Architecture(
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-5, tie_embeddings=False, initializer_range=0.2,
+)  # fmt: skip
+EOS, PAD, LENGTH, SAMPLES = (2, 3), 0, 90, 4
+PROMPTS = [[5 + i % 50] * (1 + i % 7) for i in range(24)]
+
+
+def mesh_of(data, fsdp, tensor) -> Mesh:
+    devices = np.array(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+@functools.cache
+def host_params(dtype="float32"):
+    params = cast_matrices(init_params(ARCH, 0), ARCH, jnp.dtype(dtype))
+    return jax.device_get(unstack_layers(params))
+
+
+def make_engine(mesh=None, **changes) -> Engine:
+    values = dict(
+        arch=ARCH, mesh=mesh or mesh_of(1, 1, 1), eos_ids=EOS, pad_id=PAD, max_prompt_length=8,
+        max_response_length=LENGTH, max_num_seqs=1024, memory_share=1.0, chunk_length=8, lookahead=0, seed=0,
+    )  # fmt: skip
+    return Engine(EngineSettings(**{**values, **changes}))
+
+
+def sample(engine, *, params=None, prompts=PROMPTS, sampling=None, num_samples=SAMPLES, numbers=None, **options):
+    mesh = engine.settings.mesh
+    with jax.set_mesh(mesh):
+        return engine.generate(
+            jax.device_put(params if params is not None else host_params(), replicated(mesh)),
+            prompts,
+            list(range(len(prompts))) if numbers is None else numbers,
+            num_samples=num_samples,
+            purpose=TRAIN,
+            sampling=sampling or Sampling.create(1.0, 1.0, -1),
+            **options,
+        )
+
+
+@functools.cache
+def reference():
+    """One wave of all rows with the whole cache from the start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "rungs", lambda rows: [rows])
+        patch.setattr(engine_module, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
+        return sample(make_engine())
+
+
+def assert_same(found, expected):
+    np.testing.assert_array_equal(found.mask, expected.mask)
+    np.testing.assert_array_equal(found.responses, expected.responses)
+    np.testing.assert_array_equal(found.finished, expected.finished)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+
+
+def shapes_of(engine):
+    """(rows, prompts, prompt width, window) of the programs that were called or prepared."""
+    return list(engine.programs._found)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("chunk_length", [8, 5])
+def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
+    lengths = reference().mask.sum(axis=1)
+    assert lengths.min() < 10 and lengths.max() == LENGTH and not reference().finished.all()
+    engine = make_engine(lookahead=lookahead, chunk_length=chunk_length)
+    assert_same(sample(engine), reference())
+    assert len({rows for rows, *_ in shapes_of(engine)}) >= 4
+    assert len({window for *_, window in shapes_of(engine)}) >= 2
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+def test_devices_choose_their_own_survivors(shape, monkeypatch):
+    monkeypatch.setattr(engine_module, "rungs", lambda rows: list(range(rows, 0, -1)))
+    engine = make_engine(mesh_of(*shape), chunk_length=32)
+    assert_same(sample(engine), reference())
+    assert len({rows for rows, *_ in shapes_of(engine)}) >= 3
+
+
+def test_waves_of_any_size_give_the_same_tokens():
+    assert_same(sample(make_engine(max_num_seqs=20)), reference())
+    assert_same(sample(make_engine(max_num_seqs=0, memory_share=0.1)), reference())
+
+
+def test_two_waves_are_compiled_no_more_than_one():
+    engine = make_engine(max_num_seqs=48)
+    compiled = []
+    sample(engine)
+    listen = lambda event, _seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        sample(engine)
+        assert not compiled
+        sample(engine, sampling=Sampling.create(0.7, 0.9, 20, min_length=4))
+        assert len(compiled) <= 2 * len(shapes_of(engine))  # other lengths may lead through other shapes
+        sample(make_engine(chunk_length=13))
+        assert compiled  # the listener hears
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_every_response_is_reported_once_when_it_ends():
+    told, ended_then = [], []
+
+    def on_finished(rows, rollout):
+        told.append(rows)
+        ended_then.append(rollout.mask[rows].sum(axis=1))
+
+    rollout = sample(make_engine(), on_finished=on_finished)
+    rows = np.concatenate(told)
+    assert sorted(rows) == list(range(len(PROMPTS) * SAMPLES)) and len(told) > 5
+    np.testing.assert_array_equal(np.concatenate(ended_then), rollout.mask.sum(axis=1)[rows])
+    assert all(np.max(early) <= np.max(late) for early, late in itertools.pairwise(ended_then))
+
+
+def test_limits_cut_a_response_and_leave_the_others_alone():
+    limits = np.arange(len(PROMPTS) * SAMPLES) % 30 + 1
+    rollout = sample(make_engine(), limits=limits)
+    expected = np.minimum(reference().mask.sum(axis=1), limits)
+    np.testing.assert_array_equal(rollout.mask.sum(axis=1), expected)
+    np.testing.assert_array_equal(rollout.responses[rollout.mask], reference().responses[rollout.mask])
+    cut = expected < reference().mask.sum(axis=1)
+    assert cut.any() and not rollout.finished[cut].any()
+
+
+def test_a_response_ends_where_the_stop_rule_says():
+    def stop(tokens, looked_at):
+        return next((i + 1 for i in range(looked_at, len(tokens)) if tokens[i] in (10, 11)), None)
+
+    whole = reference()
+    rollout = sample(make_engine(), stop=stop)
+    for row in range(len(whole.mask)):
+        tokens = whole.responses[row][whole.mask[row]].tolist()
+        kept = stop(tokens, 0) or len(tokens)
+        assert rollout.responses[row][rollout.mask[row]].tolist() == tokens[:kept]
+        assert rollout.finished[row] == (whole.finished[row] or kept < len(tokens))
+        assert not rollout.logprobs[row, kept:].any() and (rollout.responses[row, kept:] == PAD).all()
+    assert (rollout.mask.sum(axis=1) < whole.mask.sum(axis=1)).any()
+
+
+def test_a_prompt_number_decides_the_draws_and_no_two_share_them():
+    prompts = [[7, 8]] * 8
+    engine = make_engine(max_response_length=24)
+    rollout = sample(engine, prompts=prompts, numbers=list(range(8)))
+    assert len({row.tobytes() for row in rollout.responses}) == len(rollout.responses)
+    later = sample(engine, prompts=prompts, numbers=list(range(8, 16)))
+    assert not {row.tobytes() for row in rollout.responses} & {row.tobytes() for row in later.responses}
+    swapped = sample(engine, prompts=prompts, numbers=[3, *range(9, 16)])
+    np.testing.assert_array_equal(swapped.responses[:SAMPLES], rollout.responses[3 * SAMPLES : 4 * SAMPLES])
+
+
+def next_token_probabilities(tokens, *, temperature, top_p):
+    tokens = jnp.array([tokens])
+    mask = jnp.ones(tokens.shape, bool)
+    params = init_params(ARCH, 0)
+    scores = logits(params, forward(params, tokens, positions_of(mask), mask, ARCH))[0, -1] / temperature
+    probabilities = np.asarray(jax.nn.softmax(scores), np.float64)
+    order = np.argsort(-probabilities)
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    probabilities[order[before >= top_p]] = 0
+    return probabilities / probabilities.sum()
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
+def test_the_sampled_distribution_is_the_models(temperature, top_p):
+    """Chi-square of the first token, and of the second one after the most frequent first."""
+    engine = make_engine(max_response_length=2)
+    rollout = sample(engine, prompts=[[7, 9, 11]], num_samples=6000, sampling=Sampling.create(temperature, top_p, -1))
+    how = {"temperature": temperature, "top_p": top_p}
+    first = rollout.responses[:, 0]
+    common = int(np.bincount(first[~np.isin(first, EOS)]).argmax())
+    second = rollout.responses[first == common, 1]
+    for drawn, prompt in ((first, [7, 9, 11]), (second, [7, 9, 11, common])):
+        expected = next_token_probabilities(prompt, **how) * len(drawn)
+        counts = np.bincount(drawn, minlength=ARCH.vocab_size)
+        assert counts[expected == 0].sum() == 0
+        often = expected >= 5
+        square = np.sum((counts[often] - expected[often]) ** 2 / expected[often])
+        assert square < often.sum() + 4 * np.sqrt(2 * often.sum()), prompt
+
+
+@pytest.mark.parametrize("name", ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"])
+def test_greedy_decoding_equals_transformers(name):
+    """tests/rollout/data/greedy.npz: transformers' generate(do_sample=False) on the same weights and prompts."""
+    golden = np.load(Path(__file__).parent / "data" / "greedy.npz")
+    prompts = [row[row >= 0].tolist() for row in golden[f"{name}_prompts"]]
+    expected = golden[f"{name}_responses"]
+    arch = read_model_architecture(DATA / name)
+    params = unstack_layers(load_params(DATA / name, arch, lambda weight, array: array))
+    engine = make_engine(arch=arch, eos_ids=(2,), max_response_length=expected.shape[1])
+    found = sample(engine, params=params, prompts=prompts, num_samples=1, sampling=Sampling.create(0.0, 1.0, -1))
+    np.testing.assert_array_equal(found.responses, expected)
+
+
+def test_bfloat16_matrices_keep_the_shape_of_things():
+    rollout = sample(make_engine(max_response_length=9), params=host_params("bfloat16"))
+    assert (rollout.responses == reference().responses[:, :9]).mean() > 0.8 and np.isfinite(rollout.logprobs).all()

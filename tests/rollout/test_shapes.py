@@ -1,0 +1,89 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from dapo_jax.rollout.shapes import (
+    FIRST_WINDOW,
+    ROW_MULTIPLE,
+    LengthHistory,
+    bucket,
+    expected_path,
+    pad_prompts,
+    prompt_width,
+    rows_in_memory,
+    rungs,
+    wave_size,
+    windows,
+)
+
+
+def test_buckets_are_few_and_close():
+    sizes = sorted({bucket(length) for length in range(1, 2000)})
+    assert sizes[:8] == [4, 6, 8, 12, 16, 24, 32, 48]
+    assert all(length <= bucket(length) <= max(1.5 * length, 4) for length in range(1, 2000))
+
+
+def test_prompts_are_padded_on_the_left():
+    tokens, mask = pad_prompts([[1, 2], [3]], 4, 9)
+    np.testing.assert_array_equal(tokens, [[9, 9, 1, 2], [9, 9, 9, 3]])
+    np.testing.assert_array_equal(mask, [[False, False, True, True], [False, False, False, True]])
+
+
+def test_waves_are_equal_and_fit_rows_and_devices():
+    assert wave_size(8, 4, max_rows=64, shards=8) == 8
+    assert wave_size(9, 4, max_rows=64, shards=8) == 16
+    assert wave_size(40, 4, max_rows=64, shards=8) == 16  # 64 rows at most: 16 prompts
+    assert wave_size(1, 100, max_rows=64, shards=8) == 8  # never less than one prompt a device
+    assert wave_size(40, 4, max_rows=64, shards=1) == 14  # three waves of 14, not two of 16 and one of 8
+
+
+def test_prompts_are_as_wide_as_a_bucket_and_short_ones_share_a_width():
+    assert [prompt_width(longest, 256) for longest in (3, 64, 65, 200, 256)] == [64, 64, 96, 256, 256]
+
+
+@pytest.mark.parametrize("longest", [1, 2, 12, 65, 100, 500, 8192])
+@pytest.mark.parametrize("chunk", [1, 11, 32, 128])
+def test_windows_are_whole_chunks_up_to_a_whole_response(longest, chunk):
+    found = windows(longest, chunk)
+    assert found == sorted(set(found)) and all(width % chunk == 0 for width in found)
+    assert found[-1] >= longest - 1 and found[-1] - chunk < max(longest - 1, 1)
+    assert all(after <= max(1.5 * before, FIRST_WINDOW) + chunk for before, after in itertools.pairwise(found))
+
+
+def test_rows_become_fewer_by_about_a_third():
+    assert rungs(64) == [64, 48, 32, 24, 16, 8] and rungs(100) == [100, 72, 48, 32, 24, 16, 8]
+    assert rungs(8) == [8] and rungs(5) == [5]
+    assert all(before / after < 2.01 for before, after in itertools.pairwise(rungs(1000)))
+
+
+def history_of(lengths, longest=256):
+    history = LengthHistory(longest)
+    for _ in range(60):
+        history.add(np.array(lengths))
+    return history
+
+
+def test_the_history_says_how_many_responses_go_on():
+    assert LengthHistory(8).alive(7) == 1.0 and LengthHistory(8).alive(8) == 0.0
+    history = history_of([2, 2, 4, 8], 8)
+    np.testing.assert_allclose([history.alive(n) for n in (0, 2, 4, 7, 8)], [1, 0.5, 0.25, 0.25, 0], atol=1e-6)
+    history.add(np.array([8]))
+    assert history.alive(4) == pytest.approx(0.25 + 0.3 * 0.75)
+
+
+def test_the_expected_shapes_follow_the_history():
+    ladder = windows(256, 32)
+    unknown = expected_path(64, 32, ladder, LengthHistory(256).alive)
+    assert unknown == [(64, 64), (64, 96), (64, 128), (64, 192), (64, 256)]
+    short = expected_path(64, 32, ladder, history_of([20] * 40 + [60] * 20 + [256] * 4).alive)
+    assert short == [(64, 64), (24, 64), (8, 96), (8, 128), (8, 192), (8, 256)]
+
+
+def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
+    ladder = windows(256, 32)
+    full = {"bytes_per_token": 10.0, "width": 64, "ladder": ladder}
+    assert rows_in_memory(64 * 320 * 10, **full, alive=LengthHistory(256).alive) == 64
+    assert rows_in_memory(10, **full, alive=LengthHistory(256).alive) == ROW_MULTIPLE  # never less
+    short = rows_in_memory(64 * 320 * 10, **full, alive=history_of([20]).alive)
+    assert short == 64 * 320 // (64 + 64) // 8 * 8  # all have ended when the first window is full
