@@ -28,10 +28,15 @@ KeyValue = tuple[jax.Array, jax.Array]
 class LayerCache:
     """Keys and values of one layer. The samples of a prompt share its part of the cache."""
 
-    prompt_key: jax.Array  # [Q, K, P, H]
+    prompt_key: jax.Array  # [Q, K, H, P]
     prompt_value: jax.Array  # [Q, K, P, H]
-    key: jax.Array  # [B, K, W, H] of sampled tokens, written at one index for all rows
+    key: jax.Array  # [B, K, H, W] of sampled tokens, written at one index for all rows
     value: jax.Array  # [B, K, W, H]
+
+    @property
+    def window(self) -> int:
+        """W, tokens of each row that there is room for."""
+        return self.value.shape[2]
 
 
 def forward(
@@ -85,13 +90,12 @@ def forward_responses(
 
     def layer_step(hidden, layer):
         def attend_prompt(query, key, value):
-            return attention(query, key, value, prompt_visible), (key.swapaxes(1, 2), value.swapaxes(1, 2))
+            return attention(query, key, value, prompt_visible), _cached(key, value)
 
         prompt, shared = block(hidden[0], layer, prompt_rotation, attend_prompt, arch)
 
         def attend(query, key, value):
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            return shared_prompt_attention(query, key, value, visible, shared[0], shared[1], prompt_mask), None
+            return shared_prompt_attention(query, *_cached(key, value), visible, *shared, prompt_mask), None
 
         response, _ = block(hidden[1], layer, rotation, attend, arch)
         return (constrain_rows(prompt), constrain_rows(response)), None
@@ -108,7 +112,7 @@ def forward_responses(
 def prefill(
     params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture
 ) -> tuple[jax.Array, list[KeyValue]]:
-    """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values [Q, K, P, H]."""
+    """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys [Q, K, H, P] and values [Q, K, P, H]."""
     hidden, cache = _run_layers(params, tokens, positions_of(mask), mask, arch, remat=False, keep_cache=True)
     if not isinstance(cache, list):
         cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(arch.num_layers)]
@@ -133,7 +137,7 @@ def decode(
     """
     x = embed(params, tokens[:, None])
     rotation = rotary(positions[:, None], arch)
-    visible = (jnp.arange(caches[0].key.shape[2]) <= index)[None, None]
+    visible = (jnp.arange(caches[0].window) <= index)[None, None]
     new_caches = []
     for layer, cache in zip(params["layers"], caches, strict=True):
 
@@ -171,7 +175,7 @@ def _run_layers(params, tokens, positions, mask, arch, *, remat, keep_cache) -> 
 
     def layer_step(x, layer):
         def attend(query, key, value):
-            cache = (key.swapaxes(1, 2), value.swapaxes(1, 2)) if keep_cache else None
+            cache = _cached(key, value) if keep_cache else None
             return attention(query, key, value, visible), cache
 
         x, cache = block(x, layer, rotation, attend, arch)
@@ -218,12 +222,15 @@ def block(
 
 def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array) -> LayerCache:
     """Writes one token's key and value [B, 1, K, H] at `index` of every row."""
-    update = jax.lax.dynamic_update_slice_in_dim
+    update, (key, value) = jax.lax.dynamic_update_slice_in_dim, _cached(key, value)
     return dataclasses.replace(
-        cache,
-        key=update(cache.key, key.swapaxes(1, 2), index, axis=2),
-        value=update(cache.value, value.swapaxes(1, 2), index, axis=2),
+        cache, key=update(cache.key, key, index, axis=3), value=update(cache.value, value, index, axis=2)
     )
+
+
+def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
+    """Keys and values [B, T, K, H] as a cache holds them: [B, K, H, T] and [B, K, T, H]."""
+    return jnp.moveaxis(key, 1, 3), value.swapaxes(1, 2)
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:

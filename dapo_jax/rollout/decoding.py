@@ -64,8 +64,8 @@ def start_wave(
     """
     num_samples = keys.shape[0] // prompts.tokens.shape[0]
     hidden, keys_and_values = transformer.prefill(params, prompts.tokens, prompts.mask, arch)
-    empty = jnp.zeros((keys.shape[0], arch.num_kv_heads, window, arch.head_dim), keys_and_values[0][0].dtype)
-    caches = [LayerCache(prompt_key, prompt_value, empty, empty) for prompt_key, prompt_value in keys_and_values]
+    value = jnp.zeros((keys.shape[0], arch.num_kv_heads, window, arch.head_dim), keys_and_values[0][0].dtype)
+    caches = [LayerCache(*of_prompts, value.swapaxes(2, 3), value) for of_prompts in keys_and_values]
     logits = jnp.repeat(transformer.logits(params, hidden), num_samples, axis=0)
     padding = jnp.repeat(prompts.numbers < 0, num_samples)
     tokens, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
@@ -142,8 +142,9 @@ def resize_cache(cache: LayerCache, rows: jax.Array | None, *, num_samples: int,
             _take(cache.key, rows),
             _take(cache.value, rows),
         )
-    more = ((0, 0), (0, 0), (0, window - cache.key.shape[2]), (0, 0))
-    cache = dataclasses.replace(cache, key=jnp.pad(cache.key, more), value=jnp.pad(cache.value, more))
+    more, none = (0, window - cache.window), (0, 0)
+    key, value = jnp.pad(cache.key, (none, none, none, more)), jnp.pad(cache.value, (none, none, more, none))
+    cache = dataclasses.replace(cache, key=key, value=value)
     return _laid_out(cache)
 
 

@@ -256,14 +256,19 @@ def wave_shape(
         sharding = NamedSharding(settings.mesh, wave_spec(len(shape)))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    prompt = like(prompts, arch.num_kv_heads, width, arch.head_dim, dtype=dtype)
-    own = like(rows, arch.num_kv_heads, window, arch.head_dim, dtype=dtype)
+    heads, size = arch.num_kv_heads, arch.head_dim
+    cache = LayerCache(
+        prompt_key=like(prompts, heads, size, width, dtype=dtype),
+        prompt_value=like(prompts, heads, width, size, dtype=dtype),
+        key=like(rows, heads, size, window, dtype=dtype),
+        value=like(rows, heads, window, size, dtype=dtype),
+    )
     return Wave(
         tokens=like(rows, dtype=jnp.int32),
         finished=like(rows, dtype=jnp.bool_),
         keys=like(rows, dtype=jax.eval_shape(jax.random.key, 0).dtype),
         prompt_mask=like(prompts, width, dtype=jnp.bool_),
-        caches=[LayerCache(prompt, prompt, own, own)] * arch.num_layers,
+        caches=[cache] * arch.num_layers,
         length=like(dtype=jnp.int32),
     )
 

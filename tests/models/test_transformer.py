@@ -87,7 +87,7 @@ def decode_logits(params, arch, prompts, prompt_mask, responses, window):
     """Logits [B, R + 1, V] before each response token and after the last, fed through the cache."""
     last_hidden, prompt_caches = jit_prefill(params, prompts, prompt_mask, arch)
     own = np.zeros((len(responses), arch.num_kv_heads, window, arch.head_dim), prompt_caches[0][0].dtype)
-    caches = [LayerCache(key, value, own, own) for key, value in prompt_caches]
+    caches = [LayerCache(key, value, own.swapaxes(2, 3), own) for key, value in prompt_caches]
     samples = len(responses) // len(prompts)
     first_position = prompt_mask.sum(1, dtype=np.int32).repeat(samples)
     scores = [np.repeat(jit_logits(params, last_hidden), samples, 0)]
