@@ -43,6 +43,7 @@ from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampler import Sampler, Stage
+from dapo_jax.rollout.shapes import ROW_MULTIPLE
 from dapo_jax.scoring import ModelScorer, load_scorer
 from dapo_jax.validation import uses_critic
 
@@ -282,6 +283,7 @@ def engine_settings(config: Config, arch: Architecture, tokenizer: Tokenizer, me
         max_num_seqs=config.rollout.max_num_seqs,
         memory_share=config.rollout.kv_memory_share,
         chunk_length=config.rollout.decode_chunk_length,
+        smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # fewer rows are no faster on an accelerator
         lookahead=0 if on_cpu else 1,  # a CPU decodes and looks with the same cores
         seed=config.seed,
     )

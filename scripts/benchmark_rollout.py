@@ -95,12 +95,12 @@ class Ours:
         from dapo_jax.rollout.engine import Engine, EngineSettings
         from dapo_jax.rollout.sampling import TRAIN, Sampling
 
-        lengths = make_lengths(case, self.args.batch)
+        lengths, on_cpu = make_lengths(case, self.args.batch), self.jax.default_backend() == "cpu"
         if case not in self.engines:
             self.engines[case] = Engine(EngineSettings(
                 arch=self.arch, mesh=self.mesh, eos_ids=(), pad_id=0, max_prompt_length=self.args.prompt_length,
                 max_response_length=int(case.rsplit(" ", 1)[1]), max_num_seqs=self.args.batch, memory_share=1.0,
-                chunk_length=self.args.chunk, lookahead=0 if self.jax.default_backend() == "cpu" else 1, seed=0,
+                chunk_length=self.args.chunk, smallest_rows=1 if on_cpu else 8, lookahead=0 if on_cpu else 1, seed=0,
             ))  # fmt: skip
         with self.jax.set_mesh(self.mesh):
             rollout = self.engines[case].generate(
@@ -379,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64, help="responses")
     parser.add_argument("--group", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--prompt-length", type=int, default=32)
-    parser.add_argument("--chunk", type=int, default=32, help="tokens between two looks at what has ended (dapo_jax)")
+    parser.add_argument("--chunk", type=int, default=16, help="tokens between two looks at what has ended (dapo_jax)")
     parser.add_argument("--cases", nargs="+", default=["fixed 64", "fixed 256", "long tail 256"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of dapo_jax; peers: the first")
     parser.add_argument("--peers", nargs="*", default=[], help="NAME=PYTHON of hf and tunix, where not this one")

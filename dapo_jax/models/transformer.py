@@ -95,7 +95,8 @@ def forward_responses(
         prompt, shared = block(hidden[0], layer, prompt_rotation, attend_prompt, arch)
 
         def attend(query, key, value):
-            return shared_prompt_attention(query, *_cached(key, value), visible, *shared, prompt_mask), None
+            key, value = _cached(key, value)
+            return shared_prompt_attention(query, key, value, visible, shared[0], shared[1], prompt_mask), None
 
         response, _ = block(hidden[1], layer, rotation, attend, arch)
         return (constrain_rows(prompt), constrain_rows(response)), None
@@ -112,7 +113,7 @@ def forward_responses(
 def prefill(
     params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture
 ) -> tuple[jax.Array, list[KeyValue]]:
-    """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys [Q, K, H, P] and values [Q, K, P, H]."""
+    """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values as a LayerCache has them."""
     hidden, cache = _run_layers(params, tokens, positions_of(mask), mask, arch, remat=False, keep_cache=True)
     if not isinstance(cache, list):
         cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(arch.num_layers)]

@@ -53,6 +53,7 @@ class EngineSettings:
     max_num_seqs: int  # rows decoded at once; 0 = as many as fit the memory
     memory_share: float  # of the free memory that keys and values may take, where max_num_seqs is 0
     chunk_length: int  # tokens between two looks at what has finished
+    smallest_rows: int  # per device, that a wave shrinks to
     lookahead: int  # chunks that are dispatched before the result of one is looked at
     seed: int
 
@@ -190,7 +191,7 @@ class _Decoding:
         needed = self.sampled - 1 + self.engine.chunk_length
         window = next(width for width in self.ladder if width >= needed)
         here = alive.reshape(self.shards, -1)
-        per_device = min(rung for rung in rungs(here.shape[1]) if rung >= here.sum(axis=1).max())
+        per_device = min(rung for rung in self._rungs(here.shape[1]) if rung >= here.sum(axis=1).max())
         if window == self.window and per_device == here.shape[1]:
             return wave
         chosen = None
@@ -211,6 +212,9 @@ class _Decoding:
             caches[layer] = resize_cache(cache, chosen, num_samples=same, window=window)
         return dataclasses.replace(rest, caches=caches)
 
+    def _rungs(self, rows: int) -> list[int]:
+        return rungs(rows, self.settings.smallest_rows)
+
     def _decode(self, wave: Wave) -> tuple[Wave, Chunk]:
         rows, prompts = len(self.rows), len(self.rows) // self.samples_per_prompt
         return self._program(rows, prompts, self.window)(self.params, wave, self.sampling)
@@ -221,7 +225,12 @@ class _Decoding:
     def _prepare(self) -> None:
         """Begins to compile the shapes that the wave is expected to go through."""
         rows = self.size * self.num_samples
-        path = expected_path(rows // self.shards, self.engine.chunk_length, self.ladder, self.engine.history.alive)
+        history = self.engine.history
+        path = [(rows // self.shards, self.window)]
+        if history.known:
+            path = expected_path(
+                self._rungs(rows // self.shards), self.engine.chunk_length, self.ladder, history.alive
+            )
         for per_device, window in path:
             whole = per_device * self.shards == rows
             prompts = self.size if whole else per_device * self.shards

@@ -34,11 +34,20 @@ def windows(max_response_length: int, chunk_length: int) -> list[int]:
     return sorted({*found, last})
 
 
-def rungs(rows: int) -> list[int]:
-    """Rows per device that a wave of `rows` may shrink to, descending: each about 1/sqrt(2) of the one before."""
+def rungs(rows: int, smallest: int) -> list[int]:
+    """Rows per device that a wave of `rows` may shrink to, descending: each about 1/sqrt(2) of the one before.
+
+    Multiples of ROW_MULTIPLE, then halves down to `smallest`.
+    """
     found = [rows]
-    while (below := round(found[-1] / 2**0.5 / ROW_MULTIPLE) * ROW_MULTIPLE) >= ROW_MULTIPLE and below < found[-1]:
+    while (below := round(found[-1] / 2**0.5 / ROW_MULTIPLE) * ROW_MULTIPLE) >= max(ROW_MULTIPLE, smallest):
+        if below == found[-1]:
+            break
         found.append(below)
+    below = min(ROW_MULTIPLE, 1 << (found[-1] - 1).bit_length()) // 2
+    while below >= smallest:
+        found.append(below)
+        below //= 2
     return found
 
 
@@ -66,12 +75,15 @@ class LengthHistory:
 
     def __init__(self, max_response_length: int) -> None:
         self._share = np.zeros(max_response_length + 1)  # of responses by length
-        self._share[-1] = 1.0  # before anything is known: nothing ends early
+        self._share[-1] = 1.0
+        self.known = False  # until then it is as if nothing ended early
 
     def add(self, lengths: np.ndarray) -> None:
         """The lengths of a finished wave's responses."""
         share = np.bincount(lengths, minlength=len(self._share)) / max(len(lengths), 1)
-        self._share = (1 - self.WEIGHT) * self._share + self.WEIGHT * share
+        weight = self.WEIGHT if self.known else 1.0
+        self._share = (1 - weight) * self._share + weight * share
+        self.known = True
 
     def alive(self, length: int) -> float:
         """Expected share of responses of more than `length` tokens."""
@@ -79,18 +91,18 @@ class LengthHistory:
 
 
 def expected_path(
-    rows: int, chunk_length: int, ladder: Sequence[int], alive: Callable[[int], float]
+    heights: Sequence[int], chunk_length: int, ladder: Sequence[int], alive: Callable[[int], float]
 ) -> list[tuple[int, int]]:
     """The shapes (rows per device, window) that a wave is expected to go through, in order.
 
     Args:
-        rows: per device, at the start.
+        heights: rungs.
         ladder: windows.
         alive: expected share of responses longer than a number of tokens.
     """
     path: list[tuple[int, int]] = []
     for end in range(chunk_length, ladder[-1] + 1, chunk_length):
-        rung = min(size for size in rungs(rows) if size >= round(alive(1 + end - chunk_length) * rows))
+        rung = min(size for size in heights if size >= round(alive(1 + end - chunk_length) * heights[0]))
         shape = rung, next(window for window in ladder if window >= end)
         if shape not in path:
             path.append(shape)

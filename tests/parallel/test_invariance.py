@@ -73,7 +73,7 @@ def critic_of(mesh):
 def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
     settings = dict(
         arch=ARCH, mesh=mesh, eos_ids=EOS, pad_id=PAD, max_prompt_length=8, max_response_length=LENGTH,
-        max_num_seqs=1024, memory_share=1.0, chunk_length=3, lookahead=0, seed=0,
+        max_num_seqs=1024, memory_share=1.0, chunk_length=3, smallest_rows=1, lookahead=0, seed=0,
     )  # fmt: skip
     return Engine(EngineSettings(**{**settings, **changes})).generate(
         actor.decode_weights(state.params),

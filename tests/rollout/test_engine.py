@@ -44,7 +44,8 @@ def host_params(dtype="float32"):
 def make_engine(mesh=None, **changes) -> Engine:
     values = dict(
         arch=ARCH, mesh=mesh or mesh_of(1, 1, 1), eos_ids=EOS, pad_id=PAD, max_prompt_length=8,
-        max_response_length=LENGTH, max_num_seqs=1024, memory_share=1.0, chunk_length=8, lookahead=0, seed=0,
+        max_response_length=LENGTH, max_num_seqs=1024, memory_share=1.0, chunk_length=8, smallest_rows=1,
+        lookahead=0, seed=0,
     )  # fmt: skip
     return Engine(EngineSettings(**{**values, **changes}))
 
@@ -67,7 +68,7 @@ def sample(engine, *, params=None, prompts=PROMPTS, sampling=None, num_samples=S
 def reference():
     """One wave of all rows with the whole cache from the start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "rungs", lambda rows: [rows])
+        patch.setattr(engine_module, "rungs", lambda rows, smallest: [rows])
         patch.setattr(engine_module, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
         return sample(make_engine())
 
@@ -97,7 +98,7 @@ def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
 def test_devices_choose_their_own_survivors(shape, monkeypatch):
-    monkeypatch.setattr(engine_module, "rungs", lambda rows: list(range(rows, 0, -1)))
+    monkeypatch.setattr(engine_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
     engine = make_engine(mesh_of(*shape), chunk_length=32)
     assert_same(sample(engine), reference())
     assert len({rows for rows, *_ in shapes_of(engine)}) >= 3

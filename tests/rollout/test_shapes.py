@@ -52,9 +52,9 @@ def test_windows_are_whole_chunks_up_to_a_whole_response(longest, chunk):
 
 
 def test_rows_become_fewer_by_about_a_third():
-    assert rungs(64) == [64, 48, 32, 24, 16, 8] and rungs(100) == [100, 72, 48, 32, 24, 16, 8]
-    assert rungs(8) == [8] and rungs(5) == [5]
-    assert all(before / after < 2.01 for before, after in itertools.pairwise(rungs(1000)))
+    assert rungs(64, 8) == [64, 48, 32, 24, 16, 8] and rungs(100, 4) == [100, 72, 48, 32, 24, 16, 8, 4]
+    assert rungs(8, 8) == [8] and rungs(5, 1) == [5, 4, 2, 1] and rungs(1, 1) == [1] and rungs(64, 32) == [64, 48, 32]
+    assert all(before / after < 2.01 for before, after in itertools.pairwise(rungs(1000, 1)))
 
 
 def history_of(lengths, longest=256):
@@ -74,9 +74,9 @@ def test_the_history_says_how_many_responses_go_on():
 
 def test_the_expected_shapes_follow_the_history():
     ladder = windows(256, 32)
-    unknown = expected_path(64, 32, ladder, LengthHistory(256).alive)
+    unknown = expected_path(rungs(64, 8), 32, ladder, LengthHistory(256).alive)
     assert unknown == [(64, 64), (64, 96), (64, 128), (64, 192), (64, 256)]
-    short = expected_path(64, 32, ladder, history_of([20] * 40 + [60] * 20 + [256] * 4).alive)
+    short = expected_path(rungs(64, 8), 32, ladder, history_of([20] * 40 + [60] * 20 + [256] * 4).alive)
     assert short == [(64, 64), (24, 64), (8, 96), (8, 128), (8, 192), (8, 256)]
 
 
