@@ -37,6 +37,7 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
+from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights, place_weight, replicated
 from dapo_jax.rewards.verifiers import verifier_for
@@ -80,6 +81,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
     Raises:
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
     """
+    keep_compiled(config.trainer.compilation_cache_dir)
     arch, tokenizer = read_model(config)
     train_set, eval_set = read_prompts(config, tokenizer)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)

@@ -163,3 +163,21 @@ def test_bfloat16_trains_and_its_mismatch_is_small(tmp_path):
     for row in read_metrics(tmp_path)[1:]:
         assert np.isfinite(row["actor/pg_loss"]) and row["actor/skipped_updates"] == 0
         assert 0 < row["rollout_corr/logprob_abs_diff"] and row["rollout_corr/k3_kl"] < 1e-4
+
+
+def test_nothing_is_compiled_after_the_first_steps(tmp_path, monkeypatch):
+    """Lengths, keep rates and samples change from step to step; the shapes that they lead to do not."""
+    compiled, after_step = [], []
+    recorded = train_module.record
+    monkeypatch.setattr(train_module, "record", lambda *given: (recorded(*given), after_step.append(len(compiled))))
+
+    def listen(event, _seconds, **_):
+        if "backend_compile" in event or "cache_retrieval" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        train(small_config(tmp_path, **{"trainer.total_training_steps": 8, "trainer.save_freq": -1}))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert after_step[1] > 0 and after_step[-1] == after_step[2], after_step  # after evaluation 0 and steps 1 and 2

@@ -126,6 +126,16 @@ def test_two_waves_are_compiled_no_more_than_one():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def test_decoding_copies_no_cache():
+    """Each cache is donated and written in place: beside them a chunk needs less than the caches take."""
+    engine = make_engine(max_num_seqs=96, chunk_length=89)
+    sample(engine)
+    (rows, _, _, window), program = next((key, found.result()) for key, found in engine.programs._found.items())
+    cache = 2 * ARCH.num_layers * rows * ARCH.num_kv_heads * window * ARCH.head_dim * 4
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache and memory.temp_size_in_bytes < cache / 2
+
+
 def test_every_response_is_reported_once_when_it_ends():
     told, ended_then = [], []
 
