@@ -26,7 +26,7 @@ def evaluate(run: Run, params: Any) -> dict[str, float]:
     rows = range(len(run.eval_set))
     with run.stage("testing"):
         experience = run.sampler.start(
-            run.actor.decode_weights(params),
+            run.decode_weights(params),
             run.eval_set,
             rows,
             rows,

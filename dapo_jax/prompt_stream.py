@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.config import Config, gen_batch_size
-from dapo_jax.data.prompts import PromptSet
-from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.group_filter import FilterRule
 from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream
@@ -61,24 +59,26 @@ def prompt_source(run: Run) -> PromptSource:
     return PromptSource(run.order.row, len(run.train_set), skips if skip.enable else None)
 
 
-def stream_arrays(state: StreamState) -> dict[str, Any]:
-    """`state` as NumPy arrays for a checkpoint."""
+def stream_arrays(run: Run, state: StreamState) -> dict[str, Any]:
+    """`state`, and what the size of the next wave depends on, as NumPy arrays for a checkpoint."""
     arrays: dict[str, Any] = {
         "next_prompt": np.array(state.next_prompt),
         "keep_rate": np.array(state.keep_rate),
         "uniform_in_a_row": state.history.uniform_in_a_row,
+        "engine": run.sampler.engine.to_arrays(),
     }
     if state.carried is not None:
         arrays["carried"] = to_arrays(state.carried)
     return arrays
 
 
-def stream_from_arrays(arrays: dict[str, Any], prompt_set: PromptSet, tokenizer: Tokenizer) -> StreamState:
+def restore_stream(run: Run, arrays: dict[str, Any]) -> StreamState:
     """The inverse of `stream_arrays`."""
+    run.sampler.engine.restore(arrays["engine"])
     carried = arrays.get("carried")
     return StreamState(
         next_prompt=int(arrays["next_prompt"]),
         keep_rate=float(arrays["keep_rate"]),
         history=History(np.asarray(arrays["uniform_in_a_row"])),
-        carried=None if carried is None else from_arrays(carried, prompt_set, tokenizer),
+        carried=None if carried is None else from_arrays(carried, run.train_set, run.sampler.tokenizer),
     )

@@ -28,7 +28,7 @@ from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
+from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor
 from dapo_jax.learner.critic import Critic, CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import OptimizerSettings
@@ -63,6 +63,7 @@ class Run:
     order: PromptOrder
     actor: Actor
     critic: Critic | None  # with a critic
+    decode_weights: LatestWeights  # of the policy's parameters
     reference: Any  # weights for actor.logprobs, with a KL divergence; else None
     scorer: ModelScorer | None  # with a reward model
     estimator: Callable[..., Any]  # jitted, see training_batch.py
@@ -117,6 +118,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             order=PromptOrder(len(train_set), seed=config.seed, shuffle=config.data.shuffle),
             actor=actor,
             critic=critic,
+            decode_weights=LatestWeights(actor.decode_weights),
             reference=load_reference(config, arch, actor, mesh) if uses_reference(config) else None,
             scorer=load_scorer(config, compute_dtype(config), mesh) if config.reward.model.path else None,
             estimator=build_estimator(config, arch.vocab_size, mesh),
@@ -213,6 +215,12 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
                 f"{name}.ppo_mini_batch_size x rollout.n = {rows} responses must be a multiple of "
                 f"{name}.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}"
             )
+    at_once, samples = config.rollout.max_num_seqs, max(config.rollout.n, config.evaluate.n)
+    if 0 < at_once < samples * num_batch_shards(mesh):
+        problems.append(
+            f"rollout.max_num_seqs={at_once} must be at least max(rollout.n, evaluate.n) x mesh.data x mesh.fsdp = "
+            f"{samples * num_batch_shards(mesh)}: each device decodes whole groups"
+        )
     if problems:
         raise ValueError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
 

@@ -30,7 +30,7 @@ from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
-from dapo_jax.prompt_stream import filter_rule, policies, prompt_source, stream_arrays, stream_from_arrays
+from dapo_jax.prompt_stream import filter_rule, policies, prompt_source, restore_stream, stream_arrays
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run, describe, open_run
@@ -89,7 +89,7 @@ def train(config: Config) -> Models:
                 record(run, records, step, metrics)
                 if is_due(step, config.trainer.save_freq, total):
                     with run.stage("save_checkpoint"):
-                        checkpoints.save(models, progress, stream_arrays(stream))
+                        checkpoints.save(models, progress, stream_arrays(run, stream))
             run.console.close()
             run.console.final_table(summary(run, progress))
             records.close()
@@ -134,14 +134,14 @@ def restore(run: Run, checkpoints: Checkpoints, step: int) -> tuple[Models, Prog
     shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
     models, progress, arrays = checkpoints.restore(step, shape)
     logger.warning("going on after step %d of %s", step, run.config.workdir)
-    return models, progress, stream_from_arrays(arrays, run.train_set, run.sampler.tokenizer)
+    return models, progress, restore_stream(run, arrays)
 
 
 def collect(run: Run, models: Models, stream: StreamState, progress: Progress, step: int) -> Accepted:
     """Samples prompts until data.train_batch_size groups are accepted."""
     config, groups = run.config, run.config.algorithm.filter_groups
     rule = filter_rule(config)
-    weights = run.actor.decode_weights(models.actor.params)
+    weights = run.decode_weights(models.actor.params)
     settings = config.rollout
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
 
@@ -193,6 +193,7 @@ def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, d
         models = dataclasses.replace(models, critic=critic)
         metrics |= critic_metrics | {"critic/lr": settings.learning_rate}
     if step > run.config.trainer.critic_warmup:
+        run.decode_weights.drop()
         settings = update_settings(run, "actor", step)
         with run.stage("update_actor"):
             actor, actor_metrics = update_policy(run.actor, models.actor, batch, settings, run.mesh)

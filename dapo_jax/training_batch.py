@@ -275,7 +275,7 @@ def hint_logprobs(run: Run, experience: Experience, models: Models, batch: Batch
 def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
     """The reward [B] of the most likely response to each row's prompt (ReMax)."""
     greedy = run.sampler.start(
-        run.actor.decode_weights(models.actor.params),
+        run.decode_weights(models.actor.params),
         run.train_set,
         experience.rows.tolist(),
         experience.numbers.tolist(),

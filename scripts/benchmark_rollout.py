@@ -12,8 +12,9 @@ if its python is not given and its packages are not installed beside dapo_jax. T
                   Tunix has no lengths by row and is left out
 
 Columns: tokens/s is the median of the repeats after a first call, whose extra time is "compile s"; "of the limit" is
-the share of what the device could do at best: the time of a token's matrix products alone, measured on the same
-weights and rows in the same run, or of reading weights and cache at the memory's bandwidth, whichever is longer.
+the share of what the device could do at best: for every step the time of the matrix products alone of the rows that are
+still alive, measured on the same weights in the same run, or of reading weights and cache at the memory's bandwidth,
+whichever is longer. Peak is the most memory that the process has taken so far, earlier cases included.
 """
 
 import argparse
@@ -124,20 +125,27 @@ class Ours:
                            layer["down"])  # fmt: skip
             return jnp.max(matmul("bd,vd->bv", x, params["head"] if "head" in params else params["embedding"]), axis=-1)
 
-        rows = self.args.batch
-        hidden = jnp.full((rows, arch.hidden_size), 1e-3, jnp.float32)
-        with jax.set_mesh(self.mesh):
-            times = [seconds_of(lambda: jax.block_until_ready(products(self.params, hidden))) for _ in range(8)]
-        step = statistics.median(times[2:])
+        lengths = make_lengths(case, self.args.batch)
+        alive = (lengths[:, None] > np.arange(lengths.max())).sum(axis=0)  # rows of each step
         bandwidth = next((v for k, v in BANDWIDTH.items() if k in jax.devices()[0].device_kind), None)
-        if bandwidth is not None:
-            lengths = make_lengths(case, rows)
-            itemsize = self.params["layers"][0]["query"].dtype.itemsize
-            weights = sum(x.nbytes for x in jax.tree.leaves(self.params))
-            per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * itemsize
-            cache = (lengths * (self.args.prompt_length + lengths / 2)).sum() / lengths.max() * per_token
-            step = max(step, (weights + cache) / bandwidth / self.mesh.size)
-        return float(rows / step)
+        itemsize = self.params["layers"][0]["query"].dtype.itemsize
+        weights = sum(x.nbytes for x in jax.tree.leaves(self.params))
+        per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * itemsize
+        seconds, measured = 0.0, {}
+        for length, count in enumerate(alive):
+            rows = int(count) if count % 8 == 0 else 1 << (int(count).bit_length() - 1)  # no more than there are
+            if rows not in measured:
+                hidden = jnp.full((rows, arch.hidden_size), 1e-3, jnp.float32)
+                with jax.set_mesh(self.mesh):
+                    times = [seconds_of(lambda x=hidden: jax.block_until_ready(products(self.params, x)))
+                             for _ in range(8)]  # fmt: skip
+                measured[rows] = statistics.median(times[2:])
+            step = measured[rows]
+            if bandwidth is not None:
+                cache = count / self.mesh.size * (self.args.prompt_length + length) * per_token
+                step = max(step, (weights + cache) / bandwidth)
+            seconds += step
+        return float(lengths.sum() / seconds)
 
     def peak(self) -> float:
         """Bytes."""
@@ -289,10 +297,12 @@ class Contender:
 
     def __init__(self, name: str, dtype: str, python: str, arguments: Sequence[str]) -> None:
         self.name = f"{name} {dtype}"
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        self.errors = tempfile.TemporaryFile("w+")
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]),
+                       "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the contenders share an accelerator
         self.process = subprocess.Popen(
             [python, __file__, *arguments, "--serve", f"{name}:{dtype}"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=tempfile.TemporaryFile(), text=True, env=environment,
+            stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
         )  # fmt: skip
 
     def ready(self) -> bool:
@@ -304,12 +314,20 @@ class Contender:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return self._reply() or {"skipped": "it has ended"}
+        reply = self._reply()
+        if not reply:
+            raise RuntimeError(f"{self.name} has ended: {self.last_error()}")
+        return reply
 
     def _reply(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return json.loads(line) if line else {}
+
+    def last_error(self) -> str:
+        """The last line that it wrote to its error output."""
+        self.errors.seek(0)
+        return (self.errors.read().strip().splitlines() or ["no message"])[-1]
 
     def close(self) -> None:
         """Ends the process."""
@@ -328,7 +346,7 @@ def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str
         if contender.ready():
             contenders.append(contender)
         else:
-            print(f"{name} is left out: it does not start with {pythons[name]}", flush=True)
+            print(f"{name} is left out: {contender.last_error()}", flush=True)
     rows = []
     try:
         for case in args.cases:

@@ -81,7 +81,7 @@ class Accepted:
     target: int
     carried_in: int  # groups
     num_stale: int  # carried groups that were too old
-    num_skipped: int  # prompts left out for their history
+    num_skipped: int  # prompts before the next step's first that were left out for their history
     num_requeued: int  # evaluated groups that will be sampled again
     num_discarded: int  # kept groups that are dropped
     state: StreamState  # for the next step
@@ -234,7 +234,7 @@ class _Attempt:
             target=policies.target,
             carried_in=_size(self.carried),
             num_stale=self.num_stale,
-            num_skipped=self.cursor - self.state.next_prompt - self.dispatched,
+            num_skipped=next_prompt - self.state.next_prompt - int(np.sum(self._numbers() < next_prompt)),
             num_requeued=requeued,
             num_discarded=discarded,
             state=StreamState(next_prompt, self.next_keep_rate(), self._history(next_prompt), carried),
@@ -243,10 +243,14 @@ class _Attempt:
     def _history(self, next_prompt: int) -> History:
         """With the groups before `next_prompt`: those that no schedule samples again."""
         rows = np.concatenate([round_.experience.rows for round_ in self.rounds] or [np.zeros(0, np.int64)])
-        numbers = np.concatenate([round_.experience.numbers for round_ in self.rounds] or [np.zeros(0, np.int64)])
+        numbers = self._numbers()
         kept = np.concatenate([round_.keep for round_ in self.rounds] or [np.zeros(0, bool)])
         final = numbers < next_prompt
         return self.state.history.updated(rows[final], kept[final])
+
+    def _numbers(self) -> np.ndarray:
+        """Of the prompts that this step has sampled."""
+        return np.concatenate([round_.experience.numbers for round_ in self.rounds] or [np.zeros(0, np.int64)])
 
     def _too_few(self, kept: Experience | None) -> tuple[Experience | None, str]:
         """What a step with fewer groups than its target trains on, and what that is called."""

@@ -44,7 +44,7 @@ def wave_prompts(stream: Stream, *, kept: int, in_flight: int, keep_rate: float,
     """Prompts to dispatch now, 0 if those in flight are expected to be enough.
 
     A wave has the largest of a few sizes that is not more than needed, so that few shapes are compiled; what it
-    leaves open the next wave samples with a better estimate. Less than the smallest size waits while others decode.
+    leaves open the next wave samples with a better estimate. Less than the smallest size waits for verdicts.
     """
     missing = stream.slack * (target - kept) - in_flight * keep_rate
     needed = missing / max(keep_rate, 1e-3)

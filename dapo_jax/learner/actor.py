@@ -142,6 +142,26 @@ def build_actor(settings: ActorSettings, mesh: Mesh) -> Actor:
     )
 
 
+class LatestWeights:
+    """The decoding weights of the newest parameters, made once per update."""
+
+    def __init__(self, decode_weights: Callable[[Any], Any]) -> None:
+        self._make = decode_weights
+        self._params: Any = None
+        self._weights: Any = None
+
+    def __call__(self, params: Any) -> Any:
+        """The decoding weights of `params`."""
+        if self._params is not params:
+            self.drop()
+            self._params, self._weights = params, self._make(params)
+        return self._weights
+
+    def drop(self) -> None:
+        """Frees them, before an update needs the memory."""
+        self._params = self._weights = None
+
+
 def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     """`params` with "layers" as a list of one pytree a layer, as decoding wants them."""
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]

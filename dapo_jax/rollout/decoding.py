@@ -41,7 +41,6 @@ class Chunk:
     tokens: jax.Array  # [B, C] int32, pad_id where the mask is False
     mask: jax.Array  # [B, C] bool, False after the row's end-of-sequence token
     logprobs: jax.Array  # [B, C] float32
-    finished: jax.Array  # [B] bool, after the chunk
 
 
 @functools.partial(jax.jit, static_argnames=("arch", "window", "eos_ids", "pad_id"))
@@ -71,7 +70,7 @@ def start_wave(
     tokens, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
     tokens, finished = _settle(tokens, padding, eos_ids, pad_id)
     wave = _laid_out(Wave(tokens, finished, keys, prompts.mask, caches, jnp.int32(1)))
-    return wave, _chunk(tokens[:, None], ~padding[:, None], logprobs[:, None], finished)
+    return wave, _chunk(tokens[:, None], ~padding[:, None], logprobs[:, None])
 
 
 @functools.partial(
@@ -104,7 +103,7 @@ def decode_chunk(
 
     wave, outputs = jax.lax.scan(step, wave, length=num_tokens)
     tokens, mask, logprobs = (output.swapaxes(0, 1) for output in outputs)
-    return _laid_out(wave), _chunk(tokens, mask, logprobs, wave.finished)
+    return _laid_out(wave), _chunk(tokens, mask, logprobs)
 
 
 def wave_spec(ndim: int) -> PartitionSpec:
@@ -165,6 +164,6 @@ def _settle(tokens, finished, eos_ids, pad_id) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finished, pad_id, tokens), finished | ended
 
 
-def _chunk(tokens, mask, logprobs, finished) -> Chunk:
-    chunk = Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0), finished)
+def _chunk(tokens, mask, logprobs) -> Chunk:
+    chunk = Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0))
     return jax.tree.map(lambda x: constrain(x, PartitionSpec()), chunk)

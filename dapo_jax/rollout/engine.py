@@ -7,7 +7,7 @@ it is full (shapes.windows). None of this changes a token: every draw has an add
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,11 +113,24 @@ class Engine:
         rows = rows_in_memory(
             self._free_bytes,
             bytes_per_token=values * cache_dtype(params).itemsize,
-            width=settings.max_prompt_length,
+            width=prompt_width(settings.max_prompt_length, settings.max_prompt_length),
+            chunk_length=self.chunk_length,
             ladder=windows(settings.max_response_length, self.chunk_length),
             alive=self.history.alive,
+            lookahead=settings.lookahead,
         )
-        return max(rows * shards, num_samples)
+        prompts = int(self._free_bytes / prefill_bytes(arch, settings.max_prompt_length))
+        return max(min(rows, prompts * num_samples) * shards, num_samples)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """What the size of the next wave depends on, for a checkpoint."""
+        return {"lengths": self.history.to_array(), "free_bytes": np.array(self._free_bytes or -1.0)}
+
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        """The inverse of `to_arrays`."""
+        self.history.restore(np.asarray(arrays["lengths"]))
+        free = float(arrays["free_bytes"])
+        self._free_bytes = None if free < 0 else free
 
     def param_shapes(self, params: Params) -> Params:
         """Shapes and shardings of the decoding weights, which are the same in every call."""
@@ -173,6 +186,7 @@ class _Decoding:
             wave, chunk = self._decode(wave)
             pending.append((chunk, self.rows, self.sampled))
             self.sampled += self.engine.chunk_length
+            self._prepare_next()
 
     def _start(self, numbers: Sequence[int], purpose: int) -> tuple[Wave, Chunk]:
         settings = self.settings
@@ -229,12 +243,24 @@ class _Decoding:
         path = [(rows // self.shards, self.window)]
         if history.known:
             path = expected_path(
-                self._rungs(rows // self.shards), self.engine.chunk_length, self.ladder, history.alive
+                self._rungs(rows // self.shards),
+                self.engine.chunk_length,
+                self.ladder,
+                history.alive,
+                lookahead=self.settings.lookahead,
             )
         for per_device, window in path:
             whole = per_device * self.shards == rows
             prompts = self.size if whole else per_device * self.shards
             self.engine.programs.prepare(*self._lowering(per_device * self.shards, prompts, window))
+
+    def _prepare_next(self) -> None:
+        """Begins to compile for the chunk after the one just dispatched, if the window has to grow for it."""
+        needed = self.sampled - 1 + self.engine.chunk_length
+        if self.window < needed <= self.ladder[-1]:
+            window = next(width for width in self.ladder if width >= needed)
+            prompts = len(self.rows) // self.samples_per_prompt
+            self.engine.programs.prepare(*self._lowering(len(self.rows), prompts, window))
 
     def _lowering(self, rows: int, prompts: int, window: int) -> tuple[Any, Callable[[], jax.stages.Lowered]]:
         settings, sampling, params = self.settings, self.sampling, self.engine.param_shapes(self.params)
@@ -248,6 +274,13 @@ class _Decoding:
             )  # fmt: skip
 
         return (rows, prompts, width, window), lower
+
+
+def prefill_bytes(arch: Architecture, max_prompt_length: int) -> float:
+    """About what running one prompt takes beside its cache: attention scores and the activations of one layer."""
+    width = prompt_width(max_prompt_length, max_prompt_length)
+    scores = 3 * arch.num_heads * width
+    return 4.0 * width * (scores + 4 * arch.intermediate_size + 8 * arch.hidden_size)
 
 
 def cache_dtype(params: Params) -> np.dtype:

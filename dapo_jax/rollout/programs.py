@@ -28,15 +28,12 @@ class Programs:
             self._found[key] = self._thread.submit(self._compile, key, lower)
 
     def get(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """The compiled program. What is not being compiled yet is compiled here and now."""
+        """The compiled program. What is not being compiled yet, or has failed to, is compiled here and now."""
         found = self._found.get(key)
-        if found is None or found.cancel():
+        if found is None or found.cancel() or found.exception() is not None:
+            compiled = self._compile(key, lower)
             self._found[key] = found = Future()
-            try:
-                found.set_result(self._compile(key, lower))
-            except BaseException:
-                del self._found[key]
-                raise
+            found.set_result(compiled)
         return found.result()
 
     def close(self) -> None:
@@ -46,7 +43,11 @@ class Programs:
 
     def _compile(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> Any:
         start = time.perf_counter()
-        with jax.set_mesh(self._mesh):
-            compiled = lower().compile()
+        try:
+            with jax.set_mesh(self._mesh):
+                compiled = lower().compile()
+        except Exception:
+            logger.warning("cannot compile %s", key, exc_info=True)
+            raise
         logger.debug("compiled %s in %.1f s", key, time.perf_counter() - start)
         return compiled

@@ -101,14 +101,18 @@ class Sampler:
 def stop_rule(tokenizer: Tokenizer, strings: Sequence[str]) -> StopRule:
     """Ends a response with the token that completes one of the strings."""
 
+    longest = max(len(string.encode()) for string in strings)
+
     def kept(tokens: list[int], looked_at: int) -> int | None:
+        first = max(looked_at - longest - 4, 0)  # a token has at least one byte: no string reaches further back
+
         def stops(count: int) -> bool:
-            text = tokenizer.decode(tokens[:count])
+            text = tokenizer.decode(tokens[first:count])
             return any(string in text for string in strings)
 
         if not stops(len(tokens)):
             return None
-        return next(count for count in range(looked_at + 1, len(tokens) + 1) if stops(count))
+        return next((count for count in range(looked_at + 1, len(tokens) + 1) if stops(count)), None)
 
     return kept
 

@@ -73,7 +73,8 @@ def sample(
     highest = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - highest)  # serves the normaliser and the draw
     allowed = jnp.ones(logits.shape[-1], bool).at[jnp.array(eos_ids, jnp.int32)].set(position >= sampling.min_length)
-    candidates = jnp.where(allowed, weights, 0.0)
+    highest_allowed = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
+    candidates = jnp.where(allowed, jnp.exp(logits - highest_allowed), 0.0)
     candidates = jnp.where(candidates >= _lowest_weight(candidates, sampling), candidates, 0.0)
     uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(keys)
     tokens = inverse_cdf(candidates, jnp.where(sampling.greedy, 0.0, uniform))

@@ -41,7 +41,7 @@ def rungs(rows: int, smallest: int) -> list[int]:
     """
     found = [rows]
     while (below := round(found[-1] / 2**0.5 / ROW_MULTIPLE) * ROW_MULTIPLE) >= max(ROW_MULTIPLE, smallest):
-        if below == found[-1]:
+        if below >= found[-1]:
             break
         found.append(below)
     below = min(ROW_MULTIPLE, 1 << (found[-1] - 1).bit_length()) // 2
@@ -85,13 +85,21 @@ class LengthHistory:
         self._share = (1 - weight) * self._share + weight * share
         self.known = True
 
+    def to_array(self) -> np.ndarray:
+        """All that is known, for a checkpoint."""
+        return np.append(self._share, float(self.known))
+
+    def restore(self, array: np.ndarray) -> None:
+        """The inverse of `to_array`."""
+        self._share, self.known = np.array(array[:-1], np.float64), bool(array[-1])
+
     def alive(self, length: int) -> float:
         """Expected share of responses of more than `length` tokens."""
         return float(self._share[length + 1 :].sum())
 
 
 def expected_path(
-    heights: Sequence[int], chunk_length: int, ladder: Sequence[int], alive: Callable[[int], float]
+    heights: Sequence[int], chunk_length: int, ladder: Sequence[int], alive: Callable[[int], float], *, lookahead: int
 ) -> list[tuple[int, int]]:
     """The shapes (rows per device, window) that a wave is expected to go through, in order.
 
@@ -99,10 +107,12 @@ def expected_path(
         heights: rungs.
         ladder: windows.
         alive: expected share of responses longer than a number of tokens.
+        lookahead: chunks that the host's knowledge is old.
     """
     path: list[tuple[int, int]] = []
     for end in range(chunk_length, ladder[-1] + 1, chunk_length):
-        rung = min(size for size in heights if size >= round(alive(1 + end - chunk_length) * heights[0]))
+        known = max(1 + end - chunk_length * (1 + lookahead), 0)
+        rung = min(size for size in heights if size >= round(alive(known) * heights[0]))
         shape = rung, next(window for window in ladder if window >= end)
         if shape not in path:
             path.append(shape)
@@ -110,16 +120,23 @@ def expected_path(
 
 
 def rows_in_memory(
-    free_bytes: float, *, bytes_per_token: float, width: int, ladder: Sequence[int], alive: Callable[[int], float]
+    free_bytes: float,
+    *,
+    bytes_per_token: float,
+    width: int,
+    chunk_length: int,
+    ladder: Sequence[int],
+    alive: Callable[[int], float],
+    lookahead: int,
 ) -> int:
     """Rows per device whose keys and values fit at every moment of a wave.
 
-    While the cache grows the old layer stands beside the new one, and the estimate of how many rows are alive may be
-    wrong: a fifth more rows than expected, and two in a hundred that never end, must fit too.
+    What is alive is rounded up to a rung, half as many again; and a tenth more rows than the history says, and two in
+    a hundred that never end, must fit too.
     """
     worst, filled = 1.0, 0
     for window in ladder:
-        share = min(1.2 * alive(filled) + 0.02, 1.0)
+        share = min(1.1 * 1.5 * alive(max(filled - chunk_length * (1 + lookahead), 0)) + 0.02, 1.0)
         worst = max(worst, share * (width + window))
         filled = window
     rows = int(free_bytes / (worst * bytes_per_token))

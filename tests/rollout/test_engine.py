@@ -23,7 +23,7 @@ from dapo_jax.rollout.sampling import TRAIN, Sampling
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 ARCH = Architecture(
-    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4,
     num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-5, tie_embeddings=False, initializer_range=0.2,
 )  # fmt: skip
 EOS, PAD, LENGTH, SAMPLES = (2, 3), 0, 90, 4
@@ -47,7 +47,18 @@ def make_engine(mesh=None, **changes) -> Engine:
         max_response_length=LENGTH, max_num_seqs=1024, memory_share=1.0, chunk_length=8, smallest_rows=1,
         lookahead=0, seed=0,
     )  # fmt: skip
-    return Engine(EngineSettings(**{**values, **changes}))
+    made.append(Engine(EngineSettings(**{**values, **changes})))
+    return made[-1]
+
+
+made: list[Engine] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiles_when_a_test_has_ended():
+    yield
+    while made:
+        made.pop().close()
 
 
 def sample(engine, *, params=None, prompts=PROMPTS, sampling=None, num_samples=SAMPLES, numbers=None, **options):
@@ -85,8 +96,7 @@ def shapes_of(engine):
     return list(engine.programs._found)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 3])
-@pytest.mark.parametrize("chunk_length", [8, 5])
+@pytest.mark.parametrize(("lookahead", "chunk_length"), [(0, 8), (1, 8), (3, 8)])
 def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
     lengths = reference().mask.sum(axis=1)
     assert lengths.min() < 10 and lengths.max() == LENGTH and not reference().finished.all()
@@ -105,25 +115,61 @@ def test_devices_choose_their_own_survivors(shape, monkeypatch):
 
 
 def test_waves_of_any_size_give_the_same_tokens():
-    assert_same(sample(make_engine(max_num_seqs=20)), reference())
-    assert_same(sample(make_engine(max_num_seqs=0, memory_share=0.1)), reference())
+    whole = {"smallest_rows": 1000, "chunk_length": 30}  # rows that stay
+    assert_same(sample(make_engine(max_num_seqs=20, **whole)), reference())
+    engine = make_engine(max_num_seqs=0, **whole)
+    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(1.5e6)})
+    assert_same(sample(engine), reference())
+    assert max(rows for rows, *_ in shapes_of(engine)) < len(PROMPTS) * SAMPLES  # several waves
 
 
-def test_two_waves_are_compiled_no_more_than_one():
-    engine = make_engine(max_num_seqs=48)
-    compiled = []
+def test_a_restored_engine_sizes_its_waves_as_before():
+    engine, again = (make_engine(max_num_seqs=0, smallest_rows=1000, chunk_length=30) for _ in range(2))
+    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(1.5e6)})
     sample(engine)
+    again.restore(engine.to_arrays())
+    sample(engine)
+    sample(again)
+    rows = lambda shapes: [shape[0] for shape in shapes]  # noqa: E731
+    assert set(rows(shapes_of(again))) <= set(rows(shapes_of(engine)))
+    assert again.to_arrays()["lengths"].tolist() == engine.to_arrays()["lengths"].tolist()
+
+
+def test_the_same_shapes_are_compiled_once_whatever_the_sampling():
+    compiled = []
+    limits = np.arange(len(PROMPTS) * SAMPLES) % 37 + 1
+    fixed = {"limits": limits, "prompts": PROMPTS}
+    never = tuple(range(ARCH.vocab_size))  # the lengths are the limits
+    engine = make_engine(max_num_seqs=48, eos_ids=never, chunk_length=16)
+    for _ in range(2):
+        sample(engine, sampling=Sampling.create(1.0, 1.0, -1, min_length=99), **fixed)
     listen = lambda event, _seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        sample(engine)
+        for how in ((1.0, 1.0, -1), (0.7, 0.9, 20), (0.0, 1.0, -1)):
+            sample(engine, sampling=Sampling.create(*how, min_length=99), **fixed)
         assert not compiled
-        sample(engine, sampling=Sampling.create(0.7, 0.9, 20, min_length=4))
-        assert len(compiled) <= 2 * len(shapes_of(engine))  # other lengths may lead through other shapes
         sample(make_engine(chunk_length=13))
         assert compiled  # the listener hears
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_what_is_compiled_ahead_is_what_is_called(lookahead, monkeypatch):
+    engine = make_engine(lookahead=lookahead, max_response_length=70)
+    limits = np.where(np.arange(len(PROMPTS) * SAMPLES) % 3, 20, 70)
+    called, ahead = [], []
+    for name, calls in (("get", called), ("prepare", ahead)):
+        method = getattr(engine.programs, name)
+        monkeypatch.setattr(
+            engine.programs, name, lambda key, lower, m=method, c=calls: (c.append(key), m(key, lower))[1]
+        )
+    sample(engine, limits=limits)
+    called.clear()
+    ahead.clear()
+    sample(engine, limits=limits)
+    assert len(set(called)) > 2 and set(called) <= set(ahead)
 
 
 def test_decoding_copies_no_cache():

@@ -1,10 +1,17 @@
 """What the sampler adds to the engine: stop strings, and verdicts while others are still being decoded."""
 
+from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from dapo_jax.rollout.sampler import stop_rule
+from dapo_jax.containers import Rollout
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.rewards.worker_pool import Verdict
+from dapo_jax.rollout.sampler import Sampler, stop_rule
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 
@@ -15,3 +22,59 @@ TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 )
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(text, looked_at, kept):
     assert stop_rule(TOKENIZER, ("stop", "END"))([ord(letter) for letter in text], looked_at) == kept
+
+
+def test_the_stop_string_may_reach_back_into_the_chunk_before():
+    text = "x" * 500 + "sto"
+    assert stop_rule(TOKENIZER, ("stop",))([*map(ord, text + "p!")], len(text)) == len(text) + 1
+
+
+class _Verifiers:
+    """Says how long a response is, and when it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, request):
+        self.asked.append(request.solution)
+        verdict: Future[Verdict] = Future()
+        numbers = {"score": float(len(request.solution)), "truth": float(request.ground_truth)}
+        verdict.set_result(Verdict(numbers, None, None))
+        return verdict
+
+    def collect(self, requests, futures):
+        return [future.result() for future in futures]
+
+
+class _Engine:
+    """Three prompts with two responses each; the later the row, the earlier it ends."""
+
+    settings = SimpleNamespace(pad_id=0)
+
+    def __init__(self, verifiers):
+        self.verifiers = verifiers
+
+    def generate(self, params, prompts, numbers, *, num_samples, on_finished, **_):
+        rows = len(prompts) * num_samples
+        tokens = np.where(np.arange(9) < np.arange(rows)[:, None] + 1, 97 + np.arange(rows)[:, None], 0)
+        rollout = Rollout(tokens, tokens > 0, np.zeros(tokens.shape), np.ones(rows, bool))
+        for row in reversed(range(rows)):
+            assert len(self.verifiers.asked) == rows - 1 - row
+            on_finished(np.array([row]), rollout)
+        return rollout
+
+
+def test_responses_are_verified_as_they_end_and_each_verdict_finds_its_response():
+    verifiers = _Verifiers()
+    rows = [PromptRow([{"role": "user", "content": str(i)}], "test", str(i), {}) for i in range(4)]
+    sampler = Sampler(TOKENIZER, verifiers, _Engine(verifiers))  # pyright: ignore[reportArgumentType]
+    wait = sampler.start(
+        None, PromptSet(rows, [[1]] * 4), [3, 0, 2], [7, 8, 9], num_samples=2, purpose=0, sampling=None,
+        stage=lambda _: nullcontext(), version=5,
+    )  # pyright: ignore[reportArgumentType]  # fmt: skip
+    assert verifiers.asked[0] == "ffffff" and len(verifiers.asked) == 6
+    found = wait()
+    assert found.texts == [["a", "bb"], ["ccc", "dddd"], ["eeeee", "ffffff"]]
+    np.testing.assert_array_equal(found.scores["score"], [[1, 2], [3, 4], [5, 6]])
+    np.testing.assert_array_equal(found.scores["truth"], [[3, 3], [0, 0], [2, 2]])
+    assert found.rows.tolist() == [3, 0, 2] and found.numbers.tolist() == [7, 8, 9] and (found.versions == 5).all()

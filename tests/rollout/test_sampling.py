@@ -124,6 +124,9 @@ def test_no_end_of_sequence_token_is_drawn_before_the_minimum_length(temperature
         tokens, logprobs = sample(logits, keys, jnp.int32(position), sampling, (4, 5))
         assert np.bincount(tokens).argmax() == drawn and (position == 3 or not np.isin(tokens, (4, 5)).any())
         np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits[0])[tokens], atol=1e-5)
+    for cold in (0.0, 0.01):  # where the weights beside the forbidden tokens' would vanish
+        found, _ = sample(10 * logits, keys, jnp.int32(0), Sampling.create(cold, 1.0, -1, min_length=3), (4, 5))
+        assert (found == 2).all()
     nothing_left = Sampling.create(1.0, 0.9, -1, min_length=3)
     assert set(np.unique(sample(logits, keys, jnp.int32(0), nothing_left, (4, 5))[0])) == {2}
 

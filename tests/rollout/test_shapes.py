@@ -54,6 +54,7 @@ def test_windows_are_whole_chunks_up_to_a_whole_response(longest, chunk):
 def test_rows_become_fewer_by_about_a_third():
     assert rungs(64, 8) == [64, 48, 32, 24, 16, 8] and rungs(100, 4) == [100, 72, 48, 32, 24, 16, 8, 4]
     assert rungs(8, 8) == [8] and rungs(5, 1) == [5, 4, 2, 1] and rungs(1, 1) == [1] and rungs(64, 32) == [64, 48, 32]
+    assert rungs(6, 1) == [6, 4, 2, 1]
     assert all(before / after < 2.01 for before, after in itertools.pairwise(rungs(1000, 1)))
 
 
@@ -74,16 +75,37 @@ def test_the_history_says_how_many_responses_go_on():
 
 def test_the_expected_shapes_follow_the_history():
     ladder = windows(256, 32)
-    unknown = expected_path(rungs(64, 8), 32, ladder, LengthHistory(256).alive)
+    unknown = expected_path(rungs(64, 8), 32, ladder, LengthHistory(256).alive, lookahead=0)
     assert unknown == [(64, 64), (64, 96), (64, 128), (64, 192), (64, 256)]
-    short = expected_path(rungs(64, 8), 32, ladder, history_of([20] * 40 + [60] * 20 + [256] * 4).alive)
+    short = expected_path(rungs(64, 8), 32, ladder, history_of([20] * 40 + [60] * 20 + [256] * 4).alive, lookahead=0)
     assert short == [(64, 64), (24, 64), (8, 96), (8, 128), (8, 192), (8, 256)]
 
 
+def test_knowledge_that_is_a_chunk_old_keeps_rows_longer():
+    alive = history_of([20] * 40 + [60] * 20 + [256] * 4).alive
+    late = expected_path(rungs(64, 8), 32, windows(256, 32), alive, lookahead=1)
+    assert late == [(64, 64), (24, 96), (8, 128), (8, 192), (8, 256)]
+
+
 def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
-    ladder = windows(256, 32)
-    full = {"bytes_per_token": 10.0, "width": 64, "ladder": ladder}
+    full = {"bytes_per_token": 10.0, "width": 64, "chunk_length": 32, "ladder": windows(256, 32), "lookahead": 0}
     assert rows_in_memory(64 * 320 * 10, **full, alive=LengthHistory(256).alive) == 64
     assert rows_in_memory(10, **full, alive=LengthHistory(256).alive) == ROW_MULTIPLE  # never less
     short = rows_in_memory(64 * 320 * 10, **full, alive=history_of([20]).alive)
-    assert short == 64 * 320 // (64 + 64) // 8 * 8  # all have ended when the first window is full
+    assert short == 64 * 320 // (64 + 64) // 8 * 8  # all have ended before the first window is full
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lengths", [[20], [20, 60, 60, 256], list(range(1, 257)), [30] * 9 + [256]])
+def test_no_moment_of_a_wave_takes_more_than_the_memory(lengths, lookahead):
+    history, ladder = history_of(lengths), windows(256, 32)
+    rows = rows_in_memory(1e6, bytes_per_token=10.0, width=64, chunk_length=32, ladder=ladder, alive=history.alive,
+                          lookahead=lookahead)  # fmt: skip
+    path = expected_path(rungs(rows, 8), 32, ladder, history.alive, lookahead=lookahead)
+    assert max(height * (64 + window) for height, window in path) * 10 <= 1e6
+
+
+def test_a_history_is_restored():
+    history, again = history_of([2, 4], 8), LengthHistory(8)
+    again.restore(history.to_array())
+    assert again.known and [again.alive(n) for n in range(9)] == [history.alive(n) for n in range(9)]
