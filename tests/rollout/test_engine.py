@@ -118,14 +118,14 @@ def test_waves_of_any_size_give_the_same_tokens():
     whole = {"smallest_rows": 1000, "chunk_length": 30}  # rows that stay
     assert_same(sample(make_engine(max_num_seqs=20, **whole)), reference())
     engine = make_engine(max_num_seqs=0, **whole)
-    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(1.5e6)})
+    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(6e5)})
     assert_same(sample(engine), reference())
     assert max(rows for rows, *_ in shapes_of(engine)) < len(PROMPTS) * SAMPLES  # several waves
 
 
 def test_a_restored_engine_sizes_its_waves_as_before():
     engine, again = (make_engine(max_num_seqs=0, smallest_rows=1000, chunk_length=30) for _ in range(2))
-    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(1.5e6)})
+    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(6e5)})
     sample(engine)
     again.restore(engine.to_arrays())
     sample(engine)
@@ -140,7 +140,7 @@ def test_the_same_shapes_are_compiled_once_whatever_the_sampling():
     limits = np.arange(len(PROMPTS) * SAMPLES) % 37 + 1
     fixed = {"limits": limits, "prompts": PROMPTS}
     never = tuple(range(ARCH.vocab_size))  # the lengths are the limits
-    engine = make_engine(max_num_seqs=48, eos_ids=never, chunk_length=16)
+    engine = make_engine(max_num_seqs=48, eos_ids=never, chunk_length=16, smallest_rows=24)
     for _ in range(2):
         sample(engine, sampling=Sampling.create(1.0, 1.0, -1, min_length=99), **fixed)
     listen = lambda event, _seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
