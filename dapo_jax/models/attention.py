@@ -44,7 +44,7 @@ def shared_prompt_attention(
     """Attention to a prompt that B // Q consecutive rows share, and to the row's own keys, in one softmax.
 
     The prompt's keys and values exist and are read once for all rows that share them. Keys lie so that each product
-    runs along the last dimension of what it reads: for one query token that is up to three times as fast on a CPU.
+    runs along the last dimension of what it reads: for one query token that is faster on a CPU.
 
     Args:
         query: [B, T, N, H].
