@@ -21,9 +21,10 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.parallel.sharding import batch_sharding, fetch, put
+from dapo_jax.parallel.sharding import batch_sharding, put
 from dapo_jax.rollout.decoding import Chunk, Wave, decode_chunk, keep_rows, resize_cache, start_wave, wave_spec
 from dapo_jax.rollout.programs import Programs
+from dapo_jax.rollout.responses import OnFinished, Responses, StopRule
 from dapo_jax.rollout.sampling import Sampling, row_keys
 from dapo_jax.rollout.shapes import (
     LengthHistory,
@@ -35,9 +36,6 @@ from dapo_jax.rollout.shapes import (
     wave_size,
     windows,
 )
-
-StopRule = Callable[[list[int], int], int | None]  # (tokens, how many were looked at before) -> tokens to keep
-OnFinished = Callable[[np.ndarray, Rollout], None]  # (rows that have just ended, all responses so far)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,15 @@ class Engine:
         shards = num_batch_shards(self.settings.mesh)
         max_rows = self._rows_at_once(params, num_samples, shards)
         size = wave_size(len(prompts), num_samples, max_rows=max_rows, shards=shards)
-        responses = _Responses(len(prompts) * num_samples, self.settings, limits, stop, on_finished)
+        longest, num_rows = self.settings.max_response_length, len(prompts) * num_samples
+        responses = Responses(
+            np.full(num_rows, longest) if limits is None else np.minimum(limits, longest),
+            max_length=longest,
+            eos_ids=self.settings.eos_ids,
+            pad_id=self.settings.pad_id,
+            stop=stop,
+            on_finished=on_finished,
+        )
         for first in range(0, len(prompts), size):
             wave = _Decoding(self, params, prompts[first : first + size], size, num_samples, sampling, responses,
                              first * num_samples)  # fmt: skip
@@ -154,7 +160,7 @@ class _Decoding:
     """One wave. Prompts missing to `size` are filled with copies of the last that start finished."""
 
     def __init__(self, engine: Engine, params: Params, prompts: Sequence[Sequence[int]], size: int, num_samples: int,
-                 sampling: Sampling, responses: "_Responses", first_row: int) -> None:  # fmt: skip
+                 sampling: Sampling, responses: Responses, first_row: int) -> None:  # fmt: skip
         settings = engine.settings
         self.engine, self.settings, self.params, self.sampling = engine, settings, params, sampling
         self.prompts, self.size, self.num_samples, self.responses = prompts, size, num_samples, responses
@@ -313,58 +319,3 @@ def wave_shape(
         caches=[cache] * arch.num_layers,
         length=like(dtype=jnp.int32),
     )
-
-
-class _Responses:
-    """What has been sampled, row by row, and which rows have ended."""
-
-    def __init__(self, num_rows: int, settings: EngineSettings, limits: np.ndarray | None, stop: StopRule | None,
-                 on_finished: OnFinished | None) -> None:  # fmt: skip
-        length = settings.max_response_length
-        self.tokens = np.full((num_rows, length), settings.pad_id, np.int32)
-        self.mask = np.zeros((num_rows, length), bool)
-        self.logprobs = np.zeros((num_rows, length), np.float32)
-        self.complete = np.zeros(num_rows, bool)  # ended by itself
-        self.ended = np.zeros(num_rows, bool)  # complete, or at its limit
-        self.limits = np.full(num_rows, length) if limits is None else np.minimum(limits, length)
-        self.eos_ids, self.pad_id, self.stop, self.on_finished = settings.eos_ids, settings.pad_id, stop, on_finished
-
-    def add(self, chunk: Chunk, rows: np.ndarray, start: int) -> None:
-        """Takes up a chunk whose first token is number `start` of the responses `rows`."""
-        chunk = fetch(chunk)
-        alive = self.alive(rows)
-        rows = rows[alive]
-        end = min(start + chunk.tokens.shape[1], self.tokens.shape[1])
-        taken = chunk.mask[alive, : end - start] & (np.arange(start, end) < self.limits[rows, None])
-        self.mask[rows, start:end] = taken
-        self.tokens[rows, start:end] = np.where(taken, chunk.tokens[alive, : end - start], self.pad_id)
-        self.logprobs[rows, start:end] = np.where(taken, chunk.logprobs[alive, : end - start], 0.0)
-        self.complete[rows] = np.any(np.isin(self.tokens[rows, start:end], self.eos_ids) & taken, axis=1)
-        if self.stop is not None:
-            self._stop(rows, start, self.stop)
-        self.ended[rows] = self.complete[rows] | (end >= self.limits[rows])
-        if self.on_finished is not None and self.ended[rows].any():
-            self.on_finished(rows[self.ended[rows]], self.rollout())
-
-    def _stop(self, rows: np.ndarray, start: int, stop: StopRule) -> None:
-        for row in rows:
-            kept = stop(self.tokens[row][self.mask[row]].tolist(), start)
-            if kept is not None:
-                self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.pad_id, 0.0
-                self.complete[row] = True
-
-    def alive(self, rows: np.ndarray) -> np.ndarray:
-        """True for rows of a wave that belong to a response that has not ended."""
-        return (rows >= 0) & ~self.ended[rows]
-
-    def longest(self, rows: np.ndarray) -> int:
-        """Tokens after which all responses of a wave are at their limits."""
-        return int(self.limits[rows[rows >= 0]].max())
-
-    def lengths(self, first: int, end: int) -> np.ndarray:
-        """Tokens of the responses first..end."""
-        return self.mask[first:end].sum(axis=1)
-
-    def rollout(self) -> Rollout:
-        """The responses so far."""
-        return Rollout(self.tokens, self.mask, self.logprobs, self.complete)

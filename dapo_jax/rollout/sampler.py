@@ -13,8 +13,9 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
-from dapo_jax.rollout.engine import Engine, StopRule
+from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.responses import StopRule
 from dapo_jax.rollout.sampling import Sampling
 
 

@@ -1,0 +1,71 @@
+"""Host: the responses of one call of the engine while they are being sampled."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dapo_jax.containers import Rollout
+from dapo_jax.parallel.sharding import fetch
+from dapo_jax.rollout.decoding import Chunk
+
+StopRule = Callable[[list[int], int], int | None]  # (tokens, how many were looked at before) -> tokens to keep
+OnFinished = Callable[[np.ndarray, Rollout], None]  # (rows that have just ended, all responses so far)
+
+
+class Responses:
+    """Responses as they grow, row by row, and which of them have ended."""
+
+    def __init__(self, limits: np.ndarray, *, max_length: int, eos_ids: tuple[int, ...], pad_id: int,
+                 stop: StopRule | None, on_finished: OnFinished | None) -> None:  # fmt: skip
+        """
+        Args:
+            limits: [B], most tokens of each response, at most max_length.
+            stop, on_finished: as for Engine.generate.
+        """
+        shape = len(limits), max_length
+        self.tokens = np.full(shape, pad_id, np.int32)
+        self.mask = np.zeros(shape, bool)
+        self.logprobs = np.zeros(shape, np.float32)
+        self.complete = np.zeros(len(limits), bool)  # ended by itself
+        self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
+        self.limits, self.eos_ids, self.pad_id, self.stop, self.on_finished = limits, eos_ids, pad_id, stop, on_finished
+
+    def add(self, chunk: Chunk, rows: np.ndarray, start: int) -> None:
+        """Takes up a chunk whose first token is number `start` of the responses `rows`."""
+        chunk = fetch(chunk)
+        alive = self.alive(rows)
+        rows = rows[alive]
+        end = min(start + chunk.tokens.shape[1], self.tokens.shape[1])
+        taken = chunk.mask[alive, : end - start] & (np.arange(start, end) < self.limits[rows, None])
+        self.mask[rows, start:end] = taken
+        self.tokens[rows, start:end] = np.where(taken, chunk.tokens[alive, : end - start], self.pad_id)
+        self.logprobs[rows, start:end] = np.where(taken, chunk.logprobs[alive, : end - start], 0.0)
+        self.complete[rows] = np.any(np.isin(self.tokens[rows, start:end], self.eos_ids) & taken, axis=1)
+        if self.stop is not None:
+            self._stop(rows, start, self.stop)
+        self.ended[rows] = self.complete[rows] | (end >= self.limits[rows])
+        if self.on_finished is not None and self.ended[rows].any():
+            self.on_finished(rows[self.ended[rows]], self.rollout())
+
+    def _stop(self, rows: np.ndarray, start: int, stop: StopRule) -> None:
+        for row in rows:
+            kept = stop(self.tokens[row][self.mask[row]].tolist(), start)
+            if kept is not None:
+                self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.pad_id, 0.0
+                self.complete[row] = True
+
+    def alive(self, rows: np.ndarray) -> np.ndarray:
+        """True for rows of a wave that belong to a response that has not ended."""
+        return (rows >= 0) & ~self.ended[rows]
+
+    def longest(self, rows: np.ndarray) -> int:
+        """Tokens after which all responses of a wave are at their limits."""
+        return int(self.limits[rows[rows >= 0]].max())
+
+    def lengths(self, first: int, end: int) -> np.ndarray:
+        """Tokens of the responses first..end."""
+        return self.mask[first:end].sum(axis=1)
+
+    def rollout(self) -> Rollout:
+        """The responses so far."""
+        return Rollout(self.tokens, self.mask, self.logprobs, self.complete)
