@@ -105,7 +105,7 @@ def test_lenient_gives_a_wrong_number_one_spelling():
 )
 def test_hostile_texts_are_wrong_and_quick(text):
     solution = text * (100_000 // len(text))
-    start = time.process_time()
+    start = time.thread_time()
     assert not check(solution)["acc"]
     assert not check_lenient(solution)["acc"]
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 0.5
