@@ -75,7 +75,7 @@ class RolloutConfig:
     top_k: int = -1  # -1 = off
     min_response_length: int = 0  # tokens before which no end-of-sequence token is drawn; not in evaluation
     stop: tuple[str, ...] = ()  # a response ends with the first of these strings, which stays part of it
-    max_num_seqs: int = 0  # responses decoded at once, over all devices; 0 = as many as fit kv_memory_share
+    max_num_seqs: int = 0  # responses decoded at once, but at least a group a device; 0 = what fits kv_memory_share
     kv_memory_share: float = 0.5  # of the free memory, for keys and values; only with max_num_seqs=0
     decode_chunk_length: int = 32  # tokens between two looks at what has finished
 

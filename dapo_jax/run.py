@@ -215,12 +215,6 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
                 f"{name}.ppo_mini_batch_size x rollout.n = {rows} responses must be a multiple of "
                 f"{name}.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}"
             )
-    at_once, samples = config.rollout.max_num_seqs, max(config.rollout.n, config.evaluate.n)
-    if 0 < at_once < samples * num_batch_shards(mesh):
-        problems.append(
-            f"rollout.max_num_seqs={at_once} must be at least max(rollout.n, evaluate.n) x mesh.data x mesh.fsdp = "
-            f"{samples * num_batch_shards(mesh)}: each device decodes whole groups"
-        )
     if problems:
         raise ValueError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
 
