@@ -1,6 +1,7 @@
 """Host: the answer check for arithmetic tasks: the last number of the solution is the answer."""
 
 import re
+from collections import deque
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -23,10 +24,10 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
 
 
 def _last_number(text: str) -> str:
-    numbers = list(_NUMBER.finditer(text))
-    if not numbers:
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    if not last:
         return ""
-    number = numbers[-1]
+    number = last[0]
     before = text[max(0, number.start() - 100) : number.start()]
     negative = before.endswith(("-", "\N{MINUS SIGN}")) and not _BINARY_MINUS.search(before)
     return "-" * negative + number[0].replace(",", "")

@@ -1,6 +1,5 @@
-import time
-
 import pytest
+from ends_within import ends_within
 
 from dapo_jax.rewards import arithmetic
 
@@ -55,7 +54,6 @@ def test_a_ground_truth_that_is_no_number_is_an_error():
 
 
 @pytest.mark.parametrize("text", ["1", "-", "1,111", "111,", "0 ", "\0\ud800"])
-def test_hostile_texts_are_wrong_and_quick(text):
-    start = time.thread_time()
-    assert not check(text * (100_000 // len(text)), "34")["acc"]
-    assert time.thread_time() - start < 0.5
+def test_hostile_texts_are_wrong_and_end(text):
+    with ends_within(10):
+        assert not check(text * (400_000 // len(text)), "34")["acc"]

@@ -1,8 +1,8 @@
 import json
-import time
 from pathlib import Path
 
 import pytest
+from ends_within import ends_within
 
 from dapo_jax.rewards import math_dapo
 
@@ -103,9 +103,8 @@ def test_lenient_gives_a_wrong_number_one_spelling():
 @pytest.mark.parametrize(
     "text", ["\\boxed{", "{", "Answer:", "Answer:*", "$", "1", "1,", "\0\ud800", "\n", "="]
 )
-def test_hostile_texts_are_wrong_and_quick(text):
-    solution = text * (100_000 // len(text))
-    start = time.thread_time()
-    assert not check(solution)["acc"]
-    assert not check_lenient(solution)["acc"]
-    assert time.thread_time() - start < 0.5
+def test_hostile_texts_are_wrong_and_end(text):
+    solution = text * (400_000 // len(text))
+    with ends_within(10):
+        assert not check(solution)["acc"]
+        assert not check_lenient(solution)["acc"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ends_within import ends_within
 
 from dapo_jax.rewards.worker import normalize_result
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
@@ -58,9 +59,7 @@ def read_pid(path, within_s=5.0):
 def test_verdicts_come_in_the_order_of_the_requests():
     requests = [ScoreRequest("arithmetic", f"it is {i}", str(i - i % 2), {}) for i in range(1000)]
     with VerifierPool("arithmetic", num_workers=2, timeout_s=5) as pool:
-        start = time.perf_counter()
         verdicts = pool.score(requests)
-        assert time.perf_counter() - start < 2.0
         assert pool.score([]) == []
     assert [verdict.pred for verdict in verdicts] == [str(i) for i in range(1000)]
     assert [verdict.numbers["acc"] for verdict in verdicts] == [1.0, 0.0] * 500
@@ -86,9 +85,8 @@ def test_verdicts_come_in_the_order_of_the_requests():
     ],
 )
 def test_a_failure_is_one_wrong_sample_and_the_others_are_scored(pool, solution, error):
-    start = time.perf_counter()
-    verdicts = pool.score([request(name) for name in ("right", solution, "right", "right")])
-    assert time.perf_counter() - start < 3.0
+    with ends_within(10):
+        verdicts = pool.score([request(name) for name in ("right", solution, "right", "right")])
     assert [verdict.numbers for verdict in verdicts] == [RIGHT, WRONG, RIGHT, RIGHT]
     assert error in verdicts[1].error
     assert len(verdicts[1].error) <= 1000
@@ -105,9 +103,8 @@ def test_a_worker_survives_an_exception_but_not_a_timeout(pool):
 
 def test_the_time_limit_holds_for_each_sample_and_kills_its_children(pool, tmp_path):
     requests = [request("start_a_child", path=str(tmp_path / str(i))) for i in range(4)]
-    start = time.perf_counter()
-    verdicts = pool.score(requests)
-    assert time.perf_counter() - start < 3.0
+    with ends_within(10):
+        verdicts = pool.score(requests)
     assert [verdict.error for verdict in verdicts] == ["timeout after 0.5 s"] * 4
     if sys.platform == "linux":
         assert all(has_ended(read_pid(tmp_path / str(i))) for i in range(4))
@@ -228,10 +225,9 @@ def test_close_does_not_wait_for_a_verifier(monkeypatch):
     thread = threading.Thread(target=lambda: verdicts.extend(pool.score([request("sleep")])))
     thread.start()
     time.sleep(0.2)
-    start = time.perf_counter()
-    pool.close()
-    thread.join()
-    assert time.perf_counter() - start < 2.0
+    with ends_within(10):
+        pool.close()
+        thread.join()
     assert verdicts[0].error == "worker died (exit code -9)"
     with pytest.raises(RuntimeError):
         pool.score([request("right")])
