@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from markdown_table import markdown_table
 
 from dapo_jax import prompt_stream
 from dapo_jax.checkpoint import Progress
@@ -122,15 +123,6 @@ def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
         collect(dataclasses.replace(run, config=round_), models, first_state(run)[2], Progress(), 1)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = ["| " + " | ".join(rows[0]) + " |", "| " + " | ".join("---" for _ in rows[0]) + " |"]
-    for row in rows:
-        cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each policy")
@@ -138,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given, rest = parser.parse_known_args(arguments)
     config = read_config(["benchmark", *rest])
     rows = measure(config, given.steps)
-    print(table(rows))
+    print(markdown_table(rows))
     if given.output:
         about = {"jax": jax.__version__, "devices": [str(device) for device in jax.devices()], "steps": given.steps}
         given.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markdown_table import markdown_table
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -149,8 +150,7 @@ class Ours:
 
     def peak(self) -> float:
         """Bytes."""
-        stats = self.jax.local_devices()[0].memory_stats()
-        return stats["peak_bytes_in_use"] if stats else max_rss()
+        return jax_peak(self.jax)
 
 
 class HuggingFace:
@@ -232,8 +232,7 @@ class Tunix:
 
     def peak(self) -> float:
         """Bytes."""
-        stats = self.jax.local_devices()[0].memory_stats()
-        return stats["peak_bytes_in_use"] if stats else max_rss()
+        return jax_peak(self.jax)
 
 
 class _Integers:
@@ -263,6 +262,12 @@ def seconds_of(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def jax_peak(jax: Any) -> float:
+    """The most bytes that JAX has held on its first device; on a CPU, that the process has."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["peak_bytes_in_use"] if stats else max_rss()
 
 
 def max_rss() -> float:
@@ -374,21 +379,11 @@ def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str
                     "peak GiB": last[name]["peak"] / 2**30,
                     "seconds": times[name],
                 })  # fmt: skip
-                print(table(rows[-1:]), flush=True)
+                print(markdown_table(rows[-1:], leave_out=("seconds",)), flush=True)
     finally:
         for contender in contenders:
             contender.close()
     return rows
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    names = [name for name in rows[0] if name != "seconds"]
-    lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
-    for row in rows:
-        cells = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name] or "-") for name in names]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -410,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     given = list(sys.argv[1:] if arguments is None else arguments)
     rows = measure(args, given)
-    print("\n" + table(rows))
+    print("\n" + markdown_table(rows, leave_out=("seconds",)))
     if args.output:
         shown = {name: value for name, value in vars(args).items() if name not in ("output", "serve", "peers")}
         args.output.write_text(json.dumps({**shown, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -215,7 +215,9 @@ class _Attempt:
         surplus = _size(kept) - policies.target
         last = int(accepted.numbers[-1]) if accepted is not None else -1
         if outcome == "full":
-            assert kept is not None
+            assert kept is not None and accepted is not None
+            if policies.metric is not None:
+                filter_log.log_enough(accepted.finished.size)
             if policies.leftover == "requeue":
                 next_prompt = last + 1
                 requeued = sum(int(np.sum(round_.experience.numbers > last)) for round_ in self.rounds)
@@ -223,8 +225,6 @@ class _Attempt:
                 carried = kept.select(np.arange(policies.target, len(kept))) if surplus else None
             else:
                 discarded = surplus
-        if policies.metric is not None and accepted is not None and outcome == "full":
-            filter_log.log_enough(accepted.finished.size)
         return Accepted(
             experience=accepted,
             rounds=self.rounds,

@@ -34,6 +34,7 @@ from dapo_jax.rollout.shapes import (
     rows_in_memory,
     rungs,
     wave_size,
+    window_of,
     windows,
 )
 
@@ -208,8 +209,7 @@ class _Decoding:
 
     def _resize(self, wave: Wave, alive: np.ndarray) -> Wave:
         """The wave with room for the next chunk, and with fewer rows if those alive fit a smaller batch."""
-        needed = self.sampled - 1 + self.engine.chunk_length
-        window = next(width for width in self.ladder if width >= needed)
+        window = window_of(self.ladder, self._tokens_after_next())
         here = alive.reshape(self.shards, -1)
         per_device = min(rung for rung in self._rungs(here.shape[1]) if rung >= here.sum(axis=1).max())
         if window == self.window and per_device == here.shape[1]:
@@ -236,11 +236,16 @@ class _Decoding:
         return rungs(rows, self.settings.smallest_rows)
 
     def _decode(self, wave: Wave) -> tuple[Wave, Chunk]:
-        rows, prompts = len(self.rows), len(self.rows) // self.samples_per_prompt
-        return self._program(rows, prompts, self.window)(self.params, wave, self.sampling)
+        program = self.engine.programs.get(*self._lowering(len(self.rows), self._prompts(), self.window))
+        return program(self.params, wave, self.sampling)
 
-    def _program(self, rows: int, prompts: int, window: int) -> Any:
-        return self.engine.programs.get(*self._lowering(rows, prompts, window))
+    def _prompts(self) -> int:
+        """Prompts that the wave holds a cache of."""
+        return len(self.rows) // self.samples_per_prompt
+
+    def _tokens_after_next(self) -> int:
+        """Tokens of a row that the cache holds when the next chunk is done."""
+        return self.sampled - 1 + self.engine.chunk_length
 
     def _prepare(self) -> None:
         """Begins to compile the shapes that the wave is expected to go through."""
@@ -262,11 +267,10 @@ class _Decoding:
 
     def _prepare_next(self) -> None:
         """Begins to compile for the chunk after the one just dispatched, if the window has to grow for it."""
-        needed = self.sampled - 1 + self.engine.chunk_length
+        needed = self._tokens_after_next()
         if self.window < needed <= self.ladder[-1]:
-            window = next(width for width in self.ladder if width >= needed)
-            prompts = len(self.rows) // self.samples_per_prompt
-            self.engine.programs.prepare(*self._lowering(len(self.rows), prompts, window))
+            window = window_of(self.ladder, needed)
+            self.engine.programs.prepare(*self._lowering(len(self.rows), self._prompts(), window))
 
     def _lowering(self, rows: int, prompts: int, window: int) -> tuple[Any, Callable[[], jax.stages.Lowered]]:
         settings, sampling, params = self.settings, self.sampling, self.engine.param_shapes(self.params)

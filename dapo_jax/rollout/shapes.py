@@ -34,6 +34,11 @@ def windows(max_response_length: int, chunk_length: int) -> list[int]:
     return sorted({*found, last})
 
 
+def window_of(ladder: Sequence[int], tokens: int) -> int:
+    """The narrowest window that holds so many tokens."""
+    return next(window for window in ladder if window >= tokens)
+
+
 def rungs(rows: int, smallest: int) -> list[int]:
     """Rows per device that a wave of `rows` may shrink to, descending: each about 1/sqrt(2) of the one before.
 
@@ -113,7 +118,7 @@ def expected_path(
     for end in range(chunk_length, ladder[-1] + 1, chunk_length):
         known = max(1 + end - chunk_length * (1 + lookahead), 0)
         rung = min(size for size in heights if size >= round(alive(known) * heights[0]))
-        shape = rung, next(window for window in ladder if window >= end)
+        shape = rung, window_of(ladder, end)
         if shape not in path:
             path.append(shape)
     return path
