@@ -63,7 +63,9 @@ class RandomModelConfig:
 class ModelConfig:
     path: str = ""  # Hugging Face directory, .gguf file, or "random"
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
-    enable_gradient_checkpointing: bool = True  # recompute each layer in the backward pass: less memory
+    enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
+    attention: str = "xla"  # of training: xla | cudnn (NVIDIA GPUs, bfloat16) | splash (TPUs)
+    remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload, see models/remat.py
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
 
 
@@ -248,6 +250,9 @@ class PolicyLossConfig:
 class ActorConfig:
     ppo_mini_batch_size: int = 32  # prompts per optimizer step
     ppo_micro_batch_size_per_device: int = 8  # responses per forward and backward pass on one device
+    use_dynamic_bsz: bool = False  # micro-batches, the critic's too, by tokens instead of by responses
+    ppo_max_token_len_per_device: int = 16384  # tokens of one with use_dynamic_bsz, padding included
+    share_prompts: bool = True  # run a prompt once for several of its responses; only with model.attention=xla
     ppo_epochs: int = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     clip_ratio_low: float = 0.2
@@ -403,6 +408,11 @@ def mini_batch_size(config: Config, name: str) -> int:
 def micro_batch_size(config: Config, name: str) -> int:
     """Responses per forward and backward pass of the "actor" or the "critic" on one device."""
     return getattr(config, name).ppo_micro_batch_size_per_device or config.actor.ppo_micro_batch_size_per_device
+
+
+def token_budget(config: Config) -> int | None:
+    """Tokens per forward and backward pass on one device; None: micro-batches are counted in responses."""
+    return config.actor.ppo_max_token_len_per_device if config.actor.use_dynamic_bsz else None
 
 
 def uses_reference(config: Config) -> bool:

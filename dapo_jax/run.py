@@ -33,7 +33,9 @@ from dapo_jax.learner.critic import Critic, CriticSettings, build_critic, critic
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.fused_attention import fused_attention
 from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
@@ -46,7 +48,7 @@ from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampler import Sampler, Stage
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
 from dapo_jax.scoring import ModelScorer, load_scorer
-from dapo_jax.validation import uses_critic
+from dapo_jax.validation import trained, uses_critic
 
 RANDOM = "random"  # model.path of a freshly initialised model
 
@@ -207,7 +209,7 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
     shape = dict(mesh.shape)
     problems = indivisible_weights(weight_table(arch), shape, TRAIN_RULES)
     problems += indivisible_weights(weight_table(arch), shape, DECODE_RULES)
-    for name in ("actor", "critic") if uses_critic(config) else ("actor",):
+    for name in () if config.actor.use_dynamic_bsz else trained(config):
         rows = mini_batch_size(config, name) * config.rollout.n
         micro = micro_batch_size(config, name) * num_batch_shards(mesh)
         if rows % micro:
@@ -226,7 +228,8 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         arch=arch,
         dtype=compute_dtype(config),
         temperature=config.rollout.temperature,
-        remat=config.model.enable_gradient_checkpointing,
+        remat=remat_policy(config),
+        attention_kernel=attention_kernel(config),
         chunk_size=actor.logprob_chunk_size * num_batch_shards(mesh),
         loss_mode=actor.policy_loss.loss_mode,
         loss_options=loss_options(actor),
@@ -248,7 +251,8 @@ def critic_settings(config: Config, arch: Architecture) -> CriticSettings:
     return CriticSettings(
         arch=critic_architecture(arch),
         dtype=compute_dtype(config),
-        remat=config.model.enable_gradient_checkpointing,
+        remat=remat_policy(config),
+        attention_kernel=attention_kernel(config),
         cliprange_value=config.critic.cliprange_value,
         optimizer=optimizer_settings(config.critic),
     )
@@ -291,6 +295,27 @@ def engine_settings(config: Config, arch: Architecture, tokenizer: Tokenizer, me
         lookahead=0 if on_cpu else 1,  # a CPU decodes and looks with the same cores
         seed=config.seed,
     )
+
+
+def remat_policy(config: Config) -> str:
+    """What the backward pass finds kept of a layer, a name of models/remat.py's POLICIES."""
+    return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
+
+
+def attention_kernel(config: Config) -> AttentionKernel | None:
+    """The fused kernel of model.attention; None for XLA's attention.
+
+    Raises ValueError where it can not run.
+    """
+    name, backend = config.model.attention, jax.default_backend()
+    if name == "xla":
+        return None
+    needed = {"cudnn": "gpu", "splash": "tpu"}[name]
+    if backend != needed:
+        raise ValueError(f"model.attention={name} needs a {needed.upper()}, and JAX has {backend}: choose xla")
+    if name == "cudnn" and compute_dtype(config) == jnp.float32:
+        raise ValueError("model.attention=cudnn needs model.dtype=bfloat16, not float32: change one of them")
+    return functools.partial(fused_attention, implementation=name)
 
 
 def compute_dtype(config: Config) -> jnp.dtype:

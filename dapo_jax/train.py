@@ -38,7 +38,7 @@ from dapo_jax.training_batch import (
     final_rewards,
     finish_rewards,
     make_batch,
-    micro_batch_rows,
+    micro_batches,
     penalize_kl,
     sequence_kl,
 )
@@ -217,7 +217,7 @@ def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
             min_ratio=section.optim.min_lr_ratio,
         ),
         mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
-        micro_batch_rows=micro_batch_rows(run, name),
+        micro_batches=micro_batches(run, name),
         epochs=section.ppo_epochs,
         loss_agg_mode=section.loss_agg_mode,
         loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),

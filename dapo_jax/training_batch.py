@@ -16,9 +16,10 @@ from dapo_jax.algorithms.rollout_correction import (
     parse_threshold,
     rejection_mask,
 )
-from dapo_jax.config import micro_batch_size
+from dapo_jax.config import micro_batch_size, token_budget
 from dapo_jax.containers import Batch
 from dapo_jax.data.prompts import hinted_prompts
+from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.update import compute_logprobs, compute_values
 from dapo_jax.monitor import statistics
@@ -30,7 +31,7 @@ from dapo_jax.rollout.sampling import BASELINE, SELECT, Sampling, position_noise
 from dapo_jax.rollout.shapes import bucket, pad_prompts
 from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores, shape
-from dapo_jax.validation import keeps_some, uses_critic
+from dapo_jax.validation import keeps_some, trained, uses_critic
 
 Metrics = dict[str, float]
 jitted_kl_penalty = jax.jit(kl_penalty, static_argnames="estimator")
@@ -73,7 +74,7 @@ def make_batch(
     if uses_critic(config):
         assert run.critic is not None and models.critic is not None
         with run.stage("values"):
-            values = compute_values(run.critic, models.critic.params, batch, micro_batch_rows(run, "critic"), run.mesh)
+            values = compute_values(run.critic, models.critic.params, batch, micro_batches(run, "critic"), run.mesh)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
     if needs(estimator, "reward_baselines"):
         extra["reward_baselines"] = greedy_rewards(run, experience, models)
@@ -125,23 +126,33 @@ def rows_of(run: Run, experience: Experience) -> Batch:
 
 def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Padded prompts, each as often as rows of its group fall into different shares."""
-    config = run.config
-    sharing = math.gcd(num_samples, config.actor.ppo_micro_batch_size_per_device)
-    if uses_critic(config):
-        sharing = math.gcd(sharing, micro_batch_size(config, "critic"))
+    config, sharing = run.config, 1
+    if config.actor.share_prompts and config.model.attention == "xla":
+        rows = math.gcd(*(micro_batch_size(config, name) for name in trained(config)))
+        sharing = sharing_rows(
+            num_samples,
+            rows=rows,
+            max_tokens=token_budget(config),
+            max_prompt=config.data.max_prompt_length,
+            max_response=config.data.max_response_length,
+        )
     width = bucket(max(len(prompt) for prompt in prompts))
     tokens, mask = pad_prompts(prompts, width, run.sampler.pad_id)
     return np.repeat(tokens, num_samples // sharing, axis=0), np.repeat(mask, num_samples // sharing, axis=0)
 
 
-def micro_batch_rows(run: Run, name: str = "actor") -> int:
-    """Responses per forward and backward pass of the actor or the critic, over all devices."""
-    return micro_batch_size(run.config, name) * num_batch_shards(run.mesh)
+def micro_batches(run: Run, name: str = "actor") -> MicroBatches:
+    """How the rows of the actor or the critic are divided among forward and backward passes."""
+    return MicroBatches(
+        num_shards=num_batch_shards(run.mesh),
+        rows_per_device=micro_batch_size(run.config, name),
+        max_tokens_per_device=token_budget(run.config),
+    )
 
 
 def policy_logprobs(run: Run, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] by the training forward pass."""
-    return compute_logprobs(run.actor, params, batch, micro_batch_rows(run), run.mesh)
+    return compute_logprobs(run.actor, params, batch, micro_batches(run), run.mesh)
 
 
 def reference_logprobs(run: Run, batch: Batch) -> np.ndarray:

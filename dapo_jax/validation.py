@@ -6,14 +6,24 @@ from typing import Any
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
-from dapo_jax.config import Config, gen_batch_size, micro_batch_size, mini_batch_size, uses_reference
+from dapo_jax.config import (
+    Config,
+    gen_batch_size,
+    micro_batch_size,
+    mini_batch_size,
+    token_budget,
+    uses_reference,
+)
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
+from dapo_jax.models.remat import POLICIES
 
 CHOICES = {
     "data.task": ("files", "arithmetic"),
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("auto", "float32", "bfloat16"),
+    "model.attention": ("xla", "cudnn", "splash"),
+    "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
     "algorithm.adv_estimator": tuple(advantages.ESTIMATORS),
     "algorithm.kl_penalty": kl.PENALTIES,
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
@@ -38,7 +48,8 @@ CHOICES = {
 POSITIVE = (
     "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n "
     "rollout.kv_memory_share rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
-    "actor.ppo_micro_batch_size_per_device actor.ppo_epochs actor.logprob_chunk_size actor.grad_clip "
+    "actor.ppo_micro_batch_size_per_device actor.ppo_max_token_len_per_device actor.ppo_epochs "
+    "actor.logprob_chunk_size actor.grad_clip "
     "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio actor.policy_loss.tau_pos "
     "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
     "critic.ppo_epochs critic.cliprange_value "
@@ -125,7 +136,7 @@ def _batch_problems(config: Config) -> list[str]:
     batch = data.train_batch_size
     if min(batch, n) < 1:
         return []
-    for name in ("actor", "critic") if uses_critic(config) else ("actor",):
+    for name in trained(config):
         mini, micro = mini_batch_size(config, name), micro_batch_size(config, name)
         if min(mini, micro) < 1:
             continue
@@ -134,11 +145,17 @@ def _batch_problems(config: Config) -> list[str]:
                 f"data.train_batch_size={batch} must be a multiple of {name}.ppo_mini_batch_size={mini} "
                 "(both in prompts)"
             )
-        if mini * n % micro:
+        if mini * n % micro and not config.actor.use_dynamic_bsz:
             problems.append(
                 f"{name}.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} responses must be a multiple "
                 f"of {name}.ppo_micro_batch_size_per_device={micro}"
             )
+    longest, budget = data.max_prompt_length + data.max_response_length, token_budget(config)
+    if budget is not None and budget < longest:
+        problems.append(
+            f"actor.ppo_max_token_len_per_device={budget} must be at least data.max_prompt_length + "
+            f"max_response_length = {longest}"
+        )
     at_once = config.rollout.max_num_seqs
     if at_once < 0:
         problems.append(f"rollout.max_num_seqs={at_once} must be 0 (as many as fit the memory) or more")
@@ -245,6 +262,11 @@ def uses_critic(config: Config) -> bool:
     """Whether the advantage estimator needs a value function."""
     estimator = advantages.ESTIMATORS.get(config.algorithm.adv_estimator)
     return estimator is not None and needs(estimator, "values")
+
+
+def trained(config: Config) -> tuple[str, ...]:
+    """The sections of the models that are trained."""
+    return ("actor", "critic") if uses_critic(config) else ("actor",)
 
 
 def keeps_some(config: Config) -> bool:

@@ -18,49 +18,33 @@ whichever is longer. Peak is the most memory that the process has taken so far, 
 """
 
 import argparse
-import json
-import os
-import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from contenders import (
+    SHAPES,
+    Integers,
+    config_json,
+    device_figure,
+    forward_products,
+    jax_peak,
+    make_parser,
+    make_prompts,
+    max_rss,
+    seconds_of,
+    serve,
+    start_contenders,
+    take_turns,
+    tunix_llama,
+    write_output,
+)
 from markdown_table import markdown_table
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-                         num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, model_type="llama"),
-    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-                         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, model_type="qwen2"),
-    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-                         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, model_type="qwen2"),
-    "qwen2.5-7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-                       num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False, model_type="qwen2"),
-    "tiny": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, vocab_size=256, tie_word_embeddings=True, model_type="llama"),
-}  # fmt: skip
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "TPU v5 lite": 0.82e12, "TPU v5": 2.77e12}  # bytes/s
-
-
-def config_json(shape: str) -> dict[str, Any]:
-    """config.json of a random model of this shape."""
-    model_type = SHAPES[shape]["model_type"]
-    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[model_type]
-    return {**SHAPES[shape], "architectures": [architecture], "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
-            "hidden_act": "silu", "max_position_embeddings": 8192, "initializer_range": 0.02}  # fmt: skip
-
-
-def make_prompts(args: argparse.Namespace) -> list[list[int]]:
-    """Distinct prompts, each of which is answered args.group times."""
-    rng = np.random.default_rng(7)
-    vocabulary = SHAPES[args.shape]["vocab_size"]
-    return rng.integers(10, vocabulary, (args.batch // args.group, args.prompt_length)).tolist()
 
 
 def make_lengths(case: str, batch: int) -> np.ndarray:
@@ -93,10 +77,11 @@ class Ours:
             relay = jax.jit(lambda p: unstack_layers(cast_matrices(p, self.arch, jnp.dtype(dtype))))
             self.params = jax.block_until_ready(relay(init_params(self.arch, 0)))
 
-    def __call__(self, case: str) -> np.ndarray:
+    def __call__(self, case: str) -> tuple[int, float]:
         from dapo_jax.rollout.engine import Engine, EngineSettings
         from dapo_jax.rollout.sampling import TRAIN, Sampling
 
+        start = time.perf_counter()
         lengths, on_cpu = make_lengths(case, self.args.batch), self.jax.default_backend() == "cpu"
         if case not in self.engines:
             self.engines[case] = Engine(EngineSettings(
@@ -109,48 +94,48 @@ class Ours:
                 self.params, self.prompts, range(len(self.prompts)), num_samples=self.args.group, purpose=TRAIN,
                 sampling=Sampling.create(1.0, 1.0, -1), limits=lengths,
             )  # fmt: skip
-        return rollout.mask.sum(axis=1)
+        return int(rollout.mask.sum()), time.perf_counter() - start
 
-    def limit(self, case: str) -> float:
+    def limit(self, case: str) -> dict[str, float]:
         """Tokens per second if there were nothing but matrix products, or nothing but memory traffic."""
-        jax, jnp, arch = self.jax, self.jax.numpy, self.arch
-        from dapo_jax.models.attention import matmul
-
-        @jax.jit
-        def products(params: Any, x: Any) -> Any:
-            for layer in params["layers"]:
-                query = matmul("bd,dnh->bnh", x, layer["query"])
-                key, value = matmul("bd,dkh->bkh", x, layer["key"]), matmul("bd,dkh->bkh", x, layer["value"])
-                x = matmul("bnh,nhd->bd", query, layer["output"]) + jnp.mean(key) + jnp.mean(value)
-                x = matmul("bf,fd->bd", matmul("bd,df->bf", x, layer["gate"]) + matmul("bd,df->bf", x, layer["up"]),
-                           layer["down"])  # fmt: skip
-            return jnp.max(matmul("bd,vd->bv", x, params["head"] if "head" in params else params["embedding"]), axis=-1)
-
         lengths = make_lengths(case, self.args.batch)
-        alive = (lengths[:, None] > np.arange(lengths.max())).sum(axis=0)  # rows of each step
-        bandwidth = next((v for k, v in BANDWIDTH.items() if k in jax.devices()[0].device_kind), None)
-        itemsize = self.params["layers"][0]["query"].dtype.itemsize
-        weights = sum(x.nbytes for x in jax.tree.leaves(self.params))
-        per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * itemsize
-        seconds, measured = 0.0, {}
-        for length, count in enumerate(alive):
-            rows = int(count) if count % 8 == 0 else 1 << (int(count).bit_length() - 1)  # no more than there are
-            if rows not in measured:
-                hidden = jnp.full((rows, arch.hidden_size), 1e-3, jnp.float32)
-                with jax.set_mesh(self.mesh):
-                    times = [seconds_of(lambda x=hidden: jax.block_until_ready(products(self.params, x)))
-                             for _ in range(8)]  # fmt: skip
-                measured[rows] = statistics.median(times[2:])
-            step = measured[rows]
-            if bandwidth is not None:
-                cache = count / self.mesh.size * (self.args.prompt_length + length) * per_token
-                step = max(step, (weights + cache) / bandwidth)
-            seconds += step
-        return float(lengths.sum() / seconds)
+        seconds = least_seconds(self.params, self.arch, self.mesh, lengths, self.args.prompt_length)
+        return {"limit": float(lengths.sum() / seconds)}
 
     def peak(self) -> float:
         """Bytes."""
         return jax_peak(self.jax)
+
+
+def least_seconds(params: Any, arch: Any, mesh: Any, lengths: np.ndarray, prompt_length: int) -> float:
+    """Seconds of sampling responses of these lengths, the longer at each step of its products and of its reading.
+
+    Args:
+        params: decoding weights.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    products = jax.jit(lambda params, x: forward_products(params, x, len(x)))
+    alive = (lengths[:, None] > np.arange(lengths.max())).sum(axis=0)  # rows of each step
+    bandwidth = device_figure(BANDWIDTH)
+    itemsize = params["layers"][0]["query"].dtype.itemsize
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * itemsize
+    seconds, measured = 0.0, {}
+    for length, count in enumerate(alive):
+        rows = int(count) if count % 8 == 0 else 1 << (int(count).bit_length() - 1)  # no more than there are
+        if rows not in measured:
+            hidden = jnp.full((rows, arch.hidden_size), 1e-3, jnp.float32)
+            with jax.set_mesh(mesh):
+                times = [seconds_of(lambda x=hidden: jax.block_until_ready(products(params, x))) for _ in range(8)]
+            measured[rows] = statistics.median(times[2:])
+        step = measured[rows]
+        if bandwidth is not None:
+            cache = count / mesh.size * (prompt_length + length) * per_token
+            step = max(step, (weights + cache) / bandwidth)
+        seconds += step
+    return seconds
 
 
 class HuggingFace:
@@ -167,7 +152,8 @@ class HuggingFace:
         self.model = self.model.to(self.device).eval()
         self.prompts = torch.tensor(make_prompts(args)).repeat_interleave(args.group, dim=0).to(self.device)
 
-    def __call__(self, case: str) -> np.ndarray:
+    def __call__(self, case: str) -> tuple[int, float]:
+        start = time.perf_counter()
         torch, lengths = self.torch, make_lengths(case, self.args.batch)
         ends = torch.tensor(lengths + self.args.prompt_length, device=self.device)
 
@@ -180,7 +166,7 @@ class HuggingFace:
             stopping_criteria=[ended],
         )  # fmt: skip
         assert found.shape[1] == self.args.prompt_length + lengths.max()
-        return lengths
+        return int(lengths.sum()), time.perf_counter() - start
 
     def peak(self) -> float:
         """Bytes."""
@@ -192,32 +178,22 @@ class Tunix:
 
     def __init__(self, args: argparse.Namespace, dtype: str) -> None:
         import jax
-        import jax.numpy as jnp
-        from flax import nnx
-        from tunix.models.llama3 import model as llama  # pyright: ignore[reportMissingImports]
         from tunix.rl.rollout import base_rollout, vanilla_rollout  # pyright: ignore[reportMissingImports]
 
         self.jax, self.args, self.base_rollout, shape = jax, args, base_rollout, SHAPES[args.shape]
         head_dim = shape["hidden_size"] // shape["num_attention_heads"]
-        config = llama.ModelConfig(
-            num_layers=shape["num_hidden_layers"], vocab_size=shape["vocab_size"], embed_dim=shape["hidden_size"],
-            hidden_dim=shape["intermediate_size"], num_heads=shape["num_attention_heads"], head_dim=head_dim,
-            num_kv_heads=shape["num_key_value_heads"], rope_theta=100000, norm_eps=1e-5, weight_tying=True,
-        )  # fmt: skip
-        model = llama.Llama3(config, rngs=nnx.Rngs(0))
-        rng = np.random.default_rng(0)  # its own initial feed-forward layers are zero
-        nnx.update(model, jax.tree.map(
-            lambda x: jnp.asarray(rng.normal(0, 0.02, x.shape), dtype) if x.ndim >= 2 else x, nnx.state(model)
-        ))  # fmt: skip
         longest = max(int(case.rsplit(" ", 1)[1]) for case in args.cases)
         cache = base_rollout.CacheConfig(
             cache_size=args.prompt_length + longest, num_layers=shape["num_hidden_layers"],
             num_kv_heads=shape["num_key_value_heads"], head_dim=head_dim,
         )  # fmt: skip
-        self.rollout = vanilla_rollout.VanillaRollout(model, _Integers(), cache_config_or_size=cache)
+        self.rollout = vanilla_rollout.VanillaRollout(
+            tunix_llama(shape, dtype), Integers(), cache_config_or_size=cache
+        )
         self.prompts = [" ".join(map(str, prompt)) for prompt in make_prompts(args) for _ in range(args.group)]
 
-    def __call__(self, case: str) -> np.ndarray:
+    def __call__(self, case: str) -> tuple[int, float]:
+        start = time.perf_counter()
         lengths = make_lengths(case, self.args.batch)
         if lengths.min() < lengths.max():
             raise NotImplementedError("no lengths by row")
@@ -228,157 +204,27 @@ class Tunix:
         )  # fmt: skip
         found = self.rollout.generate(self.prompts, config)
         assert all(len(tokens) == new for tokens in found.tokens)
-        return lengths
+        return int(lengths.sum()), time.perf_counter() - start
 
     def peak(self) -> float:
         """Bytes."""
         return jax_peak(self.jax)
 
 
-class _Integers:
-    """A tokenizer whose text is the token ids, for Tunix."""
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        return " ".join(str(int(i)) for i in ids)
-
-    def bos_id(self) -> int:
-        return 0  # none is added
-
-    def eos_id(self) -> int:
-        return 1
-
-    def pad_id(self) -> int:
-        return 0
-
-
 CONTENDERS: dict[str, Callable[[argparse.Namespace, str], Any]] = {"dapo_jax": Ours, "hf": HuggingFace, "tunix": Tunix}
-
-
-def seconds_of(function: Callable[[], Any]) -> float:
-    """Wall time."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def jax_peak(jax: Any) -> float:
-    """The most bytes that JAX has held on its first device; on a CPU, that the process has."""
-    stats = jax.local_devices()[0].memory_stats()
-    return stats["peak_bytes_in_use"] if stats else max_rss()
-
-
-def max_rss() -> float:
-    """Peak resident bytes of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def serve(args: argparse.Namespace) -> None:
-    """A contender: reads the name of a case a line, samples it, and writes what it took."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints does not mix with the replies
-    name, dtype = args.serve.split(":")
-    contender = CONTENDERS[name](args, dtype)
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        reply: dict[str, Any] = {}
-        try:
-            if request.get("limit"):
-                reply["limit"] = contender.limit(request["case"])
-            else:
-                start = time.perf_counter()
-                reply["tokens"] = int(contender(request["case"]).sum())
-                reply |= {"seconds": time.perf_counter() - start, "peak": contender.peak()}
-        except NotImplementedError as error:
-            reply["skipped"] = str(error)
-        print(json.dumps(reply), file=replies, flush=True)
-
-
-class Contender:
-    """A process that samples when it is asked to."""
-
-    def __init__(self, name: str, dtype: str, python: str, arguments: Sequence[str]) -> None:
-        self.name = f"{name} {dtype}"
-        self.errors = tempfile.TemporaryFile("w+")
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]),
-                       "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the contenders share an accelerator
-        self.process = subprocess.Popen(
-            [python, __file__, *arguments, "--serve", f"{name}:{dtype}"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
-        )  # fmt: skip
-
-    def ready(self) -> bool:
-        """Whether it has started: no if its packages are missing."""
-        return bool(self._reply())
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Its answer to a request."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        reply = self._reply()
-        if not reply:
-            raise RuntimeError(f"{self.name} has ended: {self.last_error()}")
-        return reply
-
-    def _reply(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {}
-
-    def last_error(self) -> str:
-        """The last line that it wrote to its error output."""
-        self.errors.seek(0)
-        return (self.errors.read().strip().splitlines() or ["no message"])[-1]
-
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.wait()
 
 
 def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of the table."""
-    pythons = {"dapo_jax": sys.executable, "hf": sys.executable, "tunix": sys.executable}
-    pythons |= dict(peer.split("=", 1) for peer in args.peers)
     wanted = [("dapo_jax", dtype) for dtype in args.dtypes] + [("hf", args.dtypes[0]), ("tunix", args.dtypes[0])]
-    contenders = []
-    for name, dtype in wanted:
-        contender = Contender(name, dtype, pythons[name], arguments)
-        if contender.ready():
-            contenders.append(contender)
-        else:
-            print(f"{name} is left out: {contender.last_error()}", flush=True)
+    contenders = start_contenders(__file__, wanted, args, arguments)
     rows = []
     try:
         for case in args.cases:
-            taking_part = [(contender, contender.ask(case=case)) for contender in contenders]
-            taking_part = [(contender, first) for contender, first in taking_part if "skipped" not in first]
-            times: dict[str, list[float]] = {contender.name: [] for contender, _ in taking_part}
-            last = {}
-            for _ in range(args.repeats):
-                for contender, _ in taking_part:
-                    last[contender.name] = contender.ask(case=case)
-                    times[contender.name].append(last[contender.name]["seconds"])
-            limits = {c.name: c.ask(case=case, limit=True)["limit"] for c, _ in taking_part if c.name[:4] == "dapo"}
-            speeds = {name: last[name]["tokens"] / statistics.median(taken) for name, taken in times.items()}
-            ours = speeds[contenders[0].name]
-            for contender, first in taking_part:
-                name = contender.name
-                rows.append({
-                    "case": case,
-                    "contender": name,
-                    "tokens/s": speeds[name],
-                    "ours / it": ours / speeds[name],
-                    "of the limit": speeds[name] / limits[name] if name in limits else None,
-                    "limit tokens/s": limits.get(name),
-                    "compile s": first["seconds"] - statistics.median(times[name]),
-                    "peak GiB": last[name]["peak"] / 2**30,
-                    "seconds": times[name],
-                })  # fmt: skip
+            results = take_turns(contenders, case, args.repeats)
+            for result in results:
+                limit = result.contender.ask(case=case, limit=True)["limit"] if result.contender.ours else None
+                rows.append({"case": case, **result.row(results[0], limit)})
                 print(markdown_table(rows[-1:], leave_out=("seconds",)), flush=True)
     finally:
         for contender in contenders:
@@ -387,28 +233,16 @@ def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--batch", type=int, default=64, help="responses")
-    parser.add_argument("--group", type=int, default=8, help="responses to each prompt")
-    parser.add_argument("--prompt-length", type=int, default=32)
+    parser = make_parser(__doc__)
     parser.add_argument("--chunk", type=int, default=16, help="tokens between two looks at what has ended (dapo_jax)")
     parser.add_argument("--cases", nargs="+", default=["fixed 64", "fixed 256", "long tail 256"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of dapo_jax; peers: the first")
-    parser.add_argument("--peers", nargs="*", default=[], help="NAME=PYTHON of hf and tunix, where not this one")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.serve:
-        serve(args)
+        serve(args.serve, lambda name, dtype: CONTENDERS[name](args, dtype))
         return
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    rows = measure(args, given)
+    rows = measure(args, list(sys.argv[1:] if arguments is None else arguments))
     print("\n" + markdown_table(rows, leave_out=("seconds",)))
-    if args.output:
-        shown = {name: value for name, value in vars(args).items() if name not in ("output", "serve", "peers")}
-        args.output.write_text(json.dumps({**shown, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_output(args, rows=rows)
 
 
 if __name__ == "__main__":

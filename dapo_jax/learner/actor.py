@@ -17,6 +17,7 @@ from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import cast_matrices, unflatten, weight_table
 from dapo_jax.parallel.sharding import DECODE_RULES, batch_sharding, replicated, weight_sharding
 
@@ -28,7 +29,8 @@ class ActorSettings:
     arch: Architecture
     dtype: Any  # of the operands of matrix products
     temperature: float  # of the sampling policy
-    remat: bool
+    remat: str  # a name of models/remat.py's POLICIES
+    attention_kernel: AttentionKernel | None  # None: XLA's attention
     chunk_size: int  # tokens whose logits exist at a time
     loss_mode: str  # a name of LOSSES
     loss_options: Mapping[str, float]  # options of the losses by name
@@ -60,6 +62,7 @@ def loss_fn(params: Any, batch: Batch, settings: ActorSettings) -> tuple[jax.Arr
         arch=settings.arch,
         temperature=settings.temperature,
         remat=settings.remat,
+        attention_kernel=settings.attention_kernel,
         chunk_size=settings.chunk_size,
         entropy_gradient=settings.entropy_coeff != 0,
     )
@@ -113,7 +116,8 @@ def build_actor(settings: ActorSettings, mesh: Mesh) -> Actor:
             batch,
             arch=arch,
             temperature=settings.temperature,
-            remat=False,
+            remat="none",
+            attention_kernel=settings.attention_kernel,
             chunk_size=settings.chunk_size,
             entropy_gradient=False,
         )

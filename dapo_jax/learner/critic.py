@@ -13,9 +13,11 @@ from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.value_loss import clipped_value_loss
 from dapo_jax.containers import Batch, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState
+from dapo_jax.learner.token_logprobs import response_hidden
 from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import cast_matrices
 from dapo_jax.parallel.sharding import batch_sharding, replicated
 
@@ -26,7 +28,8 @@ class CriticSettings:
 
     arch: Architecture  # with a scalar head
     dtype: Any  # of the operands of matrix products
-    remat: bool
+    remat: str  # a name of models/remat.py's POLICIES
+    attention_kernel: AttentionKernel | None  # None: XLA's attention
     cliprange_value: float
     optimizer: OptimizerSettings
 
@@ -48,8 +51,8 @@ def critic_architecture(policy: Architecture) -> Architecture:
 def response_values(params: Any, batch: Batch, settings: CriticSettings) -> jax.Array:
     """Value [B, R] of the state in which each response token was drawn; float32."""
     params = cast_matrices(params, settings.arch, settings.dtype)
-    hidden = transformer.forward_responses(
-        params, batch.prompts, batch.prompt_mask, batch.responses, batch.mask, settings.arch, remat=settings.remat
+    hidden = response_hidden(
+        params, batch, arch=settings.arch, remat=settings.remat, attention_kernel=settings.attention_kernel
     )
     return transformer.scalar(params, hidden)
 

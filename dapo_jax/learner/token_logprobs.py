@@ -14,7 +14,8 @@ def response_logprobs(
     *,
     arch: Architecture,
     temperature: float,
-    remat: bool,
+    remat: str,
+    attention_kernel: transformer.AttentionKernel | None,
     chunk_size: int,
     entropy_gradient: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -25,18 +26,18 @@ def response_logprobs(
 
     Args:
         params: weights in the dtype of the matrix products.
+        remat, attention_kernel: as for `response_hidden`.
         chunk_size: tokens of all rows together.
         entropy_gradient: whether the entropy is differentiated, or only reported.
     """
-    hidden = transformer.forward_responses(
-        params, batch.prompts, batch.prompt_mask, batch.responses, batch.mask, arch, remat=remat
-    )
+    hidden = response_hidden(params, batch, arch=arch, remat=remat, attention_kernel=attention_kernel)
 
     def chunk_logprobs(chunk):
         hidden, tokens = chunk
         logits = transformer.logits(params, hidden) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        is_chosen = tokens[..., None] == jnp.arange(logits.shape[-1])  # a gather would not stay on a divided vocabulary
+        chosen = jnp.sum(logits, axis=-1, where=is_chosen)
         log_probabilities = logits - normalizer[..., None]
         if not entropy_gradient:
             log_probabilities = jax.lax.stop_gradient(log_probabilities)
@@ -48,6 +49,26 @@ def response_logprobs(
     chunks = jax.tree.map(lambda x: _split_columns(x, columns), (hidden, batch.responses))
     logprobs, entropy = jax.lax.map(jax.checkpoint(chunk_logprobs), chunks)
     return _join_columns(logprobs, length), _join_columns(entropy, length)
+
+
+def response_hidden(
+    params: transformer.Params,
+    batch: Batch,
+    *,
+    arch: Architecture,
+    remat: str,
+    attention_kernel: transformer.AttentionKernel | None,
+) -> jax.Array:
+    """Hidden states [B, R, D] float32 that predict each response token.
+
+    Args:
+        remat: a name of models/remat.py's POLICIES.
+        attention_kernel: a fused kernel, for rows with a prompt each; None: XLA's attention.
+    """
+    arrays = batch.prompts, batch.prompt_mask, batch.responses, batch.mask
+    if attention_kernel is None:
+        return transformer.forward_responses(params, *arrays, arch, remat=remat)
+    return transformer.forward_contiguous(params, *arrays, arch, remat=remat, attention_kernel=attention_kernel)
 
 
 def _split_columns(x: jax.Array, columns: int) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.containers import Batch, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
@@ -26,9 +26,9 @@ class Trainable:
     shardings: Any  # of the parameters
     init_random: Callable[[int], TrainState]  # seed -> state
     init_from: Callable[[Any], TrainState]  # params (donated) -> state
-    zero_gradients: Callable[[Any], Any]  # params -> gradients
+    zero_gradients: Callable[[Any], Any]  # params -> float32 gradients [data, ...], for each copy of the params
     accumulate: Callable[[Any, Any, Batch], tuple[Any, Metrics]]  # (params, gradients, batch); gradients are donated
-    apply: Callable[[TrainState, Any, Any], tuple[TrainState, jax.Array]]  # the state is donated
+    apply: Callable[[TrainState, Any, Any], tuple[TrainState, jax.Array]]  # (state, gradients, rate), state donated
     state_shape: Any  # TrainState of jax.ShapeDtypeStruct with shardings, for restoring
 
 
@@ -54,7 +54,22 @@ def build_trainable(loss_fn: Loss, arch: Architecture, optimizer: OptimizerSetti
 
     def accumulate(params, gradients, batch):
         (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-        return jax.tree.map(jnp.add, gradients, new), metrics
+        return jax.tree.map(jnp.add, gradients, new), jax.lax.psum(metrics, "data")
+
+    # Copies of the parameters add up what their own rows give; what all of them give is added once, before the step.
+    accumulate = jax.shard_map(
+        accumulate,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec("data")),
+        out_specs=(PartitionSpec("data"), PartitionSpec()),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    copies = mesh.shape["data"]
+    gradient_shardings = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("data", *x.spec)), shardings)
+
+    def apply(state, gradients, rate):
+        return apply_gradients(state, jax.tree.map(lambda x: jnp.sum(x, axis=0), gradients), rate, optimizer)
 
     return Trainable(
         shardings=shardings,
@@ -64,16 +79,19 @@ def build_trainable(loss_fn: Loss, arch: Architecture, optimizer: OptimizerSetti
         init_from=jax.jit(
             lambda params: init_state(params, optimizer), out_shardings=state_shardings, donate_argnums=0
         ),
-        zero_gradients=jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=shardings),
+        zero_gradients=jax.jit(
+            lambda params: jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), x.dtype), params),
+            out_shardings=gradient_shardings,
+        ),
         accumulate=jax.jit(
             accumulate,
-            in_shardings=(shardings, shardings, rows),
-            out_shardings=(shardings, whole),
+            in_shardings=(shardings, gradient_shardings, rows),
+            out_shardings=(gradient_shardings, whole),
             donate_argnums=1,
         ),
         apply=jax.jit(
-            lambda state, gradients, rate: apply_gradients(state, gradients, rate, optimizer),
-            in_shardings=(state_shardings, shardings, whole),
+            apply,
+            in_shardings=(state_shardings, gradient_shardings, whole),
             out_shardings=(state_shardings, whole),
             donate_argnums=0,
         ),

@@ -14,6 +14,7 @@ from dapo_jax.algorithms.aggregation import token_weights
 from dapo_jax.containers import Batch, Mean
 from dapo_jax.learner.actor import Actor
 from dapo_jax.learner.critic import Critic
+from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.learner.trainable import Metrics, Trainable
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
@@ -27,7 +28,7 @@ class UpdateSettings:
 
     learning_rate: float
     mini_batch_rows: int  # responses per optimizer step
-    micro_batch_rows: int  # responses per forward and backward pass, over all devices
+    micro_batches: MicroBatches
     epochs: int
     loss_agg_mode: str
     loss_scale_factor: float
@@ -45,7 +46,7 @@ def update_policy(
 
     def select(state: TrainState, mini_batch: Batch) -> Batch:
         assert actor.select is not None
-        logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batch_rows, mesh)
+        logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batches, mesh)
         whole = put((mini_batch, logprobs), replicated(mesh))
         return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
 
@@ -71,19 +72,21 @@ def update_critic(
 
 
 def compute_logprobs(
-    actor: Actor, params: Any, batch: Batch, micro_batch_rows: int, mesh: Mesh
+    actor: Actor, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] of `batch` under `params`, by the training forward pass."""
-    logprobs, entropy = _in_pieces(actor.logprobs, params, batch, micro_batch_rows, mesh)
+    logprobs, entropy = _in_pieces(actor.logprobs, params, batch, micro_batches, mesh)
     return np.where(batch.mask, logprobs, 0.0), np.where(batch.mask, entropy, 0.0)
 
 
-def compute_values(critic: Critic, params: Any, batch: Batch, micro_batch_rows: int, mesh: Mesh) -> np.ndarray:
+def compute_values(
+    critic: Critic, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh
+) -> np.ndarray:
     """Values [B, R] of `batch`."""
-    return np.where(batch.mask, _in_pieces(critic.values, params, batch, micro_batch_rows, mesh), 0.0)
+    return np.where(batch.mask, _in_pieces(critic.values, params, batch, micro_batches, mesh), 0.0)
 
 
-def split_rows(batch: Batch, rows: int) -> Iterator[Batch]:
+def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
     """Consecutive slices of `rows` rows, with their prompts; the last may be shorter."""
     total = batch.mask.shape[0]
     for start in range(0, total, rows):
@@ -92,21 +95,22 @@ def split_rows(batch: Batch, rows: int) -> Iterator[Batch]:
         )
 
 
-def pad_rows(batch: Batch, rows: int) -> Batch:
-    """`batch` with zero rows appended to `rows` rows: their masks are False, so they change nothing."""
-    present = batch.mask.shape[0]
+def _in_pieces(
+    function: Callable[[Any, Batch], Any], params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh
+) -> Any:
+    """The result of `function`, arrays [B, R], computed a micro-batch at a time; 0 behind a micro-batch's width."""
+    rows, pieces = [], []
+    for numbers, piece in micro_batches.split(batch):
+        rows.append(numbers)
+        pieces.append(function(params, put(piece, batch_sharding(mesh))))
 
-    def pad(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, ((0, rows * len(x) // present - len(x)),) + ((0, 0),) * (x.ndim - 1))
+    def assemble(*parts: np.ndarray) -> np.ndarray:
+        whole = np.zeros(batch.mask.shape, parts[0].dtype)
+        for numbers, part in zip(rows, parts, strict=True):
+            whole[numbers, : part.shape[1]] = part[: len(numbers)]
+        return whole
 
-    return jax.tree.map(pad, batch)
-
-
-def _in_pieces(function: Callable[[Any, Batch], Any], params: Any, batch: Batch, rows: int, mesh: Mesh) -> Any:
-    """The result of `function` for all rows, computed `rows` at a time."""
-    pieces = [function(params, put(pad_rows(piece, rows), batch_sharding(mesh))) for piece in split_rows(batch, rows)]
-    total = batch.mask.shape[0]
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[:total], *fetch(pieces))
+    return jax.tree.map(assemble, *fetch(pieces))
 
 
 def _optimizer_steps(
@@ -123,14 +127,14 @@ def _optimizer_steps(
     """
     steps = []
     for _ in range(settings.epochs):
-        for mini_batch in split_rows(batch, settings.mini_batch_rows):
+        for mini_batch in mini_batches(batch, settings.mini_batch_rows):
             if prepare is not None:
                 mini_batch = prepare(state, mini_batch)
             mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings, mesh))
             gradients = learner.zero_gradients(state.params)
             parts: list[Metrics] = []
-            for micro_batch in split_rows(mini_batch, settings.micro_batch_rows):
-                placed = put(pad_rows(micro_batch, settings.micro_batch_rows), batch_sharding(mesh))
+            for _, micro_batch in settings.micro_batches.split(mini_batch):
+                placed = put(micro_batch, batch_sharding(mesh))
                 gradients, new = learner.accumulate(state.params, gradients, placed)
                 parts.append(new)
             state, norm = learner.apply(state, gradients, np.float32(settings.learning_rate))

@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
+from dapo_jax.models.remat import rematerialized
 from dapo_jax.parallel.sharding import constrain, constrain_rows
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
+AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @struct.dataclass
@@ -46,7 +49,7 @@ def forward(
     mask: jax.Array,
     arch: Architecture,
     *,
-    remat: bool = False,
+    remat: str = "none",
 ) -> jax.Array:
     """Hidden states [B, T, D] float32 after the final norm, under causal attention.
 
@@ -54,7 +57,7 @@ def forward(
         params: weights; "layers" stacked in one pytree (scanned) or a list of pytrees (unrolled).
         tokens, positions: [B, T] int32.
         mask: [B, T] bool, True on real tokens; padding may stand anywhere.
-        remat: recompute each layer in the backward pass instead of keeping its activations.
+        remat: what the backward pass finds kept, a name of models/remat.py's POLICIES.
     """
     hidden, _ = _run_layers(params, tokens, positions, mask, arch, remat=remat, keep_cache=False)
     return hidden
@@ -68,7 +71,7 @@ def forward_responses(
     mask: jax.Array,
     arch: Architecture,
     *,
-    remat=False,
+    remat: str = "none",
 ) -> jax.Array:
     """Hidden states [B, R, D] float32 that predict each response token; each prompt is run once.
 
@@ -101,8 +104,7 @@ def forward_responses(
         response, _ = block(hidden[1], layer, rotation, attend, arch)
         return (constrain_rows(prompt), constrain_rows(response)), None
 
-    if remat:
-        layer_step = jax.checkpoint(layer_step)
+    layer_step = rematerialized(layer_step, remat)
     hidden = constrain_rows(embed(params, prompts)), constrain_rows(embed(params, responses[:, :length]))
     (prompt, response), _ = jax.lax.scan(layer_step, hidden, params["layers"])
     first = jnp.repeat(prompt[:, -1:], samples, axis=0)
@@ -110,11 +112,50 @@ def forward_responses(
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
 
 
+def forward_contiguous(
+    params: Params,
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    responses: jax.Array,
+    mask: jax.Array,
+    arch: Architecture,
+    *,
+    attention_kernel: AttentionKernel,
+    remat: str = "none",
+) -> jax.Array:
+    """What `forward_responses` returns, with rows laid out as kernels want them: prompt and response without a gap.
+
+    Args:
+        prompts, prompt_mask: [B, P], left-padded: one a row.
+        attention_kernel: (query, key, value, lengths) -> [B, T, N, H], see models/fused_attention.py.
+    """
+    width, length = prompts.shape[1], responses.shape[1]
+    real = jnp.concatenate([prompt_mask, mask[:, : max(length - 1, 1)]], axis=1)  # the last token predicts nothing
+    tokens = jnp.concatenate([prompts, responses[:, : max(length - 1, 1)]], axis=1)
+    prompt_lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
+    lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
+    places = jnp.arange(tokens.shape[1])
+    tokens = jnp.take_along_axis(tokens, jnp.minimum(places + width - prompt_lengths[:, None], places[-1]), axis=1)
+    rotation = rotary(jnp.broadcast_to(places, tokens.shape), arch)
+
+    def attend(query, key, value):
+        return attention_kernel(query, key, value, lengths), None
+
+    def layer_step(x, layer):
+        x, _ = block(x, layer, rotation, attend, arch)
+        return constrain_rows(x), None
+
+    x, _ = jax.lax.scan(rematerialized(layer_step, remat), constrain_rows(embed(params, tokens)), params["layers"])
+    before = jnp.clip(prompt_lengths[:, None] - 1 + jnp.arange(length), 0, places[-1])
+    hidden = jnp.take_along_axis(x, before[..., None], axis=1)
+    return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
+
+
 def prefill(
     params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture
 ) -> tuple[jax.Array, list[KeyValue]]:
     """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values as a LayerCache has them."""
-    hidden, cache = _run_layers(params, tokens, positions_of(mask), mask, arch, remat=False, keep_cache=True)
+    hidden, cache = _run_layers(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
     if not isinstance(cache, list):
         cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(arch.num_layers)]
     return hidden[:, -1], cache
@@ -182,8 +223,7 @@ def _run_layers(params, tokens, positions, mask, arch, *, remat, keep_cache) -> 
         x, cache = block(x, layer, rotation, attend, arch)
         return constrain_rows(x), cache
 
-    if remat:
-        layer_step = jax.checkpoint(layer_step)
+    layer_step = rematerialized(layer_step, remat)
     if isinstance(params["layers"], list):
         cache = []
         for layer in params["layers"]:
@@ -213,8 +253,9 @@ def block(
         key = rms_norm(key, layer["key_norm"], arch.rms_norm_eps)
     dtype = layer["query"].dtype
     query, key = rotate(query, rotation).astype(dtype), rotate(key, rotation).astype(dtype)
-    attended, cache = attend(query, key, value.astype(dtype))
-    x = x + matmul("btnh,nhd->btd", attended, layer["output"])
+    query, key, value = map(checkpoint_name, (query, key, value.astype(dtype)), ("query", "key", "value"))
+    attended, cache = attend(query, key, value)
+    x = x + matmul("btnh,nhd->btd", checkpoint_name(attended, "attended"), layer["output"])
     normed = rms_norm(x, layer["mlp_norm"], arch.rms_norm_eps)
     gate = jax.nn.silu(matmul("btd,df->btf", normed, layer["gate"]))
     up = matmul("btd,df->btf", normed, layer["up"])

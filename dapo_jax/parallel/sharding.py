@@ -77,10 +77,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Inside jit: lays `x` over the mesh of `jax.set_mesh` as `spec` says; without a mesh, nothing."""
-    if jax.sharding.get_abstract_mesh().empty:
+    """Inside jit: lays `x` over the mesh of `jax.set_mesh` as `spec` says; without a mesh, nothing.
+
+    Inside a shard_map, `x` is what one place along the mapped axes holds, and the other axes divide it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec)
+
+    def left(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        names = axes if isinstance(axes, tuple) else (axes,)
+        return tuple(name for name in names if name is not None and name not in mesh.manual_axes)
+
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(left, spec)))
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

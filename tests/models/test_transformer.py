@@ -37,7 +37,7 @@ def score(params, tokens, mask, arch):
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def loss_and_gradient(params, tokens, mask, arch, remat=False):
+def loss_and_gradient(params, tokens, mask, arch, remat="none"):
     """Mean negative log-probability of the next token, over all positions."""
 
     def loss(params):
@@ -185,7 +185,7 @@ def test_remat_changes_no_value_and_no_gradient():
     arch, params = small_model("qwen3_qknorm")
     tokens = random_tokens(arch, 2, 8)
     mask = np.ones_like(tokens, bool)
-    kept, recomputed = (loss_and_gradient(params, tokens, mask, arch, remat) for remat in (False, True))
+    kept, recomputed = (loss_and_gradient(params, tokens, mask, arch, remat) for remat in ("none", "full"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), kept, recomputed)
 
 

@@ -13,6 +13,7 @@ from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.containers import Batch, Rollout
 from dapo_jax.learner.actor import ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
+from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import (
     UpdateSettings,
@@ -56,16 +57,17 @@ def mesh_of(shape) -> Mesh:
 
 def actor_settings(**changes) -> ActorSettings:
     values = dict(
-        arch=ARCH, dtype=jnp.dtype(jnp.float32), temperature=0.8, remat=True, chunk_size=40, loss_mode="vanilla",
-        loss_options=LOSS_OPTIONS, entropy_coeff=0.0, kl_loss_coef=0.0, kl_loss_type="k3+", optimizer=OPTIMIZER,
+        arch=ARCH, dtype=jnp.dtype(jnp.float32), temperature=0.8, remat="full", attention_kernel=None, chunk_size=40,
+        loss_mode="vanilla", loss_options=LOSS_OPTIONS, entropy_coeff=0.0, kl_loss_coef=0.0, kl_loss_type="k3+",
+        optimizer=OPTIMIZER,
     )  # fmt: skip
     return ActorSettings(**{**values, **changes})
 
 
 def critic_of(mesh):
     settings = CriticSettings(
-        arch=critic_architecture(ARCH), dtype=jnp.dtype(jnp.float32), remat=True, cliprange_value=0.2,
-        optimizer=OPTIMIZER,
+        arch=critic_architecture(ARCH), dtype=jnp.dtype(jnp.float32), remat="full", attention_kernel=None,
+        cliprange_value=0.2, optimizer=OPTIMIZER,
     )  # fmt: skip
     return build_critic(settings, mesh)
 
@@ -109,9 +111,14 @@ def batch_of(rollout: Rollout, sharing: int = SAMPLES, width: int = 8) -> Batch:
     )
 
 
+def rows(number: int) -> MicroBatches:
+    """Micro-batches of so many rows, over all devices."""
+    return MicroBatches(num_shards=1, rows_per_device=number)
+
+
 def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, mode="token-mean"):
     return UpdateSettings(
-        learning_rate=lr, mini_batch_rows=mini, micro_batch_rows=micro, epochs=epochs, loss_agg_mode=mode,
+        learning_rate=lr, mini_batch_rows=mini, micro_batches=rows(micro), epochs=epochs, loss_agg_mode=mode,
         loss_scale_factor=float(LENGTH), count_empty_sequences=count_empty,
     )  # fmt: skip
 
@@ -256,7 +263,7 @@ def test_one_model_sampler_and_training_logprobs_agree():
         state = actor.trainable.init_random(0)
         for sharing, width in ((SAMPLES, 8), (2, 12), (1, 8)):
             batch = batch_of(rollout, sharing, width)
-            trained, _ = compute_logprobs(actor, state.params, batch, 12, mesh)
+            trained, _ = compute_logprobs(actor, state.params, batch, rows(12), mesh)
             np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
 
 
@@ -339,10 +346,10 @@ def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
         with jax.set_mesh(mesh):
             actor, critic = build_actor(actor_settings(), mesh), critic_of(mesh)
             state = critic.init_from_policy(actor.trainable.init_random(0).params)
-            assert (compute_values(critic, state.params, batch, micro, mesh) == 0).all()  # a zero head
+            assert (compute_values(critic, state.params, batch, rows(micro), mesh) == 0).all()  # a zero head
             for _ in range(2):  # the head learns first, then what is below it
                 state, metrics = update_critic(critic, state, batch, update_settings(mini=32, micro=micro), mesh)
-            values = compute_values(critic, state.params, batch, micro, mesh)
+            values = compute_values(critic, state.params, batch, rows(micro), mesh)
             results.append((jax.device_get(state.moments[0].mu), values, metrics))
     for moments, values, metrics in results[1:]:
         assert_close(moments, results[0][0], 1e-5)
@@ -360,7 +367,7 @@ def test_what_is_not_trained_on_is_still_read():
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(), mesh)
         state = actor.trainable.init_random(0)
-        logprobs, _ = compute_logprobs(actor, state.params, masked, 32, mesh)
+        logprobs, _ = compute_logprobs(actor, state.params, masked, rows(32), mesh)
         np.testing.assert_allclose(logprobs, rollout.logprobs, atol=1e-4)
         _, metrics = step(actor, state, masked, mesh, mini=32)
     expected = -np.mean(batch.advantages[masked.loss_mask])

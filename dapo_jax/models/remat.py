@@ -1,0 +1,24 @@
+"""Device: which results of a layer the backward pass finds kept, and which it computes again."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import checkpoint_policies as policies
+
+ATTENTION = ("query", "key", "value", "attended")  # names that models/transformer.py gives to results of a layer
+
+# name -> what is kept of each layer; None keeps everything
+POLICIES: Mapping[str, Any] = {
+    "none": None,
+    "full": policies.nothing_saveable,  # its input only
+    "attention": policies.save_only_these_names(*ATTENTION),  # what the attention's backward pass needs
+    "dots": policies.dots_with_no_batch_dims_saveable,  # results of products with weights
+    "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),  # the same, in the host's memory
+}
+
+
+def rematerialized(layer_step: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """`layer_step` with what the policy does not keep computed again in the backward pass (arXiv:1604.06174)."""
+    kept = POLICIES[policy]
+    return layer_step if kept is None else jax.checkpoint(layer_step, policy=kept)

@@ -1,0 +1,74 @@
+"""Host: how fast a whole training step is, beside TRL's GRPOTrainer (torch) and Tunix' GRPO learner.
+
+    python scripts/benchmark_step.py --repeats 3 --output step.json
+    python scripts/benchmark_step.py --peers "trl=/path/to/torch/env/bin/python" "tunix=/path/to/tunix/env/bin/python"
+
+A step samples a fixed number of tokens to every prompt (no end-of-sequence token is possible), scores the responses and
+updates the policy once. Model, options and contenders are those of benchmark_update.py; what is measured:
+
+    dapo_jax NAME  the loop of train.py: collect (with the verifier processes and the group filter), train_on, metrics,
+                   advance; not what it logs and saves
+    trl, tunix     from the beginning of a step of their trainer to the beginning of the next
+
+Peers have no group filter, and sample with their own default: TRL with transformers' generate, Tunix with its own
+sampler. The columns are those of benchmark_update.py. The limit adds those of the two parts: sampling at the speed of
+its matrix products or of the memory, whichever is slower, and the update.
+"""
+
+import time
+from collections.abc import Sequence
+
+import benchmark_rollout
+import benchmark_update
+import numpy as np
+from benchmark_update import TRL, Ours, Tunix, num_tokens, run_benchmark
+
+
+class OursStep(Ours):
+    """dapo_jax."""
+
+    def __call__(self, case: str) -> tuple[int, float]:
+        from dapo_jax.dynamic_sampling.metrics import sampling_metrics
+        from dapo_jax.train import advance, collect, experience_metrics, train_on
+
+        start, step = time.perf_counter(), self.progress.step + 1
+        accepted = collect(self.run, self.models, self.stream, self.progress, step)
+        self.models, metrics = train_on(self.run, self.models, accepted.experience, self.progress, step)
+        metrics |= sampling_metrics(accepted) | experience_metrics(self.run, accepted)
+        self.progress = advance(self.run.config, self.progress, accepted, metrics)
+        self.stream = accepted.state
+        self.jax.block_until_ready(self.models)
+        seconds = time.perf_counter() - start
+        assert accepted.experience is not None
+        assert accepted.experience.num_tokens == self.args.batch * self.args.new_tokens
+        return num_tokens(self.args), seconds
+
+    def limit(self, case: str) -> dict[str, float | None]:
+        """Tokens per second of matrix products and memory traffic alone."""
+        weights = self.run.decode_weights(self.models.actor.params)
+        lengths = np.full(self.args.batch, self.args.new_tokens)
+        sampling = benchmark_rollout.least_seconds(
+            weights, self.run.arch, self.run.mesh, lengths, self.args.prompt_length
+        )
+        update = benchmark_update.least_seconds(self.run, weights, self.args)
+        return {"limit": num_tokens(self.args) / (sampling + update)}
+
+
+class TRLStep(TRL):
+    """TRL's GRPOTrainer."""
+
+    whole_step = True
+
+
+class TunixStep(Tunix):
+    """Google Tunix' GRPO learner."""
+
+    whole_step = True
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_benchmark(__file__, __doc__, {"dapo_jax": OursStep, "trl": TRLStep, "tunix": TunixStep}, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,463 @@
+"""Host: how fast the policy is updated, beside TRL's GRPOTrainer (torch) and Tunix' GRPO learner.
+
+    python scripts/benchmark_update.py --repeats 3 --output update.json
+    python scripts/benchmark_update.py --peers "trl=/path/to/torch/env/bin/python" "tunix=/path/to/tunix/env/bin/python"
+    python scripts/benchmark_update.py --ours shared "kept=model.enable_gradient_checkpointing=False"
+
+An update is forward pass, backward pass and optimizer step (AdamW) of one mini-batch under DAPO's loss, on a random
+Llama (default: the shape of SmolLM2-135M), with responses of equal length. Every contender is a process of its own with
+the same prompts and responses; they take turns, and only one computes at a time. A peer is left out if its packages are
+not installed. What is measured:
+
+    dapo_jax NAME  train.update on rows from training_batch.rows_of, under the config options that --ours gives NAME
+    trl            a step of GRPOTrainer (loss_type "dapo") less _generate_and_score_completions: its training_step
+                   calls, gradient clipping, optimizer and what its loop does around them
+    tunix          all RLCluster.update_actor of a step, with DAPO's loss
+
+Responses are given, nothing is sampled. The peers keep all activations; dapo_jax does as its options say (the default
+computes them again). In bfloat16, weights and moments of dapo_jax and TRL (autocast) are float32, those of Tunix not.
+
+Columns: tokens/s counts prompt and response of every row, also where a prompt is run once for several rows; it is the
+median of the repeats after a first call, whose extra time is "compile s". "Of the limit" compares with the matrix
+products alone, measured in dapo_jax in the same dtype and run: three times those of forward passes over the
+micro-batches, with a prompt in every row and the head on responses only. Shared prompts can exceed it. MFU is the FLOPs
+of these products over what the device's data sheet promises in bfloat16. Peak is the most memory that the process has
+taken.
+"""
+
+import argparse
+import ast
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from contenders import (
+    SHAPES,
+    Integers,
+    Turns,
+    config_json,
+    device_figure,
+    forward_products,
+    jax_peak,
+    make_parser,
+    make_prompts,
+    max_rss,
+    seconds_of,
+    serve,
+    start_contenders,
+    take_turns,
+    tunix_llama,
+    write_output,
+)
+from markdown_table import markdown_table
+
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6": 918e12}
+LEARNING_RATE = 1e-6
+MANY = 10**6  # steps, more than are ever taken
+
+
+def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """The reward: share of even token ids."""
+    return float(np.mean([int(word) % 2 == 0 for word in solution.split()] or [0.0]))
+
+
+def make_responses(args: argparse.Namespace) -> np.ndarray:
+    """The responses [B, R] that are trained on."""
+    vocabulary = SHAPES[args.shape]["vocab_size"]
+    return np.random.default_rng(5).integers(10, vocabulary, (args.batch, args.new_tokens))
+
+
+def as_text(token_ids: Sequence[Sequence[int]]) -> list[str]:
+    """Each row as `integer_tokenizer` reads and writes it."""
+    return [" ".join(map(str, row)) for row in token_ids]
+
+
+def num_tokens(args: argparse.Namespace) -> int:
+    """Tokens of a batch, prompts counted in every row."""
+    return args.batch * (args.prompt_length + args.new_tokens)
+
+
+def integer_tokenizer(vocab_size: int) -> Any:
+    """A `tokenizers.Tokenizer` whose text is the token ids."""
+    import tokenizers
+
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {str(i): i for i in range(2, vocab_size)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return backend
+
+
+def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> Any:
+    """A Run of dapo_jax on a random model of the shape, under DAPO's defaults and `options`."""
+    import dataclasses
+
+    import jax
+
+    from dapo_jax.config import default_config, freeze
+    from dapo_jax.data.order import PromptOrder
+    from dapo_jax.data.prompts import PromptSet
+    from dapo_jax.data.rows import PromptRow
+    from dapo_jax.data.tokenizer import Tokenizer
+    from dapo_jax.learner.actor import LatestWeights, build_actor
+    from dapo_jax.models.architecture import architecture_from_hf
+    from dapo_jax.rollout.engine import Engine
+    from dapo_jax.run import actor_settings, build_estimator, engine_settings, init_models, open_run
+    from dapo_jax.validation import validate
+
+    num_prompts = args.batch // args.group
+    values = default_config()
+    values.update_from_flattened_dict({
+        "model.path": "random", "model.dtype": dtype, "data.task": "arithmetic",
+        "data.train_batch_size": num_prompts, "data.max_prompt_length": max(args.prompt_length, 16),
+        "data.max_response_length": args.new_tokens, "rollout.n": args.group, "rollout.max_num_seqs": args.batch,
+        "reward.function": "benchmark_update.score",
+        "algorithm.filter_groups.metric": "score", "algorithm.filter_groups.max_num_gen_batches": 1,
+        "algorithm.filter_groups.on_limit": "fallback_unfiltered", "actor.ppo_mini_batch_size": num_prompts,
+        "actor.ppo_micro_batch_size_per_device": max(args.micro // jax.device_count(), 1),
+        "actor.old_logprob": "rollout", "actor.optim.lr": LEARNING_RATE, "trainer.compilation_cache_dir": "",
+        "trainer.total_training_steps": MANY, **options,
+    })  # fmt: skip
+    config = freeze(values)
+    validate(config)
+    run = stack.enter_context(open_run(config, initial_step=0))
+    arch = architecture_from_hf(config_json(args.shape))
+    actor = build_actor(actor_settings(config, arch, run.mesh), run.mesh)
+    prompts = make_prompts(args)
+    rows = [PromptRow(text, "benchmark", "", {}) for text in as_text(prompts)]
+    tokenizer = Tokenizer(integer_tokenizer(arch.vocab_size), (), 0, {}, False, None)
+    engine = Engine(engine_settings(config, arch, tokenizer, run.mesh))
+    return dataclasses.replace(
+        run,
+        arch=arch,
+        train_set=PromptSet(rows, prompts),
+        order=PromptOrder(num_prompts, seed=0, shuffle=False),
+        actor=actor,
+        decode_weights=LatestWeights(actor.decode_weights),
+        estimator=build_estimator(config, arch.vocab_size, run.mesh),
+        sampler=dataclasses.replace(run.sampler, tokenizer=tokenizer, engine=engine),
+        init_models=lambda: init_models(config, arch, actor, None, run.mesh),
+    )
+
+
+class Ours:
+    """dapo_jax."""
+
+    def __init__(self, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> None:
+        import jax
+
+        from dapo_jax.train import first_state
+
+        self.jax, self.args, self.stack = jax, args, ExitStack()
+        self.run = open_random_run(self.stack, args, dtype, options)
+        self.models, self.progress, self.stream = first_state(self.run)
+        self.batch: Any = None
+
+    def __call__(self, case: str) -> tuple[int, float]:
+        from dapo_jax.train import update
+
+        self.batch = self.batch or self._make_batch()
+        start = time.perf_counter()
+        self.models, _ = update(self.run, self.models, self.batch, step=MANY // 2)
+        self.jax.block_until_ready(self.models)
+        return num_tokens(self.args), time.perf_counter() - start
+
+    def _make_batch(self) -> Any:
+        import dataclasses
+
+        from dapo_jax.rollout.experience import Experience
+        from dapo_jax.training_batch import rows_of
+
+        groups, size, length = self.args.batch // self.args.group, self.args.group, self.args.new_tokens
+        batch = rows_of(self.run, Experience(
+            numbers=np.arange(groups), rows=np.arange(groups), prompts=self.run.train_set.tokens,
+            responses=make_responses(self.args).astype(np.int32).reshape(groups, size, length),
+            mask=np.ones((groups, size, length), bool), finished=np.ones((groups, size), bool), texts=[], scores={},
+            logprobs=np.full((groups, size, length), -math.log(self.run.arch.vocab_size), np.float32),
+            versions=np.zeros(groups, np.int64), num_errors=0,
+        ))  # fmt: skip
+        advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
+        return dataclasses.replace(batch, advantages=advantages.astype(np.float32))
+
+    def limit(self, case: str) -> dict[str, float | None]:
+        """Tokens per second of the matrix products alone, and at the speed of the data sheet."""
+        peak, tokens = device_figure(PEAK), num_tokens(self.args)
+        seconds = least_flops(self.run.arch, self.args) / (peak * self.run.mesh.size) if peak is not None else None
+        weights = self.run.decode_weights(self.models.actor.params)
+        return {
+            "limit": tokens / least_seconds(self.run, weights, self.args),
+            "at peak": tokens / seconds if seconds is not None else None,
+        }
+
+    def peak(self) -> float:
+        """Bytes."""
+        return jax_peak(self.jax)
+
+
+def least_seconds(run: Any, weights: Any, args: argparse.Namespace) -> float:
+    """Seconds of the matrix products of an update: three times those of the forward passes over all micro-batches.
+
+    Args:
+        weights: decoding weights.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from dapo_jax.parallel.mesh import num_batch_shards
+
+    shards = num_batch_shards(run.mesh)
+    micro = max(args.micro // shards, 1)  # every device computes one device's rows
+    products = jax.jit(forward_products, static_argnums=2)
+    hidden = jnp.full((micro * (args.prompt_length + args.new_tokens), run.arch.hidden_size), 1e-3, jnp.float32)
+    times = [
+        seconds_of(lambda: jax.block_until_ready(products(weights, hidden, micro * args.new_tokens))) for _ in range(5)
+    ]
+    return 3 * statistics.median(times[2:]) * args.batch / (micro * shards)
+
+
+def least_flops(arch: Any, args: argparse.Namespace) -> float:
+    """FLOPs of the same products: 6 for each weight of a layer and token, and of the head and response token."""
+    from dapo_jax.models.weights import weight_table
+
+    layers = sum(math.prod(weight.shape) for weight in weight_table(arch) if weight.is_matrix and weight.stacked)
+    head = arch.vocab_size * arch.hidden_size
+    return 6.0 * (layers * num_tokens(args) + head * args.batch * args.new_tokens)
+
+
+class TRL:
+    """TRL's GRPOTrainer, on a CUDA device if there is one. Its step waits for a turn where it begins."""
+
+    whole_step = False  # or the update alone
+
+    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
+        import tempfile
+
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
+        import trl  # pyright: ignore[reportMissingImports]
+        from datasets import Dataset  # pyright: ignore[reportMissingImports]
+
+        self.torch, self.args, self.on_gpu = torch, args, torch.cuda.is_available()
+        settings = transformers.AutoConfig.for_model(**config_json(args.shape), pad_token_id=0, eos_token_id=1)
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=integer_tokenizer(settings.vocab_size), pad_token="<pad>", eos_token="<eos>",
+            padding_side="left",
+        )  # fmt: skip
+        prompts = [prompt for seed in range(64) for prompt in make_prompts(args, seed=seed)]
+        config = trl.GRPOConfig(
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=args.micro, num_generations=args.group,
+            gradient_accumulation_steps=args.batch // args.micro, max_completion_length=args.new_tokens,
+            generation_kwargs={"min_new_tokens": args.new_tokens}, temperature=1.0, top_p=1.0, top_k=0,
+            loss_type="dapo", epsilon=0.2, epsilon_high=0.28, beta=0.0, learning_rate=LEARNING_RATE, max_steps=MANY,
+            lr_scheduler_type="constant", gradient_checkpointing=False, bf16=dtype == "bfloat16",
+            use_cpu=not self.on_gpu, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+
+        def reward(completions: list[str], **_: Any) -> list[float]:
+            return [score("", completion, "", {}) for completion in completions]
+
+        self.trainer = trl.GRPOTrainer(
+            model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": as_text(prompts)}),
+        )  # fmt: skip
+        generate, score_all = self.trainer._generate_single_turn, self.trainer._generate_and_score_completions
+        self.apart = 0.0  # seconds of generating and scoring
+        given = make_responses(args).tolist()
+
+        def generate_or_give(*rest: Any, **named: Any) -> Any:
+            return generate(*rest, **named) if self.whole_step else (given, None)
+
+        def timed(*rest: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            found = score_all(*rest, **named)
+            self._synchronize()
+            self.apart += time.perf_counter() - start
+            return found
+
+        self.trainer._generate_single_turn, self.trainer._generate_and_score_completions = generate_or_give, timed
+
+        def loop(turns: Turns) -> None:
+            def begin(*_: Any, **__: Any) -> None:
+                self._synchronize()
+                turns.wait_for_turn()
+
+            callback = transformers.TrainerCallback()
+            callback.on_step_begin = begin
+            self.trainer.add_callback(callback)
+            self.trainer.train()
+
+        self.turns = Turns(loop)
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
+
+    def __call__(self, case: str) -> tuple[int, float]:
+        self.apart = 0.0
+        seconds = self.turns.take()
+        return num_tokens(self.args), seconds if self.whole_step else seconds - self.apart
+
+    def peak(self) -> float:
+        """Bytes."""
+        return self.torch.cuda.max_memory_allocated() if self.on_gpu else max_rss()
+
+
+class Tunix:
+    """Google Tunix' GRPO learner, on a Llama of the same shape. Its step waits for a turn where it takes data."""
+
+    whole_step = False  # or the update alone
+
+    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
+        import jax
+        import optax
+        from flax import nnx
+        from tunix.rl import rl_cluster  # pyright: ignore[reportMissingImports]
+        from tunix.rl.grpo import dapo_learner, grpo_learner  # pyright: ignore[reportMissingImports]
+        from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
+
+        self.jax, self.args, num_prompts = jax, args, args.batch // args.group
+        mesh = jax.make_mesh((jax.device_count(), 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        model = tunix_llama(SHAPES[args.shape], dtype)
+        micro = max(args.micro // args.group, 1)  # prompts
+        cluster = rl_cluster.RLCluster(
+            actor=model, reference=None, tokenizer=Integers(),
+            cluster_config=rl_cluster.ClusterConfig(
+                role_to_mesh={role: mesh for role in (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE,
+                                                      rl_cluster.Role.ROLLOUT)},
+                rollout_engine="vanilla",
+                training_config=rl_cluster.RLTrainingConfig(
+                    actor_optimizer=optax.adamw(LEARNING_RATE), eval_every_n_steps=MANY, max_steps=MANY,
+                    mini_batch_size=num_prompts, train_micro_batch_size=micro, rollout_micro_batch_size=num_prompts,
+                    compute_logps_micro_batch_size=micro,
+                ),
+                rollout_config=base_rollout.RolloutConfig(
+                    max_tokens_to_generate=args.new_tokens, max_prompt_length=args.prompt_length, temperature=1.0,
+                    top_p=1.0, top_k=None, eos_tokens=[-1], kv_cache_size=args.prompt_length + args.new_tokens,
+                ),
+            ),
+        )  # fmt: skip
+        generate, update_actor = cluster.generate, cluster.update_actor
+        self.updating = 0.0  # seconds
+        responses = make_responses(args)
+
+        def generate_or_give(prompts: Any, **named: Any) -> Any:
+            if self.whole_step:
+                return generate(prompts, **named)
+            return base_rollout.RolloutOutput(
+                text=as_text(responses.tolist()), logits=[], tokens=list(responses),
+                left_padded_prompt_tokens=np.array([Integers().encode(prompt) for prompt in prompts]), logprobs=None,
+            )  # fmt: skip
+
+        def wait() -> None:
+            jax.block_until_ready(jax.tree.leaves(nnx.state(cluster.actor_trainer.model)))
+
+        def timed_update(*rest: Any, **named: Any) -> None:
+            start = time.perf_counter()
+            update_actor(*rest, **named)
+            if not self.whole_step:
+                wait()
+            self.updating += time.perf_counter() - start
+
+        cluster.generate, cluster.update_actor = generate_or_give, timed_update
+        config = dapo_learner.DAPOConfig(num_generations=args.group, overlong_buffer=None)
+        config.beta = 0.0  # DAPO's None asks for a reference model
+
+        def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
+            return [score("", completion, "", {}) for completion in completions]
+
+        learner = grpo_learner.GRPOLearner(cluster, config, reward_fns=reward)
+
+        def loop(turns: Turns) -> None:
+            def batches() -> Any:
+                for seed in range(MANY):
+                    wait()
+                    turns.wait_for_turn()
+                    yield {"prompts": np.array(as_text(make_prompts(args, seed=seed)))}
+
+            learner.train(batches())
+
+        self.turns = Turns(loop)
+
+    def __call__(self, case: str) -> tuple[int, float]:
+        self.updating = 0.0
+        seconds = self.turns.take()
+        return num_tokens(self.args), seconds if self.whole_step else self.updating
+
+    def peak(self) -> float:
+        """Bytes."""
+        return jax_peak(self.jax)
+
+
+def variants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The options of each variant of dapo_jax, by its name."""
+    found = {}
+    for variant in args.ours:
+        name, _, options = variant.partition("=")
+        pairs = [option.split("=", 1) for option in options.split(",") if option]
+        found[f"dapo_jax {name}"] = {key: _value(text) for key, text in pairs}
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def measure(script: str, args: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """The rows of the table, and the versions of each contender's packages."""
+    wanted = [(name, dtype) for dtype in args.dtypes for name in variants(args)]
+    contenders = start_contenders(
+        script, [*wanted, *((peer, args.dtypes[0]) for peer in ("trl", "tunix"))], args, arguments
+    )
+    try:
+        results = take_turns(contenders, "", args.repeats)
+        limits: dict[str, dict[str, Any]] = {}  # by dtype
+        for contender in contenders:
+            if contender.ours and contender.dtype not in limits:
+                limits[contender.dtype] = contender.ask(case="", limit=True)
+        rows = []
+        for result in results:
+            limit = limits[result.contender.dtype]
+            row = result.row(results[0], limit["limit"])
+            if "at peak" in limit:
+                row["MFU"] = result.speed / limit["at peak"] if limit["at peak"] is not None else None
+            rows.append(row)
+    finally:
+        for contender in contenders:
+            contender.close()
+    return {"versions": {contender.name: contender.versions for contender in contenders}, "rows": rows}
+
+
+def run_benchmark(
+    script: str, description: str | None, contenders: dict[str, type], arguments: Sequence[str] | None
+) -> None:
+    """The command line of a benchmark of `contenders`: "dapo_jax" and the peers."""
+    parser = make_parser(description)
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--micro", type=int, default=16, help="responses per forward and backward pass")
+    parser.add_argument("--ours", nargs="+", default=["shared", "plain=actor.share_prompts=False"],
+                        metavar="NAME[=KEY=VALUE,...]", help="variants of dapo_jax, by config options")  # fmt: skip
+    args = parser.parse_args(arguments)
+    if args.serve:
+        options = variants(args)
+        serve(args.serve, lambda name, dtype: contenders["dapo_jax"](args, dtype, options[name]) if name in options
+              else contenders[name](args, dtype))  # fmt: skip
+        return
+    found = measure(script, args, list(sys.argv[1:] if arguments is None else arguments))
+    print(markdown_table(found["rows"], leave_out=("seconds",)))
+    write_output(args, **found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_benchmark(__file__, __doc__, {"dapo_jax": Ours, "trl": TRL, "tunix": Tunix}, arguments)
+
+
+if __name__ == "__main__":
+    main()
