@@ -13,39 +13,38 @@ import jax.numpy as jnp
 MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """einsum with both operands in the dtype of `weight` and a float32 result, in the backward pass too.
 
+    Left to itself, JAX would multiply a float32 cotangent with a bfloat16 operand that it widens to float32.
     Each subscript stands in at least two of the three arrays.
     """
-    if weight.dtype == jnp.float32:
-        precision = jax.lax.Precision.HIGHEST
-        return jnp.einsum(subscripts, x.astype(jnp.float32), weight, precision=precision)
-    return _rounded_matmul(subscripts, x, weight)
+    return _product(subscripts, x.astype(weight.dtype), weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded_matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Left to itself, JAX would multiply the float32 cotangent with operands that it widens to float32."""
-    return jnp.einsum(subscripts, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _forward(subscripts: str, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
     rounded = x.astype(weight.dtype)
-    return _rounded_matmul(subscripts, rounded, weight), (rounded, weight, jnp.zeros((), x.dtype))
+    return _product(subscripts, rounded, weight), (rounded, weight, jnp.zeros((), x.dtype))
 
 
 def _backward(subscripts: str, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight, x_dtype = saved
+    x, weight, x_like = saved
     inputs, output = subscripts.split("->")
     of_x, of_weight = inputs.split(",")
-    cotangent = cotangent.astype(weight.dtype)
-    to_x = jnp.einsum(f"{output},{of_weight}->{of_x}", cotangent, weight, preferred_element_type=jnp.float32)
-    to_weight = jnp.einsum(f"{of_x},{output}->{of_weight}", x, cotangent, preferred_element_type=jnp.float32)
-    return to_x.astype(x_dtype.dtype), to_weight.astype(weight.dtype)
+    # Behind the barrier a CPU does not compute them anew, column by column, where they are transposed operands.
+    x, cotangent = jax.lax.optimization_barrier((x, cotangent.astype(weight.dtype)))
+    to_x = _product(f"{output},{of_weight}->{of_x}", cotangent, weight)
+    to_weight = _product(f"{of_x},{output}->{of_weight}", x, cotangent)
+    return to_x.astype(x_like.dtype), to_weight.astype(weight.dtype)
 
 
-_rounded_matmul.defvjp(_forward, _backward)
+matmul.defvjp(_forward, _backward)
 
 
 def causal(length: int, mask: jax.Array) -> jax.Array:
