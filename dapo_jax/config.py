@@ -60,12 +60,22 @@ class RandomModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of the policy (arXiv:2106.09685): they alone are trained and saved."""
+
+    rank: int = 0  # 0 = train all weights
+    alpha: float = 16.0  # what the adapters add is multiplied with alpha / rank
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     path: str = ""  # Hugging Face directory, .gguf file, or "random"
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
     attention: str = "xla"  # of training: xla | cudnn (NVIDIA GPUs, bfloat16) | splash (TPUs)
     remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload, see models/remat.py
+    lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
 
 
@@ -230,6 +240,8 @@ class OptimConfig:
     weight_decay: float = 0.1  # verl's framework: 0.01; its DAPO scripts: 0.1
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    moments_dtype: str = "float32"  # of Adam's two moments: float32 | bfloat16 (half the memory, rounded at random)
+    offload: bool = False  # keep the moments in the host's memory between updates (GPUs and TPUs)
 
 
 @dataclass(frozen=True)
@@ -265,7 +277,7 @@ class ActorConfig:
     use_kl_loss: bool = False  # add the KL divergence to the reference to the loss
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"  # a name of PENALTIES in dapo_jax/algorithms/kl.py
-    old_logprob: str = "auto"  # rollout | recompute | auto (rollout, unless it differs from the training pass)
+    old_logprob: str = "auto"  # rollout | recompute | auto (rollout; if the training pass differs, see algorithms.md)
     logprob_chunk_size: int = 4096  # tokens per device whose logits exist at a time
     grad_clip: float = 1.0  # global norm
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -28,20 +28,29 @@ from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor
+from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor, build_freeze
 from dapo_jax.learner.critic import Critic, CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import OptimizerSettings
+from dapo_jax.learner.trainable import HOST
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import fused_attention
 from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.lora import Lora
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.models.weights import count_params, weight_table
+from dapo_jax.models.weights import count_params, init_params, unflatten, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
-from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights, place_weight, replicated
+from dapo_jax.parallel.sharding import (
+    DECODE_RULES,
+    TRAIN_RULES,
+    indivisible_weights,
+    place_weight,
+    replicated,
+    weight_sharding,
+)
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine, EngineSettings
@@ -89,7 +98,11 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
     train_set, eval_set = read_prompts(config, tokenizer)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
-    actor = build_actor(actor_settings(config, arch, mesh), mesh)
+    check_memory(config)
+    settings = actor_settings(config, arch, mesh)
+    freeze = build_freeze(arch, settings.dtype, mesh)
+    frozen = freeze(load_base(config, arch, mesh)) if settings.lora is not None else None
+    actor = build_actor(settings, mesh, frozen)
     critic = build_critic(critic_settings(config, arch), mesh) if uses_critic(config) else None
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -121,7 +134,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             actor=actor,
             critic=critic,
             decode_weights=LatestWeights(actor.decode_weights),
-            reference=load_reference(config, arch, actor, mesh) if uses_reference(config) else None,
+            reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
             scorer=load_scorer(config, compute_dtype(config), mesh) if config.reward.model.path else None,
             estimator=build_estimator(config, arch.vocab_size, mesh),
             sampler=Sampler(tokenizer, verifiers, engine, config.rollout.stop),
@@ -237,7 +250,14 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
         optimizer=optimizer_settings(actor),
+        lora=lora_of(config),
     )
+
+
+def lora_of(config: Config) -> Lora | None:
+    """The adapters that are trained, None if all weights are."""
+    lora = config.model.lora
+    return Lora(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None
 
 
 def loss_options(actor: ActorConfig) -> dict[str, float]:
@@ -262,8 +282,25 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
     """AdamW's settings, apart from the learning rate."""
     optim = section.optim
     return OptimizerSettings(
-        betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, grad_clip=section.grad_clip
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        grad_clip=section.grad_clip,
+        moments_dtype=jnp.dtype(optim.moments_dtype),
+        offload=optim.offload,
     )
+
+
+def check_memory(config: Config) -> None:
+    """Raises ValueError if moments are to lie in a memory that the devices do not reach."""
+    for name in trained(config):
+        optim = getattr(config, name).optim
+        kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+        if optim.offload and (HOST not in kinds or jax.default_backend() == "cpu"):
+            raise ValueError(
+                f"{name}.optim.offload=True needs devices with a memory of their own, and JAX has "
+                f"{jax.default_backend()}: set it to False"
+            )
 
 
 def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:
@@ -337,21 +374,33 @@ def describe(run: Run) -> str:
 
 def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic | None, mesh: Mesh) -> Models:
     """The policy of model.path, and a critic with its weights and a zero head."""
-    if config.model.path == RANDOM:
+    if lora_of(config) is not None:
         state = actor.trainable.init_random(config.seed)
+        trunk = load_base(config, arch, mesh) if critic is not None else None
     else:
-        state = actor.trainable.init_from(load_policy(config.model.path, arch, mesh))
-    return Models(actor=state, critic=critic.init_from_policy(state.params) if critic is not None else None)
+        state = actor.trainable.init_from(load_base(config, arch, mesh))
+        trunk = state.params
+    return Models(actor=state, critic=critic.init_from_policy(trunk) if critic is not None else None)
 
 
-def load_reference(config: Config, arch: Architecture, actor: Actor, mesh: Mesh) -> Any:
-    """The weights of the reference policy, in the dtype of matrix products."""
+def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of model.path, sharded for training."""
+    if config.model.path == RANDOM:
+        shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in weight_table(arch))
+        return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(config.seed)
+    return load_policy(config.model.path, arch, mesh)
+
+
+def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
+    """What `actor.logprobs` takes as the reference policy: its weights in the dtype of products, or no adapters."""
+    if lora_of(config) is not None:
+        return {}
     path = config.reference.path or config.model.path
     if path == RANDOM:
-        return actor.freeze(actor.trainable.init_random(config.seed).params)
+        return freeze(load_base(config, arch, mesh))
     if config.reference.path is not None and read_model_architecture(Path(path).expanduser()) != arch:
         raise ValueError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
-    return actor.freeze(load_policy(path, arch, mesh))
+    return freeze(load_policy(path, arch, mesh))
 
 
 def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:

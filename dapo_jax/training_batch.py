@@ -33,6 +33,7 @@ from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores, shape
 from dapo_jax.validation import keeps_some, trained, uses_critic
 
+FALLBACK_THRESHOLD = "2.0"
 Metrics = dict[str, float]
 jitted_kl_penalty = jax.jit(kl_penalty, static_argnames="estimator")
 jitted_keep_samples = jax.jit(
@@ -242,8 +243,13 @@ def keep_some(run: Run, experience: Experience, batch: Batch) -> tuple[Batch, Me
 
 
 def correct_rollout(run: Run, batch: Batch, sampled: np.ndarray) -> tuple[Batch, Metrics]:
-    """Importance weights and rejection for a sampler that differs from the training pass, and their metrics."""
+    """Importance weights and rejection for a sampler that differs from the training pass, and their metrics.
+
+    Once actor.old_logprob=auto has fallen back, the weights are those of tokens, truncated at FALLBACK_THRESHOLD.
+    """
     settings = run.config.algorithm.rollout_correction
+    if run.config.actor.old_logprob == "auto":
+        settings = dataclasses.replace(settings, rollout_is="token", rollout_is_threshold=FALLBACK_THRESHOLD)
     arrays = put((batch.old_logprobs, sampled, batch.mask), replicated(run.mesh))
     metrics = fetch(jitted_mismatch_metrics(*arrays))
     if settings.rollout_is != "none":

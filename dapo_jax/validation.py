@@ -16,6 +16,7 @@ from dapo_jax.config import (
 )
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
+from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 
 CHOICES = {
@@ -23,6 +24,8 @@ CHOICES = {
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.attention": ("xla", "cudnn", "splash"),
+    "actor.optim.moments_dtype": ("float32", "bfloat16"),
+    "critic.optim.moments_dtype": ("float32", "bfloat16"),
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
     "algorithm.adv_estimator": tuple(advantages.ESTIMATORS),
     "algorithm.kl_penalty": kl.PENALTIES,
@@ -225,6 +228,16 @@ def _algorithm_problems(config: Config) -> list[str]:
             parse_threshold(threshold)
         except ValueError as error:
             problems.append(f"algorithm.rollout_correction: {error}")
+    lora = config.model.lora
+    if lora.rank < 0 or lora.alpha <= 0:
+        problems.append(f"model.lora.rank={lora.rank} must be 0 (off) or more, and alpha={lora.alpha} greater than 0")
+    if not lora.target_modules or set(lora.target_modules) - set(TARGETS):
+        problems.append(f"model.lora.target_modules={lora.target_modules} must be some of {', '.join(TARGETS)}")
+    if lora.rank and config.reference.path is not None:
+        problems.append(
+            f"reference.path={config.reference.path} does not go with model.lora.rank={lora.rank}: the reference is "
+            "the model without its adapters; set reference.path=null"
+        )
     if config.reward.function == "none" and not config.reward.model.path:
         problems.append("reward.function=none needs a reward model: give reward.model.path")
     if config.reward.function == "none" and algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc":

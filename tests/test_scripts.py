@@ -1,8 +1,10 @@
 """The scripts that are Python: their arithmetic and what they print."""
 
+import argparse
 import importlib.util
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def load(name: str):
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))  # a script finds its neighbours
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -60,3 +64,36 @@ def test_log_and_metrics_are_summed_up_alike(tmp_path):
     assert from_log[1:3] == from_metrics[1:3]
     assert "(2.00 a step)" in from_log[1] and "50.0%" in from_log[2] and "8 (4.0 a round)" in from_log[3]
     assert monitor.log_summary({"batches": []}) == ["no generation round in the log: is the filter on?"]
+
+
+def test_variants_of_ours_are_named_options_of_their_types():
+    update = load("benchmark_update")
+    given = ["a", "b=actor.share_prompts=False,actor.optim.lr=1e-6,model.dtype=x"]
+    assert update.variants(argparse.Namespace(ours=given)) == {
+        "dapo_jax a": {},
+        "dapo_jax b": {"actor.share_prompts": False, "actor.optim.lr": 1e-6, "model.dtype": "x"},
+    }
+
+
+def test_a_foreign_loop_takes_a_step_only_when_it_is_asked_to_and_its_error_is_seen():
+    turns_of, steps = load("contenders").Turns, []
+
+    def loop(turns):
+        for number in range(2):
+            turns.wait_for_turn()
+            steps.append(number)
+        raise OSError("the end")
+
+    turns = turns_of(loop)
+    assert steps == []
+    turns.take()
+    assert steps == [0]
+    with pytest.raises(OSError, match="the end"):
+        turns.take()
+
+
+def test_benchmarked_lengths_have_a_long_tail():
+    rollout = load("benchmark_rollout")
+    lengths = rollout.make_lengths("long tail 256", 64)
+    assert lengths.min() >= 1 and lengths.max() <= 256 and 256 / 8 < lengths.mean() < 256 / 5
+    assert (rollout.make_lengths("fixed 64", 3) == 64).all()

@@ -17,9 +17,12 @@ from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.lora import Lora, adapter_table, init_adapters, merged, with_adapters
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.models.weights import cast_matrices, unflatten, weight_table
-from dapo_jax.parallel.sharding import DECODE_RULES, batch_sharding, replicated, weight_sharding
+from dapo_jax.models.weights import cast_matrices, init_params, unflatten, weight_table
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, replicated, weight_sharding
+
+OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
 
 
 @dataclass(frozen=True)
@@ -38,26 +41,33 @@ class ActorSettings:
     kl_loss_coef: float  # 0: no KL divergence in the loss
     kl_loss_type: str
     optimizer: OptimizerSettings
+    lora: Lora | None = None  # None: all weights are trained
 
 
 @dataclass(frozen=True)
 class Actor:
     """The compiled functions of a policy on a mesh."""
 
-    trainable: Trainable
+    trainable: Trainable  # of all weights, or of the adapters
     decode_weights: Callable[[Any], Any]  # params -> weights for rollout/, cast and re-laid
-    freeze: Callable[[Any], Any]  # params (donated) -> weights in the dtype of matrix products, for `logprobs`
     logprobs: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # -> log-probabilities, entropy [B, R], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
 
 
-def loss_fn(params: Any, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
+def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
+    """The weights of the training forward pass, in the dtype of matrix products."""
+    if settings.lora is None:
+        return cast_matrices(params, settings.arch, settings.dtype)
+    return with_adapters(frozen, params, settings.lora, settings.dtype)
+
+
+def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
     """This micro-batch's share of the mini-batch's loss, and mergeable metrics.
 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
     """
     logprobs, entropy = response_logprobs(
-        cast_matrices(params, settings.arch, settings.dtype),
+        operands(params, frozen, settings),
         batch,
         arch=settings.arch,
         temperature=settings.temperature,
@@ -76,11 +86,15 @@ def loss_fn(params: Any, batch: Batch, settings: ActorSettings) -> tuple[jax.Arr
     if settings.entropy_coeff:
         total -= settings.entropy_coeff * weighted_sum(entropy, batch.loss_weights, batch.loss_mask)
     difference = logprobs - batch.old_logprobs
+    ratio = jnp.exp(difference)
     metrics |= {
         "loss": Mean(total, jnp.float32(0)),
         "entropy": Mean.of(entropy, batch.loss_mask),
         "logprob_abs_diff": Mean.of(jnp.abs(difference), batch.mask),
-        "logprob_k3": Mean.of(jnp.exp(difference) - 1 - difference, batch.mask),
+        "logprob_k3": Mean.of(ratio - 1 - difference, batch.mask),
+        "logprob_outliers": Mean.of(jnp.abs(difference) > OUTLIER, batch.mask),
+        "ratio": Mean.of(ratio, batch.mask),
+        "squared_ratio": Mean.of(jnp.square(ratio), batch.mask),
     }
     return total, jax.lax.stop_gradient(metrics)
 
@@ -102,17 +116,26 @@ def policy_token_loss(logprobs: jax.Array, batch: Batch, settings: ActorSettings
     return token_loss, dict(metrics)
 
 
-def build_actor(settings: ActorSettings, mesh: Mesh) -> Actor:
-    """Compiles (on first use) the functions of a policy sharded over `mesh`."""
-    arch = settings.arch
-    trainable = build_trainable(
-        lambda params, batch: loss_fn(params, batch, settings), arch, settings.optimizer, mesh
-    )
-    whole, rows = replicated(mesh), batch_sharding(mesh)
+def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Actor:
+    """Compiles (on first use) the functions of a policy sharded over `mesh`.
 
-    def logprobs(params, batch):
+    Args:
+        frozen: with settings.lora, the weights that the adapters are added to, in the dtype of matrix products.
+    """
+    arch, lora = settings.arch, settings.lora
+    trainable = build_trainable(
+        lambda params, frozen, batch: loss_fn(params, frozen, batch, settings),
+        weight_table(arch) if lora is None else adapter_table(arch, lora),
+        lambda seed: init_params(arch, seed) if lora is None else init_adapters(arch, lora, seed),
+        settings.optimizer,
+        mesh,
+        frozen=frozen,
+    )
+    whole = replicated(mesh)
+
+    def logprobs(params, frozen, batch):
         return response_logprobs(
-            cast_matrices(params, arch, settings.dtype),
+            operands(params, frozen, settings),
             batch,
             arch=arch,
             temperature=settings.temperature,
@@ -127,23 +150,27 @@ def build_actor(settings: ActorSettings, mesh: Mesh) -> Actor:
         arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.noise
         return function(*arrays, **chosen(function, settings.loss_options))
 
+    def decoding(params, frozen):
+        whole = cast_matrices(params, arch, settings.dtype) if lora is None else merged(frozen, params, lora)
+        return unstack_layers(whole)
+
+    jitted_logprobs = jax.jit(logprobs, out_shardings=whole)
     decode_shardings = unflatten(
         (weight, weight_sharding(weight, mesh, DECODE_RULES)) for weight in weight_table(arch)
     )
+    jitted_decoding = jax.jit(decoding, out_shardings=_unstacked_shardings(decode_shardings, arch))
     return Actor(
         trainable=trainable,
-        decode_weights=jax.jit(
-            lambda params: unstack_layers(cast_matrices(params, arch, settings.dtype)),
-            out_shardings=_unstacked_shardings(decode_shardings, arch),
-        ),
-        freeze=jax.jit(
-            lambda params: cast_matrices(params, arch, settings.dtype),
-            out_shardings=trainable.shardings,
-            donate_argnums=0,
-        ),
-        logprobs=jax.jit(logprobs, in_shardings=(trainable.shardings, rows), out_shardings=whole),
+        decode_weights=lambda params: jitted_decoding(params, frozen),
+        logprobs=lambda params, batch: jitted_logprobs(params, frozen, batch),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
     )
+
+
+def build_freeze(arch: Architecture, dtype: Any, mesh: Mesh) -> Callable[[Any], Any]:
+    """A function that turns whole parameters (donated) into weights in the dtype of matrix products."""
+    shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in weight_table(arch))
+    return jax.jit(lambda params: cast_matrices(params, arch, dtype), out_shardings=shardings, donate_argnums=0)
 
 
 class LatestWeights:

@@ -18,7 +18,7 @@ from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.models.weights import cast_matrices
+from dapo_jax.models.weights import cast_matrices, init_params, weight_table
 from dapo_jax.parallel.sharding import batch_sharding, replicated
 
 
@@ -70,7 +70,11 @@ def loss_fn(params: Any, batch: Batch, settings: CriticSettings) -> tuple[jax.Ar
 def build_critic(settings: CriticSettings, mesh: Mesh) -> Critic:
     """Compiles (on first use) the functions of a value function sharded over `mesh`."""
     trainable = build_trainable(
-        lambda params, batch: loss_fn(params, batch, settings), settings.arch, settings.optimizer, mesh
+        lambda params, _, batch: loss_fn(params, batch, settings),
+        weight_table(settings.arch),
+        lambda seed: init_params(settings.arch, seed),
+        settings.optimizer,
+        mesh,
     )
 
     def with_zero_head(params):

@@ -1,6 +1,7 @@
 """Device: what a policy and a value function share: sharded parameters, gradients in pieces, optimizer steps."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.containers import Batch, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
-from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import init_params, unflatten, weight_table
+from dapo_jax.models.weights import Weight, unflatten
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated, weight_sharding
 
+HOST = "pinned_host"  # JAX's name of the host's memory
 Metrics = dict[str, Mean]
-Loss = Callable[[Any, Batch], tuple[jax.Array, Metrics]]  # (params, micro-batch) -> its share of the loss, metrics
+# (params, what is not trained, micro-batch) -> its share of the loss, metrics
+Loss = Callable[[Any, Any, Batch], tuple[jax.Array, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -32,35 +34,45 @@ class Trainable:
     state_shape: Any  # TrainState of jax.ShapeDtypeStruct with shardings, for restoring
 
 
-def build_trainable(loss_fn: Loss, arch: Architecture, optimizer: OptimizerSettings, mesh: Mesh) -> Trainable:
-    """Compiles (on first use) the training functions of a model whose parameters are sharded over `mesh`."""
-    table = weight_table(arch)
+def build_trainable(
+    loss_fn: Loss,
+    table: Sequence[Weight],
+    init: Callable[[int], Any],
+    optimizer: OptimizerSettings,
+    mesh: Mesh,
+    *,
+    frozen: Any = None,
+) -> Trainable:
+    """Compiles (on first use) the training functions of a model whose parameters are sharded over `mesh`.
+
+    Args:
+        table: the weights that are trained.
+        init: seed -> fresh params.
+        frozen: arrays that the loss reads beside them.
+    """
     shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in table)
     whole, rows = replicated(mesh), batch_sharding(mesh)
     abstract_params = unflatten((weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32)) for weight in table)
     abstract_state = jax.eval_shape(lambda params: init_state(params, optimizer), abstract_params)
-    state_shardings = TrainState(
-        params=shardings,
-        moments=optax.tree_map_params(
-            lambda params: init_state(params, optimizer).moments,
-            lambda _, sharding: sharding,
-            abstract_state.moments,
-            shardings,
-            transform_non_params=lambda _: whole,
-        ),
-        updates=whole,
-        skipped=whole,
+    moment_shardings = optax.tree_map_params(
+        lambda params: init_state(params, optimizer).moments,
+        lambda _, sharding: sharding,
+        abstract_state.moments,
+        shardings,
+        transform_non_params=lambda _: whole,
     )
+    kept = jax.tree.map(lambda x: x.with_memory_kind(HOST), moment_shardings) if optimizer.offload else moment_shardings
+    state_shardings = TrainState(params=shardings, moments=kept, updates=whole, skipped=whole)
 
-    def accumulate(params, gradients, batch):
-        (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+    def accumulate(params, gradients, frozen, batch):
+        (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
         return jax.tree.map(jnp.add, gradients, new), jax.lax.psum(metrics, "data")
 
     # Copies of the parameters add up what their own rows give; what all of them give is added once, before the step.
     accumulate = jax.shard_map(
         accumulate,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec("data")),
+        in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec(), PartitionSpec("data")),
         out_specs=(PartitionSpec("data"), PartitionSpec()),
         axis_names={"data"},
         check_vma=False,
@@ -68,13 +80,22 @@ def build_trainable(loss_fn: Loss, arch: Architecture, optimizer: OptimizerSetti
     copies = mesh.shape["data"]
     gradient_shardings = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("data", *x.spec)), shardings)
 
+    accumulate = jax.jit(
+        accumulate,
+        in_shardings=(shardings, gradient_shardings, None, rows),
+        out_shardings=(gradient_shardings, whole),
+        donate_argnums=1,
+    )
+
     def apply(state, gradients, rate):
+        if optimizer.offload:
+            state = dataclasses.replace(state, moments=jax.device_put(state.moments, moment_shardings))
         return apply_gradients(state, jax.tree.map(lambda x: jnp.sum(x, axis=0), gradients), rate, optimizer)
 
     return Trainable(
         shardings=shardings,
         init_random=jax.jit(
-            lambda seed: init_state(init_params(arch, seed), optimizer), out_shardings=state_shardings
+            lambda seed: init_state(init(seed), optimizer), out_shardings=state_shardings
         ),
         init_from=jax.jit(
             lambda params: init_state(params, optimizer), out_shardings=state_shardings, donate_argnums=0
@@ -83,12 +104,7 @@ def build_trainable(loss_fn: Loss, arch: Architecture, optimizer: OptimizerSetti
             lambda params: jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), x.dtype), params),
             out_shardings=gradient_shardings,
         ),
-        accumulate=jax.jit(
-            accumulate,
-            in_shardings=(shardings, gradient_shardings, rows),
-            out_shardings=(gradient_shardings, whole),
-            donate_argnums=1,
-        ),
+        accumulate=lambda params, gradients, batch: accumulate(params, gradients, frozen, batch),
         apply=jax.jit(
             apply,
             in_shardings=(state_shardings, gradient_shardings, whole),

@@ -54,9 +54,11 @@ def update_policy(
     state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
     merged, first = _merged(steps), steps[0][0]
     summary = _summary("actor", merged, steps)
-    for name in ("logprob_abs_diff", "logprob_k3"):
+    for name in ("logprob_abs_diff", "logprob_k3", "logprob_outliers", "ratio", "squared_ratio"):
         del summary[f"actor/{name}"]
     summary["rollout_corr/logprob_abs_diff"] = _value(first["logprob_abs_diff"])
+    summary["rollout_corr/logprob_outliers"] = _value(first["logprob_outliers"])
+    summary["rollout_corr/eff_sample_size"] = _value(first["ratio"]) ** 2 / max(_value(first["squared_ratio"]), 1e-30)
     summary["rollout_corr/k3_kl"] = _value(first["logprob_k3"])
     if "pg_clipfrac" in first and actor.select is None:
         summary["rollout_corr/first_clipfrac"] = _value(first["pg_clipfrac"])

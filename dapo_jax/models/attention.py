@@ -13,13 +13,17 @@ import jax.numpy as jnp
 MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """einsum with both operands in the dtype of `weight` and a float32 result, in the backward pass too.
 
     Left to itself, JAX would multiply a float32 cotangent with a bfloat16 operand that it widens to float32.
     Each subscript stands in at least two of the three arrays.
     """
+    return _matmul(subscripts, x, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> Any:
     return _product(subscripts, x.astype(weight.dtype), weight)
 
 
@@ -44,7 +48,7 @@ def _backward(subscripts: str, saved: Any, cotangent: jax.Array) -> tuple[jax.Ar
     return to_x.astype(x_like.dtype), to_weight.astype(weight.dtype)
 
 
-matmul.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, _backward)
 
 
 def causal(length: int, mask: jax.Array) -> jax.Array:

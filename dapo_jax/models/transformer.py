@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
+from dapo_jax.models.lora import adapted
 from dapo_jax.models.remat import rematerialized
 from dapo_jax.parallel.sharding import constrain, constrain_rows
 
@@ -243,9 +244,9 @@ def block(
 ) -> tuple[jax.Array, Any]:
     """One transformer layer, [B, T, D] -> [B, T, D], and what `attend` returns beside its result."""
     normed = rms_norm(x, layer["attention_norm"], arch.rms_norm_eps)
-    query = matmul("btd,dnh->btnh", normed, layer["query"])
-    key = matmul("btd,dkh->btkh", normed, layer["key"])
-    value = matmul("btd,dkh->btkh", normed, layer["value"])
+    query = adapted("btd,dnh->btnh", normed, layer, "query")
+    key = adapted("btd,dkh->btkh", normed, layer, "key")
+    value = adapted("btd,dkh->btkh", normed, layer, "value")
     if arch.qkv_bias:
         query, key, value = query + layer["query_bias"], key + layer["key_bias"], value + layer["value_bias"]
     if arch.qk_norm:
@@ -255,11 +256,11 @@ def block(
     query, key = rotate(query, rotation).astype(dtype), rotate(key, rotation).astype(dtype)
     query, key, value = map(checkpoint_name, (query, key, value.astype(dtype)), ("query", "key", "value"))
     attended, cache = attend(query, key, value)
-    x = x + matmul("btnh,nhd->btd", checkpoint_name(attended, "attended"), layer["output"])
+    x = x + adapted("btnh,nhd->btd", checkpoint_name(attended, "attended"), layer, "output")
     normed = rms_norm(x, layer["mlp_norm"], arch.rms_norm_eps)
-    gate = jax.nn.silu(matmul("btd,df->btf", normed, layer["gate"]))
-    up = matmul("btd,df->btf", normed, layer["up"])
-    return x + matmul("btf,fd->btd", gate * up, layer["down"]), cache
+    gate = jax.nn.silu(adapted("btd,df->btf", normed, layer, "gate"))
+    up = adapted("btd,df->btf", normed, layer, "up")
+    return x + adapted("btf,fd->btd", gate * up, layer, "down"), cache
 
 
 def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array) -> LayerCache:

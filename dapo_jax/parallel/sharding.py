@@ -20,6 +20,7 @@ TRAIN_RULES: Rules = {
     "head_dim": None,
     "mlp": "tensor",
     "norm": None,
+    "rank": None,
     "layers": None,
 }
 # Decoding keeps whole weights beside each share of the rows, split over tensor only.

@@ -1,0 +1,137 @@
+"""Device: low-rank adapters (LoRA, arXiv:2106.09685): a matrix W acts as W + alpha / rank * A B, and W stays as it is.
+
+Sizes: L layers, r rank. A and B are leaves beside their matrix: `query_lora_a` [L, D, r], `query_lora_b` [L, r, N, H].
+"""
+
+import math
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import matmul
+from dapo_jax.models.weights import Weight, unflatten, weight_table
+
+# Hugging Face's name of a projection -> ours
+TARGETS = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "output",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+A, B = "_lora_a", "_lora_b"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which matrices have adapters, and of what size."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # names of TARGETS
+
+    @property
+    def scale(self) -> float:
+        """What A B is multiplied with."""
+        return self.alpha / self.rank
+
+
+def adapter_table(arch: Architecture, lora: Lora) -> list[Weight]:
+    """The adapters' weights, under PEFT's names; they are all that is trained."""
+    return [adapter for weight in _targets(arch, lora) for adapter in _adapters(weight, lora.rank)]
+
+
+def _targets(arch: Architecture, lora: Lora) -> Iterator[Weight]:
+    names = {TARGETS[target] for target in lora.targets}
+    return (weight for weight in weight_table(arch) if weight.stacked and weight.path[1] in names)
+
+
+def _inputs(weight: Weight) -> int:
+    """How many of a matrix' dimensions, after the layer's, are inputs."""
+    outputs, inputs = weight.hf_shape
+    return next(i for i in range(1, len(weight.shape)) if math.prod(weight.shape[1 : i + 1]) == inputs)
+
+
+def _adapters(weight: Weight, rank: int) -> tuple[Weight, Weight]:
+    (layers, *shape), (_, *axes), split = weight.shape, weight.axes, _inputs(weight)
+    outputs, inputs = weight.hf_shape
+    stem = "base_model.model." + weight.hf_name.removesuffix(".weight")
+    first = Weight(
+        ("layers", weight.path[1] + A), (layers, *shape[:split], rank), ("layers", *axes[:split], "rank"),
+        "normal", stem + ".lora_A.weight", (rank, inputs), transposed=True,
+    )  # fmt: skip
+    second = Weight(
+        ("layers", weight.path[1] + B), (layers, rank, *shape[split:]), ("layers", "rank", *axes[split:]),
+        "zeros", stem + ".lora_B.weight", (outputs, rank), transposed=True,
+    )  # fmt: skip
+    return first, second
+
+
+def init_adapters(arch: Architecture, lora: Lora, seed: int) -> dict[str, Any]:
+    """Fresh float32 adapters: A uniform in ±1 / sqrt(inputs), as in PEFT, B zero, so that the model is the same."""
+
+    def leaf(index: int, weight: Weight) -> jax.Array:
+        if weight.initializer == "zeros":
+            return jnp.zeros(weight.shape)
+        bound = weight.hf_shape[1] ** -0.5
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return jax.random.uniform(key, weight.shape, jnp.float32, -bound, bound)
+
+    return unflatten((weight, leaf(index, weight)) for index, weight in enumerate(adapter_table(arch, lora)))
+
+
+def with_adapters(base: dict[str, Any], adapters: dict[str, Any], lora: Lora, dtype: Any) -> dict[str, Any]:
+    """`base` with the adapters beside their matrices, in the dtype of products and scaled, as `adapted` wants them."""
+    layers = {
+        name: (leaf * lora.scale if name.endswith(B) else leaf).astype(dtype)
+        for name, leaf in adapters.get("layers", {}).items()
+    }
+    return {**base, "layers": {**base["layers"], **layers}}
+
+
+def adapted(subscripts: str, x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
+    """The product of `x` with matrix `name` of a layer, and with its adapter if it has one; float32."""
+    result = matmul(subscripts, x, layer[name])
+    if name + A not in layer:
+        return result
+    inputs, output = subscripts.split("->")
+    of_x, of_weight = inputs.split(",")
+    contracted = "".join(letter for letter in of_weight if letter in of_x)
+    free = "".join(letter for letter in of_weight if letter not in of_x)
+    narrow = "".join(letter for letter in of_x if letter not in contracted) + "r"
+    inner = matmul(f"{of_x},{contracted}r->{narrow}", x, layer[name + A])
+    return result + matmul(f"{narrow},r{free}->{output}", inner, layer[name + B])
+
+
+def merged(base: dict[str, Any], adapters: dict[str, Any], lora: Lora) -> dict[str, Any]:
+    """`base` with scale * A B added to each target, in float32 and then in the base's dtype: no adapters are left."""
+    layers = dict(base["layers"])
+    for target in lora.targets:
+        name = TARGETS[target]
+        a, b = adapters["layers"][name + A], adapters["layers"][name + B]
+        inputs, outputs = string.ascii_lowercase[: a.ndim - 2], string.ascii_uppercase[: b.ndim - 2]
+        change = jnp.einsum(f"z{inputs}y,zy{outputs}->z{inputs}{outputs}", a, b, precision="highest") * lora.scale
+        layers[name] = (layers[name].astype(jnp.float32) + change).astype(layers[name].dtype)
+    return {**base, "layers": layers}
+
+
+def peft_config(lora: Lora, base_path: str) -> dict[str, Any]:
+    """adapter_config.json of PEFT."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(lora.targets),
+        "inference_mode": True,
+    }

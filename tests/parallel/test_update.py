@@ -1,0 +1,213 @@
+"""The update: memory, reductions, adapters, and ways to compute the same gradient."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_policy import (
+    ARCH,
+    actor_settings,
+    assert_close,
+    batch_of,
+    gradient_of,
+    mesh_of,
+    one_device_mesh,
+    reference,
+    roll_out,
+    rows,
+    step,
+    update_settings,
+)
+
+from dapo_jax.containers import Batch
+from dapo_jax.learner.actor import build_actor, build_freeze, loss_fn
+from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.token_logprobs import response_logprobs
+from dapo_jax.learner.update import compute_logprobs, update_policy
+from dapo_jax.models.attention import attention, causal
+from dapo_jax.models.lora import Lora, adapter_table, merged
+from dapo_jax.models.weights import init_params, weight_table
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.sharding import batch_sharding, put
+
+LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+
+
+def plain_kernel(query, key, value, lengths):
+    """What a fused kernel computes, by XLA."""
+    visible = causal(query.shape[1], jnp.arange(query.shape[1]) < lengths[:, None])
+    return attention(query, key, value, visible)
+
+
+@pytest.mark.slow
+def test_token_budgets_and_kernels_change_no_gradient():
+    rollout, _, _ = reference()
+    whole, metrics = gradient_of(batch_of(rollout), micro=32)
+    ways = [
+        (batch_of(rollout, 1), {"micro": MicroBatches(8, 1, max_tokens_per_device=30), "mesh": make_mesh(4, 2, 1)}),
+        (batch_of(rollout, 1), {"micro": rows(8), "mesh": make_mesh(2, 2, 2), "attention_kernel": plain_kernel}),
+    ]
+    for batch, way in ways:
+        split, split_metrics = gradient_of(batch, **way)
+        assert_close(split, whole, 1e-5)
+        for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+            np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=str(way))
+
+
+def compiled_accumulate(actor, state, batch, mesh):
+    weights = (batch.mask / batch.mask.sum()).astype(np.float32)
+    placed = put(batch.replace(loss_weights=weights), batch_sharding(mesh))
+    gradients = actor.trainable.zero_gradients(state.params)
+    return jax.jit(actor.trainable.accumulate).lower(state.params, gradients, placed).compile()
+
+
+def largest_all_reduce(compiled):
+    """Elements of the largest array that is added up over devices."""
+    sizes = [0]
+    for result in re.findall(r" = (.*?) (?:all-reduce|reduce-scatter)(?:-start)?\(", compiled.as_text()):
+        for shape in re.findall(r"f32\[([\d,]*)\]", result):
+            sizes.append(math.prod(int(size) for size in shape.split(",") if size))
+    return max(sizes)
+
+
+def test_gradients_cross_the_data_axis_once_an_optimizer_step():
+    rollout, _, _ = reference()
+    batch, mesh = batch_of(rollout, 2), make_mesh(8, 1, 1)
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        state = actor.trainable.init_random(0)
+        gradients = actor.trainable.zero_gradients(state.params)
+        assert largest_all_reduce(compiled_accumulate(actor, state, batch, mesh)) <= 8  # sums of the metrics
+        applied = jax.jit(actor.trainable.apply).lower(state, gradients, np.float32(1e-3)).compile()
+    assert largest_all_reduce(applied) >= ARCH.hidden_size * ARCH.intermediate_size
+    for leaf in jax.tree.leaves(gradients):
+        assert leaf.dtype == jnp.float32 and leaf.addressable_shards[0].data.size * 8 == leaf.size
+
+
+def test_logits_of_a_large_vocabulary_never_exist_whole():
+    """Compiled temporaries of the head with its backward pass, at the vocabulary of Qwen2.5."""
+    arch = dataclasses.replace(ARCH, vocab_size=151936, num_layers=1, tie_embeddings=True)
+    params = jax.eval_shape(lambda: init_params(arch, 0))
+    shape = jax.ShapeDtypeStruct
+    tokens, mask = shape((16, 128), np.int32), shape((16, 128), bool)
+    values = shape((16, 128), np.float32)
+    groups = shape((16,), np.int32)
+    batch = Batch(shape((16, 8), np.int32), shape((16, 8), bool), tokens, mask, mask, groups, values, values)
+
+    def temporaries(chunk_size):
+        def loss(params, batch):
+            return jnp.sum(response_logprobs(
+                params, batch, arch=arch, temperature=1.0, remat="full", attention_kernel=None,
+                chunk_size=chunk_size, entropy_gradient=False,
+            )[0])  # fmt: skip
+
+        return jax.jit(jax.grad(loss)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(128) < temporaries(16 * 128) / 4
+
+
+def lora_actor(mesh, **changes):
+    freeze = build_freeze(ARCH, jnp.float32, mesh)
+    return build_actor(actor_settings(lora=LORA, **changes), mesh, freeze(init_params(ARCH, 0)))
+
+
+def test_fresh_adapters_change_nothing_and_they_alone_are_trained():
+    rollout, _, _ = reference()
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = lora_actor(mesh)
+        state = actor.trainable.init_random(1)
+        assert set(state.params["layers"]) == {weight.path[1] for weight in adapter_table(ARCH, LORA)}
+        logprobs, _ = compute_logprobs(actor, state.params, batch_of(rollout), rows(32), mesh)
+        np.testing.assert_allclose(logprobs, rollout.logprobs, atol=1e-4)
+        without, _ = compute_logprobs(actor, {}, batch_of(rollout), rows(32), mesh)  # the reference policy
+        np.testing.assert_array_equal(without, logprobs)
+        before = jax.device_get(state.params)
+        state, _ = step(actor, state, batch_of(rollout), mesh, lr=1e-2)
+        moved = {name: np.abs(leaf - before["layers"][name]).max() for name, leaf in state.params["layers"].items()}
+        assert all(size > 0 for size in moved.values()), moved
+        # One model: what samples with merged weights and what trains with adapters apart agree.
+        sampled = roll_out(actor, state, mesh)
+        trained, _ = compute_logprobs(actor, state.params, batch_of(sampled), rows(32), mesh)
+    np.testing.assert_allclose(trained, sampled.logprobs, atol=1e-4)
+    assert np.abs(sampled.logprobs - rollout.logprobs).max() > 1e-3
+
+
+def test_adapters_have_the_gradient_of_the_merged_model():
+    rollout, _, _ = reference()
+    batch = batch_of(rollout)
+    batch = jax.tree.map(jnp.asarray, batch.replace(loss_weights=(batch.mask / batch.mask.sum()).astype(np.float32)))
+    base = init_params(ARCH, 0)
+    mesh = one_device_mesh()
+    adapters = lora_actor(mesh).trainable.init_random(1).params
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * rng.normal(size=x.shape), jnp.float32), adapters)
+
+    def apart(adapters):
+        return loss_fn(adapters, base, batch, actor_settings(lora=LORA))[0]
+
+    def together(adapters):
+        return loss_fn(merged(base, adapters, LORA), None, batch, actor_settings())[0]
+
+    found, expected = (jax.jit(jax.value_and_grad(function))(adapters) for function in (apart, together))
+    assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_adapters_do_not_depend_on_the_mesh():
+    rollout, _, _ = reference()
+    results = []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        mesh = mesh_of(shape)
+        with jax.set_mesh(mesh):
+            actor = lora_actor(mesh)
+            state, metrics = step(actor, actor.trainable.init_random(1), batch_of(rollout, 2), mesh, lr=1e-3)
+            results.append((jax.device_get(state.params), metrics))
+    assert_close(results[1][0], results[0][0], 1e-5)
+    np.testing.assert_allclose(results[1][1]["actor/grad_norm"], results[0][1]["actor/grad_norm"], rtol=1e-4)
+
+
+def test_adapters_need_no_gradients_of_the_matrices():
+    """FLOPs of a micro-batch: forward and two products backward, against forward and one."""
+    rollout, _, _ = reference()
+    batch, mesh = batch_of(rollout), one_device_mesh()
+    flops = []
+    with jax.set_mesh(mesh):
+        for actor in (build_actor(actor_settings(), mesh), lora_actor(mesh)):
+            state = actor.trainable.init_random(0)
+            flops.append(compiled_accumulate(actor, state, batch, mesh).cost_analysis()["flops"])
+    assert flops[1] < 0.85 * flops[0]
+
+
+def test_moments_in_bfloat16_follow_those_in_float32():
+    rollout, _, _ = reference()
+    mesh = one_device_mesh()
+    found = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        optimizer = dataclasses.replace(actor_settings().optimizer, moments_dtype=dtype)
+        with jax.set_mesh(mesh):
+            actor = build_actor(actor_settings(optimizer=optimizer), mesh)
+            state = actor.trainable.init_random(0)
+            state, _ = update_policy(actor, state, batch_of(rollout), update_settings(mini=32, epochs=3), mesh)
+        moments = state.moments[0].mu, state.moments[0].nu
+        assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype(dtype)}
+        found[dtype] = jax.device_get(state)
+    for path in ("query", "gate", "down"):
+        exact, rounded = (np.asarray(state.params["layers"][path]) for state in found.values())
+        change = exact - np.asarray(init_params(ARCH, 0)["layers"][path])
+        assert np.abs(rounded - exact).mean() < 0.02 * np.abs(change).mean()
+
+
+def test_table_of_adapters_covers_inputs_and_outputs():
+    shapes = {weight.path[1]: (weight.shape, weight.hf_shape) for weight in adapter_table(ARCH, LORA)}
+    assert shapes["query_lora_a"] == ((2, 48, 3), (3, 48))
+    assert shapes["query_lora_b"] == ((2, 3, 4, 16), (64, 3))
+    assert shapes["output_lora_a"] == ((2, 4, 16, 3), (3, 64))
+    assert shapes["output_lora_b"] == ((2, 3, 48), (48, 3))
+    names = {weight.hf_name for weight in adapter_table(ARCH, LORA)}
+    assert "base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight" in names
+    assert len(weight_table(ARCH)) == len({weight.path for weight in weight_table(ARCH)})

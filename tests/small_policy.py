@@ -1,0 +1,144 @@
+"""A small policy with rollouts and updates, for the tests of the laws."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from dapo_jax.containers import Batch, Rollout
+from dapo_jax.learner.actor import ActorSettings, build_actor
+from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
+from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.optimizer import OptimizerSettings
+from dapo_jax.learner.update import (
+    UpdateSettings,
+    update_policy,
+)
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.mesh import AXES, make_mesh
+from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.shapes import pad_prompts
+
+ARCH = Architecture(
+    family="llama", vocab_size=64, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, rope_theta=1e4, rms_norm_eps=1e-5, tie_embeddings=False, initializer_range=0.2,
+)  # fmt: skip
+PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
+NUMBERS = list(range(100, 108))
+SAMPLES = 4
+EOS, PAD = (2, 3), 2  # pad equals one of the two end-of-sequence tokens
+LENGTH = 9
+OPTIMIZER = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
+LOSS_OPTIONS = {
+    "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0,
+    "clip_cov_ub": 9.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5, "tau_pos": 1.0, "tau_neg": 1.05,
+}  # fmt: skip
+
+
+def one_device_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def mesh_of(shape) -> Mesh:
+    return one_device_mesh() if shape == (1, 1, 1) else make_mesh(*shape)
+
+
+def actor_settings(**changes) -> ActorSettings:
+    values = dict(
+        arch=ARCH, dtype=jnp.dtype(jnp.float32), temperature=0.8, remat="full", attention_kernel=None, chunk_size=40,
+        loss_mode="vanilla", loss_options=LOSS_OPTIONS, entropy_coeff=0.0, kl_loss_coef=0.0, kl_loss_type="k3+",
+        optimizer=OPTIMIZER,
+    )  # fmt: skip
+    return ActorSettings(**{**values, **changes})
+
+
+def critic_of(mesh):
+    settings = CriticSettings(
+        arch=critic_architecture(ARCH), dtype=jnp.dtype(jnp.float32), remat="full", attention_kernel=None,
+        cliprange_value=0.2, optimizer=OPTIMIZER,
+    )  # fmt: skip
+    return build_critic(settings, mesh)
+
+
+def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
+    settings = dict(
+        arch=ARCH, mesh=mesh, eos_ids=EOS, pad_id=PAD, max_prompt_length=8, max_response_length=LENGTH,
+        max_num_seqs=1024, memory_share=1.0, chunk_length=3, smallest_rows=1, lookahead=0, seed=0,
+    )  # fmt: skip
+    return Engine(EngineSettings(**{**settings, **changes})).generate(
+        actor.decode_weights(state.params),
+        prompts,
+        numbers,
+        num_samples=SAMPLES,
+        purpose=purpose,
+        sampling=sampling or Sampling.create(0.8, 1.0, -1),
+    )
+
+
+def batch_of(rollout: Rollout, sharing: int = SAMPLES, width: int = 8) -> Batch:
+    tokens, mask = pad_prompts(PROMPTS, width, PAD)
+    rng = np.random.default_rng(0)
+    advantages = rng.normal(size=(len(rollout.mask), 1)) * rollout.mask
+
+    def noise(size):
+        return rng.normal(0, size, rollout.mask.shape).astype(np.float32) * rollout.mask
+
+    return Batch(
+        prompts=np.repeat(tokens, SAMPLES // sharing, axis=0),
+        prompt_mask=np.repeat(mask, SAMPLES // sharing, axis=0),
+        responses=rollout.responses,
+        mask=rollout.mask,
+        loss_mask=rollout.mask,
+        group_ids=np.repeat(np.arange(len(PROMPTS), dtype=np.int32), SAMPLES),
+        old_logprobs=rollout.logprobs,
+        advantages=advantages.astype(np.float32),
+        ref_logprobs=rollout.logprobs + noise(0.3),
+        noise=rng.uniform(size=rollout.mask.shape).astype(np.float32),
+        values=noise(0.1),
+        returns=noise(1.0),
+    )
+
+
+def rows(number: int) -> MicroBatches:
+    """Micro-batches of so many rows, over all devices."""
+    return MicroBatches(num_shards=1, rows_per_device=number)
+
+
+def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, mode="token-mean"):
+    """`micro`: a number of rows, or MicroBatches."""
+    return UpdateSettings(
+        learning_rate=lr, mini_batch_rows=mini, micro_batches=rows(micro) if isinstance(micro, int) else micro,
+        epochs=epochs, loss_agg_mode=mode, loss_scale_factor=float(LENGTH), count_empty_sequences=count_empty,
+    )  # fmt: skip
+
+
+def step(actor, state, batch, mesh, **changes):
+    return update_policy(actor, state, batch, update_settings(**changes), mesh)
+
+
+@functools.cache
+def reference():
+    """The run on one device that the others are compared with."""
+    mesh = one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(), mesh)
+        rollout = roll_out(actor, actor.trainable.init_random(0), mesh)
+        state, metrics = step(actor, actor.trainable.init_random(0), batch_of(rollout), mesh)
+        return rollout, metrics, jax.device_get(state.params)
+
+
+def gradient_of(batch, *, micro, mode="token-mean", mesh=None, **changes):
+    """The gradient of one mini-batch, read from an optimizer that changes no direction."""
+    mesh = mesh or one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(**changes), mesh)
+        state, metrics = step(actor, actor.trainable.init_random(0), batch, mesh, mini=32, micro=micro, mode=mode)
+        return jax.device_get(state.moments[0].mu), metrics
+
+
+def assert_close(actual, expected, tolerance):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
