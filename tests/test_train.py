@@ -181,3 +181,21 @@ def test_a_run_of_one_shape_compiles_nothing_after_its_first_steps(tmp_path, mon
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert after_step[1] > 0 and after_step[-1] == after_step[2], after_step  # after evaluation 0 and steps 1 and 2
+
+
+def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
+    changes = {
+        "model.lora.rank": 2, "actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 40,
+        "actor.use_kl_loss": True, "actor.optim.moments_dtype": "bfloat16", "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1, "actor.optim.lr": 1e-2,
+    }  # fmt: skip
+    expected = train(small_config(tmp_path / "a", **changes))
+    with monkeypatch.context() as patch:
+        kill_after(patch, "update", 3)
+        with pytest.raises(Killed):
+            train(small_config(tmp_path / "b", **changes))
+    models = train(small_config(tmp_path / "b", **changes))
+    assert_same_policy(models, jax.device_get(expected.actor.params))
+    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
+    assert all("_lora_" in name for name in models.actor.params["layers"])
+    assert read_metrics(tmp_path / "a")[-1]["actor/kl_loss"] > 0

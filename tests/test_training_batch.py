@@ -120,12 +120,12 @@ def accepted(tmp_path_factory):
         return config, collect(run, models, stream, progress, 1).experience, jax.device_get(models)
 
 
-def batch_with(accepted, **changes):
+def batch_with(accepted, *, fallen_back=False, **changes):
     """The batch that other options make of the same groups."""
     config, experience, models = accepted
     config = small_config(config.workdir, **changes)
     with open_run(config, initial_step=0) as run:
-        recompute = config.actor.old_logprob == "recompute"
+        recompute = fallen_back or config.actor.old_logprob == "recompute"
         return experience, *make_batch(run, experience, run.init_models(), recompute=recompute, kl_coef=0.0)
 
 
@@ -179,6 +179,20 @@ def test_rollout_correction_weighs_and_rejects(accepted):
     _, batch, metrics = batch_with((config, shifted, models), **options)
     assert batch.importance_weights[0, 0] == pytest.approx(2.0) and not batch.loss_mask[0, 0] and batch.mask[0, 0]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
+
+
+def test_once_it_has_fallen_back_tokens_are_weighed_up_to_two(accepted):
+    config, experience, models = accepted
+    assert config.actor.old_logprob == "auto"
+    logprobs = experience.logprobs.copy()
+    logprobs[0, 0, 0] -= 1.0  # as if the sampler had found this token less likely
+    logprobs[1, 0, 0] += 0.5
+    shifted = dataclasses.replace(experience, logprobs=logprobs)
+    _, batch, metrics = batch_with((config, shifted, models), fallen_back=True)
+    weights = batch.importance_weights.reshape(*experience.finished.shape, -1)[:, 0, 0]
+    assert weights[:2] == pytest.approx([2.0, np.exp(-0.5)], rel=1e-3)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
+    assert batch_with(accepted)[1].importance_weights is None
 
 
 @pytest.mark.parametrize("method", CPO_METHODS)
