@@ -74,7 +74,7 @@ class ModelConfig:
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
     attention: str = "xla"  # of training: xla | cudnn (NVIDIA GPUs, bfloat16) | splash (TPUs)
-    remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload, see models/remat.py
+    remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
 
@@ -263,7 +263,7 @@ class ActorConfig:
     ppo_mini_batch_size: int = 32  # prompts per optimizer step
     ppo_micro_batch_size_per_device: int = 8  # responses per forward and backward pass on one device
     use_dynamic_bsz: bool = False  # micro-batches, the critic's too, by tokens instead of by responses
-    ppo_max_token_len_per_device: int = 16384  # tokens of one with use_dynamic_bsz, padding included
+    ppo_max_token_len_per_device: int = 16384  # tokens of one with use_dynamic_bsz, with all padding
     share_prompts: bool = True  # run a prompt once for several of its responses; only with model.attention=xla
     ppo_epochs: int = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)

@@ -243,7 +243,7 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         temperature=config.rollout.temperature,
         remat=remat_policy(config),
         attention_kernel=attention_kernel(config),
-        chunk_size=actor.logprob_chunk_size * num_batch_shards(mesh),
+        chunk_size=actor.logprob_chunk_size,
         loss_mode=actor.policy_loss.loss_mode,
         loss_options=loss_options(actor),
         entropy_coeff=actor.entropy_coeff,

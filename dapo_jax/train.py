@@ -236,6 +236,8 @@ def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dic
     mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
         metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
+    if config.algorithm.filter_groups.leftover == "carry":
+        mismatch = False  # carried groups differ because an older policy sampled them
     if mismatch and config.actor.old_logprob == "auto" and not progress.recompute_logprobs:
         logger.warning(
             "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "

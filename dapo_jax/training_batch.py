@@ -16,7 +16,7 @@ from dapo_jax.algorithms.rollout_correction import (
     parse_threshold,
     rejection_mask,
 )
-from dapo_jax.config import micro_batch_size, token_budget
+from dapo_jax.config import micro_batch_size, mini_batch_size, token_budget
 from dapo_jax.containers import Batch
 from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
@@ -130,12 +130,14 @@ def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[
     config, sharing = run.config, 1
     if config.actor.share_prompts and config.model.attention == "xla":
         rows = math.gcd(*(micro_batch_size(config, name) for name in trained(config)))
+        smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
         sharing = sharing_rows(
             num_samples,
             rows=rows,
             max_tokens=token_budget(config),
             max_prompt=config.data.max_prompt_length,
             max_response=config.data.max_response_length,
+            mini_batch_share=smallest * num_samples // num_batch_shards(run.mesh),
         )
     width = bucket(max(len(prompt) for prompt in prompts))
     tokens, mask = pad_prompts(prompts, width, run.sampler.pad_id)

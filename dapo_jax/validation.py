@@ -18,6 +18,7 @@ from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
+from dapo_jax.rollout.shapes import bucket
 
 CHOICES = {
     "data.task": ("files", "arithmetic"),
@@ -153,12 +154,14 @@ def _batch_problems(config: Config) -> list[str]:
                 f"{name}.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} responses must be a multiple "
                 f"of {name}.ppo_micro_batch_size_per_device={micro}"
             )
-    longest, budget = data.max_prompt_length + data.max_response_length, token_budget(config)
-    if budget is not None and budget < longest:
-        problems.append(
-            f"actor.ppo_max_token_len_per_device={budget} must be at least data.max_prompt_length + "
-            f"max_response_length = {longest}"
-        )
+    budget = token_budget(config)
+    if budget is not None and min(data.max_prompt_length, data.max_response_length) > 0:
+        longest = bucket(data.max_prompt_length) + data.max_response_length
+        if budget < longest:
+            problems.append(
+                f"actor.ppo_max_token_len_per_device={budget} must be at least data.max_prompt_length, padded to "
+                f"{bucket(data.max_prompt_length)}, + max_response_length = {longest}"
+            )
     at_once = config.rollout.max_num_seqs
     if at_once < 0:
         problems.append(f"rollout.max_num_seqs={at_once} must be 0 (as many as fit the memory) or more")
@@ -231,8 +234,9 @@ def _algorithm_problems(config: Config) -> list[str]:
     lora = config.model.lora
     if lora.rank < 0 or lora.alpha <= 0:
         problems.append(f"model.lora.rank={lora.rank} must be 0 (off) or more, and alpha={lora.alpha} greater than 0")
-    if not lora.target_modules or set(lora.target_modules) - set(TARGETS):
-        problems.append(f"model.lora.target_modules={lora.target_modules} must be some of {', '.join(TARGETS)}")
+    targets = lora.target_modules
+    if not targets or set(targets) - set(TARGETS) or len(set(targets)) < len(targets):
+        problems.append(f"model.lora.target_modules={targets} must be some of {', '.join(TARGETS)}, each once")
     if lora.rank and config.reference.path is not None:
         problems.append(
             f"reference.path={config.reference.path} does not go with model.lora.rank={lora.rank}: the reference is "

@@ -1,7 +1,6 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,19 +8,20 @@ import pytest
 from reward_model_files import write_reward_model
 from small_run import small_config
 
-from dapo_jax.learner.actor import build_actor
+from dapo_jax.checkpoint import Progress
+from dapo_jax.learner.actor import build_actor, build_freeze
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import actor_settings, load_policy, load_reference, read_model
+from dapo_jax.train import advance, recomputes
 
 DATA = Path(__file__).parent / "models" / "data"
 LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")
-AS_LOADED: Any = SimpleNamespace(freeze=lambda params: params)
 
 
-def reference_of(changes, actor=AS_LOADED, path=LLAMA):
+def reference_of(changes, freeze=lambda params: params, path=LLAMA):
     """What `load_reference` gives a policy of the architecture at `path`."""
-    return load_reference(small_config("unused", **changes), read_architecture(path), actor, make_mesh(8, 1, 1))
+    return load_reference(small_config("unused", **changes), read_architecture(path), freeze, make_mesh(8, 1, 1))
 
 
 def assert_equal(found, expected):
@@ -39,7 +39,7 @@ def test_the_reference_of_a_random_model_is_its_start():
     arch, _ = read_model(config)
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(config, arch, mesh), mesh)
-        reference = load_reference(config, arch, actor, mesh)
+        reference = load_reference(config, arch, build_freeze(arch, np.float32, mesh), mesh)
         assert_equal(reference, actor.trainable.init_random(config.seed).params)
 
 
@@ -62,3 +62,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     path = write_reward_model(tmp_path, architectures=["LlamaForCausalLM"], vocab_size=48)
     with pytest.raises(ValueError, match="model 48 embeddings: they do not belong together"):
         read_model(small_config("unused", **{"model.path": str(path)}))
+
+
+@pytest.mark.parametrize(("leftover", "falls_back"), [("requeue", True), ("carry", False)])
+def test_a_mismatch_makes_auto_recompute_unless_groups_are_carried(tmp_path, leftover, falls_back):
+    config = small_config(tmp_path, **{"algorithm.filter_groups.leftover": leftover})
+    accepted = SimpleNamespace(rounds=[], experience=None)
+    metrics = {"dynamic_sampling/generated_tokens": 5, "dynamic_sampling/trained_tokens": 3, "rollout_corr/k3_kl": 0.1}
+    progress = advance(config, Progress(), accepted, metrics)
+    assert recomputes(config, progress) == falls_back and progress.step == 1
+    assert not recomputes(config, advance(config, Progress(), accepted, {**metrics, "rollout_corr/k3_kl": 1e-5}))

@@ -15,7 +15,10 @@ LAYERS = [
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
-    ("aliases", "validation", "scoring", "run", "prompt_stream", "training_batch", "command_line", "evaluate", "train"),
+    (
+        *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
+        *("evaluate", "export", "train"),
+    ),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -75,6 +75,9 @@ def test_what_may_be_null_is_refused_at_zero_and_below(key, value):
         ("rollout.max_num_seqs", 8, "must be at least rollout.n"),
         ("rollout.temperature", 0.0, "no gradient"),
         ("model.path", "", "model.path is empty"),
+        ("model.lora.rank", -1, "model.lora.rank=-1 must be 0 (off) or more"),
+        ("model.lora.target_modules", ("q_proj", "q_proj"), "each once"),
+        ("model.lora.target_modules", ("lm_head",), "must be some of q_proj"),
         ("data.task", "files", "data.train_files is empty"),
         ("evaluate.top_k", 0, "evaluate.top_k"),
         ("actor.clip_ratio_low", 1.5, "1 never clips"),
@@ -86,6 +89,21 @@ def test_what_may_be_null_is_refused_at_zero_and_below(key, value):
 )
 def test_each_rule_names_key_and_cure(key, value, message):
     assert_one(problems({key: value}), re.escape(message))
+
+
+def test_a_token_budget_holds_a_prompt_with_its_response():
+    budget = {"actor.use_dynamic_bsz": True, "data.max_prompt_length": 1100, "data.max_response_length": 1000}
+    assert problems({**budget, "actor.ppo_max_token_len_per_device": 2536}) == []
+    assert_one(problems({**budget, "actor.ppo_max_token_len_per_device": 2535}), "padded to 1536, .* = 2536")
+    assert problems({"actor.ppo_max_token_len_per_device": 8}) == []
+    odd = {"actor.ppo_micro_batch_size_per_device": 7}
+    assert problems({**odd, "actor.use_dynamic_bsz": True}) == []  # then it is not read
+
+
+def test_adapters_have_no_other_reference_than_their_base():
+    changes = {"actor.use_kl_loss": True, "reference.path": "elsewhere"}
+    assert_one(problems({**changes, "model.lora.rank": 4}), "does not go with model.lora.rank=4")
+    assert problems(changes) == []
 
 
 def test_no_filter_means_one_round_of_the_batch_size():

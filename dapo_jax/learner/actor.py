@@ -34,7 +34,7 @@ class ActorSettings:
     temperature: float  # of the sampling policy
     remat: str  # a name of models/remat.py's POLICIES
     attention_kernel: AttentionKernel | None  # None: XLA's attention
-    chunk_size: int  # tokens whose logits exist at a time
+    chunk_size: int  # tokens whose logits exist at a time on one device
     loss_mode: str  # a name of LOSSES
     loss_options: Mapping[str, float]  # options of the losses by name
     entropy_coeff: float

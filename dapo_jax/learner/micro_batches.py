@@ -48,17 +48,20 @@ class MicroBatches:
             yield _rows(chosen, sharing), select(batch, chosen, size * self.num_shards, width)
 
 
-def sharing_rows(samples: int, *, rows: int, max_tokens: int | None, max_prompt: int, max_response: int) -> int:
+def sharing_rows(
+    samples: int, *, rows: int, max_tokens: int | None, max_prompt: int, max_response: int, mini_batch_share: int
+) -> int:
     """How many samples of a group may share one prompt in a micro-batch: a divisor of `samples`.
 
     Args:
         rows: of a micro-batch on one device, without a token budget.
+        mini_batch_share: responses of a mini-batch for each device, so that none is left without a prompt.
         max_tokens: of a micro-batch on one device, or None.
         max_prompt, max_response: tokens.
     """
     if max_tokens is None:
         return int(np.gcd(samples, rows))
-    fitting = (max_tokens - bucket(max_prompt)) // max_response
+    fitting = min((max_tokens - bucket(max_prompt)) // max_response, mini_batch_share)
     return max(share for share in range(1, samples + 1) if samples % share == 0 and share <= max(fitting, 1))
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from dapo_jax.containers import Batch
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.sharding import shards_left
 
 
 def response_logprobs(
@@ -22,12 +23,12 @@ def response_logprobs(
     """Log-probability [B, R] of each response token, and the entropy [B, R] of its distribution.
 
     Both are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
-    tokens at a time, in the backward pass too.
+    tokens at a time on each device, in the backward pass too.
 
     Args:
         params: weights in the dtype of the matrix products.
         remat, attention_kernel: as for `response_hidden`.
-        chunk_size: tokens of all rows together.
+        chunk_size: tokens on one device.
         entropy_gradient: whether the entropy is differentiated, or only reported.
     """
     hidden = response_hidden(params, batch, arch=arch, remat=remat, attention_kernel=attention_kernel)
@@ -45,7 +46,8 @@ def response_logprobs(
         return chosen - normalizer, entropy
 
     rows, length = batch.responses.shape
-    columns = min(max(chunk_size // rows, 1), length)
+    widest = min(max(chunk_size * shards_left() // rows, 1), length)
+    columns = -(-length // -(-length // widest))  # as many chunks, with the least padding
     chunks = jax.tree.map(lambda x: _split_columns(x, columns), (hidden, batch.responses))
     logprobs, entropy = jax.lax.map(jax.checkpoint(chunk_logprobs), chunks)
     return _join_columns(logprobs, length), _join_columns(entropy, length)

@@ -61,7 +61,9 @@ def build_trainable(
         shardings,
         transform_non_params=lambda _: whole,
     )
-    kept = jax.tree.map(lambda x: x.with_memory_kind(HOST), moment_shardings) if optimizer.offload else moment_shardings
+    kept = jax.tree.map(
+        lambda x: x.with_memory_kind(HOST) if optimizer.offload and x is not whole else x, moment_shardings
+    )
     state_shardings = TrainState(params=shardings, moments=kept, updates=whole, skipped=whole)
 
     def accumulate(params, gradients, frozen, batch):

@@ -140,6 +140,7 @@ def _optimizer_steps(
                 gradients, new = learner.accumulate(state.params, gradients, placed)
                 parts.append(new)
             state, norm = learner.apply(state, gradients, np.float32(settings.learning_rate))
+            del gradients  # before the next ones are made
             steps.append((functools.reduce(_merge, parts), norm))
     return state, [(fetch(metrics), fetch(norm)) for metrics, norm in steps]
 

@@ -1,5 +1,6 @@
 """Device: where each array lies on the mesh. One rule per logical axis; no silent replica."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -91,6 +92,12 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return tuple(name for name in names if name is not None and name not in mesh.manual_axes)
 
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(left, spec)))
+
+
+def shards_left() -> int:
+    """Inside jit: over how many devices of the mesh of `jax.set_mesh` rows are divided; not counting a shard_map's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(size for axis, size in mesh.shape.items() if axis in BATCH_AXES and axis not in mesh.manual_axes)
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

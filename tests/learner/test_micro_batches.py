@@ -62,8 +62,9 @@ def test_a_token_budget_computes_less_padding_in_few_shapes():
 
 
 def test_as_many_rows_share_a_prompt_as_fit():
-    sizes = {"max_prompt": 100, "max_response": 100}
+    sizes = {"max_prompt": 100, "max_response": 100, "mini_batch_share": 64}
     assert sharing_rows(16, rows=12, max_tokens=None, **sizes) == 4
     assert sharing_rows(16, rows=8, max_tokens=10_000, **sizes) == 16
     assert sharing_rows(16, rows=8, max_tokens=900, **sizes) == 4  # 128 + 7 x 100 fit, and 4 divides 16
     assert sharing_rows(16, rows=8, max_tokens=200, **sizes) == 1
+    assert sharing_rows(16, rows=8, max_tokens=10_000, **{**sizes, "mini_batch_share": 5}) == 4

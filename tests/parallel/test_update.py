@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from small_policy import (
     ARCH,
     actor_settings,
@@ -32,7 +33,7 @@ from dapo_jax.models.attention import attention, causal
 from dapo_jax.models.lora import Lora, adapter_table, merged
 from dapo_jax.models.weights import init_params, weight_table
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.parallel.sharding import batch_sharding, put
+from dapo_jax.parallel.sharding import batch_sharding, put, shards_left
 
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 
@@ -108,6 +109,23 @@ def test_logits_of_a_large_vocabulary_never_exist_whole():
         return jax.jit(jax.grad(loss)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(128) < temporaries(16 * 128) / 4
+
+
+def test_a_device_is_counted_for_the_axes_that_a_shard_map_leaves():
+    mesh, found = make_mesh(2, 4, 1), []
+
+    def count(x):
+        found.append(shards_left())
+        return x
+
+    inside = jax.shard_map(
+        count, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), axis_names={"data"}
+    )
+    with jax.set_mesh(mesh):
+        jax.jit(count).lower(np.zeros(8))
+        jax.jit(inside).lower(np.zeros(8))
+    jax.jit(count).lower(np.zeros(8))
+    assert found == [8, 4, 1]
 
 
 def lora_actor(mesh, **changes):

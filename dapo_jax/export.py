@@ -1,0 +1,208 @@
+"""Host: the export command: the policy of a checkpoint as a Hugging Face model directory.
+
+    python -m dapo_jax.export --config FILE [--config.key=value ...] --output DIR [--step N] [--dtype ...] [--adapter]
+
+transformers, vLLM and model.path read the directory. The command needs neither the data nor an accelerator; on fewer
+devices than the run had, say --config.mesh.fsdp=1 --config.mesh.tensor=1.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import tokenizers
+from jax.sharding import Mesh
+from tokenizers.processors import TemplateProcessing
+
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.command_line import read_config
+from dapo_jax.config import Config
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.models import Models
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.hf_config import hf_config, one_or_all
+from dapo_jax.models.load import is_gguf
+from dapo_jax.models.lora import adapter_table, merged, peft_config
+from dapo_jax.models.weights import weight_table
+from dapo_jax.models.write_safetensors import write_safetensors
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run import RANDOM, actor_settings, check_mesh, critic_settings, load_base, lora_of, read_model
+from dapo_jax.validation import uses_critic
+
+DTYPES = ("bfloat16", "float32")
+COPIED = (  # of a Hugging Face directory, those that it has
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def export(
+    config: Config, output: str | Path, *, step: int | None = None, dtype: str = DTYPES[0], adapter: bool = False
+) -> int:
+    """Writes the policy after training step `step` to the directory `output`, and returns the step.
+
+    Every process must call it; process 0 writes. The weights come last: a directory that has them is whole.
+
+    Args:
+        step: of a checkpoint in config.workdir; None: of the newest.
+        dtype: of the weights; float32 keeps what was trained bit by bit (adapters: merged into float32 weights).
+        adapter: write the adapters of model.lora alone, as PEFT reads them, instead of a model with them merged in.
+
+    Raises:
+        ValueError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
+            `adapter` without model.lora.
+    """
+    output, lora = Path(output).expanduser(), lora_of(config)
+    if adapter and lora is None:
+        raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
+    if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
+        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
+    step = _chosen_step(config.workdir, step)
+    arch, tokenizer = read_model(config)
+    mesh, params = _trained(config, arch, step)
+    if jax.process_index() == 0:
+        output.mkdir(parents=True, exist_ok=True)
+    if adapter:
+        assert lora is not None
+        if jax.process_index() == 0:
+            _write_json(output / "adapter_config.json", peft_config(lora, config.model.path))
+        write_safetensors(output, adapter_table(arch, lora), params, dtype=dtype, name="adapter_model")
+        return step
+    if jax.process_index() == 0:
+        source = Path(config.model.path).expanduser()
+        if config.model.path == RANDOM or is_gguf(source):
+            _write_description(config, arch, tokenizer, output, dtype)
+        else:
+            _copy_description(source, output, dtype)
+    whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
+    write_safetensors(output, weight_table(arch), whole, dtype=dtype)
+    return step
+
+
+def _chosen_step(workdir: str, step: int | None) -> int:
+    saved = sorted(ocp.utils.checkpoint_steps(Path(workdir) / "checkpoints"))
+    if not saved:
+        raise ValueError(
+            f"workdir={workdir} must be that of a run that has saved a checkpoint, and holds none: give the run's own "
+            "by --config.workdir, or train first"
+        )
+    if step is not None and step not in saved:
+        raise ValueError(f"--step={step} must be a checkpoint of workdir={workdir}: choose one of {saved}")
+    return saved[-1] if step is None else step
+
+
+def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh, and what is trained of the policy as it was after `step`: all weights, or the adapters."""
+    # A fused kernel and a memory of the host's own change no weight, and need an accelerator.
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention="xla"),
+        actor=dataclasses.replace(config.actor, optim=dataclasses.replace(config.actor.optim, offload=False)),
+        critic=dataclasses.replace(config.critic, optim=dataclasses.replace(config.critic.optim, offload=False)),
+    )
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_mesh(config, arch, mesh)
+    actor = build_actor(actor_settings(config, arch, mesh), mesh)
+    critic = build_critic(critic_settings(config, arch), mesh) if uses_critic(config) else None
+    critic_shape = critic.trainable.state_shape if critic is not None else None
+    checkpoints = Checkpoints(config.workdir, max_to_keep=config.trainer.max_ckpt_to_keep)
+    try:
+        models, _, _ = checkpoints.restore(step, Models(actor=actor.trainable.state_shape, critic=critic_shape))
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint of step {step} in workdir={config.workdir} must be of the model in the config: give the "
+            f"config that the run had, which is in its config.json ({error})"
+        ) from error
+    finally:
+        checkpoints.close()
+    return mesh, models.actor.params
+
+
+def _copy_description(source: Path, output: Path, dtype: str) -> None:
+    """The files of a Hugging Face directory beside its weights, with another dtype in config.json."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
+    _write_json(output / "config.json", config | dict.fromkeys(keys, dtype))
+    for name in COPIED:
+        if (source / name).exists():
+            shutil.copyfile(source / name, output / name)
+
+
+def _write_description(config: Config, arch: Architecture, tokenizer: Tokenizer, output: Path, dtype: str) -> None:
+    """The same files for a model that is no Hugging Face directory."""
+    length = _context_length(config)
+    bos = tokenizer.special_tokens.get("bos_token")
+    bos_id = tokenizer.backend.token_to_id(bos) if bos is not None else None
+    eos_ids, pad_id = tokenizer.eos_ids, tokenizer.pad_id
+    hf = hf_config(arch, dtype=dtype, eos_ids=eos_ids, pad_id=pad_id, bos_id=bos_id, max_position_embeddings=length)
+    _write_json(output / "config.json", hf)
+    ids = {"bos_token_id": bos_id, "eos_token_id": one_or_all(eos_ids), "pad_token_id": pad_id}
+    _write_json(output / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": tokenizer.add_bos,
+    }
+    _write_json(output / "tokenizer_config.json", settings | dict(tokenizer.special_tokens))
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    if tokenizer.add_bos:
+        backend.post_processor = TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
+        )
+    backend.save(str(output / "tokenizer.json"))
+    if tokenizer.chat_template is not None:
+        (output / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
+
+
+def _context_length(config: Config) -> int:
+    """How many tokens the model takes: what its GGUF file says, else those that it was trained with."""
+    trained = config.data.max_prompt_length + config.data.max_response_length
+    if config.model.path == RANDOM:
+        return trained
+    import gguf
+
+    fields = gguf.GGUFReader(Path(config.model.path).expanduser()).fields
+    return next((field.contents() for name, field in fields.items() if name.endswith(".context_length")), trained)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--output", required=True, help="directory to write, new or empty")
+    parser.add_argument("--step", type=int, help="training step of the checkpoint; the newest unless given")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
+    parser.add_argument("--adapter", action="store_true", help="the adapters of model.lora alone, for PEFT")
+    given, rest = parser.parse_known_args(arguments)
+    try:
+        config = read_config(["export", *rest])
+        step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
+    except ValueError as error:
+        sys.exit(f"dapo_jax: {error}")
+    print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Host: parameters to the safetensors files of a Hugging Face model directory, one file at a time."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+from safetensors.numpy import save_file
+
+from dapo_jax.models.assemble import tensor_names
+from dapo_jax.models.weights import Weight
+from dapo_jax.parallel.sharding import fetch
+
+MAX_SHARD_BYTES = 5 * 10**9
+METADATA = {"format": "pt"}  # transformers reads no file without it
+
+
+def write_safetensors(
+    directory: str | Path,
+    table: Sequence[Weight],
+    params: dict[str, Any],
+    *,
+    dtype: Any,
+    name: str = "model",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes `params` as `directory`/`name`.safetensors, or as shards of at most `max_shard_bytes` and their index.
+
+    Every process must call it, for arrays that are divided over processes; process 0 writes. The host holds one leaf
+    and one file at a time. A file has its name only once it is whole, and the index comes last.
+
+    Args:
+        table: the weights that `params` consists of.
+        dtype: of the tensors in the files; bfloat16 rounds to the nearest.
+
+    Raises:
+        ValueError: `params` has other leaves than `table`.
+    """
+    leaves: Any = traverse_util.flatten_dict(params)
+    found = {(path, tuple(leaf.shape)) for path, leaf in leaves.items()}
+    expected = {(weight.path, tuple(weight.shape)) for weight in table}
+    if found != expected:
+        raise ValueError(
+            f"the parameters must be the weights of the table: missing {sorted(expected - found)}, "
+            f"unknown {sorted(found - expected)}: take both from one architecture"
+        )
+    if jax.process_index() != 0:
+        for weight in table:
+            _whole(leaves[weight.path])
+        return
+    directory, dtype = Path(directory), np.dtype(dtype)
+    shards = _deal_out(table, dtype.itemsize, max_shard_bytes)
+    files = [f"{name}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [f"{name}.safetensors"]
+    tensors = _tensors(table, leaves, dtype)
+    for file, shard in zip(files, shards, strict=True):
+        with _whole_file(directory / file) as path:
+            save_file(dict(zip(shard, tensors, strict=False)), path, metadata=METADATA)
+    if len(shards) > 1:
+        weight_map = {tensor: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
+        total = sum(math.prod(weight.shape) for weight in table) * dtype.itemsize
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+        with _whole_file(directory / f"{name}.safetensors.index.json") as path:
+            path.write_text(index, encoding="utf-8")
+
+
+def _deal_out(table: Sequence[Weight], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """The tensor names of each file, in the order of the table."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for weight in table:
+        size = math.prod(weight.hf_shape) * itemsize
+        for tensor in tensor_names(weight, weight.hf_name):
+            if shards[-1] and filled + size > max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(tensor)
+            filled += size
+    return shards
+
+
+def _tensors(table: Sequence[Weight], leaves: dict[tuple[str, ...], Any], dtype: np.dtype) -> Iterator[np.ndarray]:
+    """The tensors of all files, in the order of the table."""
+    for weight in table:
+        yield from _as_stored(weight, _whole(leaves[weight.path]), dtype)
+
+
+def _as_stored(weight: Weight, leaf: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """A leaf as Hugging Face's tensors; copies, so that none of them keeps the leaf."""
+    for part in leaf if weight.stacked else [leaf]:
+        stored = part.reshape(weight.hf_shape[::-1]).T if weight.transposed else part.reshape(weight.hf_shape)
+        yield stored.astype(dtype, order="C")
+
+
+def _whole(leaf: Any) -> np.ndarray:
+    """The leaf on the host. JAX keeps what it has fetched as long as the fetched array lives, hence the copy."""
+    return fetch(leaf.copy())
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes `path` if nothing goes wrong."""
+    partial = path.with_name(path.name + ".partial")
+    partial.touch()
+    mode = partial.stat().st_mode
+    yield partial
+    partial.chmod(mode)  # safetensors lets only the owner read what it writes
+    partial.replace(path)

@@ -1,0 +1,102 @@
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dapo_jax.models.architecture import (
+    FAMILIES,
+    Architecture,
+    Llama3RopeScaling,
+    architecture_from_hf,
+    read_architecture,
+)
+from dapo_jax.models.hf_config import hf_config
+from dapo_jax.models.transformer import forward, logits, positions_of
+from dapo_jax.models.weights import init_params, weight_table
+from dapo_jax.models.write_safetensors import write_safetensors
+
+DATA = Path(__file__).parent / "data"
+SCALING = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+
+
+def architecture(family, **changes):
+    """One in which no value is the default of Hugging Face or of `Architecture`, nor can be had from another."""
+    _, qkv_bias, qk_norm = next(kind for kind in FAMILIES.values() if kind[0] == family)
+    arch = Architecture(
+        family=family, vocab_size=96, hidden_size=48, intermediate_size=72, num_layers=2, num_heads=6, num_kv_heads=2,
+        head_dim=16, rope_theta=5000.0, rms_norm_eps=0.125, tie_embeddings=False, qkv_bias=qkv_bias, qk_norm=qk_norm,
+        initializer_range=0.25,
+    )  # fmt: skip
+    return dataclasses.replace(arch, **changes)
+
+
+ARCHITECTURES = {
+    "llama": architecture("llama"),
+    "llama_tied": architecture("llama", tie_embeddings=True),
+    "llama_scaled": architecture("llama", rope_scaling=SCALING),
+    "mistral": architecture("mistral"),
+    "qwen2": architecture("qwen2"),
+    "qwen3": architecture("qwen3"),
+    "reward_model": architecture("qwen2", scalar_head=True),
+}
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def score(params, tokens, arch):
+    mask = tokens >= 0
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+
+
+def config_of(arch, **changes):
+    values = {"dtype": "float32", "eos_ids": (3,), "pad_id": 0, "bos_id": None, "max_position_embeddings": 640}
+    return json.loads(json.dumps(hf_config(arch, **{**values, **changes})))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_config_describes_the_architecture_that_it_was_made_of(name):
+    assert architecture_from_hf(config_of(ARCHITECTURES[name])) == ARCHITECTURES[name]
+
+
+@pytest.mark.parametrize("path", sorted(DATA.iterdir()), ids=lambda path: path.name)
+def test_a_config_of_hugging_faces_read_and_written_says_the_same(path):
+    arch, original = read_architecture(path), json.loads((path / "config.json").read_text())
+    found = config_of(arch, eos_ids=(2,), bos_id=1, max_position_embeddings=512)
+    assert architecture_from_hf(found) == arch
+    assert {name: found[name] for name in found.keys() & original.keys()} == {
+        name: original[name] for name in found.keys() & original.keys()
+    }
+
+
+def test_several_ends_of_sequence_are_a_list():
+    arch = ARCHITECTURES["llama"]
+    assert config_of(arch)["eos_token_id"] == 3
+    assert config_of(arch, eos_ids=(3, 5))["eos_token_id"] == [3, 5]
+
+
+def test_mistral_attends_to_everything():
+    config = config_of(ARCHITECTURES["mistral"])
+    assert "sliding_window" in config and config["sliding_window"] is None, "Hugging Face's default is a window"
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - {"reward_model"}))
+def test_transformers_computes_our_logits_from_the_config_and_the_weights(tmp_path, name):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    arch = ARCHITECTURES[name]
+    params = init_params(arch, seed=1)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(arch)))
+    write_safetensors(tmp_path, weight_table(arch), params, dtype="float32")
+    tokens = np.random.default_rng(0).integers(0, arch.vocab_size, (2, 90), np.int32)
+    ours = np.asarray(score(params, tokens, arch))
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert type(model).__name__.lower().removesuffix("forcausallm") == arch.family and model.dtype == torch.float32
+    assert (model.config.max_position_embeddings, model.config.bos_token_id) == (640, None)
+    assert getattr(model.config, "sliding_window", None) is None
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    assert np.abs(ours).max() > 1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)

@@ -1,0 +1,72 @@
+"""Adapters against PEFT's, which is skipped where torch or PEFT is missing."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.load import load_params
+from dapo_jax.models.lora import TARGETS, Lora, adapter_table, init_adapters, merged, peft_config, with_adapters
+from dapo_jax.models.transformer import forward, logits, positions_of
+from dapo_jax.models.write_safetensors import write_safetensors
+
+DATA = Path(__file__).parent / "data"
+LORA = Lora(rank=3, alpha=12.0, targets=tuple(TARGETS))
+
+
+def moved_adapters(arch, lora):
+    rng = np.random.default_rng(0)
+    fresh = init_adapters(arch, lora, 0)
+    return jax.tree.map(lambda x: jnp.asarray(x + 0.05 * rng.normal(size=x.shape), jnp.float32), fresh)
+
+
+def score(params, tokens, arch):
+    mask = jnp.ones(tokens.shape, bool)
+    return jax.jit(lambda params: logits(params, forward(params, tokens, positions_of(mask), mask, arch)))(params)
+
+
+def model_with_adapters(name):
+    arch = read_architecture(DATA / name)
+    params = load_params(DATA / name, arch, lambda weight, array: jnp.asarray(array))
+    return arch, params, moved_adapters(arch, LORA), np.random.default_rng(1).integers(0, arch.vocab_size, (2, 9))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_bias_tied"])
+def test_adapters_apart_and_merged_give_the_same_logits(name):
+    arch, params, adapters, tokens = model_with_adapters(name)
+    apart = score(with_adapters(params, adapters, LORA, jnp.float32), tokens, arch)
+    together = score(merged(params, adapters, LORA), tokens, arch)
+    assert np.abs(apart - score(params, tokens, arch)).max() > 0.01
+    np.testing.assert_allclose(apart, together, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2_bias_tied"])
+def test_written_adapters_act_in_peft_as_they_do_here(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    directory = DATA / name
+    arch, params, adapters, tokens = model_with_adapters(name)
+    apart = score(with_adapters(params, adapters, LORA, jnp.float32), tokens, arch)
+    write_safetensors(tmp_path, adapter_table(arch, LORA), adapters, dtype="float32", name="adapter_model")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(peft_config(LORA, str(directory))))
+    shutil.copytree(directory, tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(apart, expected, atol=1e-4)
+
+
+def test_a_target_without_adapters_is_left_alone():
+    arch = read_architecture(DATA / "llama_tied")
+    params = load_params(DATA / "llama_tied", arch, lambda weight, array: jnp.asarray(array))
+    lora = dataclasses.replace(LORA, targets=("v_proj",))
+    whole = merged(params, moved_adapters(arch, lora), lora)
+    changed = {name for name in params["layers"] if (whole["layers"][name] != params["layers"][name]).any()}
+    assert changed == {"value"}

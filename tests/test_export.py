@@ -1,0 +1,335 @@
+"""The export command: what it writes is what the checkpoint holds, for this package and for transformers."""
+
+import dataclasses
+import functools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from small_run import CONFIGS, small_config
+
+from dapo_jax.checkpoint import Checkpoints, Progress
+from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
+from dapo_jax.export import export, main
+from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.models import Models
+from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.transformer import forward, logits, positions_of
+from dapo_jax.models.weights import weight_table
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run import actor_settings, critic_settings, read_model
+from dapo_jax.train import train
+from dapo_jax.validation import uses_critic
+
+DATA = Path(__file__).parent / "models" / "data"
+NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]
+TEMPLATE = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+TEXTS = ["12 + 7 =\n", "what, a b?  c", "", "<eos>x<|end|>y"]
+NO_DATA = {"data.task": "files", "data.train_files": ("absent.parquet",), "reward.function": "absent.function"}
+
+
+def hf_directory(path, name):
+    """The small model `name` with a tokenizer, as it would lie in a download."""
+    path.mkdir()
+    for file in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(DATA / name / file, path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "own": "kept"}))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    character_tokenizer().backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def save_checkpoint(config, step=3):
+    """A checkpoint of `config` with random numbers in the place of all that is trained; returns the policy's."""
+    arch, _ = read_model(config)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    actor = build_actor(actor_settings(config, arch, mesh), mesh).trainable
+    critic = build_critic(critic_settings(config, arch), mesh).trainable if uses_critic(config) else None
+    shape = Models(actor=actor.state_shape, critic=critic.state_shape if critic is not None else None)
+    rng = np.random.default_rng(step)
+    values = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), shape)
+    checkpoints = Checkpoints(config.workdir, max_to_keep=9)
+    models = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, shape)
+    checkpoints.save(models, Progress(step=step), {"next_prompt": np.zeros(1)})
+    checkpoints.close()
+    return values.actor.params
+
+
+def loaded(path):
+    """The parameters of the model at `path`."""
+    return load_params(path, read_model_architecture(path), lambda weight, array: array)
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def encode(tokenizer, prompt):
+    return tokenizer.encode_prompt(prompt, system_prompt=None, chat_template_kwargs={})
+
+
+def assert_same_tokenizer(found, expected):
+    for name in ("eos_ids", "pad_id", "special_tokens", "add_bos", "chat_template", "vocab_size"):
+        assert getattr(found, name) == getattr(expected, name), name
+    for text in TEXTS:
+        assert encode(found, text) == encode(expected, text)
+        assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+        if expected.chat_template is not None:
+            messages = [{"role": "user", "content": text}]
+            assert encode(found, messages) == encode(expected, messages)
+
+
+def assert_transformers_has_the_tokenizer(path, expected):
+    transformers = pytest.importorskip("transformers")
+    found = transformers.AutoTokenizer.from_pretrained(path)
+    for text in TEXTS:
+        assert found(text).input_ids == encode(expected, text)
+        assert found.decode(expected.encode(text)) == expected.decode(expected.encode(text), skip_special_tokens=False)
+        if expected.chat_template is not None:
+            messages = [{"role": "user", "content": text}]
+            prompt = found.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            assert found(prompt, add_special_tokens=False).input_ids == encode(expected, messages)
+    assert {name: getattr(found, name) for name in expected.special_tokens} == expected.special_tokens
+
+
+@pytest.mark.slow
+def test_the_command_exports_what_a_run_has_trained(tmp_path, capsys):
+    config = small_config(tmp_path / "run", **{"trainer.total_training_steps": 2, "trainer.save_freq": 1})
+    models = train(config)
+    output = tmp_path / "deep" / "export"
+    command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={config.workdir}"]
+    main([*command, "--output", str(output), "--dtype", "float32"])
+    assert f"after step 2 is in {output}, in float32" in capsys.readouterr().out
+    assert_equal(loaded(output), jax.device_get(models.actor.params))
+    exported = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(output)))
+    (arch, tokenizer), (found_arch, found_tokenizer) = read_model(config), read_model(exported)
+    assert found_arch == arch
+    assert_same_tokenizer(found_tokenizer, tokenizer)
+    main([*command, f"--output={tmp_path / 'first'}", "--step=1"])
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    first = loaded(tmp_path / "first")
+    assert all((leaf != last).any() for leaf, last in zip(*map(jax.tree.leaves, (first, loaded(output))), strict=True))
+
+
+def test_a_random_models_export_is_the_checkpoint_and_has_its_tokenizer(tmp_path):
+    config = small_config(tmp_path / "run")
+    old, new = save_checkpoint(config, 3), save_checkpoint(config, 5)
+    assert export(config, tmp_path / "new", dtype="float32") == 5
+    assert export(config, tmp_path / "old", dtype="float32", step=3) == 3
+    assert_equal(loaded(tmp_path / "new"), new)
+    assert_equal(loaded(tmp_path / "old"), old)
+    assert_same_tokenizer(load_tokenizer(tmp_path / "new"), character_tokenizer())
+    hf = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert hf["max_position_embeddings"] == config.data.max_prompt_length + config.data.max_response_length
+    assert_transformers_has_the_tokenizer(tmp_path / "new", character_tokenizer())
+
+
+def test_a_directorys_own_files_are_kept_and_only_the_dtype_changes(tmp_path):
+    source = hf_directory(tmp_path / "model", "qwen3_qknorm")
+    (source / "special_tokens_map.json").write_text("{}")
+    (source / "pytorch_model.bin").write_bytes(b"old weights")
+    config = small_config(tmp_path / "run", **{"model.path": str(source)}, **NO_DATA)
+    params = save_checkpoint(config)
+    export(config, tmp_path / "out")
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {path.name for path in source.iterdir()} - {"pytorch_model.bin"}
+    for name in files - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    hf, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", source))
+    assert hf == original | {"dtype": "bfloat16"} and original["dtype"] == "float32"
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype.name for tensor in tensors.values()} == {"bfloat16"}
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype(np.float32), params)
+    assert_equal(loaded(tmp_path / "out"), rounded)
+    assert_same_tokenizer(load_tokenizer(tmp_path / "out"), load_tokenizer(source))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def score(params, tokens, mask, arch):
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_computes_our_logits_and_token_ids_from_an_export(tmp_path, name):
+    # Before 5 it does not read the config.json of some of these models, which is theirs, not ours.
+    transformers, torch = pytest.importorskip("transformers", minversion="5"), pytest.importorskip("torch")
+    source = hf_directory(tmp_path / "model", name)
+    config = small_config(tmp_path / "run", **{"model.path": str(source)})
+    params = save_checkpoint(config)
+    export(config, tmp_path / "out", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reference = np.load(DATA / name / "reference.npz")
+    tokens, mask = reference["input_ids"], reference["attention_mask"].astype(bool)
+    with torch.no_grad():
+        theirs = model(
+            torch.tensor(tokens, dtype=torch.long),
+            attention_mask=torch.tensor(mask),
+            position_ids=torch.tensor(np.asarray(positions_of(mask)), dtype=torch.long),
+        ).logits.numpy()
+    ours = np.asarray(score(params, tokens, mask, read_model_architecture(source)))
+    np.testing.assert_allclose(ours[mask], theirs[mask], rtol=0, atol=1e-4)
+    assert np.abs(ours[mask] - reference["logits"][mask]).max() > 1e-2, "it is not the model that the run began with"
+    if name != "qwen2_bias_tied":  # transformers 5 gives every qwen2 the words of Qwen's own tokenizer
+        assert_transformers_has_the_tokenizer(tmp_path / "out", load_tokenizer(source))
+
+
+def test_the_mesh_may_change_and_a_critic_is_left_out(tmp_path):
+    changes = {"algorithm.adv_estimator": "gae"}
+    axes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    params = save_checkpoint(small_config(tmp_path / "run", **changes, **axes))
+    for output, mesh in (("divided", axes), ("whole", {})):
+        export(small_config(tmp_path / "run", **changes, **mesh), tmp_path / output, dtype="float32")
+        assert_equal(loaded(tmp_path / output), params)
+
+
+def test_a_run_with_a_fused_kernel_is_exported_without_its_accelerator(tmp_path):
+    config = small_config(tmp_path / "run")
+    save_checkpoint(config)
+    fused = dataclasses.replace(config.model, attention="splash")
+    export(dataclasses.replace(config, model=fused), tmp_path / "out")
+
+
+def test_adapters_are_merged_into_the_weights_that_they_belong_to(tmp_path):
+    source = hf_directory(tmp_path / "model", "qwen3_qknorm")
+    lora = {"model.lora.rank": 2, "model.lora.alpha": 3.0, "model.lora.target_modules": ("q_proj", "down_proj")}
+    config = small_config(tmp_path / "run", **{"model.path": str(source)}, **lora)
+    adapters = save_checkpoint(config)["layers"]
+    export(config, tmp_path / "out", dtype="float32")
+    base, found = loaded(source), loaded(tmp_path / "out")
+    query = np.einsum("ldr,lrnh->ldnh", adapters["query_lora_a"], adapters["query_lora_b"])
+    down = np.einsum("lfr,lrd->lfd", adapters["down_lora_a"], adapters["down_lora_b"])
+    for name, change in (("query", query), ("down", down)):
+        expected = base["layers"].pop(name) + 1.5 * change
+        assert np.abs(1.5 * change).max() > 1e-4
+        np.testing.assert_allclose(found["layers"].pop(name), expected, rtol=0, atol=1e-6)
+    assert_equal(found, base)
+
+
+def test_adapters_alone_have_the_names_that_peft_reads(tmp_path):
+    source = hf_directory(tmp_path / "model", "qwen3_qknorm")
+    config = small_config(tmp_path / "run", **{"model.path": str(source), "model.lora.rank": 2})
+    adapters = save_checkpoint(config)["layers"]
+    export(config, tmp_path / "out", dtype="float32", adapter=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 7 * adapters["query_lora_a"].shape[0]
+    stem = "base_model.model.model.layers.1.mlp.down_proj.lora_"
+    np.testing.assert_array_equal(tensors[stem + "A.weight"], adapters["down_lora_a"][1].T)
+    np.testing.assert_array_equal(tensors[stem + "B.weight"], adapters["down_lora_b"][1].T)
+    described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert described["r"] == 2 and described["base_model_name_or_path"] == str(source)
+    without = small_config(tmp_path / "run", **{"model.path": str(source)})
+    with pytest.raises(ValueError, match="--adapter needs a run with adapters"):
+        export(without, tmp_path / "none", adapter=True)
+
+
+def write_gguf(path, arch, pre):
+    """A model of `arch` with a byte-level tokenizer of the words `pre` and a bos token, as llama.cpp stores it."""
+    gguf = pytest.importorskip("gguf")
+    from tokenizers import pre_tokenizers
+
+    from dapo_jax.models.gguf_files import TENSOR_NAMES
+
+    control, tokens = 3, [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "<|start|>", "<|end|>", "<|eot|>"]
+    writer = gguf.GGUFWriter(path, arch.family)
+    sizes = {
+        "block_count": arch.num_layers, "embedding_length": arch.hidden_size,
+        "feed_forward_length": arch.intermediate_size, "attention.head_count": arch.num_heads,
+        "attention.head_count_kv": arch.num_kv_heads, "attention.key_length": arch.head_dim, "context_length": 777,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        writer.add_uint32(f"{arch.family}.{name}", value)
+    writer.add_float32(f"{arch.family}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [control] * 3)
+    writer.add_token_merges(["1 2"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_eot_token_id(259)
+    writer.add_add_bos_token(True)
+    rng = np.random.default_rng(0)
+    for weight in weight_table(arch):
+        for layer in range(arch.num_layers if weight.stacked else 1):
+            name = TENSOR_NAMES[weight.path[-1]].format(layer=layer)
+            writer.add_tensor(name, rng.normal(0, 0.2, weight.hf_shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(("name", "pre"), [("llama_tied", "llama3"), ("qwen2_bias_tied", "qwen2")])
+def test_a_gguf_model_becomes_a_directory_with_its_tokenizer(tmp_path, name, pre):
+    arch = dataclasses.replace(read_model_architecture(DATA / name), vocab_size=264)
+    source = write_gguf(tmp_path / "model.gguf", arch, pre)
+    config = small_config(tmp_path / "run", **{"model.path": str(source)})
+    params = save_checkpoint(config)
+    export(config, tmp_path / "out", dtype="float32")
+    assert_equal(loaded(tmp_path / "out"), params)
+    assert read_model_architecture(tmp_path / "out") == read_model_architecture(source)
+    hf = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (hf["max_position_embeddings"], hf["bos_token_id"], hf["eos_token_id"]) == (777, 257, [258, 259])
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 257, "eos_token_id": [258, 259], "pad_token_id": 258}
+    expected = load_tokenizer(source)
+    assert expected.add_bos and encode(expected, "12")[0] == 257
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+    assert_same_tokenizer(load_tokenizer(tmp_path / "out"), expected)
+    assert_transformers_has_the_tokenizer(tmp_path / "out", expected)
+
+
+def test_without_a_checkpoint_nothing_is_written(tmp_path):
+    config = small_config(tmp_path / "run")
+    with pytest.raises(ValueError, match=f"workdir={config.workdir} must be that of a run that has saved a checkpoint"):
+        export(config, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path):
+    config = small_config(tmp_path / "run")
+    save_checkpoint(config, 3), save_checkpoint(config, 12)
+    with pytest.raises(ValueError, match=re.escape("--step=4 must be a checkpoint") + r".* one of \[3, 12\]"):
+        export(config, tmp_path / "out", step=4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_holds_something_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    for output in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ValueError, match=f"--output={output} must be a new or an empty directory"):
+            export(small_config(tmp_path / "run"), output)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax' threads, when it refuses
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    config = small_config(tmp_path / "run")
+    save_checkpoint(config)
+    for name, value in (("model.random.hidden_size", 64), ("algorithm.adv_estimator", "gae")):
+        with pytest.raises(ValueError, match=f"step 3 in workdir={config.workdir} must be of the model in the config"):
+            export(small_config(tmp_path / "run", **{name: value}), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("--config.seed=0", "holds none"), ("--config.sead=0", "sead"), ("--config.mesh.fsdp=3", "holds none")],
+)
+def test_the_command_ends_with_one_line_on_what_is_wrong(tmp_path, argument, message):
+    command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={tmp_path}", argument]
+    with pytest.raises(SystemExit) as error:
+        main([*command, "--output", str(tmp_path / "out")])
+    assert re.fullmatch(f"dapo_jax: .*{message}.*", str(error.value))
