@@ -65,7 +65,10 @@ class LoraConfig:
 
     rank: int = 0  # 0 = train all weights
     alpha: float = 16.0  # what the adapters add is multiplied with alpha / rank
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    target_modules: tuple[str, ...] = (  # matrices with adapters, by Hugging Face's names
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
 
 
 @dataclass(frozen=True)
