@@ -28,7 +28,7 @@ from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
-from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor, build_freeze
+from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor
 from dapo_jax.learner.critic import Critic, CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import OptimizerSettings
@@ -38,7 +38,7 @@ from dapo_jax.models.fused_attention import fused_attention
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import Lora
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.models.weights import count_params, init_params, unflatten, weight_table
+from dapo_jax.models.weights import build_freeze, count_params, init_params, weight_shardings, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.compilation import keep_compiled
@@ -49,7 +49,6 @@ from dapo_jax.parallel.sharding import (
     indivisible_weights,
     place_weight,
     replicated,
-    weight_sharding,
 )
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
@@ -386,7 +385,7 @@ def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic
 def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     """The float32 parameters of model.path, sharded for training."""
     if config.model.path == RANDOM:
-        shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in weight_table(arch))
+        shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
         return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(config.seed)
     return load_policy(config.model.path, arch, mesh)
 

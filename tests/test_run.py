@@ -9,8 +9,9 @@ from reward_model_files import write_reward_model
 from small_run import small_config
 
 from dapo_jax.checkpoint import Progress
-from dapo_jax.learner.actor import build_actor, build_freeze
+from dapo_jax.learner.actor import build_actor
 from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.weights import build_freeze
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import actor_settings, load_policy, load_reference, read_model
 from dapo_jax.train import advance, recomputes

@@ -19,8 +19,8 @@ from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, merged, with_adapters
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.models.weights import cast_matrices, init_params, unflatten, weight_table
-from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, replicated, weight_sharding
+from dapo_jax.models.weights import cast_matrices, init_params, weight_shardings, weight_table
+from dapo_jax.parallel.sharding import DECODE_RULES, replicated
 
 OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
 
@@ -155,9 +155,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
         return unstack_layers(whole)
 
     jitted_logprobs = jax.jit(logprobs, out_shardings=whole)
-    decode_shardings = unflatten(
-        (weight, weight_sharding(weight, mesh, DECODE_RULES)) for weight in weight_table(arch)
-    )
+    decode_shardings = weight_shardings(weight_table(arch), mesh, DECODE_RULES)
     jitted_decoding = jax.jit(decoding, out_shardings=_unstacked_shardings(decode_shardings, arch))
     return Actor(
         trainable=trainable,
@@ -165,12 +163,6 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
         logprobs=lambda params, batch: jitted_logprobs(params, frozen, batch),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
     )
-
-
-def build_freeze(arch: Architecture, dtype: Any, mesh: Mesh) -> Callable[[Any], Any]:
-    """A function that turns whole parameters (donated) into weights in the dtype of matrix products."""
-    shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in weight_table(arch))
-    return jax.jit(lambda params: cast_matrices(params, arch, dtype), out_shardings=shardings, donate_argnums=0)
 
 
 class LatestWeights:

@@ -55,9 +55,9 @@ def sharing_rows(
 
     Args:
         rows: of a micro-batch on one device, without a token budget.
-        mini_batch_share: responses of a mini-batch for each device, so that none is left without a prompt.
         max_tokens: of a micro-batch on one device, or None.
         max_prompt, max_response: tokens.
+        mini_batch_share: responses of a mini-batch for each device, so that none is left without a prompt.
     """
     if max_tokens is None:
         return int(np.gcd(samples, rows))

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.containers import Batch, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
-from dapo_jax.models.weights import Weight, unflatten
-from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated, weight_sharding
+from dapo_jax.models.weights import Weight, unflatten, weight_shardings
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
 HOST = "pinned_host"  # JAX's name of the host's memory
 Metrics = dict[str, Mean]
@@ -50,7 +50,7 @@ def build_trainable(
         init: seed -> fresh params.
         frozen: arrays that the loss reads beside them.
     """
-    shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in table)
+    shardings = weight_shardings(table, mesh, TRAIN_RULES)
     whole, rows = replicated(mesh), batch_sharding(mesh)
     abstract_params = unflatten((weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32)) for weight in table)
     abstract_state = jax.eval_shape(lambda params: init_state(params, optimizer), abstract_params)

@@ -130,9 +130,9 @@ def forward_contiguous(
         prompts, prompt_mask: [B, P], left-padded: one a row.
         attention_kernel: (query, key, value, lengths) -> [B, T, N, H], see models/fused_attention.py.
     """
-    width, length = prompts.shape[1], responses.shape[1]
-    real = jnp.concatenate([prompt_mask, mask[:, : max(length - 1, 1)]], axis=1)  # the last token predicts nothing
-    tokens = jnp.concatenate([prompts, responses[:, : max(length - 1, 1)]], axis=1)
+    width, length = prompts.shape[1], max(responses.shape[1] - 1, 1)  # the last token predicts nothing
+    real = jnp.concatenate([prompt_mask, mask[:, :length]], axis=1)
+    tokens = jnp.concatenate([prompts, responses[:, :length]], axis=1)
     prompt_lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
     lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
     places = jnp.arange(tokens.shape[1])
@@ -147,7 +147,7 @@ def forward_contiguous(
         return constrain_rows(x), None
 
     x, _ = jax.lax.scan(rematerialized(layer_step, remat), constrain_rows(embed(params, tokens)), params["layers"])
-    before = jnp.clip(prompt_lengths[:, None] - 1 + jnp.arange(length), 0, places[-1])
+    before = jnp.clip(prompt_lengths[:, None] - 1 + jnp.arange(responses.shape[1]), 0, places[-1])
     hidden = jnp.take_along_axis(x, before[..., None], axis=1)
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
 

@@ -1,15 +1,17 @@
 """Device: the one table of a model's weights; initialisation, sharding, import and export derive from it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.sharding import Mesh
 
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.sharding import TRAIN_RULES, Rules, weight_sharding
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ def unflatten(leaves: Iterable[tuple[Weight, Any]]) -> dict[str, Any]:
     return traverse_util.unflatten_dict({weight.path: leaf for weight, leaf in leaves})
 
 
+def weight_shardings(table: Sequence[Weight], mesh: Mesh, rules: Rules) -> dict[str, Any]:
+    """Where each weight of `table` lies on the mesh under `rules`, with the parameters' structure."""
+    return unflatten((weight, weight_sharding(weight, mesh, rules)) for weight in table)
+
+
 def cast_matrices(params: dict[str, Any], arch: Architecture, dtype: Any) -> dict[str, Any]:
     """`params` with the operands of matrix products in `dtype`; norms and biases stay float32."""
     flat: Any = traverse_util.flatten_dict(params)
@@ -120,6 +127,12 @@ def cast_matrices(params: dict[str, Any], arch: Architecture, dtype: Any) -> dic
         (weight, flat[weight.path].astype(dtype) if weight.is_matrix else flat[weight.path])
         for weight in weight_table(arch)
     )
+
+
+def build_freeze(arch: Architecture, dtype: Any, mesh: Mesh) -> Callable[[Any], Any]:
+    """A function that turns whole parameters (donated) into weights in the dtype of matrix products."""
+    shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
+    return jax.jit(lambda params: cast_matrices(params, arch, dtype), out_shardings=shardings, donate_argnums=0)
 
 
 def count_params(arch: Architecture) -> int:

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import cast_matrices, unflatten, weight_table
-from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated, weight_sharding
+from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,10 @@ class RewardModel:
 
 def build_reward_model(arch: Architecture, dtype: Any, mesh: Mesh) -> RewardModel:
     """Compiles (on first use) the functions of a reward model sharded over `mesh`."""
-    shardings = unflatten((weight, weight_sharding(weight, mesh, TRAIN_RULES)) for weight in weight_table(arch))
+    shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
     rows = batch_sharding(mesh)
     return RewardModel(
-        freeze=jax.jit(
-            lambda params: cast_matrices(params, arch, dtype), out_shardings=shardings, donate_argnums=0
-        ),
+        freeze=build_freeze(arch, dtype, mesh),
         scores=jax.jit(
             lambda params, tokens, mask: conversation_scores(params, tokens, mask, arch),
             in_shardings=(shardings, rows, rows),

@@ -25,13 +25,13 @@ from small_policy import (
 )
 
 from dapo_jax.containers import Batch
-from dapo_jax.learner.actor import build_actor, build_freeze, loss_fn
+from dapo_jax.learner.actor import build_actor, loss_fn
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.update import compute_logprobs, update_policy
 from dapo_jax.models.attention import attention, causal
 from dapo_jax.models.lora import Lora, adapter_table, merged
-from dapo_jax.models.weights import init_params, weight_table
+from dapo_jax.models.weights import build_freeze, init_params, weight_table
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import batch_sharding, put, shards_left
 
