@@ -67,3 +67,26 @@ class Mean:
 
     def merge(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)
+
+    def across(self, axis: str) -> "Mean":
+        """Inside a shard_map: merged over the places along `axis`."""
+        return jax.lax.psum(self, axis)
+
+
+@struct.dataclass
+class Max:
+    """The largest of some values that are not negative, 0 without any."""
+
+    value: jax.Array
+
+    @classmethod
+    def of(cls, values: jax.Array, mask: jax.Array) -> "Max":
+        """Of `values` where `mask` is True."""
+        return cls(jnp.max(values, where=mask, initial=0.0))
+
+    def merge(self, other: "Max") -> "Max":
+        return Max(jnp.maximum(self.value, other.value))
+
+    def across(self, axis: str) -> "Max":
+        """Inside a shard_map: merged over the places along `axis`."""
+        return jax.lax.pmax(self, axis)

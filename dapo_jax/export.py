@@ -26,17 +26,15 @@ from dapo_jax.command_line import read_config
 from dapo_jax.config import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.learner.actor import build_actor
-from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.models import Models
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.gguf_files import gguf_context_length
 from dapo_jax.models.hf_config import hf_config, one_or_all
 from dapo_jax.models.load import is_gguf
 from dapo_jax.models.lora import adapter_table, merged, peft_config
 from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run import RANDOM, actor_settings, check_mesh, critic_settings, load_base, lora_of, read_model
-from dapo_jax.validation import uses_critic
+from dapo_jax.run import RANDOM, actor_settings, check_mesh, load_base, lora_of, read_model
 
 DTYPES = ("bfloat16", "float32")
 COPIED = (  # of a Hugging Face directory, those that it has
@@ -115,16 +113,13 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
         config,
         model=dataclasses.replace(config.model, attention="xla"),
         actor=dataclasses.replace(config.actor, optim=dataclasses.replace(config.actor.optim, offload=False)),
-        critic=dataclasses.replace(config.critic, optim=dataclasses.replace(config.critic.optim, offload=False)),
     )
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
     actor = build_actor(actor_settings(config, arch, mesh), mesh)
-    critic = build_critic(critic_settings(config, arch), mesh) if uses_critic(config) else None
-    critic_shape = critic.trainable.state_shape if critic is not None else None
     checkpoints = Checkpoints(config.workdir, max_to_keep=config.trainer.max_ckpt_to_keep)
     try:
-        models, _, _ = checkpoints.restore(step, Models(actor=actor.trainable.state_shape, critic=critic_shape))
+        params = checkpoints.restore_policy(step, actor.trainable.state_shape.params)
     except ValueError as error:
         raise ValueError(
             f"the checkpoint of step {step} in workdir={config.workdir} must be of the model in the config: give the "
@@ -132,7 +127,7 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
         ) from error
     finally:
         checkpoints.close()
-    return mesh, models.actor.params
+    return mesh, params
 
 
 def _copy_description(source: Path, output: Path, dtype: str) -> None:
@@ -177,10 +172,7 @@ def _context_length(config: Config) -> int:
     trained = config.data.max_prompt_length + config.data.max_response_length
     if config.model.path == RANDOM:
         return trained
-    import gguf
-
-    fields = gguf.GGUFReader(Path(config.model.path).expanduser()).fields
-    return next((field.contents() for name, field in fields.items() if name.endswith(".context_length")), trained)
+    return gguf_context_length(Path(config.model.path).expanduser()) or trained
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

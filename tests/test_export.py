@@ -314,14 +314,22 @@ def test_an_output_that_holds_something_is_refused(tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax' threads, when it refuses
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     config = small_config(tmp_path / "run")
     save_checkpoint(config)
-    for name, value in (("model.random.hidden_size", 64), ("algorithm.adv_estimator", "gae")):
+    for name, value in (("model.random.hidden_size", 64), ("model.lora.rank", 2)):
         with pytest.raises(ValueError, match=f"step 3 in workdir={config.workdir} must be of the model in the config"):
             export(small_config(tmp_path / "run", **{name: value}), tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+
+def test_only_the_policy_is_read(tmp_path):
+    """Neither the critic nor the moments are wanted, nor has the config to say that the run had them."""
+    config = small_config(tmp_path / "run", **{"algorithm.adv_estimator": "gae"})
+    params = save_checkpoint(config)
+    for number, changes in enumerate(({}, {"actor.optim.moments_dtype": "bfloat16"})):
+        export(small_config(tmp_path / "run", **changes), tmp_path / str(number), dtype="float32")
+        assert_equal(loaded(tmp_path / str(number)), params)
 
 
 @pytest.mark.parametrize(

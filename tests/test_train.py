@@ -199,3 +199,6 @@ def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
     assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
     assert all("_lora_" in name for name in models.actor.params["layers"])
     assert read_metrics(tmp_path / "a")[-1]["actor/kl_loss"] > 0
+    for change in ({"model.lora.rank": 4}, {"model.lora.target_modules": ("q_proj",)}):
+        with pytest.raises(ValueError, match=r"step 3 is of another model: .* arrays differ, actor\.\w+.*_lora_"):
+            train(small_config(tmp_path / "a", **changes | change | {"trainer.total_training_steps": 4}))

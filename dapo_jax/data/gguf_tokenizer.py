@@ -6,6 +6,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from dapo_jax.models.gguf_files import open_gguf
+
 CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # values of tokenizer.ggml.token_type
 
 # How models cut text into words before BPE: their original patterns; "default" is what llama.cpp does then.
@@ -32,13 +34,9 @@ def read_tokenizer_metadata(path: Path) -> dict[str, Any]:
 
     Raises:
         ImportError: without the optional package gguf.
-        ValueError: if the file holds no byte-level BPE tokenizer with a known pre-tokenizer.
+        ValueError: the file cannot be read, or holds no byte-level BPE tokenizer with a known pre-tokenizer.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError(f"{path} needs the package gguf: pip install 'dapo_jax[quickstart]'") from error
-    fields = gguf.GGUFReader(path).fields
+    fields = open_gguf(path).fields
     names = [name for name in fields if name.startswith("tokenizer.")]
     metadata = {name.removeprefix("tokenizer."): fields[name].contents() for name in names}
     for name, known in {"ggml.model": ["gpt2"], "ggml.pre": list(WORD_PATTERNS)}.items():

@@ -12,7 +12,7 @@ from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
-from dapo_jax.containers import Batch, Mean
+from dapo_jax.containers import Batch, Max, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
@@ -57,8 +57,24 @@ class Actor:
 def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
     """The weights of the training forward pass, in the dtype of matrix products."""
     if settings.lora is None:
-        return cast_matrices(params, settings.arch, settings.dtype)
+        return cast_matrices(params, settings.arch, settings.dtype, tables=False)
     return with_adapters(frozen, params, settings.lora, settings.dtype)
+
+
+def logprobs_and_entropy(
+    params: Any, frozen: Any, batch: Batch, settings: ActorSettings, *, remat: str
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy [B, R] of each response token, as `response_logprobs` gives them."""
+    return response_logprobs(
+        operands(params, frozen, settings),
+        batch,
+        arch=settings.arch,
+        temperature=settings.temperature,
+        remat=remat,
+        attention_kernel=settings.attention_kernel,
+        chunk_size=settings.chunk_size,
+        entropy_gradient=settings.entropy_coeff != 0,
+    )
 
 
 def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
@@ -66,16 +82,7 @@ def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> 
 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
     """
-    logprobs, entropy = response_logprobs(
-        operands(params, frozen, settings),
-        batch,
-        arch=settings.arch,
-        temperature=settings.temperature,
-        remat=settings.remat,
-        attention_kernel=settings.attention_kernel,
-        chunk_size=settings.chunk_size,
-        entropy_gradient=settings.entropy_coeff != 0,
-    )
+    logprobs, entropy = logprobs_and_entropy(params, frozen, batch, settings, remat=settings.remat)
     token_loss, metrics = policy_token_loss(logprobs, batch, settings)
     total = weighted_sum(token_loss, batch.loss_weights, batch.loss_mask)
     metrics["pg_loss"] = Mean(total, jnp.float32(0))
@@ -91,6 +98,7 @@ def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> 
         "loss": Mean(total, jnp.float32(0)),
         "entropy": Mean.of(entropy, batch.loss_mask),
         "logprob_abs_diff": Mean.of(jnp.abs(difference), batch.mask),
+        "logprob_abs_diff_max": Max.of(jnp.abs(difference), batch.mask),
         "logprob_k3": Mean.of(ratio - 1 - difference, batch.mask),
         "logprob_outliers": Mean.of(jnp.abs(difference) > OUTLIER, batch.mask),
         "ratio": Mean.of(ratio, batch.mask),
@@ -134,16 +142,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
     whole = replicated(mesh)
 
     def logprobs(params, frozen, batch):
-        return response_logprobs(
-            operands(params, frozen, settings),
-            batch,
-            arch=arch,
-            temperature=settings.temperature,
-            remat="none",
-            attention_kernel=settings.attention_kernel,
-            chunk_size=settings.chunk_size,
-            entropy_gradient=False,
-        )
+        return logprobs_and_entropy(params, frozen, batch, settings, remat="none")
 
     def select(batch, logprobs):
         function = SELECTIONS[settings.loss_mode]

@@ -50,7 +50,7 @@ def critic_architecture(policy: Architecture) -> Architecture:
 
 def response_values(params: Any, batch: Batch, settings: CriticSettings) -> jax.Array:
     """Value [B, R] of the state in which each response token was drawn; float32."""
-    params = cast_matrices(params, settings.arch, settings.dtype)
+    params = cast_matrices(params, settings.arch, settings.dtype, tables=False)
     hidden = response_hidden(
         params, batch, arch=settings.arch, remat=settings.remat, attention_kernel=settings.attention_kernel
     )

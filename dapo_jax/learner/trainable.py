@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.containers import Batch, Mean
+from dapo_jax.containers import Batch
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
 from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
 HOST = "pinned_host"  # JAX's name of the host's memory
-Metrics = dict[str, Mean]
+Metrics = dict[str, Any]  # Mean or Max, see containers.py
 # (params, what is not trained, micro-batch) -> its share of the loss, metrics
 Loss = Callable[[Any, Any, Batch], tuple[jax.Array, Metrics]]
 
@@ -68,7 +68,7 @@ def build_trainable(
 
     def accumulate(params, gradients, frozen, batch):
         (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
-        return jax.tree.map(jnp.add, gradients, new), jax.lax.psum(metrics, "data")
+        return jax.tree.map(jnp.add, gradients, new), {name: part.across("data") for name, part in metrics.items()}
 
     # Copies of the parameters add up what their own rows give; what all of them give is added once, before the step.
     accumulate = jax.shard_map(
@@ -96,9 +96,7 @@ def build_trainable(
 
     return Trainable(
         shardings=shardings,
-        init_random=jax.jit(
-            lambda seed: init_state(init(seed), optimizer), out_shardings=state_shardings
-        ),
+        init_random=jax.jit(lambda seed: init_state(init(seed), optimizer), out_shardings=state_shardings),
         init_from=jax.jit(
             lambda params: init_state(params, optimizer), out_shardings=state_shardings, donate_argnums=0
         ),

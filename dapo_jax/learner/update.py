@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import token_weights
-from dapo_jax.containers import Batch, Mean
+from dapo_jax.containers import Batch, Max, Mean
 from dapo_jax.learner.actor import Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
@@ -19,6 +19,8 @@ from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.learner.trainable import Metrics, Trainable
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
 
+# what is of use in the first optimizer step alone
+MISMATCH = ("logprob_abs_diff", "logprob_abs_diff_max", "logprob_k3", "logprob_outliers", "ratio", "squared_ratio")
 jitted_token_weights = jax.jit(token_weights, static_argnames=("mode", "scale_factor"))
 
 
@@ -54,9 +56,10 @@ def update_policy(
     state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
     merged, first = _merged(steps), steps[0][0]
     summary = _summary("actor", merged, steps)
-    for name in ("logprob_abs_diff", "logprob_k3", "logprob_outliers", "ratio", "squared_ratio"):
+    for name in MISMATCH:
         del summary[f"actor/{name}"]
     summary["rollout_corr/logprob_abs_diff"] = _value(first["logprob_abs_diff"])
+    summary["rollout_corr/logprob_abs_diff_max"] = _value(first["logprob_abs_diff_max"])
     summary["rollout_corr/logprob_outliers"] = _value(first["logprob_outliers"])
     summary["rollout_corr/eff_sample_size"] = _value(first["ratio"]) ** 2 / max(_value(first["squared_ratio"]), 1e-30)
     summary["rollout_corr/k3_kl"] = _value(first["logprob_k3"])
@@ -81,9 +84,7 @@ def compute_logprobs(
     return np.where(batch.mask, logprobs, 0.0), np.where(batch.mask, entropy, 0.0)
 
 
-def compute_values(
-    critic: Critic, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh
-) -> np.ndarray:
+def compute_values(critic: Critic, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh) -> np.ndarray:
     """Values [B, R] of `batch`."""
     return np.where(batch.mask, _in_pieces(critic.values, params, batch, micro_batches, mesh), 0.0)
 
@@ -92,9 +93,7 @@ def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
     """Consecutive slices of `rows` rows, with their prompts; the last may be shorter."""
     total = batch.mask.shape[0]
     for start in range(0, total, rows):
-        yield jax.tree.map(
-            lambda x, start=start: x[start * len(x) // total : (start + rows) * len(x) // total], batch
-        )
+        yield jax.tree.map(lambda x, start=start: x[start * len(x) // total : (start + rows) * len(x) // total], batch)
 
 
 def _in_pieces(
@@ -159,7 +158,7 @@ def _loss_weights(mini_batch: Batch, settings: UpdateSettings, mesh: Mesh) -> np
 
 
 def _merge(first: Metrics, second: Metrics) -> Metrics:
-    return {name: mean.merge(second[name]) for name, mean in first.items()}
+    return {name: part.merge(second[name]) for name, part in first.items()}
 
 
 def _merged(steps: list[tuple[Metrics, Any]]) -> Metrics:
@@ -170,8 +169,8 @@ def _summary(prefix: str, merged: Metrics, steps: list[tuple[Metrics, Any]]) -> 
     """Token means over all optimizer steps; sums (of count 0) and norms are averaged over the steps."""
     norms = np.array([norm for _, norm in steps])
     summary = {
-        f"{prefix}/{name}": _value(mean) if mean.count > 0 else float(mean.total) / len(steps)
-        for name, mean in merged.items()
+        f"{prefix}/{name}": float(part.total) / len(steps) if _is_sum(part) else _value(part)
+        for name, part in merged.items()
     }
     summary[f"{prefix}/grad_norm"] = float(np.mean(norms))
     summary[f"{prefix}/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
@@ -179,5 +178,9 @@ def _summary(prefix: str, merged: Metrics, steps: list[tuple[Metrics, Any]]) -> 
     return summary
 
 
-def _value(mean: Mean) -> float:
-    return float(mean.total) / max(float(mean.count), 1.0)
+def _is_sum(part: Mean | Max) -> bool:
+    return isinstance(part, Mean) and float(part.count) == 0
+
+
+def _value(part: Mean | Max) -> float:
+    return float(part.value) if isinstance(part, Max) else float(part.total) / max(float(part.count), 1.0)

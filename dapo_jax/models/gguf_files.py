@@ -1,7 +1,7 @@
 """Host: architecture and dequantised parameters from a GGUF file, the format of llama.cpp."""
 
+import functools
 from collections.abc import Container
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ TENSOR_NAMES = {
 
 def read_gguf_architecture(path: str | Path) -> Architecture:
     """The architecture described by the metadata of a GGUF file. ValueError names what is not supported."""
-    reader = _open(path)
+    reader = open_gguf(path)
     field = reader.get_field("general.architecture")
     name = field and field.contents()
     if name not in ARCHITECTURES:
@@ -110,14 +110,27 @@ def load_gguf(path: str | Path, arch: Architecture, place: Place) -> dict[str, A
     # For llama only, the converter of llama.cpp interleaves the two halves of each head's query and key rows.
     interleaved = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if arch.family == "llama" else {}
     tensors = {}
-    for tensor in _open(path).tensors:
+    for tensor in open_gguf(path).tensors:
         heads = interleaved.get(tensor.name.removesuffix(".weight").rpartition(".")[2])
         # GGUF lists the dimensions from the innermost to the outermost.
-        tensors[tensor.name] = StoredTensor(tuple(tensor.shape[::-1].tolist()), partial(_read, tensor, heads))
+        tensors[tensor.name] = StoredTensor(tuple(tensor.shape[::-1].tolist()), functools.partial(_read, tensor, heads))
     return assemble(Path(path), arch, tensors, lambda weight: TENSOR_NAMES[weight.path[-1]], place)
 
 
-def _open(path: str | Path) -> Any:
+def gguf_context_length(path: str | Path) -> int | None:
+    """How many tokens the model takes, where the file says it."""
+    fields = open_gguf(path).fields
+    return next((field.contents() for name, field in fields.items() if name.endswith(".context_length")), None)
+
+
+def open_gguf(path: str | Path) -> Any:
+    """A reader of the file. Its metadata takes seconds to read, so the last one is kept until the file changes."""
+    path = Path(path)
+    return _open(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@functools.lru_cache(maxsize=1)
+def _open(path: Path, _modified: int) -> Any:
     try:
         import gguf
     except ImportError as error:
@@ -125,7 +138,7 @@ def _open(path: str | Path) -> Any:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:
-        raise unreadable(Path(path), error) from error
+        raise unreadable(path, error) from error
 
 
 def _read(tensor: Any, interleaved_heads: int | None) -> np.ndarray:

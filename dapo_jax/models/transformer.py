@@ -152,9 +152,7 @@ def forward_contiguous(
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
 
 
-def prefill(
-    params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture
-) -> tuple[jax.Array, list[KeyValue]]:
+def prefill(params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture) -> tuple[jax.Array, list[KeyValue]]:
     """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values as a LayerCache has them."""
     hidden, cache = _run_layers(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
     if not isinstance(cache, list):
@@ -198,7 +196,18 @@ def decode(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
-    return matmul("...d,vd->...v", hidden, params["head"] if "head" in params else params["embedding"])
+    table = params["head"] if "head" in params else params["embedding"]
+    return matmul("...d,vd->...v", hidden, table.astype(product_dtype(params)))
+
+
+def product_dtype(params: Params) -> Any:
+    """The dtype of the operands of matrix products.
+
+    The layers' matrices have it. The tables of tokens may be float32: they are rounded where they are used, so that
+    the gradients of their many uses add up in float32.
+    """
+    layers = params["layers"]
+    return (layers[0] if isinstance(layers, list) else layers)["query"].dtype
 
 
 def scalar(params: Params, hidden: jax.Array) -> jax.Array:
@@ -278,8 +287,12 @@ def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Token embeddings [B, T, D] float32. The rows look up a table that is whole in its hidden dimension."""
-    table = constrain(params["embedding"], PartitionSpec("tensor"))
-    return table[constrain_rows(tokens)].astype(jnp.float32)
+    table, dtype = constrain(params["embedding"], PartitionSpec("tensor")), product_dtype(params)
+    found = table[constrain_rows(tokens)].astype(jnp.float32)
+    if table.dtype == dtype:
+        return found
+    # unlike two casts, this is never left out by a compiler
+    return jax.lax.reduce_precision(found, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -40,6 +40,11 @@ class Weight:
         """True for the operands of matrix products, which may be kept in bfloat16."""
         return self.initializer == "normal"
 
+    @property
+    def of_tokens(self) -> bool:
+        """True for the two tables with a row for each token."""
+        return "vocab" in self.axes
+
 
 def weight_table(arch: Architecture) -> list[Weight]:
     """All weights of `arch`, in the order of the forward pass."""
@@ -120,13 +125,19 @@ def weight_shardings(table: Sequence[Weight], mesh: Mesh, rules: Rules) -> dict[
     return unflatten((weight, weight_sharding(weight, mesh, rules)) for weight in table)
 
 
-def cast_matrices(params: dict[str, Any], arch: Architecture, dtype: Any) -> dict[str, Any]:
-    """`params` with the operands of matrix products in `dtype`; norms and biases stay float32."""
+def cast_matrices(params: dict[str, Any], arch: Architecture, dtype: Any, *, tables: bool = True) -> dict[str, Any]:
+    """`params` with the operands of matrix products in `dtype`; norms and biases stay float32.
+
+    Args:
+        tables: whether the two tables of tokens are cast too, or left to where they are used.
+    """
     flat: Any = traverse_util.flatten_dict(params)
-    return unflatten(
-        (weight, flat[weight.path].astype(dtype) if weight.is_matrix else flat[weight.path])
-        for weight in weight_table(arch)
-    )
+
+    def cast(weight: Weight) -> Any:
+        leaf = flat[weight.path]
+        return leaf.astype(dtype) if weight.is_matrix and (tables or not weight.of_tokens) else leaf
+
+    return unflatten((weight, cast(weight)) for weight in weight_table(arch))
 
 
 def build_freeze(arch: Architecture, dtype: Any, mesh: Mesh) -> Callable[[Any], Any]:

@@ -203,6 +203,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted():
 def test_the_first_update_sees_the_sampling_policy():
     _, metrics, _ = reference()
     assert metrics["rollout_corr/logprob_abs_diff"] < 1e-5 and metrics["rollout_corr/first_clipfrac"] == 0
+    assert metrics["rollout_corr/logprob_abs_diff"] <= metrics["rollout_corr/logprob_abs_diff_max"] < 1e-4
     assert metrics["actor/num_updates"] == 2
 
 

@@ -89,6 +89,25 @@ def test_gradients_cross_the_data_axis_once_an_optimizer_step():
         assert leaf.dtype == jnp.float32 and leaf.addressable_shards[0].data.size * 8 == leaf.size
 
 
+def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
+    """700 equal contributions: in bfloat16 a sum stands still where one of them is less than half its last digit."""
+    length = 700
+    arch = dataclasses.replace(ARCH, num_layers=1, tie_embeddings=False)
+    params = jax.jit(init_params, static_argnums=0)(arch, 0)
+    mask, tokens = np.ones((1, length), bool), np.full((1, length), 5, np.int32)
+    values = np.ones((1, length), np.float32)
+    batch = Batch(tokens[:, :2], mask[:, :2], tokens, mask, mask, np.zeros(1, np.int32), values, values, values)
+
+    def gradients(dtype):
+        settings = actor_settings(arch=arch, dtype=jnp.dtype(dtype), chunk_size=1)
+        return jax.jit(jax.grad(lambda params: loss_fn(params, None, batch, settings)[0]))(params)
+
+    exact, rounded = gradients(jnp.float32), gradients(jnp.bfloat16)
+    for name in ("head", "embedding"):
+        expected, found = np.asarray(exact[name]), np.asarray(rounded[name])
+        assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected), name
+
+
 def test_logits_of_a_large_vocabulary_never_exist_whole():
     """Compiled temporaries of the head with its backward pass, at the vocabulary of Qwen2.5."""
     arch = dataclasses.replace(ARCH, vocab_size=151936, num_layers=1, tie_embeddings=True)
