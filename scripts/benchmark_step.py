@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import benchmark_rollout
 import benchmark_update
 import numpy as np
-from benchmark_update import TRL, Ours, Tunix, num_tokens, run_benchmark
+from benchmark_update import Ours, run_benchmark
+from peer_trainers import TRL, Tunix, num_tokens
 
 
 class OursStep(Ours):
