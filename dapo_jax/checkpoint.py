@@ -2,11 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
@@ -26,11 +26,15 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of a workdir, written in the background, the newest `max_to_keep` kept."""
+    """The checkpoints of a run, written in the background, the newest `max_to_keep` kept. All processes take part.
 
-    def __init__(self, workdir: str | Path, *, max_to_keep: int) -> None:
+    Args:
+        directory: an absolute path or an address like gs://bucket/run; created if needed.
+    """
+
+    def __init__(self, directory: str, *, max_to_keep: int) -> None:
         self._manager = ocp.CheckpointManager(
-            Path(workdir).absolute() / "checkpoints",
+            epath.Path(directory),
             options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True),
             item_handlers={
                 "models": ocp.PyTreeCheckpointHandler(),

@@ -1,12 +1,39 @@
 """Host: the config of a command from `--config FILE --config.key=value ...`."""
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from absl import flags
 from ml_collections import config_flags
 
 from dapo_jax.aliases import resolve_aliases
 from dapo_jax.config import Config, freeze
+from dapo_jax.parallel.processes import joined_processes
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Ends a command with the message of a ValueError, without its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        logger.debug("refused", exc_info=True)
+        sys.exit(f"dapo_jax: {error}")
+
+
+def processes_of(config: Config) -> AbstractContextManager[None]:
+    """The processes that the config describes, joined: to be entered before JAX is used."""
+    trainer = config.trainer
+    return joined_processes(
+        coordinator=trainer.coordinator,
+        num_processes=trainer.num_processes,
+        process_id=trainer.process_id,
+        heartbeat_timeout_s=trainer.heartbeat_timeout_s,
+    )
 
 
 def read_config(arguments: Sequence[str]) -> Config:

@@ -8,6 +8,7 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
@@ -319,6 +320,11 @@ class TrainerConfig:
     test_freq: int = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
     max_ckpt_to_keep: int = 2
+    checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
+    coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone
+    num_processes: int = 0  # 0 = JAX finds out
+    process_id: int = -1  # of this process, from 0; -1 = JAX finds out
+    heartbeat_timeout_s: int = 30  # without a sign of life after which a process counts as dead, and the others end
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
     max_try_make_batch: int | None = None  # EasyR1's name of filter_groups.max_num_gen_batches; null = not given
@@ -413,6 +419,11 @@ def _freeze(section: Any, values: Any) -> Any:
 def gen_batch_size(config: Config) -> int:
     """Prompts per generation round."""
     return config.data.gen_batch_size or config.data.train_batch_size
+
+
+def checkpoint_dir(config: Config) -> str:
+    """Where the checkpoints of a run are."""
+    return config.trainer.checkpoint_dir or str(Path(config.workdir).expanduser().absolute() / "checkpoints")
 
 
 def mini_batch_size(config: Config, name: str) -> int:

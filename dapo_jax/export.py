@@ -10,20 +10,18 @@ import argparse
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.command_line import read_config
-from dapo_jax.config import Config
+from dapo_jax.command_line import processes_of, read_config, refusals
+from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.models.architecture import Architecture
@@ -34,6 +32,7 @@ from dapo_jax.models.lora import adapter_table, merged, peft_config
 from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.processes import is_first
 from dapo_jax.run import RANDOM, actor_settings, check_mesh, load_base, lora_of, read_model
 
 DTYPES = ("bfloat16", "float32")
@@ -72,18 +71,18 @@ def export(
         raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
     if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
         raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
-    step = _chosen_step(config.workdir, step)
+    step = _chosen_step(config, step)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
-    if jax.process_index() == 0:
+    if is_first():
         output.mkdir(parents=True, exist_ok=True)
     if adapter:
         assert lora is not None
-        if jax.process_index() == 0:
+        if is_first():
             _write_json(output / "adapter_config.json", peft_config(lora, config.model.path))
         write_safetensors(output, adapter_table(arch, lora), params, dtype=dtype, name="adapter_model")
         return step
-    if jax.process_index() == 0:
+    if is_first():
         source = Path(config.model.path).expanduser()
         if config.model.path == RANDOM or is_gguf(source):
             _write_description(config, arch, tokenizer, output, dtype)
@@ -94,8 +93,8 @@ def export(
     return step
 
 
-def _chosen_step(workdir: str, step: int | None) -> int:
-    saved = sorted(ocp.utils.checkpoint_steps(Path(workdir) / "checkpoints"))
+def _chosen_step(config: Config, step: int | None) -> int:
+    workdir, saved = config.workdir, sorted(ocp.utils.checkpoint_steps(checkpoint_dir(config)))
     if not saved:
         raise ValueError(
             f"workdir={workdir} must be that of a run that has saved a checkpoint, and holds none: give the run's own "
@@ -117,7 +116,7 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
     actor = build_actor(actor_settings(config, arch, mesh), mesh)
-    checkpoints = Checkpoints(config.workdir, max_to_keep=config.trainer.max_ckpt_to_keep)
+    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=config.trainer.max_ckpt_to_keep)
     try:
         params = checkpoints.restore_policy(step, actor.trainable.state_shape.params)
     except ValueError as error:
@@ -188,12 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
     parser.add_argument("--adapter", action="store_true", help="the adapters of model.lora alone, for PEFT")
     given, rest = parser.parse_known_args(arguments)
-    try:
+    with refusals():
         config = read_config(["export", *rest])
-        step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
-    except ValueError as error:
-        sys.exit(f"dapo_jax: {error}")
-    print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
+        with processes_of(config), refusals():
+            step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
+            if is_first():
+                print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Host: everything a command needs, built once from the config."""
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
@@ -18,6 +20,7 @@ from dapo_jax.config import (
     ActorConfig,
     Config,
     CriticConfig,
+    checkpoint_dir,
     micro_batch_size,
     mini_batch_size,
     uses_reference,
@@ -43,6 +46,7 @@ from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
+from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import (
     DECODE_RULES,
     TRAIN_RULES,
@@ -95,6 +99,8 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
     keep_compiled(config.trainer.compilation_cache_dir)
     arch, tokenizer = read_model(config)
     train_set, eval_set = read_prompts(config, tokenizer)
+    if jax.process_count() > 1:
+        check_agreement({"the training prompts": train_set.checksum(), "the held-out prompts": eval_set.checksum()})
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
     check_memory(config)
@@ -112,8 +118,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
         )
         engine = Engine(engine_settings(config, arch, tokenizer, mesh))
         stack.callback(engine.close)
-        speaks = jax.process_index() == 0
-        console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=speaks)
+        console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=is_first())
         stack.callback(console.close)
         timers = StageTimers()
 
@@ -143,6 +148,15 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
             init_models=lambda: init_models(config, arch, actor, critic, mesh),
         )
+
+
+def check_processes(config: Config) -> None:
+    """Raises ValueError unless all processes have the same config, and a place for checkpoints that all reach."""
+    values = traverse_util.flatten_dict(dataclasses.asdict(config), sep=".", keep_empty_nodes=True)
+    own = {"workdir", "trainer.process_id"}
+    common = {name: json.loads(json.dumps(value, default=str)) for name, value in values.items() if name not in own}
+    check_agreement(common | {"the directory of checkpoints": checkpoint_dir(config)})
+    check_shared(checkpoint_dir(config))
 
 
 def read_model(config: Config) -> tuple[Architecture, Tokenizer]:

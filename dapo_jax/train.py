@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
-from dapo_jax.command_line import read_config
-from dapo_jax.config import ActorConfig, Config, CriticConfig, mini_batch_size
+from dapo_jax.command_line import processes_of, read_config, refusals
+from dapo_jax.config import ActorConfig, Config, CriticConfig, checkpoint_dir, mini_batch_size
 from dapo_jax.containers import Batch
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
 from dapo_jax.dynamic_sampling.metrics import sampling_metrics
@@ -29,11 +30,12 @@ from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.log import close_logging, setup_logging
-from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
+from dapo_jax.monitor.records import NoRecords, RunRecords, config_differences, read_metrics, write_config
+from dapo_jax.parallel.processes import is_first
 from dapo_jax.prompt_stream import filter_rule, policies, prompt_source, restore_stream, stream_arrays
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.run import Run, describe, open_run
+from dapo_jax.run import Run, check_processes, describe, open_run
 from dapo_jax.training_batch import (
     final_rewards,
     finish_rewards,
@@ -59,8 +61,9 @@ def train(config: Config) -> Models:
     """
     validate(config)
     total = config.trainer.total_training_steps
-    setup_logging(config.workdir, detailed=config.monitor.console == "detailed")
-    checkpoints = Checkpoints(config.workdir, max_to_keep=config.trainer.max_ckpt_to_keep)
+    setup_logging(config.workdir, detailed=config.monitor.console == "detailed", process=jax.process_index())
+    check_processes(config)
+    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=config.trainer.max_ckpt_to_keep)
     resume_step = starting_point(config, checkpoints)
     try:
         with open_run(config, initial_step=resume_step or 0) as run:
@@ -68,7 +71,7 @@ def train(config: Config) -> Models:
                 models, progress, stream = first_state(run)
             else:
                 models, progress, stream = restore(run, checkpoints, resume_step)
-            records = RunRecords(config.workdir, resume_step=resume_step)
+            records = RunRecords(config.workdir, resume_step=resume_step) if is_first() else NoRecords()
             logger.info("%s", describe(run))
             if resume_step is None and config.trainer.val_before_train:
                 record(run, records, 0, evaluate(run, models.actor.params))
@@ -91,7 +94,8 @@ def train(config: Config) -> Models:
                     with run.stage("save_checkpoint"):
                         checkpoints.save(models, progress, stream_arrays(run, stream))
             run.console.close()
-            run.console.final_table(summary(run, progress))
+            if is_first():
+                run.console.final_table(summary(run, progress))
             records.close()
     finally:
         checkpoints.close()
@@ -107,6 +111,8 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
             f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
             "choose another workdir, or resume_mode=auto to go on"
         )
+    if not is_first():
+        return latest
     values = dataclasses.asdict(config)
     if latest is not None:
         for line in config_differences(config.workdir, values):
@@ -311,7 +317,7 @@ def performance_metrics(run: Run, accepted: Accepted, seconds: float) -> dict[st
     }
 
 
-def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) -> None:
+def record(run: Run, records: RunRecords | NoRecords, step: int, metrics: dict[str, float]) -> None:
     """Writes a step's metrics everywhere: metrics.jsonl, TensorBoard, the console."""
     metrics |= run.timers.pop()
     records.write(step, metrics)
@@ -360,11 +366,10 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    try:
-        train(read_config(sys.argv))
-    except ValueError as error:
-        logger.debug("the run was refused", exc_info=True)
-        sys.exit(f"dapo_jax: {error}")
+    with refusals():
+        config = read_config(sys.argv)
+        with processes_of(config), refusals():
+            train(config)
 
 
 if __name__ == "__main__":

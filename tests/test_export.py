@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from small_run import CONFIGS, small_config
 
 from dapo_jax.checkpoint import Checkpoints, Progress
+from dapo_jax.config import checkpoint_dir
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
 from dapo_jax.export import export, main
 from dapo_jax.learner.actor import build_actor
@@ -55,7 +56,7 @@ def save_checkpoint(config, step=3):
     shape = Models(actor=actor.state_shape, critic=critic.state_shape if critic is not None else None)
     rng = np.random.default_rng(step)
     values = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), shape)
-    checkpoints = Checkpoints(config.workdir, max_to_keep=9)
+    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=9)
     models = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, shape)
     checkpoints.save(models, Progress(step=step), {"next_prompt": np.zeros(1)})
     checkpoints.close()

@@ -1,9 +1,12 @@
 """Host: rows to token ids, with what becomes of prompts that are too long."""
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from dapo_jax.data.rows import PromptRow, duplicate_rows, prompt_identity
 from dapo_jax.data.tokenizer import Tokenizer
@@ -22,6 +25,13 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def checksum(self) -> str:
+        """Of all prompts in their order: equal where the prompts are."""
+        found = hashlib.sha256()
+        for tokens in self.tokens:
+            found.update(np.array([len(tokens), *tokens], np.int32).tobytes())
+        return found.hexdigest()
 
 
 @dataclass(frozen=True)

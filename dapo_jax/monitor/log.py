@@ -22,24 +22,34 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-def setup_logging(workdir: str | os.PathLike[str], *, detailed: bool) -> None:
+def setup_logging(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> None:
     """Sends the records of the package from INFO upwards to `workdir/train.log` (appended) and the console.
 
     The console (stderr) shows warnings and errors, with `detailed` every record. Called again, it replaces
     the handlers of the call before and leaves those of others alone.
+
+    Args:
+        process: index among the processes of a run. Those after the first write no file, and their warnings to the
+            console with their index.
     """
     close_logging()
+    if process:
+        _add_console(logging.WARNING, f"process {process}: %(levelname)s: %(message)s")
+        return
     Path(workdir).mkdir(parents=True, exist_ok=True)
 
     file = logging.FileHandler(Path(workdir) / "train.log", encoding="utf-8")
     file.name = _FILE
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
 
-    console = _ConsoleHandler(logging.NOTSET if detailed else logging.WARNING)
-    console.name = _CONSOLE
-    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-
     _LOGGER.addHandler(file)
+    _add_console(logging.NOTSET if detailed else logging.WARNING, "%(levelname)s: %(message)s")
+
+
+def _add_console(level: int, form: str) -> None:
+    console = _ConsoleHandler(level)
+    console.name = _CONSOLE
+    console.setFormatter(logging.Formatter(form))
     _LOGGER.addHandler(console)
     _LOGGER.setLevel(logging.INFO)
     _LOGGER.propagate = False  # absl puts a handler on the root logger: the console would show records twice

@@ -78,6 +78,16 @@ class RunRecords:
         self._tensorboard.close()
 
 
+class NoRecords:
+    """What the processes after the first have in the place of `RunRecords`: nothing is written."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the rows of `metrics.jsonl`; a last line that is cut off is left out.
 

@@ -1,17 +1,20 @@
 """Host: verified responses to rows of a prompt set; responses are verified while others are still being decoded."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from dapo_jax.containers import Rollout
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.experience import Experience
@@ -119,7 +122,7 @@ def stop_rule(tokenizer: Tokenizer, strings: Sequence[str]) -> StopRule:
 
 
 class _Verification:
-    """The verdicts on the responses of one call, asked for as the responses end."""
+    """The verdicts on the responses of one call, asked for as the responses end; each process asks for its groups'."""
 
     def __init__(self, sampler: Sampler, rows: Sequence[PromptRow], num_samples: int) -> None:
         self.tokenizer, self.verifiers = sampler.tokenizer, sampler.verifiers
@@ -128,15 +131,21 @@ class _Verification:
         self._asked: list[tuple[ScoreRequest, Future[Verdict]] | None] = [None] * len(self.texts)
 
     def begin(self, ended: np.ndarray, rollout: Rollout) -> None:
-        """Hands these responses to the verifiers."""
+        """Hands this process' share of these responses to the verifiers."""
         for index in ended.tolist():
             text = self.tokenizer.decode(rollout.responses[index][rollout.mask[index]].tolist())
-            row = self.rows[index // self.num_samples]
-            request = ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info)
-            self.texts[index], self._asked[index] = text, (request, self.verifiers.submit(request))
+            self.texts[index] = text
+            if self._process_of(index) == jax.process_index():
+                row = self.rows[index // self.num_samples]
+                request = ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info)
+                self._asked[index] = request, self.verifiers.submit(request)
 
     def wait(self) -> list[Verdict]:
-        """The verdicts, in the order of the responses."""
+        """The verdicts of all processes, in the order of the responses."""
         asked = [pair for pair in self._asked if pair is not None]
-        assert len(asked) == len(self.texts), "a response ended unseen"
-        return self.verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])
+        own = self.verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])
+        shared = [iter(part) for part in gather([dataclasses.asdict(verdict) for verdict in own])]
+        return [Verdict(**next(shared[self._process_of(index)])) for index in range(len(self.texts))]
+
+    def _process_of(self, index: int) -> int:
+        return index // self.num_samples % jax.process_count()
