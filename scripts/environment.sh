@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: a virtual environment with the package installed.
 
 use_environment() { # use_environment EXTRA: the active environment, or .venv; installs the package with EXTRA
@@ -11,6 +12,7 @@ use_environment() { # use_environment EXTRA: the active environment, or .venv; i
       }
       "$interpreter" -m venv .venv
     fi
+    # shellcheck source=/dev/null
     source .venv/bin/activate
   fi
   local stamp="$VIRTUAL_ENV/.dapo_jax_$extra"

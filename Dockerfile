@@ -1,0 +1,17 @@
+# An image that trains: the arguments of the container are those of dapo_jax.train.
+#
+#   docker build --build-arg EXTRA=tpu -t dapo_jax:tpu .       or cuda12, cuda13: the wheels bring CUDA, the host the driver
+#   docker run --gpus all -v /shared:/shared dapo_jax:cuda12 --config=configs/tiny.py --config.workdir=/shared/runs/tiny
+FROM python:3.12-slim
+ARG EXTRA=tpu
+WORKDIR /app
+
+# The dependencies alone first, so that another line of code does not install them again.
+COPY setup.py pyproject.toml README.md ./
+RUN mkdir dapo_jax && touch dapo_jax/__init__.py && pip install --no-cache-dir --editable ".[$EXTRA]"
+COPY dapo_jax dapo_jax
+COPY configs configs
+
+RUN useradd --uid 1000 --create-home dapo && install --directory --owner dapo runs
+USER 1000
+ENTRYPOINT ["python", "-m", "dapo_jax.train"]
