@@ -80,10 +80,9 @@ tpu_vm() { # gcloud's tpu-vm command: SUBCOMMAND ARGUMENTS
 }
 
 on() { # WORKER (a number, or all) FUNCTION ARGUMENTS
-  local worker=$1
+  local worker=$1 command
   shift
-  local command
-  command="$(declare -f on_worker_pid "$1"); mkdir -p ~/dapo_jax; cd ~/dapo_jax; set -euo pipefail; $(printf '%q ' "$@")"
+  command="$(declare -f on_worker_pid "$1"); set -euo pipefail; mkdir -p ~/dapo_jax; cd ~/dapo_jax; $(printf '%q ' "$@")"
   tpu_vm ssh "$TPU_NAME" --worker="$worker" --command="$command"
 }
 
