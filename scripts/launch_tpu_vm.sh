@@ -82,7 +82,8 @@ tpu_vm() { # gcloud's tpu-vm command: SUBCOMMAND ARGUMENTS
 on() { # WORKER (a number, or all) FUNCTION ARGUMENTS
   local worker=$1 command
   shift
-  command="$(declare -f on_worker_pid "$1"); set -euo pipefail; mkdir -p ~/dapo_jax; cd ~/dapo_jax; $(printf '%q ' "$@")"
+  command="$(declare -f on_worker_pid "$1")
+set -euo pipefail; mkdir -p ~/dapo_jax; cd ~/dapo_jax; $(printf '%q ' "$@")"
   tpu_vm ssh "$TPU_NAME" --worker="$worker" --command="$command"
 }
 
