@@ -113,7 +113,7 @@ def test_every_shell_script_passes_shellcheck():
 
 
 def test_a_checkout_is_installed_on_every_worker(pod):
-    done = pod.launch("install", PROJECT="research")
+    done = pod.launch("install", PROJECT="research", TMPDIR=str(pod.root))
     assert done.returncode == 0, done.stderr
     copy, unpack, install = pod.calls()
     assert [call[:4] for call in (copy, unpack, install)] == [
