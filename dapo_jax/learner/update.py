@@ -17,6 +17,7 @@ from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.learner.trainable import Metrics, Trainable
+from dapo_jax.parallel.processes import settle
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
 
 # what is of use in the first optimizer step alone
@@ -104,6 +105,7 @@ def _in_pieces(
     for numbers, piece in micro_batches.split(batch):
         rows.append(numbers)
         pieces.append(function(params, put(piece, batch_sharding(mesh))))
+        settle(pieces[-1])
 
     def assemble(*parts: np.ndarray) -> np.ndarray:
         whole = np.zeros(batch.mask.shape, parts[0].dtype)
@@ -137,8 +139,10 @@ def _optimizer_steps(
             for _, micro_batch in settings.micro_batches.split(mini_batch):
                 placed = put(micro_batch, batch_sharding(mesh))
                 gradients, new = learner.accumulate(state.params, gradients, placed)
+                settle(gradients)
                 parts.append(new)
             state, norm = learner.apply(state, gradients, np.float32(settings.learning_rate))
+            settle(state)
             del gradients  # before the next ones are made
             steps.append((functools.reduce(_merge, parts), norm))
     return state, [(fetch(metrics), fetch(norm)) for metrics, norm in steps]

@@ -67,6 +67,15 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
 
 
+def settle(arrays: Any) -> None:
+    """On CPUs of several processes, waits for `arrays`; elsewhere does nothing.
+
+    There, collectives of several programs that run at once can wait for each other without end.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(arrays)
+
+
 def check_agreement(values: Mapping[str, Any]) -> None:
     """Raises ValueError unless every process gives the same values; it names the first that differs."""
     found = gather(dict(values))

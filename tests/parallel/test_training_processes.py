@@ -1,0 +1,183 @@
+"""Law: how many processes share the devices changes no training step; one that ends leaves no other waiting."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import jax
+import numpy as np
+import pytest
+from small_run import CONFIGS, rows_without_clock, small_config
+
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.config import checkpoint_dir
+from dapo_jax.learner.actor import build_actor
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.run import actor_settings, read_model
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4, "data.train_batch_size": 4, "data.gen_batch_size": 8,
+    "actor.ppo_mini_batch_size": 2, "actor.ppo_micro_batch_size_per_device": 4, "trainer.total_training_steps": 4,
+    "trainer.test_freq": 2, "trainer.save_freq": 2, "trainer.heartbeat_timeout_s": 10,
+    "algorithm.filter_groups.max_num_gen_batches": 0, "reward.num_workers": 1, "actor.optim.lr": 1e-3,
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Started(NamedTuple):
+    """A process and the files that it writes to."""
+
+    process: subprocess.Popen
+    out: TextIO
+    err: TextIO
+
+    def end(self) -> tuple[int, str, str]:
+        """Its exit code, output and errors, when it has ended."""
+        texts = []
+        for file in (self.out, self.err):
+            file.seek(0)
+            texts.append(file.read())
+        return self.process.returncode, *texts
+
+
+def start(workdir, logs, *, processes, devices, second=None, **changes) -> list[Started]:
+    """The training command, in so many processes with so many devices each; `second`: what process 1 has otherwise."""
+    port, running = free_port(), []
+    environment = {
+        **os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_COMPILATION_CACHE_DIR": str(logs / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(CONFIGS.parent),
+    }  # fmt: skip
+    for process in range(processes):
+        values = {**SMALL, "workdir": workdir, **changes, **(second or {} if process == 1 else {})}
+        if processes > 1:
+            values |= {"trainer.coordinator": f"127.0.0.1:{port}", "trainer.num_processes": processes,
+                       "trainer.process_id": process}  # fmt: skip
+        flags = [f"--config.{name}={value}" for name, value in values.items()]
+        outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "dapo_jax.train", "--config", CONFIGS / "tiny.py", *flags],
+            env=environment, stdout=outputs[0], stderr=outputs[1],
+        )  # fmt: skip
+        running.append(Started(popen, *outputs))
+    return running
+
+
+def finish(running: list[Started], limit_s: float = 300) -> list[tuple[int, str, str]]:
+    """Each process' exit code, output and errors."""
+    try:
+        for started in running:
+            started.process.wait(limit_s)
+    finally:
+        for started in running:
+            started.process.kill()
+    return [started.end() for started in running]
+
+
+def trained(*arguments, **named) -> list[str]:
+    """What each process of a run that ends well has printed."""
+    ended = finish(start(*arguments, **named))
+    assert [code for code, _, _ in ended] == [0] * len(ended), [errors[-3000:] for _, _, errors in ended]
+    return [output for _, output, _ in ended]
+
+
+def policy(workdir) -> dict:
+    """The parameters of the last checkpoint, read by this one process onto a mesh of its own."""
+    config = small_config(workdir)
+    arch, _ = read_model(config)
+    mesh = make_mesh(-1, 1, 2)
+    shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape.params
+    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=2)
+    try:
+        return jax.device_get(checkpoints.restore_policy(4, shape))
+    finally:
+        checkpoints.close()
+
+
+def files(workdir: Path) -> set[str]:
+    names = (str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file())
+    return {name for name in names if not name.startswith(("checkpoints", "tensorboard"))}
+
+
+def wait_for_rows(workdir: Path, count: int) -> None:
+    path = workdir / "metrics.jsonl"
+    for _ in range(1200):
+        if path.exists() and len(path.read_bytes().splitlines()) >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} never had {count} rows")
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, logs):
+    """The workdir of two processes with four devices each, and what they have printed."""
+    workdir = tmp_path_factory.mktemp("two")
+    return workdir, trained(workdir, logs, processes=2, devices=4, **{"mesh.fsdp": 2, "mesh.tensor": 2})
+
+
+def test_processes_train_alike(tmp_path, logs, two):
+    workdir, outputs = two
+    expected, params = rows_without_clock(workdir), policy(workdir)
+    assert "held-out accuracy after" in outputs[0] and "step 4/4" in outputs[0]
+    assert not [line for line in outputs[1].splitlines() if not line.startswith("[Gloo]")]
+    assert len(list((workdir / "tensorboard").iterdir())) == 1
+    for name, devices, mesh in (("1x8", 8, {"mesh.fsdp": 2, "mesh.tensor": 2}), ("1x1", 1, {})):
+        other = tmp_path / name
+        trained(other, logs, processes=1, devices=devices, **mesh)
+        assert files(other) == files(workdir)
+        for step in range(1, 5):
+            sampled = [json.loads(line) for line in open(other / "samples" / f"step_{step:06d}.jsonl")]
+            assert sampled == [json.loads(line) for line in open(workdir / "samples" / f"step_{step:06d}.jsonl")]
+        rows = rows_without_clock(other)
+        assert len(rows) == len(expected) == 5
+        for row, wanted in zip(rows, expected, strict=True):
+            assert row == pytest.approx(wanted, abs=1e-5, rel=1e-4)
+        for found, wanted in zip(jax.tree.leaves(policy(other)), jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two, killed):
+    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
+    running = start(tmp_path, logs, **where)
+    try:
+        wait_for_rows(tmp_path, 4)  # step 3 is done and step 2 saved
+        running[killed].process.send_signal(signal.SIGKILL)
+        (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
+    finally:
+        for started in running:
+            started.process.kill()
+    assert code != 0
+    if killed == 1:
+        assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\s*1\b", errors), errors[-2000:]
+    else:
+        assert re.search("the leader|coordination service", errors), errors[-2000:]
+    trained(tmp_path, logs, **where)
+    assert rows_without_clock(tmp_path) == rows_without_clock(two[0])
+    for found, wanted in zip(jax.tree.leaves(policy(tmp_path)), jax.tree.leaves(policy(two[0])), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_processes_that_were_not_started_alike_are_refused(tmp_path, logs):
+    ended = finish(start(tmp_path, logs, processes=2, devices=1, second={"seed": 7}), limit_s=120)
+    for code, _, errors in ended:
+        assert code == 1 and "seed must be the same in all processes: it is 0 in process 0 and 7 in process 1" in errors
+    assert not list(tmp_path.iterdir())
