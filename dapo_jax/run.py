@@ -45,7 +45,7 @@ from dapo_jax.models.weights import build_freeze, count_params, init_params, wei
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.compilation import keep_compiled
-from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
+from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform
 from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import (
     DECODE_RULES,
@@ -103,12 +103,12 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
         check_agreement({"the training prompts": train_set.checksum(), "the held-out prompts": eval_set.checksum()})
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
-    check_memory(config)
+    check_memory(config, mesh)
     settings = actor_settings(config, arch, mesh)
     freeze = build_freeze(arch, settings.dtype, mesh)
     frozen = freeze(load_base(config, arch, mesh)) if settings.lora is not None else None
     actor = build_actor(settings, mesh, frozen)
-    critic = build_critic(critic_settings(config, arch), mesh) if uses_critic(config) else None
+    critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         verifiers = stack.enter_context(
@@ -116,7 +116,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
                 config.reward.function, num_workers=config.reward.num_workers, timeout_s=config.reward.timeout_s
             )
         )
-        engine = Engine(engine_settings(config, arch, tokenizer, mesh))
+        engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh))
         stack.callback(engine.close)
         console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=is_first())
         stack.callback(console.close)
@@ -139,7 +139,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             critic=critic,
             decode_weights=LatestWeights(actor.decode_weights),
             reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
-            scorer=load_scorer(config, compute_dtype(config), mesh) if config.reward.model.path else None,
+            scorer=load_scorer(config, compute_dtype(config, mesh), mesh) if config.reward.model.path else None,
             estimator=build_estimator(config, arch.vocab_size, mesh),
             sampler=Sampler(tokenizer, verifiers, engine, config.rollout.stop),
             console=console,
@@ -252,10 +252,10 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
     actor = config.actor
     return ActorSettings(
         arch=arch,
-        dtype=compute_dtype(config),
+        dtype=compute_dtype(config, mesh),
         temperature=config.rollout.temperature,
         remat=remat_policy(config),
-        attention_kernel=attention_kernel(config),
+        attention_kernel=attention_kernel(config, mesh),
         chunk_size=actor.logprob_chunk_size,
         loss_mode=actor.policy_loss.loss_mode,
         loss_options=loss_options(actor),
@@ -279,13 +279,13 @@ def loss_options(actor: ActorConfig) -> dict[str, float]:
     return clip | {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
 
 
-def critic_settings(config: Config, arch: Architecture) -> CriticSettings:
+def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSettings:
     """The part of the config that the compiled functions of the value function depend on."""
     return CriticSettings(
         arch=critic_architecture(arch),
-        dtype=compute_dtype(config),
+        dtype=compute_dtype(config, mesh),
         remat=remat_policy(config),
-        attention_kernel=attention_kernel(config),
+        attention_kernel=attention_kernel(config, mesh),
         cliprange_value=config.critic.cliprange_value,
         optimizer=optimizer_settings(config.critic),
     )
@@ -304,15 +304,15 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
     )
 
 
-def check_memory(config: Config) -> None:
+def check_memory(config: Config, mesh: Mesh) -> None:
     """Raises ValueError if moments are to lie in a memory that the devices do not reach."""
     for name in trained(config):
         optim = getattr(config, name).optim
-        kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
-        if optim.offload and (HOST not in kinds or jax.default_backend() == "cpu"):
+        kinds = {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
+        if optim.offload and (HOST not in kinds or platform(mesh) == "cpu"):
             raise ValueError(
                 f"{name}.optim.offload=True needs devices with a memory of their own, and JAX has "
-                f"{jax.default_backend()}: set it to False"
+                f"{platform(mesh)}: set it to False"
             )
 
 
@@ -328,14 +328,16 @@ def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[...
     return jax.jit(bound, static_argnames=static, out_shardings=replicated(mesh))
 
 
-def engine_settings(config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh) -> EngineSettings:
+def engine_settings(
+    config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
+) -> EngineSettings:
     """The part of the config that sampling depends on."""
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform(mesh) == "cpu"
     return EngineSettings(
         arch=arch,
         mesh=mesh,
-        eos_ids=tokenizer.eos_ids,
-        pad_id=tokenizer.pad_id,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
         max_prompt_length=config.data.max_prompt_length,
         max_response_length=config.data.max_response_length,
         max_num_seqs=config.rollout.max_num_seqs,
@@ -352,27 +354,27 @@ def remat_policy(config: Config) -> str:
     return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
 
 
-def attention_kernel(config: Config) -> AttentionKernel | None:
+def attention_kernel(config: Config, mesh: Mesh) -> AttentionKernel | None:
     """The fused kernel of model.attention; None for XLA's attention.
 
     Raises ValueError where it can not run.
     """
-    name, backend = config.model.attention, jax.default_backend()
+    name, backend = config.model.attention, platform(mesh)
     if name == "xla":
         return None
     needed = {"cudnn": "gpu", "splash": "tpu"}[name]
     if backend != needed:
         raise ValueError(f"model.attention={name} needs a {needed.upper()}, and JAX has {backend}: choose xla")
-    if name == "cudnn" and compute_dtype(config) == jnp.float32:
+    if name == "cudnn" and compute_dtype(config, mesh) == jnp.float32:
         raise ValueError("model.attention=cudnn needs model.dtype=bfloat16, not float32: change one of them")
     return functools.partial(fused_attention, implementation=name)
 
 
-def compute_dtype(config: Config) -> jnp.dtype:
+def compute_dtype(config: Config, mesh: Mesh) -> jnp.dtype:
     """The dtype of matrix products."""
     if config.model.dtype != "auto":
         return jnp.dtype(config.model.dtype)
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    return jnp.dtype(jnp.float32 if platform(mesh) == "cpu" else jnp.bfloat16)
 
 
 def describe(run: Run) -> str:
@@ -380,7 +382,7 @@ def describe(run: Run) -> str:
     shape = "x".join(str(size) for size in run.mesh.devices.shape)
     return (
         f"{run.config.model.path} ({run.arch.family}, {count_params(run.arch) / 1e6:.1f}M parameters, "
-        f"{compute_dtype(run.config).name}) on {run.mesh.size} {jax.default_backend()} device(s), mesh {shape}; "
+        f"{compute_dtype(run.config, run.mesh).name}) on {run.mesh.size} {platform(run.mesh)} device(s), mesh {shape}; "
         f"{len(run.train_set)} problems to train on, {len(run.eval_set)} held out"
     )
 

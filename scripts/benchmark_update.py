@@ -102,7 +102,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     prompts = make_prompts(args)
     rows = [PromptRow(text, "benchmark", "", {}) for text in as_text(prompts)]
     tokenizer = Tokenizer(integer_tokenizer(arch.vocab_size), (), 0, {}, False, None)
-    engine = Engine(engine_settings(config, arch, tokenizer, run.mesh))
+    engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, run.mesh))
     return dataclasses.replace(
         run,
         arch=arch,

@@ -52,7 +52,7 @@ def save_checkpoint(config, step=3):
     arch, _ = read_model(config)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     actor = build_actor(actor_settings(config, arch, mesh), mesh).trainable
-    critic = build_critic(critic_settings(config, arch), mesh).trainable if uses_critic(config) else None
+    critic = build_critic(critic_settings(config, arch, mesh), mesh).trainable if uses_critic(config) else None
     shape = Models(actor=actor.state_shape, critic=critic.state_shape if critic is not None else None)
     rng = np.random.default_rng(step)
     values = jax.tree.map(lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(leaf.dtype), shape)

@@ -15,7 +15,7 @@ from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
 from dapo_jax.containers import Batch, Max, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
-from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
+from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, merged, with_adapters
 from dapo_jax.models.transformer import AttentionKernel
@@ -49,8 +49,8 @@ class Actor:
     """The compiled functions of a policy on a mesh."""
 
     trainable: Trainable  # of all weights, or of the adapters
-    decode_weights: Callable[[Any], Any]  # params -> weights for rollout/, cast and re-laid
-    logprobs: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]  # -> log-probabilities, entropy [B, R], replicated
+    decode_weights: WithFrozen  # params -> weights for rollout/, cast and re-laid
+    logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [B, R], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
 
 
@@ -158,8 +158,8 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
     jitted_decoding = jax.jit(decoding, out_shardings=_unstacked_shardings(decode_shardings, arch))
     return Actor(
         trainable=trainable,
-        decode_weights=lambda params: jitted_decoding(params, frozen),
-        logprobs=lambda params, batch: jitted_logprobs(params, frozen, batch),
+        decode_weights=WithFrozen(jitted_decoding, frozen),
+        logprobs=WithFrozen(jitted_logprobs, frozen),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
     )
 

@@ -40,7 +40,7 @@ class Critic:
 
     trainable: Trainable
     init_from_policy: Callable[[Any], TrainState]  # a policy's params (not donated) -> state with a zero head
-    values: Callable[[Any, Batch], jax.Array]  # (params, micro-batch) -> [B, R], replicated
+    values: Any  # jitted: (params, micro-batch) -> [B, R], replicated
 
 
 def critic_architecture(policy: Architecture) -> Architecture:

@@ -21,6 +21,21 @@ Metrics = dict[str, Any]  # Mean or Max, see containers.py
 Loss = Callable[[Any, Any, Batch], tuple[jax.Array, Metrics]]
 
 
+@dataclass(frozen=True, eq=False)
+class WithFrozen:
+    """A jitted function of (params, what is not trained, ...) that knows the second."""
+
+    function: Any
+    frozen: Any
+
+    def __call__(self, params: Any, *rest: Any) -> Any:
+        return self.function(params, self.frozen, *rest)
+
+    def lower(self, params: Any, *rest: Any) -> jax.stages.Lowered:
+        """The lowered function; arguments may be shapes with shardings."""
+        return self.function.lower(params, self.frozen, *rest)
+
+
 @dataclass(frozen=True)
 class Trainable:
     """The compiled functions that train a model on a mesh."""
@@ -28,9 +43,9 @@ class Trainable:
     shardings: Any  # of the parameters
     init_random: Callable[[int], TrainState]  # seed -> state
     init_from: Callable[[Any], TrainState]  # params (donated) -> state
-    zero_gradients: Callable[[Any], Any]  # params -> float32 gradients [data, ...], for each copy of the params
-    accumulate: Callable[[Any, Any, Batch], tuple[Any, Metrics]]  # (params, gradients, batch); gradients are donated
-    apply: Callable[[TrainState, Any, Any], tuple[TrainState, jax.Array]]  # (state, gradients, rate), state donated
+    zero_gradients: Any  # jitted: params -> float32 gradients [data, ...], for each copy of the params
+    accumulate: WithFrozen  # (params, gradients (donated), batch) -> gradients, metrics
+    apply: Any  # jitted: (state (donated), gradients, rate) -> state, norm of the gradients
     state_shape: Any  # TrainState of jax.ShapeDtypeStruct with shardings, for restoring
 
 
@@ -48,7 +63,7 @@ def build_trainable(
     Args:
         table: the weights that are trained.
         init: seed -> fresh params.
-        frozen: arrays that the loss reads beside them.
+        frozen: arrays that the loss reads beside them, or their shapes for lowering alone.
     """
     shardings = weight_shardings(table, mesh, TRAIN_RULES)
     whole, rows = replicated(mesh), batch_sharding(mesh)
@@ -66,7 +81,7 @@ def build_trainable(
     )
     state_shardings = TrainState(params=shardings, moments=kept, updates=whole, skipped=whole)
 
-    def accumulate(params, gradients, frozen, batch):
+    def accumulate(params, frozen, gradients, batch):
         (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
         return jax.tree.map(jnp.add, gradients, new), {name: part.across("data") for name, part in metrics.items()}
 
@@ -74,7 +89,7 @@ def build_trainable(
     accumulate = jax.shard_map(
         accumulate,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec(), PartitionSpec("data")),
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data"), PartitionSpec("data")),
         out_specs=(PartitionSpec("data"), PartitionSpec()),
         axis_names={"data"},
         check_vma=False,
@@ -84,9 +99,9 @@ def build_trainable(
 
     accumulate = jax.jit(
         accumulate,
-        in_shardings=(shardings, gradient_shardings, None, rows),
+        in_shardings=(shardings, None, gradient_shardings, rows),
         out_shardings=(gradient_shardings, whole),
-        donate_argnums=1,
+        donate_argnums=2,
     )
 
     def apply(state, gradients, rate):
@@ -104,7 +119,7 @@ def build_trainable(
             lambda params: jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), x.dtype), params),
             out_shardings=gradient_shardings,
         ),
-        accumulate=lambda params, gradients, batch: accumulate(params, gradients, frozen, batch),
+        accumulate=WithFrozen(accumulate, frozen),
         apply=jax.jit(
             apply,
             in_shardings=(state_shardings, gradient_shardings, whole),

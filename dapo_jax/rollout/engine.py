@@ -8,21 +8,17 @@ it is full (shapes.windows). None of this changes a token: every draw has an add
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from dapo_jax.containers import Prompts, Rollout
-from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.transformer import LayerCache, Params
+from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import batch_sharding, put
-from dapo_jax.rollout.decoding import Chunk, Wave, decode_chunk, keep_rows, resize_cache, start_wave, wave_spec
+from dapo_jax.rollout.decoding import Chunk, Wave, keep_rows, resize_cache, start_wave
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import OnFinished, Responses, StopRule
 from dapo_jax.rollout.sampling import Sampling, row_keys
@@ -31,30 +27,11 @@ from dapo_jax.rollout.shapes import (
     expected_path,
     pad_prompts,
     prompt_width,
-    rows_in_memory,
     rungs,
     wave_size,
     window_of,
-    windows,
 )
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What does not change from call to call."""
-
-    arch: Architecture
-    mesh: Mesh
-    eos_ids: tuple[int, ...]  # each of them ends a response
-    pad_id: int  # stands where nothing was sampled; may equal an end-of-sequence token
-    max_prompt_length: int  # tokens
-    max_response_length: int  # tokens
-    max_num_seqs: int  # rows decoded at once; 0 = as many as fit the memory
-    memory_share: float  # of the free memory that keys and values may take, where max_num_seqs is 0
-    chunk_length: int  # tokens between two looks at what has finished
-    smallest_rows: int  # per device, that a wave shrinks to
-    lookahead: int  # chunks that are dispatched before the result of one is looked at
-    seed: int
+from dapo_jax.rollout.wave_programs import EngineSettings, cache_dtype, lower_chunk, rows_at_once
 
 
 class Engine:
@@ -91,7 +68,7 @@ class Engine:
             on_finished: told of responses as they end, while others are still being decoded.
         """
         shards = num_batch_shards(self.settings.mesh)
-        max_rows = self._rows_at_once(params, num_samples, shards)
+        max_rows = self._rows_at_once(params, num_samples)
         size = wave_size(len(prompts), num_samples, max_rows=max_rows, shards=shards)
         longest, num_rows = self.settings.max_response_length, len(prompts) * num_samples
         responses = Responses(
@@ -109,25 +86,11 @@ class Engine:
             self.history.add(responses.lengths(wave.first_row, wave.end_row))
         return responses.rollout()
 
-    def _rows_at_once(self, params: Params, num_samples: int, shards: int) -> int:
+    def _rows_at_once(self, params: Params, num_samples: int) -> int:
         settings = self.settings
-        if settings.max_num_seqs:
-            return settings.max_num_seqs
-        if self._free_bytes is None:
+        if self._free_bytes is None and not settings.max_num_seqs:
             self._free_bytes = free_bytes(settings.mesh) * settings.memory_share
-        arch = settings.arch
-        values = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"]
-        rows = rows_in_memory(
-            self._free_bytes,
-            bytes_per_token=values * cache_dtype(params).itemsize,
-            width=prompt_width(settings.max_prompt_length, settings.max_prompt_length),
-            chunk_length=self.chunk_length,
-            ladder=windows(settings.max_response_length, self.chunk_length),
-            alive=self.history.alive,
-            lookahead=settings.lookahead,
-        )
-        prompts = int(self._free_bytes / prefill_bytes(arch, settings.max_prompt_length))
-        return max(min(rows, prompts * num_samples) * shards, num_samples)
+        return rows_at_once(settings, cache_dtype(params), self.history, num_samples, self._free_bytes or 0.0)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """What the size of the next wave depends on, for a checkpoint."""
@@ -147,11 +110,6 @@ class Engine:
             self._param_shapes = shapes
         return shapes
 
-    @property
-    def chunk_length(self) -> int:
-        """Tokens of a chunk: no more than a response has after its first."""
-        return min(self.settings.chunk_length, max(self.settings.max_response_length - 1, 1))
-
     def close(self) -> None:
         """Ends compiling in the background."""
         self.programs.close()
@@ -167,7 +125,7 @@ class _Decoding:
         self.prompts, self.size, self.num_samples, self.responses = prompts, size, num_samples, responses
         self.first_row, self.end_row = first_row, first_row + len(prompts) * num_samples
         self.shards = num_batch_shards(settings.mesh)
-        self.ladder = windows(settings.max_response_length, engine.chunk_length)
+        self.ladder = settings.ladder
         self.width = prompt_width(max(map(len, prompts)), settings.max_prompt_length)
         self.rows = np.arange(first_row, first_row + size * num_samples)  # response of each row of the wave
         self.rows[self.rows >= self.end_row] = -1
@@ -192,7 +150,7 @@ class _Decoding:
             wave = self._resize(wave, alive)
             wave, chunk = self._decode(wave)
             pending.append((chunk, self.rows, self.sampled))
-            self.sampled += self.engine.chunk_length
+            self.sampled += self.settings.tokens_per_chunk
             self._prepare_next()
 
     def _start(self, numbers: Sequence[int], purpose: int) -> tuple[Wave, Chunk]:
@@ -245,7 +203,7 @@ class _Decoding:
 
     def _tokens_after_next(self) -> int:
         """Tokens of a row that the cache holds when the next chunk is done."""
-        return self.sampled - 1 + self.engine.chunk_length
+        return self.sampled - 1 + self.settings.tokens_per_chunk
 
     def _prepare(self) -> None:
         """Begins to compile the shapes that the wave is expected to go through."""
@@ -255,7 +213,7 @@ class _Decoding:
         if history.known:
             path = expected_path(
                 self._rungs(rows // self.shards),
-                self.engine.chunk_length,
+                self.settings.tokens_per_chunk,
                 self.ladder,
                 history.alive,
                 lookahead=self.settings.lookahead,
@@ -274,52 +232,10 @@ class _Decoding:
 
     def _lowering(self, rows: int, prompts: int, window: int) -> tuple[Any, Callable[[], jax.stages.Lowered]]:
         settings, sampling, params = self.settings, self.sampling, self.engine.param_shapes(self.params)
-        num_tokens, width = self.engine.chunk_length, self.width
 
         def lower() -> jax.stages.Lowered:
-            wave = wave_shape(settings, cache_dtype(params), rows=rows, prompts=prompts, width=width, window=window)
-            return decode_chunk.lower(
-                params, wave, sampling, arch=settings.arch, num_tokens=num_tokens, eos_ids=settings.eos_ids,
-                pad_id=settings.pad_id,
-            )  # fmt: skip
+            return lower_chunk(
+                settings, params, sampling, rows=rows, prompts=prompts, width=self.width, window=window
+            )
 
-        return (rows, prompts, width, window), lower
-
-
-def prefill_bytes(arch: Architecture, max_prompt_length: int) -> float:
-    """About what running one prompt takes beside its cache: attention scores and the activations of one layer."""
-    width = prompt_width(max_prompt_length, max_prompt_length)
-    scores = 3 * arch.num_heads * width
-    return 4.0 * width * (scores + 4 * arch.intermediate_size + 8 * arch.hidden_size)
-
-
-def cache_dtype(params: Params) -> np.dtype:
-    """Keys and values have the dtype of the matrices."""
-    return params["layers"][0]["query"].dtype
-
-
-def wave_shape(
-    settings: EngineSettings, dtype: Any, *, rows: int, prompts: int, width: int, window: int
-) -> Wave:
-    """Shapes and shardings of a wave: `rows` rows of `prompts` prompts of `width` tokens and `window` more."""
-    arch = settings.arch
-
-    def like(*shape: int, dtype: Any) -> Any:
-        sharding = NamedSharding(settings.mesh, wave_spec(len(shape)))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    heads, size = arch.num_kv_heads, arch.head_dim
-    cache = LayerCache(
-        prompt_key=like(prompts, heads, size, width, dtype=dtype),
-        prompt_value=like(prompts, heads, width, size, dtype=dtype),
-        key=like(rows, heads, size, window, dtype=dtype),
-        value=like(rows, heads, window, size, dtype=dtype),
-    )
-    return Wave(
-        tokens=like(rows, dtype=jnp.int32),
-        finished=like(rows, dtype=jnp.bool_),
-        keys=like(rows, dtype=jax.eval_shape(jax.random.key, 0).dtype),
-        prompt_mask=like(prompts, width, dtype=jnp.bool_),
-        caches=[cache] * arch.num_layers,
-        length=like(dtype=jnp.int32),
-    )
+        return (rows, prompts, self.width, window), lower

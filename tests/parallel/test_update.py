@@ -63,7 +63,7 @@ def compiled_accumulate(actor, state, batch, mesh):
     weights = (batch.mask / batch.mask.sum()).astype(np.float32)
     placed = put(batch.replace(loss_weights=weights), batch_sharding(mesh))
     gradients = actor.trainable.zero_gradients(state.params)
-    return jax.jit(actor.trainable.accumulate).lower(state.params, gradients, placed).compile()
+    return actor.trainable.accumulate.lower(state.params, gradients, placed).compile()
 
 
 def largest_all_reduce(compiled):

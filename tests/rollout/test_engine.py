@@ -18,6 +18,7 @@ from dapo_jax.models.weights import cast_matrices, init_params
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import engine as engine_module
+from dapo_jax.rollout import wave_programs
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 
@@ -80,7 +81,7 @@ def reference():
     """One wave of all rows with the whole cache from the start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "rungs", lambda rows, smallest: [rows])
-        patch.setattr(engine_module, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
+        patch.setattr(wave_programs, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
         return sample(make_engine())
 
 
