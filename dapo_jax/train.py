@@ -223,7 +223,7 @@ def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
             min_ratio=section.optim.min_lr_ratio,
         ),
         mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
-        micro_batches=micro_batches(run, name),
+        micro_batches=micro_batches(config, run.mesh, name),
         epochs=section.ppo_epochs,
         loss_agg_mode=section.loss_agg_mode,
         loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dapo_jax.algorithms.advantages import ESTIMATORS, keep_samples
 from dapo_jax.algorithms.arguments import chosen, needs
@@ -16,7 +17,7 @@ from dapo_jax.algorithms.rollout_correction import (
     parse_threshold,
     rejection_mask,
 )
-from dapo_jax.config import micro_batch_size, mini_batch_size, token_budget
+from dapo_jax.config import Config, micro_batch_size, mini_batch_size, token_budget
 from dapo_jax.containers import Batch
 from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
@@ -75,7 +76,7 @@ def make_batch(
     if uses_critic(config):
         assert run.critic is not None and models.critic is not None
         with run.stage("values"):
-            values = compute_values(run.critic, models.critic.params, batch, micro_batches(run, "critic"), run.mesh)
+            values = compute_values(run.critic, models.critic.params, batch, micro_batches(config, run.mesh, "critic"), run.mesh)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
     if needs(estimator, "reward_baselines"):
         extra["reward_baselines"] = greedy_rewards(run, experience, models)
@@ -127,35 +128,39 @@ def rows_of(run: Run, experience: Experience) -> Batch:
 
 def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Padded prompts, each as often as rows of its group fall into different shares."""
-    config, sharing = run.config, 1
-    if config.actor.share_prompts and config.model.attention == "xla":
-        rows = math.gcd(*(micro_batch_size(config, name) for name in trained(config)))
-        smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
-        sharing = sharing_rows(
-            num_samples,
-            rows=rows,
-            max_tokens=token_budget(config),
-            max_prompt=config.data.max_prompt_length,
-            max_response=config.data.max_response_length,
-            mini_batch_share=smallest * num_samples // num_batch_shards(run.mesh),
-        )
     width = bucket(max(len(prompt) for prompt in prompts))
     tokens, mask = pad_prompts(prompts, width, run.sampler.pad_id)
-    return np.repeat(tokens, num_samples // sharing, axis=0), np.repeat(mask, num_samples // sharing, axis=0)
+    copies = num_samples // rows_of_a_prompt(run.config, run.mesh)
+    return np.repeat(tokens, copies, axis=0), np.repeat(mask, copies, axis=0)
 
 
-def micro_batches(run: Run, name: str = "actor") -> MicroBatches:
+def rows_of_a_prompt(config: Config, mesh: Mesh) -> int:
+    """How many samples of a group share one prompt in training."""
+    if not config.actor.share_prompts or config.model.attention != "xla":
+        return 1
+    smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
+    return sharing_rows(
+        config.rollout.n,
+        rows=math.gcd(*(micro_batch_size(config, name) for name in trained(config))),
+        max_tokens=token_budget(config),
+        max_prompt=config.data.max_prompt_length,
+        max_response=config.data.max_response_length,
+        mini_batch_share=smallest * config.rollout.n // num_batch_shards(mesh),
+    )
+
+
+def micro_batches(config: Config, mesh: Mesh, name: str = "actor") -> MicroBatches:
     """How the rows of the actor or the critic are divided among forward and backward passes."""
     return MicroBatches(
-        num_shards=num_batch_shards(run.mesh),
-        rows_per_device=micro_batch_size(run.config, name),
-        max_tokens_per_device=token_budget(run.config),
+        num_shards=num_batch_shards(mesh),
+        rows_per_device=micro_batch_size(config, name),
+        max_tokens_per_device=token_budget(config),
     )
 
 
 def policy_logprobs(run: Run, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] by the training forward pass."""
-    return compute_logprobs(run.actor, params, batch, micro_batches(run), run.mesh)
+    return compute_logprobs(run.actor, params, batch, micro_batches(run.config, run.mesh), run.mesh)
 
 
 def reference_logprobs(run: Run, batch: Batch) -> np.ndarray:
