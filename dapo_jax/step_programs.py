@@ -41,8 +41,8 @@ from dapo_jax.training_batch import micro_batches, rows_of_a_prompt
 from dapo_jax.validation import uses_critic
 
 # What lies in a device's memory for longer than a call.
-PARAMETERS, OPTIMIZER, GRADIENTS, DECODING, CACHE = "parameters", "optimizer", "gradients", "decoding weights", "KV cache"
-KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, DECODING, CACHE)
+KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")
+PARAMETERS, OPTIMIZER, GRADIENTS, DECODING, CACHE = KINDS
 Lower = Callable[[], jax.stages.Lowered]
 Sizes = Mapping[str, float]  # bytes on one device by kind
 
@@ -71,20 +71,20 @@ class Step:
 
 
 def step_programs(
-    config: Config, arch: Architecture, mesh: Mesh, *, response_length: int, memory: float | None, rounds: int = 1
+    config: Config, arch: Architecture, mesh: Mesh, *, response_length: int, memory: float, every_window: bool = True
 ) -> Step:
-    """The programs of a step in which each response has `response_length` tokens, and `rounds` rounds fill the batch.
+    """The programs of a step in which each response has `response_length` tokens, and one round fills the batch.
 
     The reward model and evaluation are left out.
 
     Args:
         memory: bytes of a device, from which the rows of a wave follow unless rollout.max_num_seqs says them.
-
-    Raises ValueError if the policy's weights do not even leave room for a wave.
+        every_window: decode in each window of the cache; otherwise in the first and the last, and the calls of the
+            others are shared out between these two, since all costs grow with the window in proportion.
     """
     builder = _Builder(config, arch, mesh, response_length)
     with jax.set_mesh(mesh):
-        step_rollout = builder.rollout(memory, rounds)
+        step_rollout = builder.rollout(memory, every_window)
         learning = list(builder.learning())
     return Step(
         programs=(*step_rollout.programs, *learning),
@@ -123,16 +123,16 @@ class _Builder:
         self.decoding = self.actor.decode_weights.lower(self.params).out_info
         self.decoding_bytes = {DECODING: device_bytes(self.decoding)}
 
-    def rollout(self, memory: float | None, rounds: int) -> _Rollout:
-        """Re-laying the weights, and the waves of `rounds` rounds."""
+    def rollout(self, memory: float, every_window: bool) -> _Rollout:
+        """Re-laying the weights, and the waves of a round."""
         config, mesh, weights = self.config, self.mesh, self.decoding
         settings = engine_settings(config, self.arch, (0,), 0, mesh)  # which tokens end a response changes no shape
         taken = sum(self.state.values()) + device_bytes(weights)
-        free = max((memory or 0.0) - taken, 0.0) * settings.memory_share
+        free = max(memory - taken, 0.0) * settings.memory_share
         samples, dtype, shards = config.rollout.n, cache_dtype(weights), num_batch_shards(mesh)
         most = rows_at_once(settings, dtype, LengthHistory(settings.max_response_length), samples, free)
         size = wave_size(gen_batch_size(config), samples, max_rows=most, shards=shards)
-        waves = rounds * -(-gen_batch_size(config) // size)
+        waves = -(-gen_batch_size(config) // size)
         rows, width = size * samples, prompt_width(settings.max_prompt_length, settings.max_prompt_length)
         options = config.rollout
         sampling = Sampling.create(options.temperature, options.top_p, options.top_k, options.min_response_length)
@@ -140,7 +140,7 @@ class _Builder:
         def caches(rows: int, prompts: int, window: int) -> list[Any]:
             return wave_shape(settings, dtype, rows=rows, prompts=prompts, width=width, window=window).caches
 
-        def decode(rows: int, prompts: int, window: int, chunks: int) -> Program:
+        def decode(rows: int, prompts: int, window: int, chunks: float) -> Program:
             return Program(
                 "decode",
                 f"decode {rows // shards} rows a shard, window {window}",
@@ -163,7 +163,8 @@ class _Builder:
             {**self.decoding_bytes, CACHE: device_bytes(first)}, self.state,
         )  # fmt: skip
         programs, chunks = [relay, prefill], _chunks(settings, self.response_length)
-        programs += [decode(rows, size, window, count) for window, count in chunks.items()]
+        decoded = chunks if every_window else _ends(chunks)
+        programs += [decode(rows, size, window, count) for window, count in decoded.items()]
         smaller = rungs(rows // shards, settings.smallest_rows)[1:2]
         if smaller and chunks:  # the largest batch of survivors, in which each row has its own copy of the prompt
             left = smaller[0] * shards
@@ -206,7 +207,8 @@ class _Builder:
             params = critic.trainable.state_shape.params
             for piece, count in self._pieces(mini, shares):
                 yield Program(
-                    "values", f"values, {_size(piece)}", count * minis, lambda piece=piece: critic.values.lower(params, piece),
+                    "values", f"values, {_size(piece)}", count * minis,
+                    lambda piece=piece: critic.values.lower(params, piece),
                     {PARAMETERS: device_bytes(params)}, {**state, PARAMETERS: state[PARAMETERS] - device_bytes(params)},
                 )  # fmt: skip
             yield from self._update("critic", critic.trainable, mini, shares)
@@ -300,6 +302,17 @@ def _chunks(settings: EngineSettings, response_length: int) -> Counter[int]:
         found[window_of(settings.ladder, sampled - 1 + length)] += 1
         sampled += length
     return found
+
+
+def _ends(chunks: Mapping[int, float]) -> dict[int, float]:
+    """The first and the last window, with the calls of those between in proportion to how near they are."""
+    ends = dict.fromkeys((min(chunks, default=0), max(chunks, default=0)), 0.0)
+    first, last = min(ends), max(ends)
+    for window, count in chunks.items():
+        share = (window - first) / max(last - first, 1)
+        ends[first] += count * (1 - share)
+        ends[last] += count * share
+    return ends if chunks else {}
 
 
 def _shapes(table: Any, mesh: Mesh) -> Any:

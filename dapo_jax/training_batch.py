@@ -76,7 +76,8 @@ def make_batch(
     if uses_critic(config):
         assert run.critic is not None and models.critic is not None
         with run.stage("values"):
-            values = compute_values(run.critic, models.critic.params, batch, micro_batches(config, run.mesh, "critic"), run.mesh)
+            pieces = micro_batches(config, run.mesh, "critic")
+            values = compute_values(run.critic, models.critic.params, batch, pieces, run.mesh)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
     if needs(estimator, "reward_baselines"):
         extra["reward_baselines"] = greedy_rewards(run, experience, models)

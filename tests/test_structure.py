@@ -17,7 +17,7 @@ LAYERS = [
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
         *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
-        *("evaluate", "export", "train"),
+        *("evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -66,6 +66,7 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
             return jax.devices(topology)
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu would ask a metadata server what machine this is
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it opens no chip
         jax.config.update("jax_platforms", "cpu")  # JAX itself must not look for the TPU
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 BITS = {"pred": 8, "token": 0, "opaque": 0} | {
@@ -208,7 +208,7 @@ class _Counter:
             self.total.channels.add(channel[1])
         group = self._group(instruction.attributes)
         operands = sum(shape.bytes for shape in self._operands(instruction, name))
-        if kind == "all-reduce" and "reduce-scatter" in name.replace("_", "-").replace("all-reduce-scatter", "reduce-scatter"):
+        if kind == "all-reduce" and "all-reduce-scatter" in name:
             kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce with the slice that is kept
         share = (group - 1) / group
         if kind == "all-gather":
@@ -369,7 +369,3 @@ def _valid_positions(
     )
 
 
-def instructions(text: str) -> Iterator[Instruction]:
-    """All instructions of a program, for a look at what it is made of."""
-    for computation in parse(text)[0].values():
-        yield from computation.values()

@@ -1,0 +1,296 @@
+"""Host: the preflight command: compiles every function of a training step for devices that need not be there.
+
+    python -m dapo_jax.preflight --config FILE [--config.key=value ...] [--topology v5p:4x4x8] [--response_length N]
+                                 [--quick] [--json FILE]
+
+Prints bytes per device by kind against the device's memory, FLOPs, bytes and collectives of a step, an estimate of its
+time, and whether it fits; if not, which setting to change first. It needs neither weights nor data nor a tokenizer: of
+model.path only config.json is read, or, where that does not exist, configs/shapes/ of the same name. Nothing is
+allocated. A TPU slice needs libtpu: pip install 'dapo_jax[tpu-preflight]'.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dapo_jax.command_line import read_config
+from dapo_jax.config import Config, gen_batch_size
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.load import read_model_architecture
+from dapo_jax.models.weights import count_params
+from dapo_jax.parallel.devices import GIB, Limits, devices_of, limits_of
+from dapo_jax.parallel.hlo_costs import Costs, program_costs
+from dapo_jax.parallel.memory import free_bytes
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.preflight_advice import advise
+from dapo_jax.run import RANDOM, check_memory, check_mesh, compute_dtype, read_model
+from dapo_jax.step_programs import KINDS, Program, step_programs
+from dapo_jax.validation import validate
+
+SHAPES = Path(__file__).parents[1] / "configs" / "shapes"
+USABLE = 0.95  # of a device's memory: the rest is the runtime's, and lost between buffers
+TEMPORARIES = "temporaries"
+PARTS = ("products", "memory", "collectives", "total")  # of a time
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A compiled program. `bytes` and `costs` are of one device, `costs` of one call."""
+
+    program: Program
+    bytes: dict[str, float]  # in memory during a call, by kind
+    costs: Costs | None  # None if the program is larger than the device, so that XLA refuses it
+    compile_s: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.bytes.values())
+
+
+def preflight(
+    config: Config, topology: str, *, response_length: int | None = None, quick: bool = False, progress: Any = None
+) -> dict[str, Any]:
+    """The report on `config` for the devices of `topology` (see `devices_of`), ready for JSON.
+
+    Args:
+        response_length: tokens of each response, for the time; None: the longest that is allowed.
+        quick: compile decoding for the first and the last window of the cache alone, and interpolate between.
+        progress: a file that is told of every program.
+
+    Raises ValueError if config, model and mesh do not fit together.
+    """
+    validate(config)
+    arch = read_shape(config)
+    mesh_config = config.mesh
+    devices = devices_of(topology, max(mesh_config.data, 1) * mesh_config.fsdp * mesh_config.tensor)
+    mesh = make_mesh(mesh_config.data, mesh_config.fsdp, mesh_config.tensor, devices)
+    check_mesh(config, arch, mesh)
+    check_memory(config, mesh)
+    limits = limits_of(devices[0])
+    memory = limits.memory if limits.memory is not None else free_bytes(mesh)
+    longest = config.data.max_response_length
+    length = min(response_length or longest, longest)
+    step = step_programs(config, arch, mesh, response_length=length, memory=memory * USABLE, every_window=not quick)
+    programs = list(step.programs)
+    if length < longest:  # its time is not asked for, but it must fit
+        largest = step_programs(config, arch, mesh, response_length=longest, memory=memory * USABLE, every_window=False)
+        names = {program.name for program in programs}
+        programs += [dataclasses.replace(p, calls=0) for p in largest.programs if p.name not in names]
+    with jax.set_mesh(mesh):
+        measured = [measure(program, mesh.size, progress) for program in programs]
+    return {
+        "model": {
+            "path": config.model.path,
+            "parameters": count_params(arch),
+            "dtype": compute_dtype(config, mesh).name,
+        },
+        "topology": topology,
+        "mesh": dict(mesh.shape),
+        "device": dataclasses.asdict(limits) | {"memory": memory},
+        "assumed": {
+            "response_length": length,
+            "rounds": 1,
+            "prompts_sampled": gen_batch_size(config),
+            "prompts_trained": config.data.train_batch_size,
+        },
+        "plan": {"waves": step.waves, "rows_of_a_wave": step.rows, "micro_batches": step.micro_batches},
+        "config": dataclasses.asdict(config),
+        "jax": jax.__version__,
+        "host_bytes_per_device": step.host_bytes,
+        "programs": [as_json(one, limits) for one in measured],
+        **summary(measured, limits, memory),
+        "advice": advise(config, arch, dict(mesh.shape), step, measured, memory * USABLE),
+    }
+
+
+def read_shape(config: Config) -> Architecture:
+    """The architecture of model.path, of which only config.json need be there."""
+    if config.model.path == RANDOM:
+        return read_model(config)[0]
+    path = Path(config.model.path).expanduser()
+    known = SHAPES / path.name.removesuffix("-Instruct")
+    return read_model_architecture(known if not path.exists() and known.exists() else path)
+
+
+def measure(program: Program, num_devices: int, progress: Any = None) -> Measured:
+    """Compiles a program and reads off what it takes. Call it under the mesh."""
+    if progress is not None:
+        print(f"compiling {program.name} ...", file=progress, flush=True)
+    start = time.perf_counter()
+    found: dict[str, float] = {kind: program.inside.get(kind, 0.0) + program.beside.get(kind, 0.0) for kind in KINDS}
+    inside = sum(program.inside.values())
+    try:
+        compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        used = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", str(error))
+        if used is None:
+            raise
+        found[TEMPORARIES] = float(used[1]) * 1024.0 ** " KMGT".index(used[2] or " ") - inside
+        return Measured(program, found, None, time.perf_counter() - start)
+    taken = compiled.memory_analysis()
+    total = taken.argument_size_in_bytes + taken.output_size_in_bytes - taken.alias_size_in_bytes
+    found[TEMPORARIES] = max(float(total + taken.temp_size_in_bytes + taken.generated_code_size_in_bytes) - inside, 0.0)
+    seconds = time.perf_counter() - start
+    return Measured(program, found, program_costs(compiled.as_text(), num_devices), seconds)
+
+
+def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
+    """The least time of a call on the roofline: products, memory, and collectives, which are added."""
+    if limits.flops is None or limits.bandwidth is None or limits.link is None:
+        return None
+    parts = {
+        "products": costs.flops / limits.flops,
+        "memory": costs.bytes / limits.bandwidth,
+        "collectives": costs.sent / limits.link,
+    }
+    return parts | {"total": max(parts["products"], parts["memory"]) + parts["collectives"]}
+
+
+def as_json(measured: Measured, limits: Limits) -> dict[str, Any]:
+    """One program of the report."""
+    program, costs = measured.program, measured.costs
+    return {
+        "stage": program.stage,
+        "name": program.name,
+        "calls": program.calls,
+        "bytes": measured.bytes,
+        "costs": dataclasses.asdict(costs) if costs is not None else None,
+        "seconds": seconds(costs, limits) if costs is not None else None,
+        "compile_s": round(measured.compile_s, 1),
+    }
+
+
+def summary(measured: Sequence[Measured], limits: Limits, memory: float) -> dict[str, Any]:
+    """Each stage's largest program, and its costs in a step; whether all fits."""
+    stages: dict[str, Any] = {}
+    for name in dict.fromkeys(one.program.stage for one in measured):
+        of_stage = [one for one in measured if one.program.stage == name]
+        known = [(one.program.calls, one.costs) for one in of_stage if one.costs is not None]
+        times = [(calls, seconds(costs, limits)) for calls, costs in known]
+        stages[name] = {
+            "bytes": max(of_stage, key=lambda one: one.total).bytes,
+            "calls": sum(one.program.calls for one in of_stage),
+            "flops": sum(calls * costs.flops for calls, costs in known),
+            "moved": sum(calls * costs.bytes for calls, costs in known),
+            "sent": sum(calls * costs.sent for calls, costs in known),
+            "collectives": _collectives(known),
+            "seconds": {
+                part: sum(calls * found[part] for calls, found in times if found is not None)
+                for part in PARTS
+            }
+            if limits.is_known
+            else None,
+        }
+    largest = max(one.total for one in measured)
+    return {
+        "stages": stages,
+        "step_seconds": sum(stage["seconds"]["total"] for stage in stages.values()) if limits.is_known else None,
+        "peak_bytes": largest,
+        "fits": largest <= USABLE * memory and all(one.costs is not None for one in measured),
+        "not_counted": sorted({note for one in measured if one.costs is not None for note in one.costs.unknown}),
+    }
+
+
+def _collectives(known: Sequence[tuple[float, Costs]]) -> list[dict[str, Any]]:
+    """Collectives of a step by kind and number of devices that take part."""
+    totals: dict[tuple[str, int], list[float]] = {}
+    for calls, costs in known:
+        for one in costs.collectives:
+            found = totals.setdefault((one.kind, one.group), [0.0, 0.0])
+            found[0] += calls * one.count
+            found[1] += calls * one.bytes
+    return [
+        {"kind": kind, "devices": group, "count": count, "bytes": size}
+        for (kind, group), (count, size) in sorted(totals.items())
+        if count
+    ]
+
+
+def tables(report: dict[str, Any]) -> str:
+    """The report as markdown for people."""
+    device, mesh, assumed, plan = report["device"], report["mesh"], report["assumed"], report["plan"]
+    model, axes = report["model"], ", ".join(f"{name} {size}" for name, size in mesh.items())
+    lines = [
+        f"{model['path']} ({model['parameters'] / 1e9:.2f}B parameters, {model['dtype']}) on {report['topology']} "
+        f"({device['name']}), mesh {axes}",
+        "",
+        f"A step samples {assumed['prompts_sampled']} prompts once, in {plan['waves']} waves of "
+        f"{plan['rows_of_a_wave']} rows, and trains on {assumed['prompts_trained']} in {plan['micro_batches']} "
+        f"micro-batches; each response has {assumed['response_length']} tokens.",
+        "",
+        "GiB on each device at the largest moment of each stage:",
+        "",
+    ]
+    stages = report["stages"]
+    columns = [kind for kind in (*KINDS, TEMPORARIES) if any(stage["bytes"][kind] for stage in stages.values())]
+    rows = []
+    for name, stage in stages.items():
+        total = sum(stage["bytes"].values())
+        cells = [f"{stage['bytes'][kind] / GIB:.2f}" for kind in columns]
+        rows.append([name, *cells, f"{total / GIB:.2f}", f"{100 * total / device['memory']:.0f} %"])
+    lines += [*_table(["stage", *columns, "total", "of memory"], rows), ""]
+    rows = []
+    for name, stage in stages.items():
+        times = stage["seconds"] or {}
+        cells = [f"{times[part]:.2f}" if part in times else "-" for part in PARTS]
+        amounts = [f"{stage['flops'] / 1e12:.2f}", f"{stage['moved'] / 1e9:.1f}", f"{stage['sent'] / 1e9:.1f}"]
+        rows.append([name, f"{stage['calls']:g}", *amounts, *cells])
+    head = ["stage", "calls", "TFLOP", "GB moved", "GB sent", "s products", "s memory", "s collectives", "s"]
+    lines += ["Of a step, on each device, and its least time:", "", *_table(head, rows), ""]
+    rows = [
+        [name, one["kind"], str(one["devices"]), f"{one['count']:g}", f"{one['bytes'] / 1e9:.2f}"]
+        for name, stage in stages.items()
+        for one in stage["collectives"]
+    ]
+    if rows:
+        lines += [*_table(["stage", "collective", "devices", "count", "GB sent"], rows), ""]
+    if report["not_counted"]:
+        lines += ["Not counted: " + "; ".join(report["not_counted"]) + ".", ""]
+    if report["host_bytes_per_device"]:
+        lines += [f"In the host's memory: {report['host_bytes_per_device'] / GIB:.2f} GiB a device.", ""]
+    fits = "fits" if report["fits"] else "does NOT fit"
+    verdict = f"It {fits}: {report['peak_bytes'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB a device"
+    if report["step_seconds"] is not None:
+        verdict += f"; a step takes at least {report['step_seconds']:.0f} s"
+    lines += [verdict + ".", *(f"- {line}" for line in report["advice"])]
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--topology", default="cpu", help="v5e:4x4, v5p:4x4x8, ..., or cpu, gpu, tpu of this machine")
+    parser.add_argument("--response_length", type=int, help="tokens of each response, for the time; default: the limit")
+    parser.add_argument("--quick", action="store_true", help="compile decoding for the first and last window alone")
+    parser.add_argument("--json", help="file for the JSON report, which is printed last unless given")
+    given, rest = parser.parse_known_args(arguments)
+    try:
+        config = read_config(["preflight", *rest])
+        report = preflight(
+            config, given.topology, response_length=given.response_length, quick=given.quick, progress=sys.stderr
+        )
+    except ValueError as error:
+        sys.exit(f"dapo_jax: {error}")
+    print(tables(report))
+    if given.json:
+        Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    else:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
