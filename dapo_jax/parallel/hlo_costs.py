@@ -24,6 +24,8 @@ FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all add-dependency "
     "partition-id replica-id iota async-start async-update async-done copy-done slice-done opt-barrier".split()
 )
+SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
+SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and [T, H]
 NO_TRAFFIC = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "Sharding")  # custom calls
 
 
@@ -186,19 +188,13 @@ class _Counter:
         known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.attributes)
         if known:
             return int(known[1])
-        bounds: list[int] = []
-        for name in loop.called("condition"):
-            bounds += self._integers(name)
-        return bounds[0] if len(bounds) == 1 else None
-
-    def _integers(self, name: str) -> list[int]:
-        found = []
-        for instruction in self.computations[name].values():
-            if instruction.op == "constant" and instruction.shapes[0].kind in ("s32", "u32", "s64"):
-                found.append(int(instruction.operands[0]))
-            for called in instruction.called("calls"):
-                found += self._integers(called)
-        return found
+        (condition,), (body,) = (map(self.computations.get, loop.called(name)) for name in ("condition", "body"))
+        assert condition is not None and body is not None
+        compare = next((one for one in condition.values() if one.op == "compare"), None)
+        bound = compare and _constant(condition.get(compare.operands[-1]))
+        if compare is None or bound is None:
+            return None
+        return -(-bound // _step(condition[compare.operands[0]], body))
 
     def _collective(self, kind: str, instruction: Instruction, name: str, times: float) -> None:
         channel = re.search(r"channel_id=(\d+)", instruction.attributes)
@@ -224,6 +220,11 @@ class _Counter:
         found[1] += times * sent
 
     def _group(self, attributes: str) -> int:
+        mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
+        if mesh:  # mesh['data'=1,'fsdp'=4] {'fsdp'}; a part of an axis is written 'fsdp':(before)size
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+            axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+            return math.prod(int(part or sizes[name]) for name, part in axes)
         iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes)
         if iota:
             return int(iota[2])
@@ -240,6 +241,8 @@ class _Counter:
             target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
             if estimate:
                 self.total.flops += times * float(estimate[1])
+            elif splash := SPLASH.match(instruction.name):
+                self.total.flops += times * _splash(splash[1], self._operands(instruction, name))
             elif target and ("tpu_custom_call" in target[1] or "gemm" in target[1] or "cudnn" in target[1]):
                 self.total.unknown.add(f"FLOPs of {target[1]}")
             return
@@ -304,6 +307,34 @@ class _Counter:
             if instruction.is_root and any(shape.in_main_memory for shape in instruction.shapes):
                 total += written(instruction)
         return total
+
+
+def _splash(part: str, operands: list[Shape]) -> float:
+    """FLOPs of JAX' splash attention under a causal mask, which leaves out the blocks above the diagonal."""
+    blocks = next(shape.sizes[-1] for shape in operands if shape.kind == "s8")  # [.., query blocks, key blocks]
+    query = max((shape.sizes for shape in operands if shape.kind in ("bf16", "f16")), key=math.prod)
+    length = query[-2]
+    return SPLASH_PRODUCTS[part] * 2.0 * math.prod(query) * length * (blocks + 1) / (2 * blocks)
+
+
+def _constant(value: Instruction | None) -> int | None:
+    """The value of an integer constant."""
+    if value is None or value.op != "constant" or value.shapes[0].kind not in ("s32", "u32", "s64"):
+        return None
+    return int(value.operands[0])
+
+
+def _step(counter: Instruction, body: Mapping[str, Instruction]) -> int:
+    """What a turn adds to the counter, an element of the loop's tuple; more than 1 where XLA has unrolled the body."""
+    place = re.search(r"index=(\d+)", counter.attributes)
+    root = next(one for one in body.values() if one.is_root)
+    value = body.get(root.operands[int(place[1])]) if place else None
+    step = 0
+    while value is not None and value.op in ("add", "copy", "bitcast"):
+        added = [constant for operand in value.operands if (constant := _constant(body.get(operand))) is not None]
+        step += sum(added)
+        value = next((body[name] for name in value.operands if name in body and body[name].op != "constant"), None)
+    return max(step, 1)
 
 
 def _everything(value: Instruction) -> float:
