@@ -71,7 +71,15 @@ class Step:
 
 
 def step_programs(
-    config: Config, arch: Architecture, mesh: Mesh, *, response_length: int, memory: float, every_window: bool = True
+    config: Config,
+    arch: Architecture,
+    mesh: Mesh,
+    *,
+    response_length: int,
+    memory: float,
+    every_window: bool = True,
+    eos_ids: tuple[int, ...] = (0,),
+    pad_id: int = 0,
 ) -> Step:
     """The programs of a step in which each response has `response_length` tokens, and one round fills the batch.
 
@@ -81,10 +89,12 @@ def step_programs(
         memory: bytes of a device, from which the rows of a wave follow unless rollout.max_num_seqs says them.
         every_window: decode in each window of the cache; otherwise in the first and the last, and the calls of the
             others are shared out between these two, since all costs grow with the window in proportion.
+        eos_ids, pad_id: the tokenizer's; they change no shape.
     """
     builder = _Builder(config, arch, mesh, response_length)
     with jax.set_mesh(mesh):
-        step_rollout = builder.rollout(memory, every_window)
+        settings = engine_settings(config, arch, eos_ids, pad_id, mesh)
+        step_rollout = builder.rollout(settings, memory, every_window)
         learning = list(builder.learning())
     return Step(
         programs=(*step_rollout.programs, *learning),
@@ -123,10 +133,9 @@ class _Builder:
         self.decoding = self.actor.decode_weights.lower(self.params).out_info
         self.decoding_bytes = {DECODING: device_bytes(self.decoding)}
 
-    def rollout(self, memory: float, every_window: bool) -> _Rollout:
+    def rollout(self, settings: EngineSettings, memory: float, every_window: bool) -> _Rollout:
         """Re-laying the weights, and the waves of a round."""
         config, mesh, weights = self.config, self.mesh, self.decoding
-        settings = engine_settings(config, self.arch, (0,), 0, mesh)  # which tokens end a response changes no shape
         taken = sum(self.state.values()) + device_bytes(weights)
         free = max(memory - taken, 0.0) * settings.memory_share
         samples, dtype, shards = config.rollout.n, cache_dtype(weights), num_batch_shards(mesh)
@@ -190,7 +199,7 @@ class _Builder:
         recomputed = config.actor.old_logprob == "recompute"
         passes = {"log-probabilities": (self.params, float(recomputed))}
         if self.reference is not None:
-            passes["reference's log-probabilities"] = (self.reference or self.params, 1.0)
+            passes["reference's log-probabilities"] = (self.reference, 1.0)
         for name, (params, times) in passes.items():
             for piece, count in self._pieces(mini, shares):
                 yield Program(

@@ -21,7 +21,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
 from dapo_jax.models.lora import adapted
 from dapo_jax.models.remat import rematerialized
-from dapo_jax.parallel.sharding import constrain, constrain_rows
+from dapo_jax.parallel.sharding import constrain, constrain_residual, constrain_rows
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
@@ -144,9 +144,9 @@ def forward_contiguous(
 
     def layer_step(x, layer):
         x, _ = block(x, layer, rotation, attend, arch)
-        return constrain_rows(x), None
+        return constrain_residual(x), None
 
-    x, _ = jax.lax.scan(rematerialized(layer_step, remat), constrain_rows(embed(params, tokens)), params["layers"])
+    x, _ = jax.lax.scan(rematerialized(layer_step, remat), constrain_residual(embed(params, tokens)), params["layers"])
     before = jnp.clip(prompt_lengths[:, None] - 1 + jnp.arange(responses.shape[1]), 0, places[-1])
     hidden = jnp.take_along_axis(x, before[..., None], axis=1)
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)

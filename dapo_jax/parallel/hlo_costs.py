@@ -220,7 +220,7 @@ class _Counter:
         found[1] += times * sent
 
     def _group(self, attributes: str) -> int:
-        mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
+        mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
         if mesh:  # mesh['data'=1,'fsdp'=4] {'fsdp'}; a part of an axis is written 'fsdp':(before)size
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
             axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])

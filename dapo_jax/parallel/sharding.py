@@ -105,6 +105,16 @@ def constrain_rows(x: jax.Array) -> jax.Array:
     return constrain(x, PartitionSpec(BATCH_AXES))
 
 
+def constrain_residual(x: jax.Array) -> jax.Array:
+    """Inside jit: the residual stream [B, T, D] between two layers, rows over the batch axes and D over tensor.
+
+    So what a layer keeps for the backward pass is divided too. A D that "tensor" does not divide stays whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = not mesh.empty and x.shape[-1] % mesh.shape["tensor"] == 0
+    return constrain(x, PartitionSpec(BATCH_AXES, None, "tensor" if divided else None))
+
+
 def put(tree: Any, sharding: NamedSharding) -> Any:
     """Host arrays that every process holds whole, as device arrays with `sharding`."""
 

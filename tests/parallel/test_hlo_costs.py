@@ -1,0 +1,155 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dapo_jax.parallel.hlo_costs import program_costs
+from dapo_jax.parallel.mesh import make_mesh
+
+LAYERS, B, D, F = 5, 16, 24, 40
+
+
+def loss(weights, x):
+    def layer(x, weight):
+        return jnp.tanh(x @ weight) @ weight.T, None
+
+    return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+
+def compiled(function, *arrays):
+    """`function` of arrays given as (shape, partition spec), on a mesh of 2 x 2 x 2 devices."""
+    mesh = make_mesh(2, 2, 2)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+              for shape, spec in arrays]  # fmt: skip
+    return jax.jit(function).lower(*shapes).compile()
+
+
+def test_products_of_a_loop_count_as_often_as_it_runs():
+    program = compiled(jax.grad(loss), ((LAYERS, D, F), ()), ((B, D), ()))
+    costs = program_costs(program.as_text(), 8)
+    forward = LAYERS * 2 * 2 * B * D * F
+    assert costs.flops == 3 * forward and not costs.unknown
+    assert costs.flops > 2 * program.cost_analysis()["flops"]  # XLA counts one turn
+
+
+def test_products_are_those_of_one_device():
+    whole = program_costs(compiled(loss, ((LAYERS, D, F), ()), ((B, D), ())).as_text(), 8)
+    rows = program_costs(compiled(loss, ((LAYERS, D, F), ()), ((B, D), (("data", "fsdp"),))).as_text(), 8)
+    assert rows.flops == whole.flops / 4
+
+
+def test_products_without_a_loop_are_xlas():
+    program = compiled(lambda x, y: x @ y, ((64, 128), ()), ((128, 256), ()))
+    assert program_costs(program.as_text(), 8).flops == program.cost_analysis()["flops"] == 2 * 64 * 128 * 256
+
+
+def test_collectives_of_a_loop_by_kind_and_group():
+    # weights divided over "fsdp" alone: a layer gathers its weight, and the sum over rows is one number
+    weights = (LAYERS, D, F), (None, "fsdp")
+    costs = program_costs(compiled(loss, weights, ((B, D), (("data", "fsdp"),))).as_text(), 8)
+    gathers = [one for one in costs.collectives if one.kind == "all-gather"]
+    assert [(one.group, one.count) for one in gathers] == [(2, LAYERS)]
+    assert gathers[0].bytes == LAYERS * D * F * 4 / 2  # each of two devices sends its half
+    assert costs.sent >= gathers[0].bytes
+
+
+def test_an_all_reduce_sends_nearly_twice_its_operand():
+    program = compiled(lambda x, y: x @ y, ((8, 16), (None, "tensor")), ((16, 4), ("tensor",)))
+    costs = program_costs(program.as_text(), 8)
+    (found,) = costs.collectives
+    assert (found.kind, found.group, found.count, found.bytes) == ("all-reduce", 2, 1, 2 * 8 * 4 * 4 / 2)
+
+
+def test_a_loop_reads_the_slice_of_a_turn():
+    """Stacked weights are read once in all turns together, not once a turn."""
+    costs = program_costs(compiled(loss, ((LAYERS, 512, 512), ()), ((B, 512), ())).as_text(), 8)
+    weights = LAYERS * 512 * 512 * 4
+    assert weights <= costs.bytes < 8 * weights
+
+
+# What only TPUs write, shortened from a program of libtpu's.
+TPU = """HloModule jit_f
+
+%body.1 (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %p = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %x = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%p), index=1
+  %one = s32[]{:T(128)} constant(1)
+  %add.1 = s32[]{:T(128)} add(%i, %one)
+  %add.2 = s32[]{:T(128)} add(%add.1, %one)
+  %y = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} fusion(%x), kind=kOutput, calls=%start
+  ROOT %t = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) tuple(%add.2, %y)
+}
+
+%cond (p: (s32[], bf16[8,4])) -> pred[] {
+  %p.1 = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+  %bound = s32[]{:T(128)} constant(6)
+  ROOT %less = pred[]{:T(512)} compare(%i.1, %bound), direction=LT
+}
+
+%start (q: bf16[8,4]) -> bf16[8,4] {
+  %q = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %g = bf16[16,4]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=9, GROUPS
+  ROOT %d = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%finish (r: bf16[8,4]) -> bf16[8,4] {
+  %r = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %h = bf16[16,4]{1,0:T(8,128)(2,1)} all-gather(%r), channel_id=9, GROUPS
+}
+
+ENTRY %main (a: bf16[8,4], b: bf16[4,32,7], c: bf16[4,7,16]) -> f32[4,32,16] {
+  %a = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[4,32,7]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %c = bf16[4,7,16]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %zero = s32[]{:T(128)} constant(0)
+  %both = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) tuple(%zero, %a)
+  %w = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) while(%both), condition=%cond, body=%body.1
+  %late = bf16[16,4]{1,0:T(8,128)(2,1)S(1)} fusion(%a), kind=kOutput, calls=%finish
+  %splash_mha_dq_segmented_no_residuals.1 = bf16[2,14,1024,64]{3,2,1,0} custom-call(%m, %qq), KERNEL
+  %m = s8[1,2,2]{2,1,0} constant({...})
+  %qq = bf16[2,14,1024,64]{3,2,1,0:T(8,128)(2,1)S(1)} constant({...})
+  ROOT %conv = f32[4,32,16]{2,1,0:T(8,128)} convolution(%b, %c), WINDOW
+}
+"""
+for short, whole in {
+    "GROUPS": "replica_groups=mesh['data'=1,'fsdp'=2] {'fsdp'}, dimensions={0}",
+    "KERNEL": 'custom_call_target="tpu_custom_call"',
+    "WINDOW": "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
+}.items():
+    TPU = TPU.replace(short, whole)
+
+
+def test_tpu_text():
+    costs = program_costs(TPU, 4)
+    # an unrolled loop runs half as often; a gather in two fusions is one; groups are named by mesh axes
+    assert [(one.kind, one.group, one.count, one.bytes) for one in costs.collectives] == [
+        ("all-gather", 2, 3, 3 * 8 * 4 * 2)
+    ]
+    batched = 4 * 2 * 32 * 7 * 16  # 4 products, which a dilated window keeps apart
+    splash = 3 * 2 * (2 * 14 * 1024 * 64) * 1024 * 3 / 4  # three of four blocks lie under the diagonal
+    assert costs.flops == batched + splash and not costs.unknown
+
+
+def test_what_lies_on_the_chip_is_not_moved():
+    everything = re.sub(r"S\(1\)", "", TPU)
+    assert program_costs(everything, 4).bytes > program_costs(TPU, 4).bytes
+
+
+def test_a_loop_whose_turns_depend_on_data_is_reported():
+    def until(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x)
+
+    costs = program_costs(compiled(until, ((8, 8), ())).as_text(), 8)
+    assert costs.flops == 2 * 8**3
+    assert costs.unknown == ("a loop whose turns depend on data, counted once",)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_bytes_of_a_copy(kind):
+    shape = jax.ShapeDtypeStruct((128, 64), jnp.dtype(kind))
+    text = jax.jit(lambda x: x.T + 1).lower(shape).compile().as_text()
+    assert program_costs(text, 1).bytes == 2 * 128 * 64 * jnp.dtype(kind).itemsize
