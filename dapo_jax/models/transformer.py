@@ -103,10 +103,10 @@ def forward_responses(
             return shared_prompt_attention(query, key, value, visible, shared[0], shared[1], prompt_mask), None
 
         response, _ = block(hidden[1], layer, rotation, attend, arch)
-        return (constrain_rows(prompt), constrain_rows(response)), None
+        return (constrain_residual(prompt), constrain_residual(response)), None
 
     layer_step = rematerialized(layer_step, remat)
-    hidden = constrain_rows(embed(params, prompts)), constrain_rows(embed(params, responses[:, :length]))
+    hidden = constrain_residual(embed(params, prompts)), constrain_residual(embed(params, responses[:, :length]))
     (prompt, response), _ = jax.lax.scan(layer_step, hidden, params["layers"])
     first = jnp.repeat(prompt[:, -1:], samples, axis=0)
     hidden = jnp.concatenate([first, response], axis=1)[:, : responses.shape[1]]
