@@ -34,6 +34,7 @@ setup(
         "plots": ["matplotlib>=3.8"],
         "test": [
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "ruff>=0.9",
             "pyright>=1.1.400",
             "gguf>=0.17",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up a virtual environment and runs every check: style, types, the fast tests, then the slow ones.
+# Sets up a virtual environment and runs every check: style, types, all tests on as many cores as there are, up to four.
 #
 #   bash scripts/test.sh [pytest arguments]      with arguments, only pytest runs
 set -euo pipefail
@@ -12,5 +12,4 @@ if [[ $# -gt 0 ]]; then
 fi
 ruff check .
 pyright --pythonpath "$(command -v python)"
-python -m pytest -m "not slow"
-python -m pytest -m slow
+python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from dapo_jax.containers import Batch, Rollout
-from dapo_jax.learner.actor import ActorSettings, build_actor
+from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings
@@ -55,6 +55,13 @@ def actor_settings(**changes) -> ActorSettings:
     return ActorSettings(**{**values, **changes})
 
 
+@functools.cache
+def actor_on(mesh: Mesh, **changes) -> Actor:
+    """One for all tests, with all that it has compiled: it holds no state."""
+    return build_actor(actor_settings(**changes), mesh)
+
+
+@functools.cache
 def critic_of(mesh):
     settings = CriticSettings(
         arch=critic_architecture(ARCH), dtype=jnp.dtype(jnp.float32), remat="full", attention_kernel=None,
@@ -124,7 +131,7 @@ def reference():
     """The run on one device that the others are compared with."""
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         rollout = roll_out(actor, actor.trainable.init_random(0), mesh)
         state, metrics = step(actor, actor.trainable.init_random(0), batch_of(rollout), mesh)
         return rollout, metrics, jax.device_get(state.params)
@@ -134,7 +141,7 @@ def gradient_of(batch, *, micro, mode="token-mean", mesh=None, **changes):
     """The gradient of one mini-batch, read from an optimizer that changes no direction."""
     mesh = mesh or one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(**changes), mesh)
+        actor = actor_on(mesh, **changes)
         state, metrics = step(actor, actor.trainable.init_random(0), batch, mesh, mini=32, micro=micro, mode=mode)
         return jax.device_get(state.moments[0].mu), metrics
 

@@ -13,6 +13,7 @@ from small_policy import (
     PAD,
     PROMPTS,
     SAMPLES,
+    actor_on,
     actor_settings,
     assert_close,
     batch_of,
@@ -30,7 +31,6 @@ from small_policy import (
 from dapo_jax.algorithms.aggregation import MODES
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.containers import Batch
-from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.update import (
     compute_logprobs,
     compute_values,
@@ -50,7 +50,7 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
     rollout, metrics, params = reference()
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         sharded = roll_out(actor, state, mesh)
         batch = batch_of(sharded, sharing=2)  # two rows a device and micro-batch
@@ -66,7 +66,7 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
 def test_parameters_and_moments_are_really_divided():
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         rollout, _, _ = reference()
         state, _ = step(actor, state, batch_of(rollout, sharing=2), mesh)
@@ -90,7 +90,7 @@ def test_the_wave_changes_nothing():
     rollout, _, _ = reference()
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         other = roll_out(actor, state, mesh, max_num_seqs=12, chunk_length=8, pad_id=0)
         np.testing.assert_array_equal(other.responses[other.mask], rollout.responses[rollout.mask])
@@ -105,7 +105,7 @@ def test_the_wave_changes_nothing():
 def test_noise_depends_on_number_sample_and_purpose():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         same = [PROMPTS[0]] * 8
         rollout = roll_out(actor, state, mesh, prompts=same)
@@ -132,7 +132,7 @@ def test_responses_end_with_the_first_end_of_sequence_token_which_is_part_of_the
 def test_end_of_sequence_as_the_first_token_is_a_response_of_one_token():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         rollout = roll_out(actor, actor.trainable.init_random(0), mesh, eos_ids=tuple(range(64)))
     assert (rollout.mask.sum(axis=1) == 1).all() and rollout.finished.all() and (rollout.logprobs[:, 0] < 0).all()
 
@@ -140,7 +140,7 @@ def test_end_of_sequence_as_the_first_token_is_a_response_of_one_token():
 def test_greedy_samples_of_a_prompt_are_equal():
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         rollout = roll_out(actor, actor.trainable.init_random(0), mesh, sampling=Sampling.create(0.0, 1.0, -1))
     groups = rollout.responses.reshape(len(PROMPTS), SAMPLES, -1)
     assert (groups == groups[:, :1]).all()
@@ -150,7 +150,7 @@ def test_one_model_sampler_and_training_logprobs_agree():
     rollout, _, _ = reference()
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         for sharing, width in ((SAMPLES, 8), (2, 12), (1, 8)):
             batch = batch_of(rollout, sharing, width)
@@ -177,7 +177,7 @@ def test_empty_rows_change_nothing_unless_they_are_counted():
     empty = batch.replace(loss_mask=batch.mask & (np.arange(32) < 28)[:, None])
     losses = {}
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         for count in (False, True):
             _, metrics = step(actor, actor.trainable.init_random(0), empty, mesh, mini=32, count_empty=count,
                               mode="seq-mean-token-mean")  # fmt: skip
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted():
     advantages[20, 0] = np.inf
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         before = jax.device_get(actor.trainable.init_random(0).params)
         bad = batch.replace(advantages=advantages)
         state, metrics = step(actor, actor.trainable.init_random(0), bad, mesh, mini=32)
@@ -235,7 +235,7 @@ def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
     results = []
     for micro, mesh in ((32, one_device_mesh()), (6, one_device_mesh()), (16, make_mesh(2, 2, 2))):
         with jax.set_mesh(mesh):
-            actor, critic = build_actor(actor_settings(), mesh), critic_of(mesh)
+            actor, critic = actor_on(mesh), critic_of(mesh)
             state = critic.init_from_policy(actor.trainable.init_random(0).params)
             assert (compute_values(critic, state.params, batch, rows(micro), mesh) == 0).all()  # a zero head
             for _ in range(2):  # the head learns first, then what is below it
@@ -256,7 +256,7 @@ def test_what_is_not_trained_on_is_still_read():
     masked = batch.replace(loss_mask=batch.mask & (np.arange(LENGTH) % 2 == 0))
     mesh = one_device_mesh()
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         logprobs, _ = compute_logprobs(actor, state.params, masked, rows(32), mesh)
         np.testing.assert_allclose(logprobs, rollout.logprobs, atol=1e-4)

@@ -22,6 +22,7 @@ def free_port() -> int:
 def collected(tmp_path, *, processes, devices, **changes):
     """What each process says of its batches."""
     port = str(free_port())
+    changes = {"model.random.num_layers": 1, **changes}
     options = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(WORKER.parents[2])}
     running = [

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from small_policy import (
     ARCH,
+    actor_on,
     actor_settings,
     assert_close,
     batch_of,
@@ -79,7 +80,7 @@ def test_gradients_cross_the_data_axis_once_an_optimizer_step():
     rollout, _, _ = reference()
     batch, mesh = batch_of(rollout, 2), make_mesh(8, 1, 1)
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         gradients = actor.trainable.zero_gradients(state.params)
         assert largest_all_reduce(compiled_accumulate(actor, state, batch, mesh)) <= 8  # sums of the metrics
@@ -214,7 +215,7 @@ def test_adapters_need_no_gradients_of_the_matrices():
     batch, mesh = batch_of(rollout), one_device_mesh()
     flops = []
     with jax.set_mesh(mesh):
-        for actor in (build_actor(actor_settings(), mesh), lora_actor(mesh)):
+        for actor in (actor_on(mesh), lora_actor(mesh)):
             state = actor.trainable.init_random(0)
             flops.append(compiled_accumulate(actor, state, batch, mesh).cost_analysis()["flops"])
     assert flops[1] < 0.85 * flops[0]
@@ -227,7 +228,7 @@ def test_moments_in_bfloat16_follow_those_in_float32():
     for dtype in (jnp.float32, jnp.bfloat16):
         optimizer = dataclasses.replace(actor_settings().optimizer, moments_dtype=dtype)
         with jax.set_mesh(mesh):
-            actor = build_actor(actor_settings(optimizer=optimizer), mesh)
+            actor = actor_on(mesh, optimizer=optimizer)
             state = actor.trainable.init_random(0)
             state, _ = update_policy(actor, state, batch_of(rollout), update_settings(mini=32, epochs=3), mesh)
         moments = state.moments[0].mu, state.moments[0].nu
