@@ -49,8 +49,8 @@ def collected(tmp_path, *, processes, devices, **changes):
     "changes",
     [
         {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream"},
-        {f"{FILTER}.leftover": "carry", "mesh.fsdp": 2, "mesh.tensor": 2, "data.max_response_length": 80,
-         "rollout.decode_chunk_length": 8},  # rows become fewer and the cache grows
+        # rows become fewer and the cache grows
+        {f"{FILTER}.leftover": "carry", "mesh.fsdp": 2, "mesh.tensor": 2, "data.max_response_length": 80},
     ],
 )
 def test_processes_sample_and_keep_alike(tmp_path, changes):
