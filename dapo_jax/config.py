@@ -320,6 +320,8 @@ class TrainerConfig:
     test_freq: int = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
     max_ckpt_to_keep: int = 2
+    rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
+    rollout_devices: int = 0  # with rollout_ahead: devices that sample, of all processes together; 0 = a half
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
     coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone
     num_processes: int = 0  # 0 = JAX finds out

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import jax
 import numpy as np
 
 from dapo_jax.monitor.statistics import accuracy_at
@@ -24,9 +25,10 @@ def evaluate(run: Run, params: Any) -> dict[str, float]:
         return {}
     settings = run.config.evaluate
     rows = range(len(run.eval_set))
-    with run.stage("testing"):
+    weights = run.decode_weights(params)
+    with jax.set_mesh(run.rollout_mesh), run.stage("testing"):
         experience = run.sampler.start(
-            run.decode_weights(params),
+            weights,
             run.eval_set,
             rows,
             rows,

@@ -45,12 +45,13 @@ from dapo_jax.models.weights import build_freeze, count_params, init_params, wei
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.compilation import keep_compiled
-from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform
+from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
 from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import (
     DECODE_RULES,
     TRAIN_RULES,
     indivisible_weights,
+    move,
     place_weight,
     replicated,
 )
@@ -70,7 +71,8 @@ class Run:
     """The parts of a run that do not change from step to step."""
 
     config: Config
-    mesh: Mesh
+    mesh: Mesh  # that trains
+    rollout_mesh: Mesh  # that samples: the same, or with trainer.rollout_ahead other devices
     arch: Architecture
     train_set: PromptSet
     eval_set: PromptSet
@@ -88,6 +90,11 @@ class Run:
     stage: Stage
     init_models: Callable[[], Models]  # what is trained, before the first step
 
+    @property
+    def num_devices(self) -> int:
+        """Those that train and those that sample."""
+        return len({*self.mesh.devices.flat, *self.rollout_mesh.devices.flat})
+
 
 @contextmanager
 def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
@@ -101,7 +108,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
     train_set, eval_set = read_prompts(config, tokenizer)
     if jax.process_count() > 1:
         check_agreement({"the training prompts": train_set.checksum(), "the held-out prompts": eval_set.checksum()})
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh, rollout_mesh = make_meshes(config)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
     settings = actor_settings(config, arch, mesh)
@@ -116,7 +123,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
                 config.reward.function, num_workers=config.reward.num_workers, timeout_s=config.reward.timeout_s
             )
         )
-        engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh))
+        engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh))
         stack.callback(engine.close)
         console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=is_first())
         stack.callback(console.close)
@@ -131,15 +138,16 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
         yield Run(
             config=config,
             mesh=mesh,
+            rollout_mesh=rollout_mesh,
             arch=arch,
             train_set=train_set,
             eval_set=eval_set,
             order=PromptOrder(len(train_set), seed=config.seed, shuffle=config.data.shuffle),
             actor=actor,
             critic=critic,
-            decode_weights=LatestWeights(actor.decode_weights),
+            decode_weights=LatestWeights(decode_weights(actor, mesh, rollout_mesh)),
             reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
-            scorer=load_scorer(config, compute_dtype(config, mesh), mesh) if config.reward.model.path else None,
+            scorer=load_scorer(config, compute_dtype(config, mesh), rollout_mesh) if config.reward.model.path else None,
             estimator=build_estimator(config, arch.vocab_size, mesh),
             sampler=Sampler(tokenizer, verifiers, engine, config.rollout.stop),
             console=console,
@@ -148,6 +156,23 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
             chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
             init_models=lambda: init_models(config, arch, actor, critic, mesh),
         )
+
+
+def make_meshes(config: Config) -> tuple[Mesh, Mesh]:
+    """The mesh that trains and the one that samples. ValueError if the devices cannot be divided so."""
+    shape = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    if not config.trainer.rollout_ahead:
+        mesh = make_mesh(*shape)
+        return mesh, mesh
+    training, sampling = split_devices(config.trainer.rollout_devices, config.mesh.tensor)
+    return make_mesh(*shape, training), make_mesh(-1, 1, config.mesh.tensor, sampling)
+
+
+def decode_weights(actor: Actor, mesh: Mesh, rollout_mesh: Mesh) -> Callable[[Any], Any]:
+    """The policy's parameters -> its weights for decoding, on the devices that sample."""
+    if rollout_mesh is mesh:
+        return actor.decode_weights
+    return lambda params: move(actor.decode_weights(params), rollout_mesh)
 
 
 def check_processes(config: Config) -> None:

@@ -9,20 +9,19 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
+from dapo_jax.collection import Collected, collect, collected_arrays, measure, restore_collected
 from dapo_jax.command_line import processes_of, read_config, refusals
 from dapo_jax.config import ActorConfig, Config, CriticConfig, checkpoint_dir, mini_batch_size
 from dapo_jax.containers import Batch
-from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
-from dapo_jax.dynamic_sampling.metrics import sampling_metrics
-from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
+from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.evaluate import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
@@ -32,21 +31,19 @@ from dapo_jax.monitor import statistics
 from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import NoRecords, RunRecords, config_differences, read_metrics, write_config
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.prompt_stream import filter_rule, policies, prompt_source, restore_stream, stream_arrays
+from dapo_jax.prompt_stream import restore_stream, stream_arrays
 from dapo_jax.rollout.experience import Experience
-from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run, check_processes, describe, open_run
 from dapo_jax.training_batch import (
-    final_rewards,
-    finish_rewards,
     make_batch,
     micro_batches,
-    penalize_kl,
     sequence_kl,
 )
 from dapo_jax.validation import validate, warnings
 
 logger = logging.getLogger(__name__)
+
+Finish = Callable[[], dict[str, float]]
 
 MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
 MISMATCH_CLIPFRAC = 5e-3
@@ -69,8 +66,9 @@ def train(config: Config) -> Models:
         with open_run(config, initial_step=resume_step or 0) as run:
             if resume_step is None:
                 models, progress, stream = first_state(run)
+                ahead = None
             else:
-                models, progress, stream = restore(run, checkpoints, resume_step)
+                models, progress, stream, ahead = restore(run, checkpoints, resume_step)
             records = RunRecords(config.workdir, resume_step=resume_step) if is_first() else NoRecords()
             logger.info("%s", describe(run))
             if resume_step is None and config.trainer.val_before_train:
@@ -78,21 +76,28 @@ def train(config: Config) -> Models:
             while progress.step < total:
                 start = time.perf_counter()
                 step = progress.step + 1
-                accepted = collect(run, models, stream, progress, step)
+                batch = ahead
+                if batch is None:
+                    batch, stream = next_batch(run, run.decode_weights(models.actor.params), stream, progress, step)
                 collected = time.perf_counter()
-                models, metrics = train_on(run, models, accepted.experience, progress, step)
-                metrics |= sampling_metrics(accepted) | experience_metrics(run, accepted)
-                progress, stream = advance(config, progress, accepted, metrics), accepted.state
-                metrics |= performance_metrics(run, accepted, time.perf_counter() - start)
+                ahead, weights = None, None
+                if config.trainer.rollout_ahead and step < total:
+                    weights = run.decode_weights(models.actor.params)  # before the update takes their memory
+                models, finish = train_on(run, models, batch.experience, progress, step)
+                if weights is not None:  # other devices sample while these train
+                    ahead, stream = next_batch(run, weights, stream, progress, step + 1)
+                metrics = batch.metrics | finish()
+                progress = advance(config, progress, batch, metrics)
+                metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
                 metrics["dynamic_sampling/first_release_s"] = collected - start
                 if is_due(step, config.trainer.test_freq, total):
                     metrics |= evaluate(run, models.actor.params)
-                if accepted.experience is not None:
-                    records.write_samples(step, sample_texts(run, accepted.experience))
+                if batch.experience is not None:
+                    records.write_samples(step, sample_texts(run, batch.experience))
                 record(run, records, step, metrics)
                 if is_due(step, config.trainer.save_freq, total):
                     with run.stage("save_checkpoint"):
-                        checkpoints.save(models, progress, stream_arrays(run, stream))
+                        checkpoints.save(models, progress, state_arrays(run, stream, ahead))
             run.console.close()
             if is_first():
                 run.console.final_table(summary(run, progress))
@@ -134,78 +139,78 @@ def first_state(run: Run) -> tuple[Models, Progress, StreamState]:
     return run.init_models(), Progress(kl_coef=algorithm.kl_ctrl.kl_coef), stream
 
 
-def restore(run: Run, checkpoints: Checkpoints, step: int) -> tuple[Models, Progress, StreamState]:
-    """The models, the progress and the prompt stream after `step`."""
+def restore(
+    run: Run, checkpoints: Checkpoints, step: int
+) -> tuple[Models, Progress, StreamState, Collected | None]:
+    """The models, the progress, the prompt stream and what was sampled ahead, as they were after `step`."""
     critic_shape = run.critic.trainable.state_shape if run.critic is not None else None
     shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
     models, progress, arrays = checkpoints.restore(step, shape)
     logger.warning("going on after step %d of %s", step, run.config.workdir)
-    return models, progress, restore_stream(run, arrays)
+    ahead = arrays.get("ahead")
+    return models, progress, restore_stream(run, arrays), restore_collected(run, ahead) if ahead is not None else None
 
 
-def collect(run: Run, models: Models, stream: StreamState, progress: Progress, step: int) -> Accepted:
-    """Samples prompts until data.train_batch_size groups are accepted."""
-    config, groups = run.config, run.config.algorithm.filter_groups
-    rule = filter_rule(config)
-    weights = run.decode_weights(models.actor.params)
-    settings = config.rollout
-    sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
+def state_arrays(run: Run, stream: StreamState, ahead: Collected | None) -> dict[str, Any]:
+    """The prompt stream and what was sampled ahead as NumPy arrays for a checkpoint."""
+    arrays = stream_arrays(run, stream)
+    return arrays if ahead is None else {**arrays, "ahead": collected_arrays(ahead)}
 
-    def start_round(numbers: Sequence[int]) -> Callable[[], Round]:
-        wait = run.sampler.start(
-            weights,
-            run.train_set,
-            [run.order.row(number) for number in numbers],
-            numbers,
-            num_samples=settings.n,
-            purpose=TRAIN,
-            sampling=sampling,
-            stage=run.stage,
-            version=progress.step,
-        )
 
-        def finish() -> Round:
-            experience = finish_rewards(run, wait())
-            if config.algorithm.use_kl_in_reward:
-                experience = penalize_kl(run, experience, progress.kl_coef)
-            return filter_groups(experience, groups.metric, rule, run.mesh) if groups.enable else keep_all(experience)
-
-        return finish
-
-    return accumulate_groups(start_round, stream, prompt_source(run), policies(config), step=step)
+def next_batch(
+    run: Run, weights: Any, stream: StreamState, progress: Progress, step: int
+) -> tuple[Collected, StreamState]:
+    """What `step` will train on, sampled with the decoding weights of the newest policy, and the stream after it."""
+    accepted = collect(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
+    return measure(run, accepted), accepted.state
 
 
 def train_on(
     run: Run, models: Models, experience: Experience | None, progress: Progress, step: int
-) -> tuple[Models, dict[str, float]]:
-    """The models after all updates on the accepted groups, and the metrics; nothing happens without groups."""
+) -> tuple[Models, Finish]:
+    """Begins all updates on the accepted groups: the models after them; nothing happens without groups.
+
+    The result's second part waits for the updates and returns the metrics.
+    """
     if experience is None:
-        return models, {}
+        return models, dict
     batch, batch_metrics = make_batch(
         run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
     )
-    models, update_metrics = update(run, models, batch, step)
-    return models, update_metrics | batch_metrics
+    batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
+    models, finish = update(run, models, batch, step)
+    return models, lambda: finish() | batch_metrics
 
 
-def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, dict[str, float]]:
-    """All optimizer steps of a training step: the critic's, then after trainer.critic_warmup the policy's."""
-    metrics: dict[str, float] = {}
+def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
+    """Begins all optimizer steps of a training step: the critic's, then after trainer.critic_warmup the policy's.
+
+    The result's second part waits for them and returns the metrics.
+    """
+    parts: list[tuple[str, Finish, dict[str, float]]] = []
     if run.critic is not None:
         assert models.critic is not None
         settings = update_settings(run, "critic", step)
         with run.stage("update_critic"):
-            critic, critic_metrics = update_critic(run.critic, models.critic, batch, settings, run.mesh)
+            critic, finish = update_critic(run.critic, models.critic, batch, settings, run.mesh)
         models = dataclasses.replace(models, critic=critic)
-        metrics |= critic_metrics | {"critic/lr": settings.learning_rate}
+        parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
     if step > run.config.trainer.critic_warmup:
         run.decode_weights.drop()
         settings = update_settings(run, "actor", step)
         with run.stage("update_actor"):
-            actor, actor_metrics = update_policy(run.actor, models.actor, batch, settings, run.mesh)
+            actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh)
         models = dataclasses.replace(models, actor=actor)
-        metrics |= actor_metrics | {"actor/lr": settings.learning_rate}
-    return models, metrics
+        parts.append(("update_actor", finish, {"actor/lr": settings.learning_rate}))
+
+    def finish_all() -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, finish, known in parts:
+            with run.stage(name):
+                metrics |= finish() | known
+        return metrics
+
+    return models, finish_all
 
 
 def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
@@ -237,13 +242,13 @@ def recomputes(config: Config, progress: Progress) -> bool:
     return mode == "recompute" or (mode == "auto" and progress.recompute_logprobs)
 
 
-def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dict[str, float]) -> Progress:
+def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
     """The progress after a training step."""
     mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
         metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
-    if config.algorithm.filter_groups.leftover == "carry":
-        mismatch = False  # carried groups differ because an older policy sampled them
+    if config.algorithm.filter_groups.leftover == "carry" or config.trainer.rollout_ahead:
+        mismatch = False  # the two differ because an older policy sampled
     if mismatch and config.actor.old_logprob == "auto" and not progress.recompute_logprobs:
         logger.warning(
             "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
@@ -252,8 +257,8 @@ def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dic
             metrics.get("rollout_corr/first_clipfrac", 0.0),
         )
     kl_coef = progress.kl_coef
-    if config.algorithm.use_kl_in_reward and accepted.experience is not None:
-        kl = sequence_kl(accepted.experience)
+    if config.algorithm.use_kl_in_reward and batch.experience is not None:
+        kl = sequence_kl(batch.experience)
         metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
         control = config.algorithm.kl_ctrl
         if control.type == "adaptive":
@@ -262,49 +267,21 @@ def advance(config: Config, progress: Progress, accepted: Accepted, metrics: dic
                 kl,
                 target_kl=control.target_kl,
                 horizon=control.horizon,
-                num_sequences=accepted.experience.finished.size,
+                num_sequences=batch.experience.finished.size,
             )
-    kept = sum(int(round_.keep.sum()) for round_ in accepted.rounds)
-    evaluated = sum(len(round_.keep) for round_ in accepted.rounds)
     return Progress(
         step=progress.step + 1,
         recompute_logprobs=progress.recompute_logprobs or mismatch,
         kl_coef=kl_coef,
-        groups_kept=progress.groups_kept + kept,
-        groups_dropped=progress.groups_dropped + evaluated - kept,
+        groups_kept=progress.groups_kept + batch.num_kept,
+        groups_dropped=progress.groups_dropped + batch.num_evaluated - batch.num_kept,
         tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
         tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
     )
 
 
-def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
-    """`rollout/` of all evaluated groups; rewards and lengths of the trained ones."""
-    data, trained = run.config.data, accepted.experience
-    evaluated = [round_.experience for round_ in accepted.rounds]
-    progress = {
-        "data/prompts_consumed": accepted.state.next_prompt,
-        "data/epoch": run.order.epoch(accepted.state.next_prompt),
-    }
-    if trained is None:
-        return progress
-    evaluated = evaluated or [trained]  # all of them carried from earlier steps
-    names = set.intersection(*(set(experience.scores) for experience in evaluated))
-    scores = {name: np.concatenate([part.scores[name] for part in evaluated]) for name in sorted(names)}
-    prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
-    return {
-        **statistics.score_metrics(scores),
-        **statistics.spread("critic/score", trained.scores["seq_reward"]),
-        **statistics.spread("critic/rewards", final_rewards(trained)),
-        **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
-        **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
-        "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
-        "reward/num_errors": sum(experience.num_errors for experience in evaluated),
-    } | progress
-
-
-def performance_metrics(run: Run, accepted: Accepted, seconds: float) -> dict[str, float]:
+def performance_metrics(run: Run, trained: Experience | None, seconds: float) -> dict[str, float]:
     """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds."""
-    trained = accepted.experience
     if trained is None:
         return {"perf/time_per_step": seconds, "timing_s/step": seconds}
     prompt_tokens = sum(len(prompt) for prompt in trained.prompts) * trained.finished.shape[1]
@@ -312,7 +289,7 @@ def performance_metrics(run: Run, accepted: Accepted, seconds: float) -> dict[st
     return {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,
-        "perf/throughput": tokens / seconds / run.mesh.size,
+        "perf/throughput": tokens / seconds / run.num_devices,
         "timing_s/step": seconds,
     }
 

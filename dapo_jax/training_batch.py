@@ -189,7 +189,7 @@ def finish_rewards(run: Run, experience: Experience) -> Experience:
     if run.scorer is not None:
         with run.stage("reward"):
             experience = add_model_scores(experience, run.train_set, run.scorer, run.config)
-    return shape(experience, run.config, run.mesh)
+    return shape(experience, run.config, run.rollout_mesh)
 
 
 def final_rewards(experience: Experience) -> np.ndarray:
@@ -299,17 +299,19 @@ def hint_logprobs(run: Run, experience: Experience, models: Models, batch: Batch
 
 def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
     """The reward [B] of the most likely response to each row's prompt (ReMax)."""
-    greedy = run.sampler.start(
-        run.decode_weights(models.actor.params),
-        run.train_set,
-        experience.rows.tolist(),
-        experience.numbers.tolist(),
-        num_samples=1,
-        purpose=BASELINE,
-        sampling=Sampling.create(0.0, 1.0, -1),
-        stage=run.stage,
-    )
-    rewards = finish_rewards(run, greedy()).scores["seq_reward"][:, 0]
+    weights = run.decode_weights(models.actor.params)
+    with jax.set_mesh(run.rollout_mesh):
+        greedy = run.sampler.start(
+            weights,
+            run.train_set,
+            experience.rows.tolist(),
+            experience.numbers.tolist(),
+            num_samples=1,
+            purpose=BASELINE,
+            sampling=Sampling.create(0.0, 1.0, -1),
+            stage=run.stage,
+        )
+        rewards = finish_rewards(run, greedy()).scores["seq_reward"][:, 0]
     return np.repeat(rewards.astype(np.float32), experience.finished.shape[1])
 
 

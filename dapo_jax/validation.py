@@ -47,6 +47,7 @@ CHOICES = {
     "actor.old_logprob": ("auto", "rollout", "recompute"),
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "trainer.resume_mode": ("auto", "disable"),
+    "trainer.rollout_ahead": (0, 1),
     "monitor.console": ("steps", "detailed"),
 }
 POSITIVE = (
@@ -87,7 +88,7 @@ def _choice_problems(config: Config) -> list[str]:
     problems = []
     for key, choices in CHOICES.items():
         if _lookup(config, key) not in choices:
-            problems.append(f"{key}={_lookup(config, key)!r} must be one of {', '.join(choices)}")
+            problems.append(f"{key}={_lookup(config, key)!r} must be one of {', '.join(map(str, choices))}")
     return problems
 
 
@@ -203,6 +204,16 @@ def _algorithm_problems(config: Config) -> list[str]:
         )
     if algorithm.adv_estimator == "grpo_passk" and config.rollout.n < 2:
         problems.append(f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}")
+    if config.trainer.rollout_ahead and algorithm.use_kl_in_reward:
+        problems.append(
+            "trainer.rollout_ahead=1 cannot be combined with algorithm.use_kl_in_reward=True, whose reference policy "
+            "lies on the devices that train: use actor.use_kl_loss=True"
+        )
+    if config.trainer.rollout_ahead and config.actor.old_logprob == "recompute":
+        problems.append(
+            "trainer.rollout_ahead=1 trains on what an older policy has sampled, whose log-probabilities cannot be "
+            "recomputed: set actor.old_logprob=auto or rollout"
+        )
     if config.trainer.critic_warmup and not uses_critic(config):
         problems.append(
             f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic: set algorithm.adv_estimator=gae"

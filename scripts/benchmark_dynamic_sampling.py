@@ -27,14 +27,14 @@ import jax
 from markdown_table import markdown_table
 
 from dapo_jax import prompt_stream
-from dapo_jax.checkpoint import Progress
+from dapo_jax.collection import collect
 from dapo_jax.command_line import read_config
 from dapo_jax.config import Config
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
 from dapo_jax.learner.models import Models
 from dapo_jax.run import Run, open_run
-from dapo_jax.train import collect, first_state
+from dapo_jax.train import first_state
 
 
 @dataclass
@@ -102,7 +102,8 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
         for step in range(1, steps + 1):
             for line in lines:
                 start = time.perf_counter()
-                accepted = collect(line.run, models, line.stream, Progress(step=step - 1), step)
+                weights = line.run.decode_weights(models.actor.params)
+                accepted = collect(line.run, weights, line.stream, step=step, version=step - 1, kl_coef=0.0)
                 line.seconds += time.perf_counter() - start
                 line.stream = accepted.state
                 line.steps.append(accepted)
@@ -120,7 +121,8 @@ def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
         round_ = with_policy(
             run.config, gen_batch_size=size, backfill="batch", max_num_gen_batches=1, on_limit="fallback_unfiltered"
         )
-        collect(dataclasses.replace(run, config=round_), models, first_state(run)[2], Progress(), 1)
+        weights, stream = run.decode_weights(models.actor.params), first_state(run)[2]
+        collect(dataclasses.replace(run, config=round_), weights, stream, step=1, version=0, kl_coef=0.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

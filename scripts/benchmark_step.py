@@ -29,19 +29,17 @@ class OursStep(Ours):
     """dapo_jax."""
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.dynamic_sampling.metrics import sampling_metrics
-        from dapo_jax.train import advance, collect, experience_metrics, train_on
+        from dapo_jax.train import advance, next_batch, train_on
 
         start, step = time.perf_counter(), self.progress.step + 1
-        accepted = collect(self.run, self.models, self.stream, self.progress, step)
-        self.models, metrics = train_on(self.run, self.models, accepted.experience, self.progress, step)
-        metrics |= sampling_metrics(accepted) | experience_metrics(self.run, accepted)
-        self.progress = advance(self.run.config, self.progress, accepted, metrics)
-        self.stream = accepted.state
+        weights = self.run.decode_weights(self.models.actor.params)
+        batch, self.stream = next_batch(self.run, weights, self.stream, self.progress, step)
+        self.models, finish = train_on(self.run, self.models, batch.experience, self.progress, step)
+        self.progress = advance(self.run.config, self.progress, batch, batch.metrics | finish())
         self.jax.block_until_ready(self.models)
         seconds = time.perf_counter() - start
-        assert accepted.experience is not None
-        assert accepted.experience.num_tokens == self.args.batch * self.args.new_tokens
+        assert batch.experience is not None
+        assert batch.experience.num_tokens == self.args.batch * self.args.new_tokens
         return num_tokens(self.args), seconds
 
     def limit(self, case: str) -> dict[str, float | None]:

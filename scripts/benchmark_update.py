@@ -134,7 +134,8 @@ class Ours:
 
         self.batch = self.batch or self._make_batch()
         start = time.perf_counter()
-        self.models, _ = update(self.run, self.models, self.batch, step=MANY // 2)
+        self.models, finish = update(self.run, self.models, self.batch, step=MANY // 2)
+        finish()
         self.jax.block_until_ready(self.models)
         return num_tokens(self.args), time.perf_counter() - start
 

@@ -123,7 +123,8 @@ def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, 
 
 
 def step(actor, state, batch, mesh, **changes):
-    return update_policy(actor, state, batch, update_settings(**changes), mesh)
+    state, finish = update_policy(actor, state, batch, update_settings(**changes), mesh)
+    return state, finish()
 
 
 @functools.cache

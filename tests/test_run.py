@@ -1,6 +1,5 @@
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,6 +8,7 @@ from reward_model_files import write_reward_model
 from small_run import small_config
 
 from dapo_jax.checkpoint import Progress
+from dapo_jax.collection import Collected
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
@@ -68,7 +68,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 @pytest.mark.parametrize(("leftover", "falls_back"), [("requeue", True), ("carry", False)])
 def test_a_mismatch_makes_auto_recompute_unless_groups_are_carried(tmp_path, leftover, falls_back):
     config = small_config(tmp_path, **{"algorithm.filter_groups.leftover": leftover})
-    accepted = SimpleNamespace(rounds=[], experience=None)
+    accepted = Collected(None, {}, num_kept=0, num_evaluated=0)
     metrics = {"dynamic_sampling/generated_tokens": 5, "dynamic_sampling/trained_tokens": 3, "rollout_corr/k3_kl": 0.1}
     progress = advance(config, Progress(), accepted, metrics)
     assert recomputes(config, progress) == falls_back and progress.step == 1

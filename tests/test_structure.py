@@ -16,7 +16,7 @@ LAYERS = [
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
-        *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
+        *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch", "collection"),
         *("evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]

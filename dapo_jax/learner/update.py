@@ -22,6 +22,7 @@ from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
 
 # what is of use in the first optimizer step alone
 MISMATCH = ("logprob_abs_diff", "logprob_abs_diff_max", "logprob_k3", "logprob_outliers", "ratio", "squared_ratio")
+Finish = Callable[[], dict[str, float]]
 jitted_token_weights = jax.jit(token_weights, static_argnames=("mode", "scale_factor"))
 
 
@@ -40,11 +41,12 @@ class UpdateSettings:
 
 def update_policy(
     actor: Actor, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh
-) -> tuple[TrainState, dict[str, float]]:
-    """All optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order), and their metrics.
+) -> tuple[TrainState, Finish]:
+    """Begins all optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order).
 
-    In the first optimizer step the parameters are still those that sampled: there the difference between the two
-    log-probabilities is the mismatch between sampling and training.
+    The result's second part waits for them and returns their metrics. In the first optimizer step the parameters are
+    still those that sampled: there the difference between the two log-probabilities is the mismatch between sampling
+    and training.
     """
 
     def select(state: TrainState, mini_batch: Batch) -> Batch:
@@ -55,26 +57,15 @@ def update_policy(
 
     prepare = select if actor.select is not None else None
     state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
-    merged, first = _merged(steps), steps[0][0]
-    summary = _summary("actor", merged, steps)
-    for name in MISMATCH:
-        del summary[f"actor/{name}"]
-    summary["rollout_corr/logprob_abs_diff"] = _value(first["logprob_abs_diff"])
-    summary["rollout_corr/logprob_abs_diff_max"] = _value(first["logprob_abs_diff_max"])
-    summary["rollout_corr/logprob_outliers"] = _value(first["logprob_outliers"])
-    summary["rollout_corr/eff_sample_size"] = _value(first["ratio"]) ** 2 / max(_value(first["squared_ratio"]), 1e-30)
-    summary["rollout_corr/k3_kl"] = _value(first["logprob_k3"])
-    if "pg_clipfrac" in first and actor.select is None:
-        summary["rollout_corr/first_clipfrac"] = _value(first["pg_clipfrac"])
-    return state, summary
+    return state, lambda: _policy_summary(fetch(steps), clips=actor.select is None)
 
 
 def update_critic(
     critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh
-) -> tuple[TrainState, dict[str, float]]:
-    """All optimizer steps of the critic on `batch`, and their metrics."""
+) -> tuple[TrainState, Finish]:
+    """Begins all optimizer steps of the critic on `batch`; what is returned is as for the policy."""
     state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh)
-    return state, _summary("critic", _merged(steps), steps)
+    return state, lambda: _summary("critic", fetch(steps))
 
 
 def compute_logprobs(
@@ -124,7 +115,7 @@ def _optimizer_steps(
     mesh: Mesh,
     prepare: Callable[[TrainState, Batch], Batch] | None = None,
 ) -> tuple[TrainState, list[tuple[Metrics, jax.Array]]]:
-    """One step a mini-batch: the new state, and each step's metrics and gradient norm.
+    """One step a mini-batch: the new state, and each step's metrics and gradient norm, still on the devices.
 
     Mini-batch j is the j-th run of consecutive rows; which rows it holds never depends on their lengths.
     """
@@ -145,7 +136,7 @@ def _optimizer_steps(
             settle(state)
             del gradients  # before the next ones are made
             steps.append((functools.reduce(_merge, parts), norm))
-    return state, [(fetch(metrics), fetch(norm)) for metrics, norm in steps]
+    return state, steps
 
 
 def _loss_weights(mini_batch: Batch, settings: UpdateSettings, mesh: Mesh) -> np.ndarray:
@@ -165,12 +156,24 @@ def _merge(first: Metrics, second: Metrics) -> Metrics:
     return {name: part.merge(second[name]) for name, part in first.items()}
 
 
-def _merged(steps: list[tuple[Metrics, Any]]) -> Metrics:
-    return functools.reduce(_merge, [metrics for metrics, _ in steps])
+def _policy_summary(steps: list[tuple[Metrics, Any]], *, clips: bool) -> dict[str, float]:
+    """`clips`: whether the clipped share of the first step compares sampling and training."""
+    summary, first = _summary("actor", steps), steps[0][0]
+    for name in MISMATCH:
+        del summary[f"actor/{name}"]
+    summary["rollout_corr/logprob_abs_diff"] = _value(first["logprob_abs_diff"])
+    summary["rollout_corr/logprob_abs_diff_max"] = _value(first["logprob_abs_diff_max"])
+    summary["rollout_corr/logprob_outliers"] = _value(first["logprob_outliers"])
+    summary["rollout_corr/eff_sample_size"] = _value(first["ratio"]) ** 2 / max(_value(first["squared_ratio"]), 1e-30)
+    summary["rollout_corr/k3_kl"] = _value(first["logprob_k3"])
+    if "pg_clipfrac" in first and clips:
+        summary["rollout_corr/first_clipfrac"] = _value(first["pg_clipfrac"])
+    return summary
 
 
-def _summary(prefix: str, merged: Metrics, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
+def _summary(prefix: str, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
     """Token means over all optimizer steps; sums (of count 0) and norms are averaged over the steps."""
+    merged = functools.reduce(_merge, [metrics for metrics, _ in steps])
     norms = np.array([norm for _, norm in steps])
     summary = {
         f"{prefix}/{name}": float(part.total) / len(steps) if _is_sum(part) else _value(part)

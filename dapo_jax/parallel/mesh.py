@@ -26,6 +26,27 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
+    """The devices that train and those that sample at the same time; each process gives as many of its own.
+
+    Args:
+        sampling: how many sample, over all processes; 0 = a half.
+        tensor: size of the "tensor" axis of both meshes, which lies within a process.
+
+    Raises ValueError if the devices cannot be divided so.
+    """
+    own, processes = jax.local_device_count(), jax.process_count()
+    of_process = (sampling or jax.device_count() // 2) // processes
+    if sampling % processes or not 0 < of_process < own or of_process % tensor or (own - of_process) % tensor:
+        raise ValueError(
+            f"trainer.rollout_devices={sampling} must leave each of the {processes} processes a multiple of "
+            f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: change one of the two"
+        )
+    by_process = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
+    training = [device for devices in by_process for device in devices[:-of_process]]
+    return training, [device for devices in by_process for device in devices[-of_process:]]
+
+
 def num_batch_shards(mesh: Mesh) -> int:
     """Over how many devices rows are divided."""
     return mesh.shape["data"] * mesh.shape["fsdp"]

@@ -115,6 +115,33 @@ def constrain_residual(x: jax.Array) -> jax.Array:
     return constrain(x, PartitionSpec(BATCH_AXES, None, "tensor" if divided else None))
 
 
+def move(tree: Any, mesh: Mesh) -> Any:
+    """Copies arrays to other devices of the same processes: onto `mesh`, divided along the same axes.
+
+    Raises ValueError if a process lacks a part that one of its devices has to hold.
+    """
+
+    def onto(array: jax.Array) -> jax.Array:
+        assert isinstance(array.sharding, NamedSharding)
+        sharding = NamedSharding(mesh, array.sharding.spec)
+        there = {_extent(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+        wanted = sharding.addressable_devices_indices_map(array.shape)
+        try:
+            parts = [jax.device_put(there[_extent(index, array.shape)], device) for device, index in wanted.items()]
+        except KeyError:
+            raise ValueError(
+                f"process {jax.process_index()} trains on devices that lack a part of the weights that it has to "
+                "sample with: choose mesh.tensor so that it divides the devices of a process, or 1"
+            ) from None
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+    return jax.tree.map(onto, tree)
+
+
+def _extent(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+
+
 def put(tree: Any, sharding: NamedSharding) -> Any:
     """Host arrays that every process holds whole, as device arrays with `sharding`."""
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from small_run import small_config  # noqa: E402
 
-from dapo_jax.checkpoint import Progress  # noqa: E402
+from dapo_jax.collection import collect  # noqa: E402
 from dapo_jax.run import open_run  # noqa: E402
-from dapo_jax.train import collect, first_state  # noqa: E402
+from dapo_jax.train import first_state  # noqa: E402
 
 
 def main() -> None:
@@ -27,7 +27,8 @@ def main() -> None:
     with open_run(config, initial_step=0) as run:
         models, progress, stream = first_state(run)
         for step in range(1, 4):
-            accepted = collect(run, models, stream, Progress(step=step - 1, kl_coef=progress.kl_coef), step)
+            weights = run.decode_weights(models.actor.params)
+            accepted = collect(run, weights, stream, step=step, version=step - 1, kl_coef=progress.kl_coef)
             experience, stream = accepted.experience, accepted.state
             assert experience is not None
             found = {

@@ -1,0 +1,126 @@
+"""Host: the batch of one training step: sampled, verified, filtered, and measured."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
+from dapo_jax.dynamic_sampling.metrics import sampling_metrics
+from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
+from dapo_jax.monitor import statistics
+from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
+from dapo_jax.rollout.experience import Experience, from_arrays, to_arrays
+from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.run import Run
+from dapo_jax.training_batch import final_rewards, finish_rewards, penalize_kl
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a training step trains on, and what is logged of how it came about."""
+
+    experience: Experience | None  # the groups; None if the step is skipped
+    metrics: dict[str, float]
+    num_kept: int  # groups that passed the filter
+    num_evaluated: int  # groups that were sampled
+
+
+def collect(
+    run: Run, weights: Any, stream: StreamState, *, step: int, version: int, kl_coef: float
+) -> Accepted:
+    """Samples prompts until data.train_batch_size groups are accepted.
+
+    Args:
+        weights: of the policy, for decoding, on run.rollout_mesh.
+        step: training step, from 1.
+        version: training steps that the policy has seen.
+        kl_coef: of the KL divergence in the reward.
+    """
+    config, groups = run.config, run.config.algorithm.filter_groups
+    rule = filter_rule(config)
+    settings = config.rollout
+    sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
+
+    def start_round(numbers: Sequence[int]) -> Callable[[], Round]:
+        wait = run.sampler.start(
+            weights,
+            run.train_set,
+            [run.order.row(number) for number in numbers],
+            numbers,
+            num_samples=settings.n,
+            purpose=TRAIN,
+            sampling=sampling,
+            stage=run.stage,
+            version=version,
+        )
+
+        def finish() -> Round:
+            experience = finish_rewards(run, wait())
+            if config.algorithm.use_kl_in_reward:
+                experience = penalize_kl(run, experience, kl_coef)
+            if not groups.enable:
+                return keep_all(experience)
+            return filter_groups(experience, groups.metric, rule, run.rollout_mesh)
+
+        return finish
+
+    with jax.set_mesh(run.rollout_mesh):
+        return accumulate_groups(start_round, stream, prompt_source(run), policies(config), step=step)
+
+
+def measure(run: Run, accepted: Accepted) -> Collected:
+    """The groups to train on, with the metrics of all that were sampled for them."""
+    return Collected(
+        accepted.experience,
+        sampling_metrics(accepted) | experience_metrics(run, accepted),
+        num_kept=sum(int(round_.keep.sum()) for round_ in accepted.rounds),
+        num_evaluated=sum(len(round_.keep) for round_ in accepted.rounds),
+    )
+
+
+def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
+    """`rollout/` of all evaluated groups; rewards and lengths of the trained ones."""
+    data, trained = run.config.data, accepted.experience
+    evaluated = [round_.experience for round_ in accepted.rounds]
+    progress = {
+        "data/prompts_consumed": accepted.state.next_prompt,
+        "data/epoch": run.order.epoch(accepted.state.next_prompt),
+    }
+    if trained is None:
+        return progress
+    evaluated = evaluated or [trained]  # all of them carried from earlier steps
+    names = set.intersection(*(set(experience.scores) for experience in evaluated))
+    scores = {name: np.concatenate([part.scores[name] for part in evaluated]) for name in sorted(names)}
+    prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
+    return {
+        **statistics.score_metrics(scores),
+        **statistics.spread("critic/score", trained.scores["seq_reward"]),
+        **statistics.spread("critic/rewards", final_rewards(trained)),
+        **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
+        **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
+        **statistics.spread("sample/model_version", trained.versions),
+        "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
+        "reward/num_errors": sum(experience.num_errors for experience in evaluated),
+    } | progress
+
+
+def collected_arrays(collected: Collected) -> dict[str, Any]:
+    """`collected` as NumPy arrays, nested by name, for a checkpoint."""
+    text = json.dumps([collected.metrics, collected.num_kept, collected.num_evaluated])
+    arrays: dict[str, Any] = {"numbers": np.frombuffer(text.encode(), np.uint8)}
+    if collected.experience is not None:
+        arrays["experience"] = to_arrays(collected.experience)
+    return arrays
+
+
+def restore_collected(run: Run, arrays: Mapping[str, Any]) -> Collected:
+    """The inverse of `collected_arrays`."""
+    metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["numbers"]).tobytes())
+    experience = arrays.get("experience")
+    if experience is not None:
+        experience = from_arrays(experience, run.train_set, run.sampler.tokenizer)
+    return Collected(experience, metrics, num_kept, num_evaluated)

@@ -1,0 +1,126 @@
+"""Sampling a batch ahead, on devices of its own: what it is defined to be, its records, and how it goes on."""
+
+import jax
+import numpy as np
+import pytest
+from small_run import assert_same_policy, rows_without_clock, small_config
+
+from dapo_jax import train as train_module
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.mesh import make_mesh, split_devices
+from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
+from dapo_jax.run import open_run
+from dapo_jax.train import advance, first_state, next_batch, train, train_on
+from dapo_jax.validation import validate
+
+STEPS = 4
+AHEAD = {
+    "trainer.rollout_ahead": 1, "trainer.rollout_devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2,
+    "trainer.total_training_steps": STEPS, "trainer.save_freq": 1, "actor.ppo_micro_batch_size_per_device": 16,
+    "actor.optim.lr": 1e-2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    """The workdir of a run and its last policy."""
+    folder = tmp_path_factory.mktemp("ahead")
+    models = train(small_config(folder, **AHEAD))
+    return folder, jax.device_get(models.actor.params)
+
+
+def one_after_the_other(config):
+    """The same steps without any overlap: the batch of step s by the policy after s - 2 steps, and the metrics."""
+    policies, found = [], []
+    with open_run(config, initial_step=0) as run:
+        models, progress, stream = first_state(run)
+        policies.append(jax.device_get(models.actor.params))
+        for step in range(1, STEPS + 1):
+            params = jax.device_put(policies[max(step - 2, 0)], run.actor.trainable.shardings)
+            seen = train_module.dataclasses.replace(progress, step=max(step - 2, 0))
+            batch, stream = next_batch(run, run.decode_weights(params), stream, seen, step)
+            models, finish = train_on(run, models, batch.experience, progress, step)
+            metrics = batch.metrics | finish()
+            progress = advance(config, progress, batch, metrics)
+            policies.append(jax.device_get(models.actor.params))
+            found.append(metrics)
+    return policies[-1], found
+
+
+def test_it_is_what_it_is_defined_to_be(tmp_path, ahead):
+    folder, params = ahead
+    expected, metrics = one_after_the_other(small_config(tmp_path, **AHEAD))
+    for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    for row, wanted in zip(read_metrics(folder)[1:], metrics, strict=True):
+        assert {name: row[name] for name in wanted} == wanted
+
+
+def test_every_batch_but_the_first_is_one_step_old(ahead):
+    rows = read_metrics(ahead[0])[1:]
+    assert [row["sample/model_version/mean"] for row in rows] == [0, 0, 1, 2]
+    for name in ("mean", "max", "min"):
+        assert [row[f"sample/staleness/{name}"] for row in rows] == [0, 1, 1, 1]
+    # the sampler's log-probabilities are the old ones: after the first step they are another policy's
+    assert rows[0]["rollout_corr/logprob_abs_diff"] < 1e-5
+    assert all(row["rollout_corr/logprob_abs_diff"] > 1e-4 for row in rows[1:])
+    assert not any(row["actor/recomputed_logprobs"] for row in rows)
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_run_goes_on_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch, last):
+    class Stopped(Exception):
+        pass
+
+    def stop(step, *rest):
+        if step > last:
+            raise Stopped
+        return original(step, *rest)
+
+    original = train_module.is_due
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "is_due", stop)
+        with pytest.raises(Stopped):
+            train(small_config(tmp_path, **AHEAD))
+    models = train(small_config(tmp_path, **AHEAD))
+    assert_same_policy(models, ahead[1])
+    assert rows_without_clock(tmp_path) == rows_without_clock(ahead[0])
+
+
+def test_training_and_sampling_have_devices_of_their_own():
+    training, sampling = split_devices(2, 2)
+    assert len(training) == 6 and len(sampling) == 2 and not {*training} & {*sampling}
+    assert [len(devices) for devices in split_devices(0, 2)] == [4, 4]
+    for devices, tensor in ((8, 1), (3, 2), (1, 2), (9, 1)):
+        with pytest.raises(ValueError, match=f"trainer.rollout_devices={devices} must leave"):
+            split_devices(devices, tensor)
+
+
+def test_weights_move_to_other_devices_as_they_are_divided():
+    training, sampling = split_devices(4, 2)
+    mesh, other = make_mesh(1, 2, 2, training), make_mesh(2, 1, 2, sampling)
+    sharding = weight_sharding(_Matrix, mesh, {**TRAIN_RULES, "embed": None})
+    array = jax.device_put(np.arange(32.0).reshape(4, 8), sharding)
+    moved = move({"a": array}, other)["a"]
+    np.testing.assert_array_equal(moved, array)
+    assert moved.sharding.device_set == {*sampling} and moved.addressable_shards[0].data.shape == (4, 4)
+    divided = jax.device_put(np.arange(32.0).reshape(4, 8), weight_sharding(_Matrix, mesh, TRAIN_RULES))
+    with pytest.raises(ValueError, match="lack a part of the weights"):
+        move(divided, make_mesh(4, 1, 1, sampling))
+
+
+class _Matrix:
+    path, shape, axes = ("matrix",), (4, 8), ("embed", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm.use_kl_in_reward": True}, "cannot be combined with algorithm.use_kl_in_reward"),
+        ({"actor.old_logprob": "recompute"}, "whose log-probabilities cannot be recomputed"),
+        ({"trainer.rollout_ahead": 2}, "trainer.rollout_ahead=2 must be one of"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        validate(small_config(tmp_path, **{**AHEAD, **changes}))
