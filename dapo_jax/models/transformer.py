@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
 from dapo_jax.models.lora import adapted
 from dapo_jax.models.remat import rematerialized
-from dapo_jax.parallel.sharding import constrain, constrain_residual, constrain_rows
+from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, lookup
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
@@ -286,9 +285,9 @@ def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
-    """Token embeddings [B, T, D] float32. The rows look up a table that is whole in its hidden dimension."""
-    table, dtype = constrain(params["embedding"], PartitionSpec("tensor")), product_dtype(params)
-    found = table[constrain_rows(tokens)].astype(jnp.float32)
+    """Token embeddings [B, T, D] float32."""
+    table, dtype = params["embedding"], product_dtype(params)
+    found = lookup(table, tokens).astype(jnp.float32)
     if table.dtype == dtype:
         return found
     # unlike two casts, this is never left out by a compiler

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -113,6 +114,28 @@ def constrain_residual(x: jax.Array) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     divided = not mesh.empty and x.shape[-1] % mesh.shape["tensor"] == 0
     return constrain(x, PartitionSpec(BATCH_AXES, None, "tensor" if divided else None))
+
+
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Inside jit: rows [B, T, D] of `table` [V, D] for tokens [B, T], on the devices of the tokens' rows.
+
+    Each device along "tensor" looks for the tokens in its share of the vocabulary, and the others add nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {name for name in mesh.axis_names if name not in mesh.manual_axes}
+    if not axes:
+        return table[tokens]
+
+    def of_share(share: jax.Array, tokens: jax.Array) -> jax.Array:
+        place = tokens - jax.lax.axis_index("tensor") * share.shape[0]
+        here = (place >= 0) & (place < share.shape[0])
+        found = share[jnp.where(here, place, 0)]
+        return jax.lax.psum(jnp.where(here[..., None], found, 0), "tensor")
+
+    rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))
+    return jax.shard_map(
+        of_share, in_specs=(PartitionSpec("tensor"), rows), out_specs=rows, axis_names=axes, check_vma=False
+    )(table, tokens)
 
 
 def move(tree: Any, mesh: Mesh) -> Any:
