@@ -136,11 +136,12 @@ def measure(program: Program, num_devices: int, progress: Any = None) -> Measure
             raise
         found[TEMPORARIES] = float(used[1]) * 1024.0 ** " KMGT".index(used[2] or " ") - inside
         return Measured(program, found, None, time.perf_counter() - start)
-    taken = compiled.memory_analysis()
+    taken, text = compiled.memory_analysis(), compiled.as_text()
+    assert taken is not None and text is not None
     total = taken.argument_size_in_bytes + taken.output_size_in_bytes - taken.alias_size_in_bytes
     found[TEMPORARIES] = max(float(total + taken.temp_size_in_bytes + taken.generated_code_size_in_bytes) - inside, 0.0)
     seconds = time.perf_counter() - start
-    return Measured(program, found, program_costs(compiled.as_text(), num_devices), seconds)
+    return Measured(program, found, program_costs(text, num_devices), seconds)
 
 
 def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
@@ -250,9 +251,12 @@ def tables(report: dict[str, Any]) -> str:
         [name, one["kind"], str(one["devices"]), f"{one['count']:g}", f"{one['bytes'] / 1e9:.2f}"]
         for name, stage in stages.items()
         for one in stage["collectives"]
+        if one["bytes"] >= 0.01 * stage["sent"]
     ]
     if rows:
-        lines += [*_table(["stage", "collective", "devices", "count", "GB sent"], rows), ""]
+        head = ["stage", "collective", "devices", "count", "GB sent"]
+        lines += ["Collectives of a step, those that send a hundredth of their stage's bytes or more:", ""]
+        lines += [*_table(head, rows), ""]
     if report["not_counted"]:
         lines += ["Not counted: " + "; ".join(report["not_counted"]) + ".", ""]
     if report["host_bytes_per_device"]:

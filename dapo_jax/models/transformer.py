@@ -20,7 +20,8 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
 from dapo_jax.models.lora import adapted
 from dapo_jax.models.remat import rematerialized
-from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, lookup
+from dapo_jax.models.weights import weight_table
+from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
@@ -92,6 +93,8 @@ def forward_responses(
     rotation = rotary(prompt_lengths[:, None] + jnp.arange(length), arch)
 
     def layer_step(hidden, layer):
+        layer = _gathered(layer, arch)
+
         def attend_prompt(query, key, value):
             return attention(query, key, value, prompt_visible), _cached(key, value)
 
@@ -135,19 +138,18 @@ def forward_contiguous(
     prompt_lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
     lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
     places = jnp.arange(tokens.shape[1])
-    tokens = jnp.take_along_axis(tokens, jnp.minimum(places + width - prompt_lengths[:, None], places[-1]), axis=1)
+    tokens = shift_left(tokens, width - prompt_lengths, most=width)
     rotation = rotary(jnp.broadcast_to(places, tokens.shape), arch)
 
     def attend(query, key, value):
         return attention_kernel(query, key, value, lengths), None
 
     def layer_step(x, layer):
-        x, _ = block(x, layer, rotation, attend, arch)
+        x, _ = block(x, _gathered(layer, arch), rotation, attend, arch)
         return constrain_residual(x), None
 
     x, _ = jax.lax.scan(rematerialized(layer_step, remat), constrain_residual(embed(params, tokens)), params["layers"])
-    before = jnp.clip(prompt_lengths[:, None] - 1 + jnp.arange(responses.shape[1]), 0, places[-1])
-    hidden = jnp.take_along_axis(x, before[..., None], axis=1)
+    hidden = shift_left(x, jnp.maximum(prompt_lengths - 1, 0), most=width)[:, : responses.shape[1]]
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
 
 
@@ -195,7 +197,7 @@ def decode(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
-    table = params["head"] if "head" in params else params["embedding"]
+    table = gather_weight(params["head"] if "head" in params else params["embedding"], ("vocab", "embed"))
     return matmul("...d,vd->...v", hidden, table.astype(product_dtype(params)))
 
 
@@ -243,6 +245,12 @@ def _run_layers(params, tokens, positions, mask, arch, *, remat, keep_cache) -> 
     return rms_norm(x, params["final_norm"], arch.rms_norm_eps), cache
 
 
+def _gathered(layer: Params, arch: Architecture) -> Params:
+    """The weights of a layer whole over fsdp; adapters, which are small, as they lie."""
+    axes = {weight.path[1]: weight.axes[1:] for weight in weight_table(arch) if weight.stacked}
+    return {name: gather_weight(leaf, axes[name]) if name in axes else leaf for name, leaf in layer.items()}
+
+
 def block(
     x: jax.Array,
     layer: Params,
@@ -282,6 +290,17 @@ def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array
 def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
     """Keys and values [B, T, K, H] as a cache holds them: [B, K, H, T] and [B, K, T, H]."""
     return jnp.moveaxis(key, 1, 3), value.swapaxes(1, 2)
+
+
+def shift_left(x: jax.Array, columns: jax.Array, *, most: int) -> jax.Array:
+    """Row b of [B, T, ...] moved to the left by columns[b], 0..most; what leaves a row comes back on its right.
+
+    A power of two at a time: a TPU gathers slowly, adds up what was gathered more slowly, and takes long to compile it.
+    """
+    for bit in range(most.bit_length()):
+        moves = (columns >> bit & 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
+        x = jnp.where(moves, jnp.roll(x, -(1 << bit), axis=1), x)
+    return x
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Device: where each array lies on the mesh. One rule per logical axis; no silent replica."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -42,7 +43,11 @@ class LogicalWeight(Protocol):
 
 def weight_sharding(weight: LogicalWeight, mesh: Mesh, rules: Rules) -> NamedSharding:
     """The sharding of one weight under `rules`."""
-    return NamedSharding(mesh, PartitionSpec(*(rules[axis] for axis in weight.axes)))
+    return NamedSharding(mesh, _spec(weight.axes, rules))
+
+
+def _spec(axes: Sequence[str], rules: Rules) -> PartitionSpec:
+    return PartitionSpec(*(rules[axis] for axis in axes))
 
 
 def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarray], jax.Array]:
@@ -122,9 +127,9 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     Each device along "tensor" looks for the tokens in its share of the vocabulary, and the others add nothing.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = {name for name in mesh.axis_names if name not in mesh.manual_axes}
-    if not axes:
-        return table[tokens]
+    if mesh.empty or mesh.shape["tensor"] == 1:
+        return constrain(table, PartitionSpec())[constrain_rows(tokens)]
+    axes = {name for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes}
 
     def of_share(share: jax.Array, tokens: jax.Array) -> jax.Array:
         place = tokens - jax.lax.axis_index("tensor") * share.shape[0]
@@ -163,6 +168,29 @@ def move(tree: Any, mesh: Mesh) -> Any:
 
 def _extent(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_weight(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Inside jit: a weight whole over fsdp, as a product wants it; its gradient is divided over fsdp again.
+
+    Left to itself, XLA may cut the product instead, and add up one partial result a device in memory.
+
+    Args:
+        axes: logical axis of each dimension.
+    """
+    return constrain(x, _spec(axes, DECODE_RULES))
+
+
+def _gather_forward(x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return gather_weight(x, axes), None
+
+
+def _gather_backward(axes: tuple[str, ...], _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (constrain(gradient, _spec(axes, TRAIN_RULES)),)
+
+
+gather_weight.defvjp(_gather_forward, _gather_backward)
 
 
 def put(tree: Any, sharding: NamedSharding) -> Any:

@@ -20,6 +20,7 @@ from dapo_jax.models.transformer import (
     rotary,
     rotary_frequencies,
     rotate,
+    shift_left,
 )
 from dapo_jax.models.weights import cast_matrices
 
@@ -246,3 +247,9 @@ def test_rotation_pairs_the_halves_and_keeps_only_relative_positions():
     products = [float(product(*jnp.array(positions))) for positions in ((9, 4), (105, 100), (4, 9))]
     assert products[0] == pytest.approx(products[1], abs=1e-4)
     assert products[0] != pytest.approx(products[2], abs=1e-2)
+
+
+def test_shift_left_moves_each_row_by_its_own_number_of_columns():
+    x, columns = np.arange(5 * 9 * 2).reshape(5, 9, 2), np.array([0, 1, 3, 8, 5])
+    found = shift_left(jnp.array(x), jnp.array(columns), most=8)
+    np.testing.assert_array_equal(found, [np.roll(row, -by, axis=0) for row, by in zip(x, columns, strict=True)])

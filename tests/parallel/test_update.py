@@ -109,6 +109,18 @@ def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
         assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected), name
 
 
+def test_what_a_layer_keeps_is_divided_over_tensor():
+    rollout, _, _ = reference()
+    batch, mesh = batch_of(rollout, 1), make_mesh(1, 4, 2)
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(attention_kernel=plain_kernel), mesh)
+        state = actor.trainable.init_random(0)
+        text = compiled_accumulate(actor, state, batch, mesh).as_text()
+    rows, tokens = len(batch.mask) // 4, batch.prompts.shape[1] + batch.mask.shape[1] - 1
+    kept = re.findall(rf"f32\[{ARCH.num_layers},{rows},{tokens},(\d+)\]", text)
+    assert set(kept) == {str(ARCH.hidden_size // 2)}
+
+
 def test_logits_of_a_large_vocabulary_never_exist_whole():
     """Compiled temporaries of the head with its backward pass, at the vocabulary of Qwen2.5."""
     arch = dataclasses.replace(ARCH, vocab_size=151936, num_layers=1, tie_embeddings=True)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes the reports of docs/preflight.md: JSON into docs/results, tables into the directory given (default: build/preflight).
+#
+#   bash scripts/preflight_reports.sh [directory] [name ...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tables="${1:-build/preflight}"
+shift || true
+mkdir -p "$tables"
+
+report() { # name, arguments of the preflight
+  local name="$1"
+  shift
+  if [[ -n "$chosen" && " $chosen " != *" $name "* ]]; then return; fi
+  python -m dapo_jax.preflight "$@" --quick --json "docs/results/preflight_$name.json" > "$tables/$name.md"
+}
+
+chosen="$*"
+recipe=(--config configs/dapo_qwen2.5_7b_math.py --config.model.attention=splash --config.rollout.max_num_seqs=0
+  --config.rollout.kv_memory_share=0.8)
+report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py --topology v5p:4x4x8 --config.model.attention=splash \
+  --config.mesh.fsdp=16 --config.rollout.max_num_seqs=1536
+report 0.5b_v5e "${recipe[@]}" --topology v5e:4x4 --config.model.path=models/Qwen2.5-0.5B --config.mesh.fsdp=16 \
+  --config.mesh.tensor=1
+report 7b_v5e "${recipe[@]}" --topology v5e:8x8 --config.mesh.fsdp=16 --config.mesh.tensor=4 \
+  --config.actor.ppo_micro_batch_size_per_device=1
+report 7b_v5p "${recipe[@]}" --topology v5p:2x2x4 --config.mesh.fsdp=4 --config.mesh.tensor=4
