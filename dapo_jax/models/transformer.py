@@ -197,7 +197,7 @@ def decode(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
-    table = gather_weight(params["head"] if "head" in params else params["embedding"], ("vocab", "embed"))
+    table: Any = gather_weight(params["head"] if "head" in params else params["embedding"], ("vocab", "embed"))
     return matmul("...d,vd->...v", hidden, table.astype(product_dtype(params)))
 
 
