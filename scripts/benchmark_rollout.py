@@ -29,7 +29,7 @@ from contenders import (
     SHAPES,
     Integers,
     config_json,
-    device_figure,
+    device_limits,
     forward_products,
     jax_peak,
     make_parser,
@@ -43,8 +43,6 @@ from contenders import (
     write_output,
 )
 from markdown_table import markdown_table
-
-BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "TPU v5 lite": 0.82e12, "TPU v5": 2.77e12}  # bytes/s
 
 
 def make_lengths(case: str, batch: int) -> np.ndarray:
@@ -118,7 +116,7 @@ def least_seconds(params: Any, arch: Any, mesh: Any, lengths: np.ndarray, prompt
 
     products = jax.jit(lambda params, x: forward_products(params, x, len(x)))
     alive = (lengths[:, None] > np.arange(lengths.max())).sum(axis=0)  # rows of each step
-    bandwidth = device_figure(BANDWIDTH)
+    bandwidth = device_limits().bandwidth
     itemsize = params["layers"][0]["query"].dtype.itemsize
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * itemsize

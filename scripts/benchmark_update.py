@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from contenders import (
     config_json,
-    device_figure,
+    device_limits,
     forward_products,
     jax_peak,
     make_parser,
@@ -61,7 +61,6 @@ from peer_trainers import (
     num_tokens,
 )
 
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6": 918e12}
 
 
 def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> Any:
@@ -158,7 +157,7 @@ class Ours:
 
     def limit(self, case: str) -> dict[str, float | None]:
         """Tokens per second of the matrix products alone, and at the speed of the data sheet."""
-        peak, tokens = device_figure(PEAK), num_tokens(self.args)
+        peak, tokens = device_limits().flops, num_tokens(self.args)
         seconds = least_flops(self.run.arch, self.args) / (peak * self.run.mesh.size) if peak is not None else None
         weights = self.run.decode_weights(self.models.actor.params)
         return {

@@ -122,12 +122,13 @@ def seconds_of(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def device_figure(table: dict[str, float]) -> float | None:
-    """The entry of JAX' first device in a table by part of the device's name."""
+def device_limits() -> Any:
+    """What JAX' first device can do at most."""
     import jax
 
-    kind = jax.devices()[0].device_kind
-    return next((figure for name, figure in table.items() if name in kind), None)
+    from dapo_jax.parallel.devices import limits_of
+
+    return limits_of(jax.devices()[0])
 
 
 def jax_peak(jax: Any) -> float:
