@@ -131,10 +131,10 @@ def measure(program: Program, num_devices: int, progress: Any = None) -> Measure
     try:
         compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", str(error))
-        if used is None:
+        temporaries = refused(str(error), inside)
+        if temporaries is None:
             raise
-        found[TEMPORARIES] = float(used[1]) * 1024.0 ** " KMGT".index(used[2] or " ") - inside
+        found[TEMPORARIES] = temporaries
         return Measured(program, found, None, time.perf_counter() - start)
     taken, text = compiled.memory_analysis(), compiled.as_text()
     assert taken is not None and text is not None
@@ -142,6 +142,20 @@ def measure(program: Program, num_devices: int, progress: Any = None) -> Measure
     found[TEMPORARIES] = max(float(total + taken.temp_size_in_bytes + taken.generated_code_size_in_bytes) - inside, 0.0)
     seconds = time.perf_counter() - start
     return Measured(program, found, program_costs(text, num_devices), seconds)
+
+
+def refused(message: str, inside: float) -> float | None:
+    """The temporaries of a program that XLA refuses because of the device's memory; None for any other error.
+
+    Args:
+        inside: bytes of its arguments and results, which some messages count.
+    """
+    of_all = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    alone = re.search(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM", message)
+    size = of_all or alone
+    if size is None:
+        return None
+    return max(float(size[1]) * 1024.0 ** " KMGT".index(size[2] or " ") - (inside if of_all else 0.0), 0.0)
 
 
 def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:

@@ -12,7 +12,7 @@ from dapo_jax.config import freeze
 from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.devices import GIB, Limits
 from dapo_jax.parallel.hlo_costs import Collective, Costs
-from dapo_jax.preflight import Measured, preflight, read_shape, seconds, summary, tables
+from dapo_jax.preflight import Measured, preflight, read_shape, refused, seconds, summary, tables
 from dapo_jax.preflight_advice import advise
 from dapo_jax.step_programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
 
@@ -101,6 +101,19 @@ def test_a_step_adds_up_its_calls_and_its_peak_is_the_largest_program():
     assert (update["calls"], update["flops"], update["sent"]) == (3, 600.0, 15.0)
     assert update["collectives"] == [{"kind": "all-reduce", "devices": 4, "count": 6, "bytes": 15.0}]
     assert found["step_seconds"] == 24.0 and found["peak_bytes"] == 5 * GIB and found["fits"]
+
+
+@pytest.mark.parametrize(
+    ("message", "temporaries"),
+    [
+        ("E1000: the total memory required for HLO temporaries (26.50G) exceeds available HBM (15.75G).", 26.5 * GIB),
+        ("Ran out of memory in memory space hbm. Used 31.50G of 15.75G hbm. Exceeded by 15.75G.", 29.5 * GIB),
+        ("Ran out of memory in memory space vmem. Used 130M of 128M vmem.", None),
+        ("INTERNAL: something else", None),
+    ],
+)
+def test_the_size_of_what_the_compiler_refuses_is_read_from_its_message(message, temporaries):
+    assert refused(message, 2 * GIB) == temporaries
 
 
 def test_what_the_compiler_refuses_does_not_fit():
