@@ -62,7 +62,6 @@ from peer_trainers import (
 )
 
 
-
 def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> Any:
     """A Run of dapo_jax on a random model of the shape, under DAPO's defaults and `options`."""
     import dataclasses
