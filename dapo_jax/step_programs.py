@@ -180,12 +180,11 @@ class _Builder:
             programs.append(decode(left, left, list(chunks)[-1], 0))
         for window, wider in zip(chunks, list(chunks)[1:], strict=False):
             cache, wide = caches(rows, size, window), caches(rows, size, wider)
-            others = device_bytes(cache[1:])  # the wave while its last layer becomes wider
             programs.append(Program(
                 "decode", f"widen the window {window} to {wider}", waves * self.arch.num_layers,
                 lambda cache=cache[0], wider=wider: lower_growth(cache, num_samples=samples, window=wider),
                 {CACHE: device_bytes([cache[0], wide[0]])},
-                {**self.state, **self.decoding_bytes, CACHE: device_bytes(wide[1:]) if len(cache) > 1 else others},
+                {**self.state, **self.decoding_bytes, CACHE: device_bytes(wide[1:])},  # the last layer becomes wider
             ))  # fmt: skip
         return _Rollout(programs, waves, rows)
 
