@@ -161,9 +161,10 @@ class _Builder:
                 self.state,
             )
 
+        read = device_bytes([self.params, self.frozen])
         relay = Program(
             "weights", "decoding weights", 1, lambda: self.actor.decode_weights.lower(self.params),
-            {PARAMETERS: self.state[PARAMETERS], **self.decoding_bytes}, {OPTIMIZER: self.state[OPTIMIZER]},
+            {PARAMETERS: read, **self.decoding_bytes}, {**self.state, PARAMETERS: self.state[PARAMETERS] - read},
         )  # fmt: skip
         first = caches(rows, size, settings.ladder[0])
         prefill = Program(
