@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up a virtual environment and runs every check: style, types, all tests on as many cores as there are, up to four.
+# Sets up a virtual environment and runs every check: style, types, the fast tests, then the slow ones, on up to four cores.
 #
 #   bash scripts/test.sh [pytest arguments]      with arguments, only pytest runs
 set -euo pipefail
@@ -12,4 +12,6 @@ if [[ $# -gt 0 ]]; then
 fi
 ruff check .
 pyright --pythonpath "$(command -v python)"
-python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+WORKERS=(--numprocesses auto --maxprocesses 4 --dist worksteal)
+python -m pytest "${WORKERS[@]}" -m "not slow"
+python -m pytest "${WORKERS[@]}" -m slow

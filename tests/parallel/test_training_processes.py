@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -152,6 +153,15 @@ def test_processes_train_alike(tmp_path, logs, two):
             assert row == pytest.approx(wanted, abs=1e-5, rel=1e-4)
         for found, wanted in zip(jax.tree.leaves(policy(other)), jax.tree.leaves(params), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
+    shutil.copytree(two[0], tmp_path / "run")
+    more = {"trainer.total_training_steps": 5, "mesh.fsdp": 4}
+    trained(tmp_path / "run", logs, processes=1, devices=8, **more)
+    rows = rows_without_clock(tmp_path / "run")
+    assert rows[:5] == rows_without_clock(two[0]) and [row["step"] for row in rows] == [*range(6)]
+    assert rows[5]["rollout_corr/logprob_abs_diff"] < 1e-4 and rows[5]["actor/skipped_updates"] == 0
 
 
 @pytest.mark.parametrize("killed", [0, 1])
