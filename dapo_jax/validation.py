@@ -47,7 +47,6 @@ CHOICES = {
     "actor.old_logprob": ("auto", "rollout", "recompute"),
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "trainer.resume_mode": ("auto", "disable"),
-    "trainer.rollout_ahead": (0, 1),
     "monitor.console": ("steps", "detailed"),
 }
 POSITIVE = (
@@ -88,7 +87,7 @@ def _choice_problems(config: Config) -> list[str]:
     problems = []
     for key, choices in CHOICES.items():
         if _lookup(config, key) not in choices:
-            problems.append(f"{key}={_lookup(config, key)!r} must be one of {', '.join(map(str, choices))}")
+            problems.append(f"{key}={_lookup(config, key)!r} must be one of {', '.join(choices)}")
     return problems
 
 
@@ -100,6 +99,8 @@ def _range_problems(config: Config) -> list[str]:
         value = _lookup(config, key)
         if value is not None and not value > 0:
             problems.append(f"{key}={value} must be greater than 0, or null")
+    if config.trainer.rollout_ahead not in (0, 1):
+        problems.append(f"trainer.rollout_ahead={config.trainer.rollout_ahead} must be 0 or 1: batches sampled ahead")
     for name in ("rollout", "evaluate"):
         section = getattr(config, name)
         if section.temperature < 0:

@@ -118,7 +118,7 @@ class _Matrix:
     [
         ({"algorithm.use_kl_in_reward": True}, "cannot be combined with algorithm.use_kl_in_reward"),
         ({"actor.old_logprob": "recompute"}, "whose log-probabilities cannot be recomputed"),
-        ({"trainer.rollout_ahead": 2}, "trainer.rollout_ahead=2 must be one of"),
+        ({"trainer.rollout_ahead": 2}, "trainer.rollout_ahead=2 must be 0 or 1"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(tmp_path, changes, message):

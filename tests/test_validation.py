@@ -50,7 +50,7 @@ def test_all_problems_are_reported_together():
 
 @pytest.mark.parametrize("key", CHOICES)
 def test_a_name_that_is_no_choice_is_refused_with_the_list(key):
-    choices = re.escape(", ".join(map(str, CHOICES[key])))
+    choices = re.escape(", ".join(CHOICES[key]))
     assert any(re.search(f"^{key}='other' must be one of {choices}$", line) for line in problems({key: "other"}))
 
 

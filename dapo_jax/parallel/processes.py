@@ -36,7 +36,7 @@ def joined_processes(
         heartbeat_timeout_s: without a sign of life after which a process counts as dead.
 
     Raises:
-        ValueError: only some of the three are given, and nothing else says the rest.
+        ValueError: only some of the three are given, and nothing else says the rest; or JAX is in use already.
     """
     if not _join(coordinator, num_processes, process_id, heartbeat_timeout_s):
         yield
@@ -110,6 +110,8 @@ def check_shared(directory: str) -> None:
 
 def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int) -> bool:
     """Whether there are processes to join; then they have."""
+    if jax.distributed.is_initialized():
+        return False  # by the caller, who ends them too
     given = {"coordinator": bool(coordinator), "num_processes": num_processes > 0, "process_id": process_id >= 0}
     try:
         jax.distributed.initialize(
@@ -118,7 +120,7 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
             process_id if given["process_id"] else None,
             heartbeat_timeout_seconds=heartbeat_timeout_s,
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # nothing to join, or JAX is in use already
         if not any(given.values()):
             return False
         missing = [name for name, is_given in given.items() if not is_given]
