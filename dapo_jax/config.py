@@ -424,8 +424,11 @@ def gen_batch_size(config: Config) -> int:
 
 
 def checkpoint_dir(config: Config) -> str:
-    """Where the checkpoints of a run are."""
-    return config.trainer.checkpoint_dir or str(Path(config.workdir).expanduser().absolute() / "checkpoints")
+    """Where the checkpoints of a run are: an absolute path, or an address."""
+    given = config.trainer.checkpoint_dir
+    if "://" in given:
+        return given
+    return str(Path(given or Path(config.workdir) / "checkpoints").expanduser().absolute())
 
 
 def mini_batch_size(config: Config, name: str) -> int:

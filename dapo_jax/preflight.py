@@ -69,6 +69,11 @@ def preflight(
     Raises ValueError if config, model and mesh do not fit together.
     """
     validate(config)
+    if config.trainer.rollout_ahead:
+        raise ValueError(
+            "trainer.rollout_ahead=1 divides the devices, and a preflight compiles for one mesh: set it to 0 and give "
+            "the devices that train, or those that sample"
+        )
     arch = read_shape(config)
     mesh_config = config.mesh
     devices = devices_of(topology, max(mesh_config.data, 1) * mesh_config.fsdp * mesh_config.tensor)

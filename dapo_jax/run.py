@@ -165,7 +165,8 @@ def make_meshes(config: Config) -> tuple[Mesh, Mesh]:
         mesh = make_mesh(*shape)
         return mesh, mesh
     training, sampling = split_devices(config.trainer.rollout_devices, config.mesh.tensor)
-    return make_mesh(*shape, training), make_mesh(-1, 1, config.mesh.tensor, sampling)
+    rollout_mesh = make_mesh(-1, 1, config.mesh.tensor, sampling, in_order=True)
+    return make_mesh(*shape, training, in_order=True), rollout_mesh
 
 
 def decode_weights(actor: Actor, mesh: Mesh, rollout_mesh: Mesh) -> Callable[[Any], Any]:

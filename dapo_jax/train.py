@@ -30,7 +30,7 @@ from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import NoRecords, RunRecords, config_differences, read_metrics, write_config
-from dapo_jax.parallel.processes import is_first
+from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.prompt_stream import restore_stream, stream_arrays
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run, check_processes, describe, open_run
@@ -111,6 +111,7 @@ def train(config: Config) -> Models:
 def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
     """The step of the checkpoint to go on from, None for a new run. Writes config.json."""
     latest = checkpoints.latest_step()
+    check_agreement({"the step of the newest checkpoint": latest})
     if latest is not None and config.trainer.resume_mode == "disable":
         raise ValueError(
             f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
@@ -160,7 +161,11 @@ def state_arrays(run: Run, stream: StreamState, ahead: Collected | None) -> dict
 def next_batch(
     run: Run, weights: Any, stream: StreamState, progress: Progress, step: int
 ) -> tuple[Collected, StreamState]:
-    """What `step` will train on, sampled with the decoding weights of the newest policy, and the stream after it."""
+    """What `step` will train on, sampled with decoding `weights`, and the stream after it.
+
+    Args:
+        progress: of the policy whose weights they are.
+    """
     accepted = collect(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
     return measure(run, accepted), accepted.state
 
@@ -239,7 +244,8 @@ def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
 def recomputes(config: Config, progress: Progress) -> bool:
     """Whether old log-probabilities come from the training forward pass instead of the sampler."""
     mode = config.actor.old_logprob
-    return mode == "recompute" or (mode == "auto" and progress.recompute_logprobs)
+    fallen_back = progress.recompute_logprobs and not config.trainer.rollout_ahead
+    return mode == "recompute" or (mode == "auto" and fallen_back)
 
 
 def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
@@ -338,7 +344,7 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, str]]:
         ("groups dropped", f"{progress.groups_dropped:,}"),
         ("seconds per stage", ", ".join(f"{stage} {time:.0f}" for stage, time in seconds)),
         ("TensorBoard", f"tensorboard --logdir {workdir / 'tensorboard'}"),
-        ("checkpoints", str(workdir / "checkpoints")),
+        ("checkpoints", checkpoint_dir(run.config)),
     ]
 
 

@@ -210,6 +210,11 @@ def _algorithm_problems(config: Config) -> list[str]:
             "trainer.rollout_ahead=1 cannot be combined with algorithm.use_kl_in_reward=True, whose reference policy "
             "lies on the devices that train: use actor.use_kl_loss=True"
         )
+    if config.trainer.rollout_ahead and algorithm.filter_groups.leftover == "carry":
+        problems.append(
+            "trainer.rollout_ahead=1 trains on batches that are one step old, and carried groups would be older: set "
+            "algorithm.filter_groups.leftover=requeue"
+        )
     if config.trainer.rollout_ahead and config.actor.old_logprob == "recompute":
         problems.append(
             "trainer.rollout_ahead=1 trains on what an older policy has sampled, whose log-probabilities cannot be "

@@ -1,5 +1,7 @@
 """Sampling a batch ahead, on devices of its own: what it is defined to be, its records, and how it goes on."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ def one_after_the_other(config):
         policies.append(jax.device_get(models.actor.params))
         for step in range(1, STEPS + 1):
             params = jax.device_put(policies[max(step - 2, 0)], run.actor.trainable.shardings)
-            seen = train_module.dataclasses.replace(progress, step=max(step - 2, 0))
+            seen = dataclasses.replace(progress, step=max(step - 2, 0))
             batch, stream = next_batch(run, run.decode_weights(params), stream, seen, step)
             models, finish = train_on(run, models, batch.experience, progress, step)
             metrics = batch.metrics | finish()
@@ -118,6 +120,7 @@ class _Matrix:
     [
         ({"algorithm.use_kl_in_reward": True}, "cannot be combined with algorithm.use_kl_in_reward"),
         ({"actor.old_logprob": "recompute"}, "whose log-probabilities cannot be recomputed"),
+        ({"algorithm.filter_groups.leftover": "carry"}, "carried groups would be older"),
         ({"trainer.rollout_ahead": 2}, "trainer.rollout_ahead=2 must be 0 or 1"),
     ],
 )

@@ -45,8 +45,8 @@ def update_policy(
     """Begins all optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order).
 
     The result's second part waits for them and returns their metrics. In the first optimizer step the parameters are
-    still those that sampled: there the difference between the two log-probabilities is the mismatch between sampling
-    and training.
+    still those that sampled, unless that was done ahead: there the difference between the two log-probabilities is the
+    mismatch between sampling and training.
     """
 
     def select(state: TrainState, mini_batch: Batch) -> Batch:

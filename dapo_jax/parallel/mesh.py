@@ -4,14 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # rows of prompts, responses and training batches
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None, *, in_order: bool = False
+) -> Mesh:
     """A mesh over all devices, or over those given. `data=-1` takes what the other axes leave.
+
+    Args:
+        in_order: lay them out as they come, and not by how they are connected: for a part of a slice.
 
     Raises ValueError if the product of the axes is not the number of devices.
     """
@@ -23,6 +29,8 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
             f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must be the number of devices, "
             f"{count}: change one of them, or set mesh.data=-1"
         )
+    if in_order and devices is not None:
+        return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
@@ -40,7 +48,8 @@ def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
     if sampling % processes or not 0 < of_process < own or of_process % tensor or (own - of_process) % tensor:
         raise ValueError(
             f"trainer.rollout_devices={sampling} must leave each of the {processes} processes a multiple of "
-            f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: change one of the two"
+            f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: change one of the two, or start "
+            "one process for all devices of a host"
         )
     by_process = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
     training = [device for devices in by_process for device in devices[:-of_process]]

@@ -36,7 +36,8 @@ def joined_processes(
         heartbeat_timeout_s: without a sign of life after which a process counts as dead.
 
     Raises:
-        ValueError: only some of the three are given, and nothing else says the rest; or JAX is in use already.
+        ValueError: only some of the three are given, and nothing else says the rest; JAX has found processes but not
+            how to reach them; or the three are given and JAX is in use already.
     """
     if not _join(coordinator, num_processes, process_id, heartbeat_timeout_s):
         yield
@@ -112,6 +113,8 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
     """Whether there are processes to join; then they have."""
     if jax.distributed.is_initialized():
         return False  # by the caller, who ends them too
+    # JAX's service for preemptions would take SIGTERM and do nothing: the signal has to end the process.
+    jax.config.update("jax_enable_preemption_service", False)
     given = {"coordinator": bool(coordinator), "num_processes": num_processes > 0, "process_id": process_id >= 0}
     try:
         jax.distributed.initialize(
@@ -120,8 +123,10 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
             process_id if given["process_id"] else None,
             heartbeat_timeout_seconds=heartbeat_timeout_s,
         )
-    except (ValueError, RuntimeError) as error:  # nothing to join, or JAX is in use already
-        if not any(given.values()):
+    except (ValueError, RuntimeError) as error:
+        nothing_found = "coordinator_address should be defined" in str(error)
+        in_use = "must be called before" in str(error)  # a command that a program calls, not a process of its own
+        if not any(given.values()) and (nothing_found or in_use):
             return False
         missing = [name for name, is_given in given.items() if not is_given]
         raise ValueError(
@@ -143,7 +148,7 @@ def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
             file=sys.stderr, flush=True,
         )  # fmt: skip
         time.sleep(1.5 * heartbeat_timeout_s)
-    code = error.code if isinstance(error, SystemExit) else 1
+    code = error.code or 0 if isinstance(error, SystemExit) else 1
     if isinstance(code, str):
         print(f"{code} (process {jax.process_index()})", file=sys.stderr)
     elif not isinstance(error, SystemExit):
