@@ -170,7 +170,8 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
     running = start(tmp_path, logs, **where)
     try:
         wait_for_rows(tmp_path, 4)  # step 3 is done and step 2 saved
-        running[killed].process.send_signal(signal.SIGKILL)
+        running[killed].process.send_signal(signal.SIGTERM if killed else signal.SIGKILL)
+        running[killed].process.wait(10)
         (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
     finally:
         for started in running:
