@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from dapo_jax.command_line import read_config
+from dapo_jax.command_line import read_config, refusals
 from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
@@ -301,18 +301,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="compile decoding for the first and last window alone")
     parser.add_argument("--json", help="file for the JSON report, which is printed last unless given")
     given, rest = parser.parse_known_args(arguments)
-    try:
+    with refusals():
         config = read_config(["preflight", *rest])
         report = preflight(
             config, given.topology, response_length=given.response_length, quick=given.quick, progress=sys.stderr
         )
-    except ValueError as error:
-        sys.exit(f"dapo_jax: {error}")
-    print(tables(report))
-    if given.json:
-        Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    else:
-        print(json.dumps(report))
+        print(tables(report))
+        if given.json:
+            Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        else:
+            print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
+from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import LengthHistory, bucket, prompt_width, rungs, wave_size, window_of
 from dapo_jax.rollout.wave_programs import (
@@ -325,13 +325,9 @@ def _ends(chunks: Mapping[int, float]) -> dict[int, float]:
 
 
 def _shapes(table: Any, mesh: Mesh) -> Any:
-    shardings = weight_shardings(table, mesh, TRAIN_RULES)
-    sizes = {weight.path: weight.shape for weight in table}
-    return jax.tree.map_with_path(
-        lambda path, sharding: jax.ShapeDtypeStruct(
-            sizes[tuple(key.key for key in path)], jnp.float32, sharding=sharding
-        ),
-        shardings,
+    return unflatten(
+        (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
+        for weight in table
     )
 
 

@@ -18,7 +18,6 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-logger = logging.getLogger(__name__)
 
 @contextmanager
 def joined_processes(
