@@ -1,15 +1,24 @@
 """Host: saving and restoring all that a run needs to go on as if it had never stopped."""
 
 import dataclasses
-from dataclasses import dataclass
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN, PreservationPolicy
 
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
+
+_METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
+_SPARE_BYTES = 16 << 20  # for names, shapes and records beside the arrays
 
 
 @dataclass(frozen=True)
@@ -23,19 +32,53 @@ class Progress:
     groups_dropped: int = 0
     tokens_generated: int = 0
     tokens_trained: int = 0
+    nonfinite_in_a_row: int = 0  # last steps whose loss or gradient was not finite
+    alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
+    best: float | None = None  # trainer.best_metric at its best
+    best_step: int = 0  # when it was
+    unrecorded: dict[str, Any] | None = None  # metrics and samples of the step, as long as they are not recorded
 
 
 class Checkpoints:
-    """The checkpoints of a run, written in the background, the newest `max_to_keep` kept. All processes take part.
+    """The checkpoints of a run, written in the background. All processes take part.
+
+    Kept are the newest and the best; a checkpoint that was not written completely does not count.
 
     Args:
         directory: an absolute path or an address like gs://bucket/run; created if needed.
+        max_to_keep: the newest.
+        keep_best: those that were saved with the best `metric`, beside the newest.
+        mode: which of two metrics is better: "max" or "min".
+        read_only: of another run, which may be under way: nothing is created, cleaned up or written.
     """
 
-    def __init__(self, directory: str, *, max_to_keep: int) -> None:
+    def __init__(
+        self,
+        directory: str,
+        *,
+        max_to_keep: int = 1,
+        keep_best: int = 0,
+        mode: str = "max",
+        read_only: bool = False,
+    ) -> None:
+        self._directory = directory
+        kept: list[PreservationPolicy] = [LatestN(max_to_keep)]
+        if keep_best:
+            best = BestN(
+                get_metric_fn=lambda metrics: metrics[_METRIC],
+                reverse=mode == "min",
+                n=keep_best,
+                keep_checkpoints_without_metrics=False,
+            )
+            kept.append(best)
         self._manager = ocp.CheckpointManager(
             epath.Path(directory),
-            options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=AnyPreservationPolicy(kept),
+                create=not read_only,
+                cleanup_tmp_directories=not read_only,
+                read_only=read_only,
+            ),
             item_handlers={
                 "models": ocp.PyTreeCheckpointHandler(),
                 "progress": ocp.JsonCheckpointHandler(),
@@ -47,13 +90,23 @@ class Checkpoints:
         """The newest step that was written completely."""
         return self._manager.latest_step()
 
-    def save(self, models: Models, progress: Progress, stream: dict[str, Any]) -> None:
+    def save(
+        self, models: Models, progress: Progress, stream: dict[str, Any], *, metric: float | None = None
+    ) -> None:
         """Writes a checkpoint of progress.step; nothing if there is one.
 
         Args:
             stream: NumPy arrays of any shape, nested by name: what dynamic sampling knows.
+            metric: how good the policy is, for those that are kept as the best.
+
+        Raises:
+            RuntimeError: there is no room for it, or an earlier one could not be written.
         """
-        if self._manager.latest_step() != progress.step:
+        if self._manager.latest_step() == progress.step:
+            return
+        with self._writing():
+            self._manager.wait_until_finished()  # also tells of an error in the background
+            self._check_space(models, stream)
             self._manager.save(
                 progress.step,
                 args=ocp.args.Composite(
@@ -61,13 +114,14 @@ class Checkpoints:
                     progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
                     stream=ocp.args.StandardSave(stream),
                 ),
+                metrics=None if metric is None or not math.isfinite(metric) else {_METRIC: metric},
             )
 
     def restore(self, step: int, shape: Models) -> tuple[Models, Progress, dict[str, Any]]:
         """The models, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, the progress and the stream.
 
         Raises:
-            ValueError: the checkpoint holds other models than the run has.
+            ValueError: the checkpoint holds other models than the run has, or is damaged.
         """
         wanted = _trained(shape)
         saved = self._saved_shapes(step)
@@ -78,35 +132,73 @@ class Checkpoints:
                 "or the algorithm.adv_estimator that the checkpoint was made with"
             )
         _check_shapes(step, saved, _shapes(wanted))
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                models=_restore_as(wanted), progress=ocp.args.JsonRestore(), stream=ocp.args.StandardRestore()
-            ),
+        arguments = ocp.args.Composite(
+            models=_restore_as(wanted), progress=ocp.args.JsonRestore(), stream=ocp.args.StandardRestore()
         )
+        with self._reading(step):
+            restored = self._manager.restore(step, args=arguments)
         return Models(**restored["models"]), Progress(**restored["progress"]), restored["stream"]
 
     def restore_policy(self, step: int, shape: Any) -> Any:
         """The policy's parameters alone, laid out as `shape` says.
 
         Raises:
-            ValueError: the checkpoint holds other parameters.
+            ValueError: the checkpoint holds other parameters, or is damaged.
         """
         wanted = {"actor": {"params": shape}}
         saved = {name: shape for name, shape in self._saved_shapes(step).items() if name.startswith("actor.params.")}
         _check_shapes(step, saved, _shapes(wanted))
         arguments = ocp.args.Composite(models=_restore_as(wanted, partial_restore=True))
-        return self._manager.restore(step, args=arguments)["models"]["actor"]["params"]
+        with self._reading(step):
+            return self._manager.restore(step, args=arguments)["models"]["actor"]["params"]
 
     def _saved_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """The shape of each array of the models, by its path."""
-        leaves = jax.tree.leaves(self._manager.item_metadata(step)["models"].tree)
+        with self._reading(step):
+            leaves = jax.tree.leaves(self._manager.item_metadata(step)["models"].tree)
         return {leaf.name: tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape")}
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._manager.wait_until_finished()
+        """Waits until everything is on disk. RuntimeError if that fails."""
+        with self._writing():
+            self._manager.wait_until_finished()
         self._manager.close()
+
+    def _check_space(self, models: Models, stream: dict[str, Any]) -> None:
+        if "://" in self._directory:
+            return  # no end is known
+        needed = _SPARE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves((_trained(models), stream)))
+        free = shutil.disk_usage(Path(self._directory)).free
+        if free < needed:
+            raise OSError(f"it takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax and its file systems raise what they like
+            complete = self._manager.latest_step()
+            raise RuntimeError(
+                f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
+                f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: make "
+                "room, lower trainer.max_ckpt_to_keep or set trainer.checkpoint_dir, and start the same command again"
+            ) from error
+
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # as above
+            others = [number for number in self._manager.all_steps() if number != step]
+            rest = f"go on from step {max(others)}" if others else "begin again"
+            raise ValueError(
+                f"the checkpoint of step {step} in {self._directory} is damaged ({_first_line(error)}): restore "
+                f"{Path(self._directory) / str(step)} from a copy, or move it away to {rest}"
+            ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -96,6 +96,7 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
     names = set.intersection(*(set(experience.scores) for experience in evaluated))
     scores = {name: np.concatenate([part.scores[name] for part in evaluated]) for name in sorted(names)}
     prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
+    num_errors = sum(experience.num_errors for experience in evaluated)
     return {
         **statistics.score_metrics(scores),
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
@@ -104,7 +105,8 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         **statistics.spread("sample/model_version", trained.versions),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
-        "reward/num_errors": sum(experience.num_errors for experience in evaluated),
+        "reward/num_errors": num_errors,
+        "reward/error_share": num_errors / sum(experience.finished.size for experience in evaluated),
     } | progress
 
 

@@ -319,7 +319,10 @@ class TrainerConfig:
     save_freq: int = 10  # training steps between checkpoints; -1 = only at the end
     test_freq: int = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
-    max_ckpt_to_keep: int = 2
+    max_ckpt_to_keep: int = 2  # the newest checkpoints
+    keep_best_ckpt: int = 1  # beside them, the checkpoints with the best best_metric; 0 = none
+    best_metric: str = ""  # name of a metric; empty = the mean of eval/*/acc/mean@k over the data sources
+    best_metric_mode: str = "max"  # max | min
     rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
     rollout_devices: int = 0  # with rollout_ahead: devices that sample, of all processes together; 0 = a half
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
@@ -329,6 +332,9 @@ class TrainerConfig:
     heartbeat_timeout_s: int = 30  # without a sign of life after which a process counts as dead, and the others end
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
+    resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)
+    stopped_exit_code: int = 0  # of a run that SIGTERM or SIGINT has stopped; for schedulers that start 0 never again
+    max_nonfinite_steps: int = 3  # steps in a row with a loss or gradient that is not finite, after which a run ends
     max_try_make_batch: int | None = None  # EasyR1's name of filter_groups.max_num_gen_batches; null = not given
 
 
@@ -342,7 +348,20 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class AlarmConfig:
+    """When a step is reported as suspicious, by a warning and a metric alarm/*; a run never stops for it."""
+
+    entropy_collapse: float = 0.1  # entropy below this multiple of the first step's
+    entropy_explosion: float = 3.0  # entropy above this multiple of the first step's
+    kl_jump: float = 10.0  # divergence above this multiple of its running mean
+    mismatch_growth: float = 10.0  # sampler against training pass (k3) above this multiple of its running mean
+    truncation: float = 0.5  # share of trained responses that end at max_response_length above this
+    reward_errors: float = 0.1  # share of samples without a verdict above this
+
+
+@dataclass(frozen=True)
 class MonitorConfig:
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
     console: str = "steps"  # steps (one line a step) | detailed (all that goes to train.log)
     num_samples: int = 8  # responses a step whose text is kept under samples/
 

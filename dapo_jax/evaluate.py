@@ -1,5 +1,6 @@
 """Host: accuracy of a policy on problems that it is not trained on."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,7 +52,7 @@ def _by_source(run: Run, experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def mean_accuracy(metrics: dict[str, float]) -> float | None:
+def mean_accuracy(metrics: Mapping[str, float]) -> float | None:
     """The mean over data sources of eval/{source}/acc/mean@k, None if nothing was evaluated."""
     values = [value for name, value in metrics.items() if name.startswith("eval/") and "/acc/mean@" in name]
     return float(np.mean(values)) if values else None

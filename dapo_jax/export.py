@@ -116,7 +116,7 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
     actor = build_actor(actor_settings(config, arch, mesh), mesh)
-    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=config.trainer.max_ckpt_to_keep)
+    checkpoints = Checkpoints(checkpoint_dir(config), read_only=True)
     try:
         params = checkpoints.restore_policy(step, actor.trainable.state_shape.params)
     except ValueError as error:

@@ -59,13 +59,12 @@ def prompt_source(run: Run) -> PromptSource:
     return PromptSource(run.order.row, len(run.train_set), skips if skip.enable else None)
 
 
-def stream_arrays(run: Run, state: StreamState) -> dict[str, Any]:
-    """`state`, and what the size of the next wave depends on, as NumPy arrays for a checkpoint."""
+def stream_arrays(state: StreamState) -> dict[str, Any]:
+    """`state` as NumPy arrays for a checkpoint."""
     arrays: dict[str, Any] = {
         "next_prompt": np.array(state.next_prompt),
         "keep_rate": np.array(state.keep_rate),
         "uniform_in_a_row": state.history.uniform_in_a_row,
-        "engine": run.sampler.engine.to_arrays(),
     }
     if state.carried is not None:
         arrays["carried"] = to_arrays(state.carried)
@@ -74,7 +73,6 @@ def stream_arrays(run: Run, state: StreamState) -> dict[str, Any]:
 
 def restore_stream(run: Run, arrays: dict[str, Any]) -> StreamState:
     """The inverse of `stream_arrays`."""
-    run.sampler.engine.restore(arrays["engine"])
     carried = arrays.get("carried")
     return StreamState(
         next_prompt=int(arrays["next_prompt"]),

@@ -97,8 +97,14 @@ class Run:
 
 
 @contextmanager
-def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
+def open_run(
+    config: Config, *, initial_step: int, check: Callable[[], None] = lambda: None
+) -> Iterator[Run]:
     """Builds a run and makes its mesh the current one; verifier processes end with it.
+
+    Args:
+        initial_step: training steps that are done.
+        check: is called again and again while responses are sampled, and may raise to end it.
 
     Raises:
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
@@ -123,7 +129,7 @@ def open_run(config: Config, *, initial_step: int) -> Iterator[Run]:
                 config.reward.function, num_workers=config.reward.num_workers, timeout_s=config.reward.timeout_s
             )
         )
-        engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh))
+        engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
         stack.callback(engine.close)
         console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=is_first())
         stack.callback(console.close)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,27 @@ import jax
 
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
-from dapo_jax.collection import Collected, collect, collected_arrays, measure, restore_collected
+from dapo_jax.collection import Collected, collect, measure
 from dapo_jax.command_line import processes_of, read_config, refusals
-from dapo_jax.config import ActorConfig, Config, CriticConfig, checkpoint_dir, mini_batch_size
-from dapo_jax.containers import Batch
+from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.dynamic_sampling.accumulation import StreamState
-from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.evaluate import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
-from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
-from dapo_jax.monitor import statistics
+from dapo_jax.learning import is_finite, train_on
+from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.log import close_logging, setup_logging
-from dapo_jax.monitor.records import NoRecords, RunRecords, config_differences, read_metrics, write_config
-from dapo_jax.parallel.processes import check_agreement, is_first
-from dapo_jax.prompt_stream import restore_stream, stream_arrays
-from dapo_jax.rollout.experience import Experience
+from dapo_jax.monitor.records import NoRecords, RunRecords
+from dapo_jax.parallel.processes import is_first
+from dapo_jax.parallel.stopping import Stopped, StopRequest
+from dapo_jax.reports import performance_metrics, sample_texts, summary
 from dapo_jax.run import Run, check_processes, describe, open_run
+from dapo_jax.run_state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.training_batch import (
-    make_batch,
-    micro_batches,
     sequence_kl,
 )
-from dapo_jax.validation import validate, warnings
+from dapo_jax.validation import validate
 
 logger = logging.getLogger(__name__)
-
-Finish = Callable[[], dict[str, float]]
 
 MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
 MISMATCH_CLIPFRAC = 5e-3
@@ -55,107 +49,140 @@ def train(config: Config) -> Models:
     Raises:
         ValueError: the config, the model, the data or the mesh do not fit together.
         RuntimeError: the run cannot go on, for example because too few groups pass the filter.
+        Stopped: a signal asked the run to stop, and its state is saved.
     """
     validate(config)
-    total = config.trainer.total_training_steps
+    trainer = config.trainer
     setup_logging(config.workdir, detailed=config.monitor.console == "detailed", process=jax.process_index())
     check_processes(config)
-    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=config.trainer.max_ckpt_to_keep)
-    resume_step = starting_point(config, checkpoints)
+    checkpoints = Checkpoints(
+        checkpoint_dir(config),
+        max_to_keep=trainer.max_ckpt_to_keep,
+        keep_best=trainer.keep_best_ckpt,
+        mode=trainer.best_metric_mode,
+    )
     try:
-        with open_run(config, initial_step=resume_step or 0) as run:
-            if resume_step is None:
-                models, progress, stream = first_state(run)
-                ahead = None
-            else:
-                models, progress, stream, ahead = restore(run, checkpoints, resume_step)
-            records = RunRecords(config.workdir, resume_step=resume_step) if is_first() else NoRecords()
-            logger.info("%s", describe(run))
-            if resume_step is None and config.trainer.val_before_train:
-                record(run, records, 0, evaluate(run, models.actor.params))
-            while progress.step < total:
-                start = time.perf_counter()
-                step = progress.step + 1
-                batch = ahead
-                if batch is None:
-                    batch, stream = next_batch(run, run.decode_weights(models.actor.params), stream, progress, step)
-                collected = time.perf_counter()
-                ahead, weights = None, None
-                if config.trainer.rollout_ahead and step < total:
-                    weights = run.decode_weights(models.actor.params)  # before the update takes their memory
-                models, finish = train_on(run, models, batch.experience, progress, step)
-                if weights is not None:  # other devices sample while these train
-                    ahead, stream = next_batch(run, weights, stream, progress, step + 1)
-                metrics = batch.metrics | finish()
-                progress = advance(config, progress, batch, metrics)
-                metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
-                metrics["dynamic_sampling/first_release_s"] = collected - start
-                if is_due(step, config.trainer.test_freq, total):
-                    metrics |= evaluate(run, models.actor.params)
-                if batch.experience is not None:
-                    records.write_samples(step, sample_texts(run, batch.experience))
-                record(run, records, step, metrics)
-                if is_due(step, config.trainer.save_freq, total):
-                    with run.stage("save_checkpoint"):
-                        checkpoints.save(models, progress, state_arrays(run, stream, ahead))
-            run.console.close()
-            if is_first():
-                run.console.final_table(summary(run, progress))
-            records.close()
+        with StopRequest() as stop:
+            origin = starting_point(config, checkpoints)
+            with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
+                state = restore_state(run, checkpoints, origin) if origin else first_state(run)
+                logger.info("%s", describe(run))
+                with open_records(config, state.progress if origin else None) as records:
+                    state = run_steps(run, checkpoints, records, stop, state)
+                    run.console.close()
+                    if is_first():
+                        run.console.final_table(summary(run, state.progress))
     finally:
         checkpoints.close()
         close_logging()
-    return models
+    return state.models
 
 
-def starting_point(config: Config, checkpoints: Checkpoints) -> int | None:
-    """The step of the checkpoint to go on from, None for a new run. Writes config.json."""
-    latest = checkpoints.latest_step()
-    check_agreement({"the step of the newest checkpoint": latest})
-    if latest is not None and config.trainer.resume_mode == "disable":
-        raise ValueError(
-            f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
-            "choose another workdir, or resume_mode=auto to go on"
-        )
+def open_records(config: Config, progress: Progress | None) -> RunRecords | NoRecords:
+    """The run's records, without rows of steps that are done again; `progress` that is resumed, None for a new run."""
     if not is_first():
-        return latest
-    values = dataclasses.asdict(config)
-    if latest is not None:
-        for line in config_differences(config.workdir, values):
-            logger.warning("going on with another config: %s", line)
-    for line in warnings(config):
-        logger.warning("%s", line)
-    write_config(config.workdir, values)
-    return latest
+        return NoRecords()
+    last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
+    return RunRecords(config.workdir, resume_step=last_row)
 
 
-def first_state(run: Run) -> tuple[Models, Progress, StreamState]:
-    """The models, the progress and the prompt stream before the first step."""
-    algorithm = run.config.algorithm
-    stream = StreamState(
-        next_prompt=0,
-        keep_rate=algorithm.filter_groups.stream.keep_rate_prior,
-        history=History.empty(len(run.train_set)),
-    )
-    return run.init_models(), Progress(kl_coef=algorithm.kl_ctrl.kl_coef), stream
+def run_steps(
+    run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, stop: StopRequest, state: RunState
+) -> RunState:
+    """All steps that are left. What happens between two updates can be thrown away: there the run can stop."""
+    while True:
+        try:
+            with stop.safe():
+                stop.check()
+                state = conclude_step(run, checkpoints, records, state)
+                if state.progress.step == run.config.trainer.total_training_steps:
+                    return state
+                start = time.perf_counter()
+                batch, stream = state.ahead, state.stream
+                if batch is None:
+                    weights = run.decode_weights(state.models.actor.params)
+                    batch, stream = next_batch(run, weights, stream, state.progress, state.progress.step + 1)
+                batch.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
+        except Stopped as reason:
+            save_before_end(run, checkpoints, state)
+            logger.warning("%s after step %d; the same command goes on from there", reason, state.progress.step)
+            raise
+        except Exception:
+            if jax.process_count() == 1:  # several write together, and some may not have come here
+                save_before_end(run, checkpoints, state)
+            raise
+        state = train_step(run, records, state, batch, stream, start)
 
 
-def restore(
-    run: Run, checkpoints: Checkpoints, step: int
-) -> tuple[Models, Progress, StreamState, Collected | None]:
-    """The models, the progress, the prompt stream and what was sampled ahead, as they were after `step`."""
-    critic_shape = run.critic.trainable.state_shape if run.critic is not None else None
-    shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
-    models, progress, arrays = checkpoints.restore(step, shape)
-    logger.warning("going on after step %d of %s", step, run.config.workdir)
-    ahead = arrays.get("ahead")
-    return models, progress, restore_stream(run, arrays), restore_collected(run, ahead) if ahead is not None else None
+def conclude_step(
+    run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, state: RunState
+) -> RunState:
+    """Evaluates, records and saves the step that has just been trained, each if it is due."""
+    trainer, progress, params = run.config.trainer, state.progress, state.models.actor.params
+    row = progress.unrecorded
+    if row is None:
+        return state
+    step, total = progress.step, trainer.total_training_steps
+    metrics = dict(row["metrics"])
+    if step == 0 or is_due(step, trainer.test_freq, total):
+        metrics |= evaluate(run, params)
+    quality = best_metric(run.config, metrics)
+    better = max if trainer.best_metric_mode == "max" else min
+    progress = dataclasses.replace(progress, unrecorded=None)
+    if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
+        progress = dataclasses.replace(progress, best=quality, best_step=step)
+    records.write_samples(step, row["samples"])
+    record(run, records, step, metrics)
+    state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
+    if step and is_due(step, trainer.save_freq, total):
+        save_state(run, checkpoints, state, metric=quality)
+    if progress.nonfinite_in_a_row >= trainer.max_nonfinite_steps:
+        raise RuntimeError(
+            f"the loss or the gradient was not finite in {progress.nonfinite_in_a_row} steps in a row, up to step "
+            f"{step} (trainer.max_nonfinite_steps={trainer.max_nonfinite_steps}); the parameters are those before "
+            f"them, the batches are in {Path(run.config.workdir) / 'nonfinite'}: lower actor.optim.lr, look at the "
+            "batches, or go on by the same command"
+        )
+    return state
 
 
-def state_arrays(run: Run, stream: StreamState, ahead: Collected | None) -> dict[str, Any]:
-    """The prompt stream and what was sampled ahead as NumPy arrays for a checkpoint."""
-    arrays = stream_arrays(run, stream)
-    return arrays if ahead is None else {**arrays, "ahead": collected_arrays(ahead)}
+def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> None:
+    """Saves what a run has done when it ends early."""
+    if state.progress.step:
+        save_state(run, checkpoints, state)
+
+
+def train_step(
+    run: Run,
+    records: RunRecords | NoRecords,
+    state: RunState,
+    batch: Collected,
+    stream: StreamState,
+    start: float,
+) -> RunState:
+    """The run after all updates on `batch`; with trainer.rollout_ahead the next one is sampled meanwhile.
+
+    Args:
+        stream: as it is after `batch`.
+        start: time.perf_counter() when the step began.
+    """
+    config, progress = run.config, state.progress
+    step = progress.step + 1
+    ahead, weights = None, None
+    if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
+        weights = run.decode_weights(state.models.actor.params)  # before the update takes their memory
+    models, finish = train_on(run, records, state.models, batch.experience, progress, step)
+    if weights is not None:  # other devices sample while these train
+        ahead, stream = next_batch(run, weights, stream, progress, step + 1)
+    metrics = batch.metrics | finish()
+    progress = advance(config, progress, batch, metrics)
+    metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
+    row = {
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "samples": sample_texts(run, batch.experience) if batch.experience is not None else [],
+    }
+    progress = dataclasses.replace(progress, unrecorded=row)
+    return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
 
 
 def next_batch(
@@ -170,91 +197,13 @@ def next_batch(
     return measure(run, accepted), accepted.state
 
 
-def train_on(
-    run: Run, models: Models, experience: Experience | None, progress: Progress, step: int
-) -> tuple[Models, Finish]:
-    """Begins all updates on the accepted groups: the models after them; nothing happens without groups.
-
-    The result's second part waits for the updates and returns the metrics.
-    """
-    if experience is None:
-        return models, dict
-    batch, batch_metrics = make_batch(
-        run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
-    )
-    batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
-    models, finish = update(run, models, batch, step)
-    return models, lambda: finish() | batch_metrics
-
-
-def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
-    """Begins all optimizer steps of a training step: the critic's, then after trainer.critic_warmup the policy's.
-
-    The result's second part waits for them and returns the metrics.
-    """
-    parts: list[tuple[str, Finish, dict[str, float]]] = []
-    if run.critic is not None:
-        assert models.critic is not None
-        settings = update_settings(run, "critic", step)
-        with run.stage("update_critic"):
-            critic, finish = update_critic(run.critic, models.critic, batch, settings, run.mesh)
-        models = dataclasses.replace(models, critic=critic)
-        parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
-    if step > run.config.trainer.critic_warmup:
-        run.decode_weights.drop()
-        settings = update_settings(run, "actor", step)
-        with run.stage("update_actor"):
-            actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh)
-        models = dataclasses.replace(models, actor=actor)
-        parts.append(("update_actor", finish, {"actor/lr": settings.learning_rate}))
-
-    def finish_all() -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for name, finish, known in parts:
-            with run.stage(name):
-                metrics |= finish() | known
-        return metrics
-
-    return models, finish_all
-
-
-def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
-    """How training step `step` passes over its batch, for the "actor" or the "critic"."""
-    config = run.config
-    section: ActorConfig | CriticConfig = getattr(config, name)
-    waited = config.trainer.critic_warmup if name == "actor" else 0
-    return UpdateSettings(
-        learning_rate=learning_rate(
-            step - waited,
-            lr=section.optim.lr,
-            warmup_steps=section.optim.lr_warmup_steps,
-            scheduler=section.optim.lr_scheduler_type,
-            total_steps=config.trainer.total_training_steps - waited,
-            min_ratio=section.optim.min_lr_ratio,
-        ),
-        mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
-        micro_batches=micro_batches(config, run.mesh, name),
-        epochs=section.ppo_epochs,
-        loss_agg_mode=section.loss_agg_mode,
-        loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),
-        count_empty_sequences=config.actor.count_empty_sequences,
-    )
-
-
-def recomputes(config: Config, progress: Progress) -> bool:
-    """Whether old log-probabilities come from the training forward pass instead of the sampler."""
-    mode = config.actor.old_logprob
-    fallen_back = progress.recompute_logprobs and not config.trainer.rollout_ahead
-    return mode == "recompute" or (mode == "auto" and fallen_back)
-
-
 def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
     """The progress after a training step."""
     mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
         metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
-    if config.algorithm.filter_groups.leftover == "carry" or config.trainer.rollout_ahead:
-        mismatch = False  # the two differ because an older policy sampled
+    older_policy = config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
+    mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
     if mismatch and config.actor.old_logprob == "auto" and not progress.recompute_logprobs:
         logger.warning(
             "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
@@ -275,7 +224,11 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
                 horizon=control.horizon,
                 num_sequences=batch.experience.finished.size,
             )
-    return Progress(
+    compared = {name: value for name, value in metrics.items() if not (older_policy and name == "rollout_corr/k3_kl")}
+    alarms, memory = raise_alarms(compared, progress.alarms, config.monitor.alarms, progress.step + 1)
+    metrics |= alarms
+    return dataclasses.replace(
+        progress,
         step=progress.step + 1,
         recompute_logprobs=progress.recompute_logprobs or mismatch,
         kl_coef=kl_coef,
@@ -283,21 +236,15 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
         groups_dropped=progress.groups_dropped + batch.num_evaluated - batch.num_kept,
         tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
         tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
+        nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
+        alarms=memory,
     )
 
 
-def performance_metrics(run: Run, trained: Experience | None, seconds: float) -> dict[str, float]:
-    """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds."""
-    if trained is None:
-        return {"perf/time_per_step": seconds, "timing_s/step": seconds}
-    prompt_tokens = sum(len(prompt) for prompt in trained.prompts) * trained.finished.shape[1]
-    tokens = trained.num_tokens + prompt_tokens
-    return {
-        "perf/total_num_tokens": tokens,
-        "perf/time_per_step": seconds,
-        "perf/throughput": tokens / seconds / run.num_devices,
-        "timing_s/step": seconds,
-    }
+def best_metric(config: Config, metrics: Mapping[str, float]) -> float | None:
+    """trainer.best_metric of a step, None if it was not measured."""
+    name = config.trainer.best_metric
+    return metrics.get(name) if name else mean_accuracy(metrics)
 
 
 def record(run: Run, records: RunRecords | NoRecords, step: int, metrics: dict[str, float]) -> None:
@@ -312,47 +259,16 @@ def is_due(step: int, frequency: int, total: int) -> bool:
     return step == total or (frequency > 0 and step % frequency == 0)
 
 
-def sample_texts(run: Run, experience: Experience) -> list[dict]:
-    """The first sample of the first accepted groups, with its scores, for samples/."""
-    texts = []
-    for group in range(min(run.config.monitor.num_samples, len(experience))):
-        row = run.train_set.rows[experience.rows[group]]
-        texts.append(
-            {
-                "prompt": run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
-                "response": experience.texts[group][0],
-                "ground_truth": row.ground_truth,
-                **{name: float(values[group, 0]) for name, values in experience.scores.items()},
-            }
-        )
-    return texts
-
-
-def summary(run: Run, progress: Progress) -> list[tuple[str, str]]:
-    """The table at the end of a run."""
-    workdir = Path(run.config.workdir)
-    accuracies = [mean_accuracy(row) for row in read_metrics(workdir)]
-    evaluated = [accuracy for accuracy in accuracies if accuracy is not None]
-    problems = f"{len(run.eval_set)} held-out problems, mean@{run.config.evaluate.n}"
-    seconds = sorted(run.timers.totals.items(), key=lambda item: -item[1])
-    return [
-        ("held-out accuracy before", f"{evaluated[0]:.3f} ({problems})" if evaluated else "-"),
-        ("held-out accuracy after", f"{evaluated[-1]:.3f}" if evaluated else "-"),
-        ("tokens generated", f"{progress.tokens_generated:,}"),
-        ("tokens trained", f"{progress.tokens_trained:,}"),
-        ("groups kept", f"{progress.groups_kept:,}"),
-        ("groups dropped", f"{progress.groups_dropped:,}"),
-        ("seconds per stage", ", ".join(f"{stage} {time:.0f}" for stage, time in seconds)),
-        ("TensorBoard", f"tensorboard --logdir {workdir / 'tensorboard'}"),
-        ("checkpoints", checkpoint_dir(run.config)),
-    ]
-
-
 def main() -> None:
+    exit_code = 0
     with refusals():
         config = read_config(sys.argv)
         with processes_of(config), refusals():
-            train(config)
+            try:
+                train(config)
+            except Stopped:
+                exit_code = config.trainer.stopped_exit_code
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

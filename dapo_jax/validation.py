@@ -47,6 +47,7 @@ CHOICES = {
     "actor.old_logprob": ("auto", "rollout", "recompute"),
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "trainer.resume_mode": ("auto", "disable"),
+    "trainer.best_metric_mode": ("max", "min"),
     "monitor.console": ("steps", "detailed"),
 }
 POSITIVE = (
@@ -58,7 +59,7 @@ POSITIVE = (
     "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor evaluate.n"
+    "trainer.total_training_steps trainer.max_ckpt_to_keep trainer.max_nonfinite_steps mesh.fsdp mesh.tensor evaluate.n"
 ).split()
 POSITIVE_OR_NULL = (
     "data.gen_batch_size",
@@ -101,6 +102,16 @@ def _range_problems(config: Config) -> list[str]:
             problems.append(f"{key}={value} must be greater than 0, or null")
     if config.trainer.rollout_ahead not in (0, 1):
         problems.append(f"trainer.rollout_ahead={config.trainer.rollout_ahead} must be 0 or 1: batches sampled ahead")
+    if config.trainer.keep_best_ckpt < 0:
+        problems.append(f"trainer.keep_best_ckpt={config.trainer.keep_best_ckpt} must be 0 (none) or more")
+    if not 0 <= config.trainer.stopped_exit_code <= 255:
+        problems.append(f"trainer.stopped_exit_code={config.trainer.stopped_exit_code} must be in 0..255")
+    for name in ("entropy_collapse", "truncation", "reward_errors"):
+        if not 0 <= getattr(config.monitor.alarms, name) <= 1:
+            problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
+    for name in ("entropy_explosion", "kl_jump", "mismatch_growth"):
+        if not getattr(config.monitor.alarms, name) > 1:
+            problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be greater than 1")
     for name in ("rollout", "evaluate"):
         section = getattr(config, name)
         if section.temperature < 0:

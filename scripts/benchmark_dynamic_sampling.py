@@ -34,7 +34,7 @@ from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
 from dapo_jax.learner.models import Models
 from dapo_jax.run import Run, open_run
-from dapo_jax.train import first_state
+from dapo_jax.run_state import first_state
 
 
 @dataclass
@@ -96,7 +96,8 @@ def policies(config: Config) -> Iterator[tuple[str, float, Config]]:
 def measure(config: Config, steps: int) -> list[dict[str, Any]]:
     """The rows of the table."""
     with open_run(config, initial_step=0) as run:
-        models, _, stream = first_state(run)
+        state = first_state(run)
+        models, stream = state.models, state.stream
         lines = [Line(name, gen, dataclasses.replace(run, config=c), stream) for name, gen, c in policies(config)]
         compile_shapes(run, models, [line.run.config for line in lines])
         for step in range(1, steps + 1):
@@ -121,7 +122,7 @@ def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
         round_ = with_policy(
             run.config, gen_batch_size=size, backfill="batch", max_num_gen_batches=1, on_limit="fallback_unfiltered"
         )
-        weights, stream = run.decode_weights(models.actor.params), first_state(run)[2]
+        weights, stream = run.decode_weights(models.actor.params), first_state(run).stream
         collect(dataclasses.replace(run, config=round_), weights, stream, step=1, version=0, kl_coef=0.0)
 
 

@@ -29,12 +29,16 @@ class OursStep(Ours):
     """dapo_jax."""
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.train import advance, next_batch, train_on
+        from dapo_jax.learning import train_on
+        from dapo_jax.monitor.records import NoRecords
+        from dapo_jax.train import advance, next_batch
 
         start, step = time.perf_counter(), self.progress.step + 1
         weights = self.run.decode_weights(self.models.actor.params)
         batch, self.stream = next_batch(self.run, weights, self.stream, self.progress, step)
-        self.models, finish = train_on(self.run, self.models, batch.experience, self.progress, step)
+        self.models, finish = train_on(
+            self.run, NoRecords(), self.models, batch.experience, self.progress, step
+        )
         self.progress = advance(self.run.config, self.progress, batch, batch.metrics | finish())
         self.jax.block_until_ready(self.models)
         seconds = time.perf_counter() - start

@@ -120,15 +120,16 @@ class Ours:
     def __init__(self, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> None:
         import jax
 
-        from dapo_jax.train import first_state
+        from dapo_jax.run_state import first_state
 
         self.jax, self.args, self.stack = jax, args, ExitStack()
         self.run = open_random_run(self.stack, args, dtype, options)
-        self.models, self.progress, self.stream = first_state(self.run)
+        state = first_state(self.run)
+        self.models, self.progress, self.stream = state.models, state.progress, state.stream
         self.batch: Any = None
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.train import update
+        from dapo_jax.learning import update
 
         self.batch = self.batch or self._make_batch()
         start = time.perf_counter()

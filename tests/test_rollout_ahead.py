@@ -8,11 +8,13 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.learning import train_on
+from dapo_jax.monitor.records import NoRecords, read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
 from dapo_jax.run import open_run
-from dapo_jax.train import advance, first_state, next_batch, train, train_on
+from dapo_jax.run_state import first_state
+from dapo_jax.train import advance, next_batch, train
 from dapo_jax.validation import validate
 
 STEPS = 4
@@ -35,13 +37,14 @@ def one_after_the_other(config):
     """The same steps without any overlap: the batch of step s by the policy after s - 2 steps, and the metrics."""
     policies, found = [], []
     with open_run(config, initial_step=0) as run:
-        models, progress, stream = first_state(run)
+        state = first_state(run)
+        models, progress, stream = state.models, state.progress, state.stream
         policies.append(jax.device_get(models.actor.params))
         for step in range(1, STEPS + 1):
             params = jax.device_put(policies[max(step - 2, 0)], run.actor.trainable.shardings)
             seen = dataclasses.replace(progress, step=max(step - 2, 0))
             batch, stream = next_batch(run, run.decode_weights(params), stream, seen, step)
-            models, finish = train_on(run, models, batch.experience, progress, step)
+            models, finish = train_on(run, NoRecords(), models, batch.experience, progress, step)
             metrics = batch.metrics | finish()
             progress = advance(config, progress, batch, metrics)
             policies.append(jax.device_get(models.actor.params))
@@ -71,18 +74,18 @@ def test_every_batch_but_the_first_is_one_step_old(ahead):
 
 @pytest.mark.parametrize("last", [1, 2])
 def test_a_run_goes_on_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch, last):
-    class Stopped(Exception):
+    class Killed(BaseException):
         pass
 
     def stop(step, *rest):
         if step > last:
-            raise Stopped
+            raise Killed
         return original(step, *rest)
 
     original = train_module.is_due
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "is_due", stop)
-        with pytest.raises(Stopped):
+        with pytest.raises(Killed):
             train(small_config(tmp_path, **AHEAD))
     models = train(small_config(tmp_path, **AHEAD))
     assert_same_policy(models, ahead[1])

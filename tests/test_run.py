@@ -10,11 +10,12 @@ from small_run import small_config
 from dapo_jax.checkpoint import Progress
 from dapo_jax.collection import Collected
 from dapo_jax.learner.actor import build_actor
+from dapo_jax.learning import recomputes
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.run import actor_settings, load_policy, load_reference, read_model
-from dapo_jax.train import advance, recomputes
+from dapo_jax.train import advance
 
 DATA = Path(__file__).parent / "models" / "data"
 LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")

@@ -17,6 +17,7 @@ LAYERS = [
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
         *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch", "collection"),
+        *("run_state", "learning", "reports"),
         *("evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]

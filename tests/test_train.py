@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
+from dapo_jax import learning
 from dapo_jax import train as train_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
@@ -30,13 +31,14 @@ def reference(tmp_path_factory):
     return folder, *undisturbed(folder)
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 
 def kill_after(monkeypatch, function: str, calls: int) -> None:
     """Makes the run end as if killed at the given call of a stage of the loop."""
-    original, count = getattr(train_module, function), [0]
+    module = learning if function == "update" else train_module
+    original, count = getattr(module, function), [0]
 
     def dying(*arguments, **keywords):
         count[0] += 1
@@ -44,7 +46,7 @@ def kill_after(monkeypatch, function: str, calls: int) -> None:
             raise Killed
         return original(*arguments, **keywords)
 
-    monkeypatch.setattr(train_module, function, dying)
+    monkeypatch.setattr(module, function, dying)
 
 
 @pytest.mark.parametrize(("function", "calls"), [("collect", 4), ("update", 3), ("record", 5), ("is_due", 8)])

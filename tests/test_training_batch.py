@@ -112,13 +112,14 @@ def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory):
     """One step's accepted groups, the models before it and the config, made once."""
-    from dapo_jax.train import first_state, next_batch
+    from dapo_jax.run_state import first_state
+    from dapo_jax.train import next_batch
 
     config = small_config(tmp_path_factory.mktemp("accepted"))
     with open_run(config, initial_step=0) as run:
-        models, progress, stream = first_state(run)
-        batch, _ = next_batch(run, run.decode_weights(models.actor.params), stream, progress, 1)
-        return config, batch.experience, jax.device_get(models)
+        state = first_state(run)
+        batch, _ = next_batch(run, run.decode_weights(state.models.actor.params), state.stream, state.progress, 1)
+        return config, batch.experience, jax.device_get(state.models)
 
 
 def batch_with(accepted, *, fallen_back=False, **changes):

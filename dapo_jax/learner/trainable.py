@@ -82,8 +82,10 @@ def build_trainable(
     state_shardings = TrainState(params=shardings, moments=kept, updates=whole, skipped=whole)
 
     def accumulate(params, frozen, gradients, batch):
-        (_, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
-        return jax.tree.map(jnp.add, gradients, new), {name: part.across("data") for name, part in metrics.items()}
+        (loss, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
+        spoilt = jnp.where(jnp.isfinite(loss), 0.0, jnp.nan)  # so that the update is skipped
+        gradients = jax.tree.map(lambda old, new: old + (new + spoilt), gradients, new)
+        return gradients, {name: part.across("data") for name, part in metrics.items()}
 
     # Copies of the parameters add up what their own rows give; what all of them give is added once, before the step.
     accumulate = jax.shard_map(

@@ -7,7 +7,7 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from tensorboardX import SummaryWriter
@@ -15,6 +15,7 @@ from tensorboardX import SummaryWriter
 _LOGGER = logging.getLogger(__name__)
 _METRICS = "metrics.jsonl"
 _CONFIG = "config.json"
+_MAX_BATCHES = 10
 
 
 class RunRecords:
@@ -68,9 +69,24 @@ class RunRecords:
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes some responses of a step with their scores, one dict of text and numbers a line."""
+        if not samples:
+            return
         text = "".join(_to_json_line(sample) for sample in samples)
         _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
         self._tensorboard.add_text("samples", _to_markdown(samples), step)
+
+    def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes a batch that made a loss or gradient not finite to `nonfinite/`, the first ten of a run."""
+        folder = self._samples.parent / "nonfinite"
+        folder.mkdir(exist_ok=True)
+        if len(list(folder.iterdir())) < _MAX_BATCHES:
+            np.savez_compressed(folder / f"step_{step:06d}.npz", allow_pickle=False, **arrays)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Flushes and closes all files; a second call does nothing."""
@@ -84,6 +100,13 @@ class NoRecords:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
 
     def close(self) -> None: ...
 

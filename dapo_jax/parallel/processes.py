@@ -67,6 +67,11 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
 
 
+def any_process(value: bool) -> bool:
+    """Whether `value` is true in some process. Every process must call it."""
+    return bool(np.any(multihost_utils.process_allgather(np.array(value))))
+
+
 def settle(arrays: Any) -> None:
     """On CPUs of several processes, waits for `arrays`; elsewhere does nothing.
 

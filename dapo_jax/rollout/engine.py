@@ -35,10 +35,15 @@ from dapo_jax.rollout.wave_programs import EngineSettings, cache_dtype, lower_ch
 
 
 class Engine:
-    """Samples responses. To be used under `jax.set_mesh(settings.mesh)`."""
+    """Samples responses. To be used under `jax.set_mesh(settings.mesh)`.
 
-    def __init__(self, settings: EngineSettings) -> None:
+    Args:
+        check: is called before each chunk, and may raise to end the sampling.
+    """
+
+    def __init__(self, settings: EngineSettings, check: Callable[[], None] = lambda: None) -> None:
         self.settings = settings
+        self.check = check
         self.programs = Programs(settings.mesh)
         self.history = LengthHistory(settings.max_response_length)
         self._free_bytes: float | None = None
@@ -80,6 +85,7 @@ class Engine:
             on_finished=on_finished,
         )
         for first in range(0, len(prompts), size):
+            self.check()
             wave = _Decoding(self, params, prompts[first : first + size], size, num_samples, sampling, responses,
                              first * num_samples)  # fmt: skip
             wave.run(numbers[first : first + size], purpose)
@@ -147,6 +153,7 @@ class _Decoding:
             alive = self.responses.alive(self.rows)
             if self.sampled >= longest or not alive.any():
                 break
+            self.engine.check()
             wave = self._resize(wave, alive)
             wave, chunk = self._decode(wave)
             pending.append((chunk, self.rows, self.sampled))

@@ -16,7 +16,7 @@ from small_run import small_config  # noqa: E402
 
 from dapo_jax.collection import collect  # noqa: E402
 from dapo_jax.run import open_run  # noqa: E402
-from dapo_jax.train import first_state  # noqa: E402
+from dapo_jax.run_state import first_state  # noqa: E402
 
 
 def main() -> None:
@@ -25,7 +25,8 @@ def main() -> None:
         jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process_id))
     config = small_config(workdir, **{name: json.loads(value) for name, value in (c.split("=", 1) for c in changes)})
     with open_run(config, initial_step=0) as run:
-        models, progress, stream = first_state(run)
+        state = first_state(run)
+        models, progress, stream = state.models, state.progress, state.stream
         for step in range(1, 4):
             weights = run.decode_weights(models.actor.params)
             accepted = collect(run, weights, stream, step=step, version=step - 1, kl_coef=progress.kl_coef)

@@ -1,0 +1,122 @@
+"""Host: all that is learnt from the accepted groups of one training step."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from dapo_jax.checkpoint import Progress
+from dapo_jax.config import ActorConfig, Config, CriticConfig, mini_batch_size
+from dapo_jax.containers import Batch
+from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import learning_rate
+from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
+from dapo_jax.monitor import statistics
+from dapo_jax.monitor.records import NoRecords, RunRecords
+from dapo_jax.rollout.experience import Experience
+from dapo_jax.run import Run
+from dapo_jax.training_batch import make_batch, micro_batches
+
+logger = logging.getLogger(__name__)
+
+Finish = Callable[[], dict[str, float]]
+
+
+def train_on(
+    run: Run,
+    records: RunRecords | NoRecords,
+    models: Models,
+    experience: Experience | None,
+    progress: Progress,
+    step: int,
+) -> tuple[Models, Finish]:
+    """Begins all updates on the accepted groups: the models after them; nothing happens without groups.
+
+    The result's second part waits for the updates and returns the metrics. A batch whose loss or gradient is not finite
+    is kept for inspection.
+    """
+    if experience is None:
+        return models, dict
+    batch, batch_metrics = make_batch(
+        run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
+    )
+    batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
+    models, wait = update(run, models, batch, step)
+
+    def finish() -> dict[str, float]:
+        metrics = wait() | batch_metrics
+        if not is_finite(metrics):
+            logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
+            records.write_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
+        return metrics
+
+    return models, finish
+
+
+def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
+    """Begins all optimizer steps of a training step: the critic's, then after trainer.critic_warmup the policy's.
+
+    The result's second part waits for them and returns the metrics.
+    """
+    parts: list[tuple[str, Finish, dict[str, float]]] = []
+    if run.critic is not None:
+        assert models.critic is not None
+        settings = update_settings(run, "critic", step)
+        with run.stage("update_critic"):
+            critic, finish = update_critic(run.critic, models.critic, batch, settings, run.mesh)
+        models = dataclasses.replace(models, critic=critic)
+        parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
+    if step > run.config.trainer.critic_warmup:
+        run.decode_weights.drop()
+        settings = update_settings(run, "actor", step)
+        with run.stage("update_actor"):
+            actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh)
+        models = dataclasses.replace(models, actor=actor)
+        parts.append(("update_actor", finish, {"actor/lr": settings.learning_rate}))
+
+    def finish_all() -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, finish, known in parts:
+            with run.stage(name):
+                metrics |= finish() | known
+        return metrics
+
+    return models, finish_all
+
+
+def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
+    """How training step `step` passes over its batch, for the "actor" or the "critic"."""
+    config = run.config
+    section: ActorConfig | CriticConfig = getattr(config, name)
+    waited = config.trainer.critic_warmup if name == "actor" else 0
+    return UpdateSettings(
+        learning_rate=learning_rate(
+            step - waited,
+            lr=section.optim.lr,
+            warmup_steps=section.optim.lr_warmup_steps,
+            scheduler=section.optim.lr_scheduler_type,
+            total_steps=config.trainer.total_training_steps - waited,
+            min_ratio=section.optim.min_lr_ratio,
+        ),
+        mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
+        micro_batches=micro_batches(config, run.mesh, name),
+        epochs=section.ppo_epochs,
+        loss_agg_mode=section.loss_agg_mode,
+        loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),
+        count_empty_sequences=config.actor.count_empty_sequences,
+    )
+
+
+def recomputes(config: Config, progress: Progress) -> bool:
+    """Whether old log-probabilities come from the training forward pass instead of the sampler."""
+    mode = config.actor.old_logprob
+    fallen_back = progress.recompute_logprobs and not config.trainer.rollout_ahead
+    return mode == "recompute" or (mode == "auto" and fallen_back)
+
+
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether the losses and gradients of a step are."""
+    losses = [metrics[name] for name in ("actor/loss", "critic/vf_loss") if name in metrics]
+    skipped = [metrics[name] for name in ("actor/skipped_updates", "critic/skipped_updates") if name in metrics]
+    return bool(np.all(np.isfinite(losses))) and not any(skipped)

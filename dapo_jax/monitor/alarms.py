@@ -1,0 +1,83 @@
+"""Host: what looks wrong in a training step: a metric alarm/* of 0 or 1 each, and a warning when one begins."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dapo_jax.config import AlarmConfig
+
+_DECAY = 0.9  # of the running means
+_LEAST_KL = 1e-3  # nats per token: below it a jump means nothing
+_LEAST_MISMATCH = 1e-5  # k3 estimate of the divergence, nats per token
+
+logger = logging.getLogger(__name__)
+
+
+class _Seen(NamedTuple):
+    value: float | None  # None: the step has no such metric
+    limit: float | None  # None: nothing to compare with yet
+    below: bool = False  # the alarm is raised below the limit, not above it
+
+
+def raise_alarms(
+    metrics: Mapping[str, float], memory: Mapping[str, float], settings: AlarmConfig, step: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics alarm/* of a training step, and the memory after it.
+
+    - entropy_collapse, entropy_explosion: actor/entropy against the first step's
+    - kl_jump: actor/ppo_kl (absolute) or actor/kl_loss against its running mean
+    - mismatch_growth: rollout_corr/k3_kl against its running mean
+    - all_uniform: groups were evaluated, and none passed the filter
+    - truncation: response_length/clip_ratio
+    - reward_errors: share of samples whose verification failed
+    - reward_workers: verifier processes died
+
+    Args:
+        memory: what the steps before have left, {} for the first: running means, and which alarms are on.
+    """
+    memory = dict(memory)
+    entropy = metrics.get("actor/entropy")
+    first = memory.get("first entropy")
+    ppo_kl = abs(metrics["actor/ppo_kl"]) if "actor/ppo_kl" in metrics else None
+    evaluated, errors = metrics.get("dynamic_sampling/num_evaluated_prompts"), metrics.get("reward/error_share")
+    seen = {
+        "entropy_collapse": _Seen(entropy, _times(first, settings.entropy_collapse), below=True),
+        "entropy_explosion": _Seen(entropy, _times(first, settings.entropy_explosion)),
+        "kl_jump": _against_mean(memory, "ppo_kl", ppo_kl, settings.kl_jump, _LEAST_KL),
+        "kl_loss_jump": _against_mean(memory, "kl_loss", metrics.get("actor/kl_loss"), settings.kl_jump, _LEAST_KL),
+        "mismatch_growth": _against_mean(
+            memory, "mismatch", metrics.get("rollout_corr/k3_kl"), settings.mismatch_growth, _LEAST_MISMATCH
+        ),
+        "all_uniform": _Seen(metrics.get("train/num_kept_prompts") if evaluated else None, 1.0, below=True),
+        "truncation": _Seen(metrics.get("response_length/clip_ratio"), settings.truncation),
+        "reward_errors": _Seen(errors, settings.reward_errors),
+        "reward_workers": _Seen(metrics.get("reward/workers_replaced"), 0.0),
+    }
+    if first is None and entropy is not None and math.isfinite(entropy):
+        memory["first entropy"] = entropy
+    alarms = {}
+    for name, (value, limit, below) in seen.items():
+        on = value is not None and limit is not None and (value < limit if below else value > limit)
+        if on and not memory.get(name):
+            logger.warning("alarm at step %d: %s: %.4g is %s %.4g (docs/reliability.md)",
+                           step, name, value, "below" if below else "above", limit)  # fmt: skip
+        memory[name] = alarms[f"alarm/{name}"] = float(on)
+    return alarms, memory
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _against_mean(memory: dict[str, float], name: str, value: float | None, factor: float, least: float) -> _Seen:
+    """`value` against `factor` times its running mean, which takes it up; a jump is taken up at the limit alone."""
+    if value is None or not math.isfinite(value):
+        return _Seen(None, None)
+    mean = memory.get(f"mean {name}")
+    if mean is None:
+        memory[f"mean {name}"] = value
+        return _Seen(value, None)
+    limit = factor * max(mean, least / factor)
+    memory[f"mean {name}"] = _DECAY * mean + (1 - _DECAY) * min(value, limit)
+    return _Seen(value, limit)

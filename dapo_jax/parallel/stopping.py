@@ -1,0 +1,78 @@
+"""Host: a run that is asked to stop does so at its next safe point, in all processes at the same one."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+import jax
+
+from dapo_jax.parallel.processes import any_process
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CHECKS_PER_AGREEMENT = 8  # with several processes, which have to ask each other
+
+
+class Stopped(Exception):
+    """The run was asked to stop by a signal, and has stopped where nothing is lost."""
+
+
+class StopRequest:
+    """SIGTERM (schedulers, the maintenance of cloud machines) and SIGINT (Ctrl-C) ask a run to stop.
+
+    The first is remembered until a safe point. A second ends the process at once, by that signal. While the run is
+    being set up there is nothing to save: one process then stops at the first signal, one of several is ended by it.
+    Outside the main thread, where Python hears no signals, nothing asks.
+    """
+
+    def __init__(self) -> None:
+        self._signal: str | None = None
+        self._set_up = False
+        self._safe = False
+        self._checks = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def safe(self) -> Iterator[None]:
+        """Inside, `check` may raise: what is under way can be thrown away."""
+        self._set_up, self._safe = True, True
+        try:
+            yield
+        finally:
+            self._safe = False
+
+    def check(self) -> None:
+        """A possible safe point, which all processes reach equally often.
+
+        Raises:
+            Stopped: inside of `safe`, once a process was asked to stop.
+        """
+        if not self._safe:
+            return
+        asked = self._signal is not None
+        if jax.process_count() > 1:
+            self._checks += 1
+            asked = self._checks % _CHECKS_PER_AGREEMENT == 1 and any_process(asked)
+        if asked:
+            raise Stopped(f"stopped by {self._signal or 'a signal to another process'}")
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self._signal is not None or (not self._set_up and jax.process_count() > 1):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._signal = name
+        if not self._set_up:
+            raise Stopped(f"stopped by {name} before the first step")
