@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN, PreservationPolicy
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
@@ -39,6 +39,14 @@ class Progress:
     unrecorded: dict[str, Any] | None = None  # metrics and samples of the step, as long as they are not recorded
 
 
+@dataclass(frozen=True)
+class Origin:
+    """One checkpoint."""
+
+    directory: str
+    step: int
+
+
 class Checkpoints:
     """The checkpoints of a run, written in the background. All processes take part.
 
@@ -62,19 +70,18 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         self._directory = directory
-        kept: list[PreservationPolicy] = [LatestN(max_to_keep)]
-        if keep_best:
-            best = BestN(
-                get_metric_fn=lambda metrics: metrics[_METRIC],
-                reverse=mode == "min",
-                n=keep_best,
-                keep_checkpoints_without_metrics=False,
-            )
-            kept.append(best)
+        worst = -math.inf if mode == "max" else math.inf
+
+        def quality(metrics: dict[str, float | None]) -> float:
+            value = metrics[_METRIC]
+            return worst if value is None else value
+
+        best = BestN(get_metric_fn=quality, reverse=mode == "min", n=keep_best, keep_checkpoints_without_metrics=False)
         self._manager = ocp.CheckpointManager(
             epath.Path(directory),
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy(kept),
+                preservation_policy=AnyPreservationPolicy([LatestN(max_to_keep), best]),
+                best_fn=quality,  # without it no metrics are read
                 create=not read_only,
                 cleanup_tmp_directories=not read_only,
                 read_only=read_only,
@@ -114,7 +121,7 @@ class Checkpoints:
                     progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
                     stream=ocp.args.StandardSave(stream),
                 ),
-                metrics=None if metric is None or not math.isfinite(metric) else {_METRIC: metric},
+                metrics={_METRIC: metric if metric is not None and math.isfinite(metric) else None},
             )
 
     def restore(self, step: int, shape: Models) -> tuple[Models, Progress, dict[str, Any]]:
@@ -177,7 +184,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # Orbax and its file systems raise what they like
-            complete = self._manager.latest_step()
+            complete = max(ocp.utils.checkpoint_steps(self._directory), default=None)
             raise RuntimeError(
                 f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
                 f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: make "
@@ -195,6 +202,27 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self._directory} is damaged ({_first_line(error)}): restore "
                 f"{Path(self._directory) / str(step)} from a copy, or move it away to {rest}"
             ) from error
+
+
+def find_checkpoint(path: str) -> Origin:
+    """The checkpoint at `path`, or the newest of the run whose workdir or directory of checkpoints it is.
+
+    Raises:
+        ValueError: there is none.
+    """
+    place = epath.Path(path).expanduser()
+    if place.name.isdigit():
+        directory, wanted = place.parent, int(place.name)
+    else:
+        directory, wanted = (place / "checkpoints" if (place / "checkpoints").is_dir() else place), None
+    saved = sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
+    if not saved or wanted not in (None, *saved):
+        held = f"which holds those of steps {saved}" if saved else "and there is none"
+        raise ValueError(
+            f"{path} must be the workdir of a run that has saved a checkpoint, or one of its checkpoints, {held}: "
+            "correct the path"
+        )
+    return Origin(str(directory), saved[-1] if wanted is None else wanted)
 
 
 def _first_line(error: Exception) -> str:

@@ -437,6 +437,19 @@ def _freeze(section: Any, values: Any) -> Any:
     return section(**fields)
 
 
+def from_values(values: dict[str, Any]) -> Config:
+    """The config that a run has written to config.json; a key that it did not know has its default."""
+    return _freeze(Config, _completed(dataclasses.asdict(Config()), values))
+
+
+def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    known = {
+        name: _completed(default, values[name]) if isinstance(default, dict) and name in values else default
+        for name, default in defaults.items()
+    }
+    return known | {name: value for name, value in values.items() if not isinstance(defaults.get(name), dict)}
+
+
 def gen_batch_size(config: Config) -> int:
     """Prompts per generation round."""
     return config.data.gen_batch_size or config.data.train_batch_size

@@ -33,7 +33,8 @@ from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.run import RANDOM, actor_settings, check_mesh, load_base, lora_of, read_model
+from dapo_jax.policies import RANDOM, first_model, load_base, lora_of, read_model
+from dapo_jax.run import actor_settings, check_mesh
 
 DTYPES = ("bfloat16", "float32")
 COPIED = (  # of a Hugging Face directory, those that it has
@@ -83,8 +84,9 @@ def export(
         write_safetensors(output, adapter_table(arch, lora), params, dtype=dtype, name="adapter_model")
         return step
     if is_first():
-        source = Path(config.model.path).expanduser()
-        if config.model.path == RANDOM or is_gguf(source):
+        model = first_model(config)
+        source = Path(model).expanduser()
+        if model == RANDOM or is_gguf(source):
             _write_description(config, arch, tokenizer, output, dtype)
         else:
             _copy_description(source, output, dtype)
@@ -169,9 +171,8 @@ def _write_description(config: Config, arch: Architecture, tokenizer: Tokenizer,
 def _context_length(config: Config) -> int:
     """How many tokens the model takes: what its GGUF file says, else those that it was trained with."""
     trained = config.data.max_prompt_length + config.data.max_response_length
-    if config.model.path == RANDOM:
-        return trained
-    return gguf_context_length(Path(config.model.path).expanduser()) or trained
+    model = first_model(config)
+    return trained if model == RANDOM else gguf_context_length(Path(model).expanduser()) or trained
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -31,8 +31,9 @@ from dapo_jax.parallel.devices import GIB, Limits, devices_of, limits_of
 from dapo_jax.parallel.hlo_costs import Costs, program_costs
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.policies import RANDOM, read_model
 from dapo_jax.preflight_advice import advise
-from dapo_jax.run import RANDOM, check_memory, check_mesh, compute_dtype, read_model
+from dapo_jax.run import check_memory, check_mesh, compute_dtype
 from dapo_jax.step_programs import KINDS, Program, step_programs
 from dapo_jax.validation import validate
 

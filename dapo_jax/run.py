@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.rows import PromptRow
-from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor
 from dapo_jax.learner.critic import Critic, CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.models import Models
@@ -38,10 +37,8 @@ from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.trainable import HOST
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import fused_attention
-from dapo_jax.models.load import load_params, read_model_architecture
-from dapo_jax.models.lora import Lora
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.models.weights import build_freeze, count_params, init_params, weight_shardings, weight_table
+from dapo_jax.models.weights import build_freeze, count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.compilation import keep_compiled
@@ -52,9 +49,9 @@ from dapo_jax.parallel.sharding import (
     TRAIN_RULES,
     indivisible_weights,
     move,
-    place_weight,
     replicated,
 )
+from dapo_jax.policies import load_base, load_reference, lora_of, read_model
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine, EngineSettings
@@ -62,8 +59,6 @@ from dapo_jax.rollout.sampler import Sampler, Stage
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
 from dapo_jax.scoring import ModelScorer, load_scorer
 from dapo_jax.validation import trained, uses_critic
-
-RANDOM = "random"  # model.path of a freshly initialised model
 
 
 @dataclass(frozen=True)
@@ -191,38 +186,6 @@ def check_processes(config: Config) -> None:
     check_shared(checkpoint_dir(config))
 
 
-def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
-    """The architecture and the tokenizer of model.path."""
-    if config.model.path != RANDOM:
-        path = Path(config.model.path).expanduser()
-        arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
-    else:
-        tokenizer = character_tokenizer()
-        sizes = config.model.random
-        arch = Architecture(
-            family="llama",
-            vocab_size=-(-tokenizer.vocab_size // 8) * 8,  # so that meshes divide it
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_layers=sizes.num_layers,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            rope_theta=10000.0,
-            rms_norm_eps=1e-5,
-            tie_embeddings=True,
-            initializer_range=sizes.initializer_range,
-        )
-    if arch.scalar_head:
-        raise ValueError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
-    if tokenizer.vocab_size > arch.vocab_size:
-        raise ValueError(
-            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, the model "
-            f"{arch.vocab_size} embeddings: they do not belong together"
-        )
-    return arch, tokenizer
-
-
 def read_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:
     """Problems to train on and to evaluate on, as tokens."""
     data = config.data
@@ -297,12 +260,6 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         optimizer=optimizer_settings(actor),
         lora=lora_of(config),
     )
-
-
-def lora_of(config: Config) -> Lora | None:
-    """The adapters that are trained, None if all weights are."""
-    lora = config.model.lora
-    return Lora(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None
 
 
 def loss_options(actor: ActorConfig) -> dict[str, float]:
@@ -428,28 +385,3 @@ def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic
         state = actor.trainable.init_from(load_base(config, arch, mesh))
         trunk = state.params
     return Models(actor=state, critic=critic.init_from_policy(trunk) if critic is not None else None)
-
-
-def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
-    """The float32 parameters of model.path, sharded for training."""
-    if config.model.path == RANDOM:
-        shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
-        return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(config.seed)
-    return load_policy(config.model.path, arch, mesh)
-
-
-def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
-    """What `actor.logprobs` takes as the reference policy: its weights in the dtype of products, or no adapters."""
-    if lora_of(config) is not None:
-        return {}
-    path = config.reference.path or config.model.path
-    if path == RANDOM:
-        return freeze(load_base(config, arch, mesh))
-    if config.reference.path is not None and read_model_architecture(Path(path).expanduser()) != arch:
-        raise ValueError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
-    return freeze(load_policy(path, arch, mesh))
-
-
-def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
-    """The float32 parameters of the language model at `path`, sharded for training."""
-    return load_params(Path(path).expanduser(), arch, place_weight(mesh, TRAIN_RULES))

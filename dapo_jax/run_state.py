@@ -5,10 +5,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import orbax.checkpoint as ocp
-from etils import epath
-
-from dapo_jax.checkpoint import Checkpoints, Progress
+from dapo_jax.checkpoint import Checkpoints, Origin, Progress, find_checkpoint
 from dapo_jax.collection import Collected, collected_arrays, restore_collected
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.dynamic_sampling.accumulation import StreamState
@@ -32,14 +29,6 @@ class RunState:
     stream: StreamState
     engine: dict[str, Any]  # what the sampling engine has learnt by now; it learns while the next step samples
     ahead: Collected | None = None  # with trainer.rollout_ahead: what the next step trains on
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a run goes on from."""
-
-    directory: str
-    step: int
 
 
 def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
@@ -68,27 +57,6 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
             logger.warning("%s", line)
         write_config(config.workdir, values)
     return origin
-
-
-def find_checkpoint(path: str) -> Origin:
-    """The checkpoint at `path`, or the newest of the run whose workdir or directory of checkpoints it is.
-
-    Raises:
-        ValueError: there is none.
-    """
-    place = epath.Path(path).expanduser()
-    if place.name.isdigit():
-        directory, wanted = place.parent, int(place.name)
-    else:
-        directory, wanted = (place / "checkpoints" if (place / "checkpoints").is_dir() else place), None
-    saved = sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
-    if not saved or wanted not in (None, *saved):
-        held = f"which holds those of steps {saved}" if saved else "and there is none"
-        raise ValueError(
-            f"{path} must be the workdir of a run that has saved a checkpoint, or one of its checkpoints, {held}: "
-            "correct the path"
-        )
-    return Origin(str(directory), saved[-1] if wanted is None else wanted)
 
 
 def first_state(run: Run) -> RunState:

@@ -37,7 +37,7 @@ from dapo_jax.training_batch import (
 )
 from dapo_jax.validation import validate
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dapo_jax.train")  # not "__main__", as the command is
 
 MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
 MISMATCH_CLIPFRAC = 5e-3
@@ -61,8 +61,8 @@ def train(config: Config) -> Models:
         keep_best=trainer.keep_best_ckpt,
         mode=trainer.best_metric_mode,
     )
-    try:
-        with StopRequest() as stop:
+    with StopRequest() as stop:
+        try:
             origin = starting_point(config, checkpoints)
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
@@ -72,9 +72,9 @@ def train(config: Config) -> Models:
                     run.console.close()
                     if is_first():
                         run.console.final_table(summary(run, state.progress))
-    finally:
-        checkpoints.close()
-        close_logging()
+        finally:
+            checkpoints.close()
+            close_logging()
     return state.models
 
 

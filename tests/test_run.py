@@ -14,7 +14,8 @@ from dapo_jax.learning import recomputes
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run import actor_settings, load_policy, load_reference, read_model
+from dapo_jax.policies import load_policy, load_reference, read_model
+from dapo_jax.run import actor_settings
 from dapo_jax.train import advance
 
 DATA = Path(__file__).parent / "models" / "data"

@@ -6,9 +6,9 @@ from small_run import small_config
 
 from dapo_jax.learner import trainable
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.policies import read_model
 from dapo_jax.rollout import engine
 from dapo_jax.rollout.programs import Programs
-from dapo_jax.run import read_model
 from dapo_jax.step_programs import CACHE, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.train import train
 

@@ -17,7 +17,7 @@ LAYERS = [
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
         *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch", "collection"),
-        *("run_state", "learning", "reports"),
+        *("run_state", "learning", "reports", "policies"),
         *("evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]

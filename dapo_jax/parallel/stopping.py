@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,6 +14,7 @@ import jax
 from dapo_jax.parallel.processes import any_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_REPEATED_S = 1.0  # the same request arrives twice within it
 _CHECKS_PER_AGREEMENT = 8  # with several processes, which have to ask each other
 
 
@@ -23,13 +25,15 @@ class Stopped(Exception):
 class StopRequest:
     """SIGTERM (schedulers, the maintenance of cloud machines) and SIGINT (Ctrl-C) ask a run to stop.
 
-    The first is remembered until a safe point. A second ends the process at once, by that signal. While the run is
-    being set up there is nothing to save: one process then stops at the first signal, one of several is ended by it.
-    Outside the main thread, where Python hears no signals, nothing asks.
+    The first is remembered until a safe point. A second one, a second later or more (launchers send one twice), ends
+    the process at once, by that signal. While the run is being set up there is nothing to save: one process then stops
+    at the first signal, one of several is ended by it. Outside the main thread, where Python hears no signals, nothing
+    asks.
     """
 
     def __init__(self) -> None:
         self._signal: str | None = None
+        self._since = 0.0  # time.monotonic() of the first signal
         self._set_up = False
         self._safe = False
         self._checks = 0
@@ -69,10 +73,12 @@ class StopRequest:
             raise Stopped(f"stopped by {self._signal or 'a signal to another process'}")
 
     def _receive(self, number: int, _: FrameType | None) -> None:
+        if self._signal is not None and time.monotonic() < self._since + _REPEATED_S:
+            return
         name = signal.Signals(number).name
         if self._signal is not None or (not self._set_up and jax.process_count() > 1):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._signal = name
+        self._signal, self._since = name, time.monotonic()
         if not self._set_up:
             raise Stopped(f"stopped by {name} before the first step")

@@ -21,7 +21,8 @@ from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import checkpoint_dir
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run import actor_settings, read_model
+from dapo_jax.policies import read_model
+from dapo_jax.run import actor_settings
 
 pytestmark = pytest.mark.slow
 

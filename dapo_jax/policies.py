@@ -1,0 +1,148 @@
+"""Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dapo_jax.checkpoint import Checkpoints, find_checkpoint
+from dapo_jax.config import Config, checkpoint_dir, from_values
+from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.lora import Lora, adapter_table, merged
+from dapo_jax.models.weights import init_params, unflatten, weight_shardings, weight_table
+from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
+
+RANDOM = "random"  # model.path of a freshly initialised model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The policy of another run after one of its steps."""
+
+    config: Config  # that run's
+    step: int
+
+
+def find_trained(path: str) -> Trained | None:
+    """The policy of the run whose workdir, or one of whose checkpoints (WORKDIR/checkpoints/STEP), `path` is.
+
+    None if `path` is something else. ValueError if the run has saved no checkpoint.
+    """
+    place = Path(path).expanduser()
+    workdir = place.parent.parent if place.name.isdigit() and place.parent.name == "checkpoints" else place
+    try:
+        values = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(values, dict) or not {"workdir", "trainer", "actor"} <= set(values):
+        return None  # a Hugging Face directory has such a file too
+    config = dataclasses.replace(from_values(values), workdir=str(workdir))
+    own = config.trainer.checkpoint_dir
+    return Trained(config, find_checkpoint(path if workdir != place or not own else own).step)
+
+
+def first_model(config: Config) -> str:
+    """model.path, or, if that is another run, what that run began with."""
+    trained = find_trained(config.model.path)
+    return config.model.path if trained is None else first_model(trained.config)
+
+
+def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
+    """The architecture and the tokenizer of model.path.
+
+    Raises:
+        ValueError: something is missing or damaged, or the two do not belong together.
+    """
+    trained = find_trained(config.model.path)
+    if trained is not None:
+        return read_model(trained.config)
+    if config.model.path != RANDOM:
+        path = Path(config.model.path).expanduser()
+        arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
+    else:
+        tokenizer = character_tokenizer()
+        sizes = config.model.random
+        arch = Architecture(
+            family="llama",
+            vocab_size=-(-tokenizer.vocab_size // 8) * 8,  # so that meshes divide it
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            rope_theta=10000.0,
+            rms_norm_eps=1e-5,
+            tie_embeddings=True,
+            initializer_range=sizes.initializer_range,
+        )
+    if arch.scalar_head:
+        raise ValueError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
+    if tokenizer.vocab_size > arch.vocab_size:
+        raise ValueError(
+            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, the model "
+            f"{arch.vocab_size} embeddings: they do not belong together"
+        )
+    return arch, tokenizer
+
+
+def lora_of(config: Config) -> Lora | None:
+    """The adapters that are trained, None if all weights are."""
+    lora = config.model.lora
+    return Lora(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None
+
+
+def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of model.path, sharded for training."""
+    if config.model.path == RANDOM:
+        shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
+        return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(config.seed)
+    return load_policy(config.model.path, arch, mesh)
+
+
+def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
+    """What `actor.logprobs` takes as the reference policy: its weights in the dtype of products, or no adapters."""
+    if lora_of(config) is not None:
+        return {}
+    path = config.reference.path or config.model.path
+    if path == RANDOM:
+        return freeze(load_base(config, arch, mesh))
+    if config.reference.path is not None and _architecture(path) != arch:
+        raise ValueError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
+    return freeze(load_policy(path, arch, mesh))
+
+
+def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of the language model at `path`, sharded for training."""
+    trained = find_trained(path)
+    if trained is not None:
+        return _load_trained(trained, arch, mesh)
+    return load_params(Path(path).expanduser(), arch, place_weight(mesh, TRAIN_RULES))
+
+
+def _load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    config, lora = trained.config, lora_of(trained.config)
+    table = weight_table(arch) if lora is None else adapter_table(arch, lora)
+    shape = unflatten(
+        (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
+        for weight in table
+    )
+    checkpoints = Checkpoints(checkpoint_dir(config), read_only=True)
+    try:
+        params = checkpoints.restore_policy(trained.step, shape)
+    finally:
+        checkpoints.close()
+    return params if lora is None else merged(load_base(config, arch, mesh), params, lora)
+
+
+def _architecture(path: str) -> Architecture:
+    trained = find_trained(path)
+    return read_model_architecture(Path(path).expanduser()) if trained is None else read_model(trained.config)[0]

@@ -1,0 +1,65 @@
+"""What is reported as suspicious, and what is not."""
+
+import json
+import logging
+import math
+
+import pytest
+
+from dapo_jax.config import AlarmConfig
+from dapo_jax.monitor.alarms import raise_alarms
+
+CALM = {
+    "actor/entropy": 1.0, "actor/ppo_kl": 0.001, "rollout_corr/k3_kl": 1e-7, "train/num_kept_prompts": 4,
+    "dynamic_sampling/num_evaluated_prompts": 8, "response_length/clip_ratio": 0.1, "reward/error_share": 0.0,
+    "reward/workers_replaced": 0,
+}  # fmt: skip
+
+
+def alarms_of(*steps):
+    """The names of the alarms of the last of these steps."""
+    memory, found = {}, {}
+    for number, step in enumerate(steps, start=1):
+        found, memory = raise_alarms({**CALM, **step}, memory, AlarmConfig(), number)
+        memory = json.loads(json.dumps(memory))  # as a checkpoint keeps it
+    return {name.removeprefix("alarm/") for name, on in found.items() if on}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "alarms"),
+    [
+        ("actor/entropy", 0.09, {"entropy_collapse"}),
+        ("actor/entropy", 3.1, {"entropy_explosion"}),
+        ("actor/ppo_kl", -0.02, {"kl_jump"}),
+        ("actor/kl_loss", 0.5, set()),  # the first value of its kind
+        ("rollout_corr/k3_kl", 2e-5, {"mismatch_growth"}),
+        ("train/num_kept_prompts", 0, {"all_uniform"}),
+        ("response_length/clip_ratio", 0.6, {"truncation"}),
+        ("reward/error_share", 0.2, {"reward_errors"}),
+        ("reward/workers_replaced", 1, {"reward_workers"}),
+        ("actor/entropy", math.nan, set()),  # counted as not finite elsewhere
+        ("actor/ppo_kl", 0.0099, set()),
+    ],
+)
+def test_each_alarm_has_its_metric(name, value, alarms):
+    assert alarms_of({}, {}, {}) == set()
+    assert alarms_of({}, {name: value}) == alarms
+    assert alarms_of({}, {name: value}, {}) == set()
+
+
+def test_a_divergence_that_stays_high_becomes_the_normal_one():
+    high = {"actor/ppo_kl": 0.1}
+    assert alarms_of({}, high, high) == {"kl_jump"}
+    assert alarms_of({}, *[high] * 40) == set()
+
+
+def test_an_alarm_is_logged_when_it_begins(caplog):
+    memory = {}
+    with caplog.at_level(logging.WARNING):
+        for step, ratio in enumerate([0.1, 0.9, 0.9, 0.1, 0.9], start=1):
+            _, memory = raise_alarms({"response_length/clip_ratio": ratio}, memory, AlarmConfig(), step)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["alarm at step 2", "alarm at step 5"]
+
+
+def test_without_metrics_there_is_no_alarm():
+    assert set(raise_alarms({}, {}, AlarmConfig(), 1)[0].values()) == {0.0}

@@ -1,0 +1,91 @@
+"""A run that is asked to stop: when it is, and when it is not."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dapo_jax.parallel import stopping
+from dapo_jax.parallel.stopping import Stopped, StopRequest
+
+
+def ask(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_waits_for_a_safe_point(number):
+    with StopRequest() as stop:
+        with stop.safe():
+            stop.check()
+        ask(number)
+        stop.check()  # not safe here
+        with stop.safe(), pytest.raises(Stopped, match=number.name):
+            stop.check()
+
+
+def test_before_the_first_safe_point_it_stops_there_and_then():
+    with StopRequest(), pytest.raises(Stopped, match="SIGTERM before the first step"):
+        ask()
+        time.sleep(1)
+
+
+def test_a_signal_that_arrives_twice_at_once_counts_once():
+    with StopRequest() as stop:
+        with stop.safe():
+            pass
+        ask()
+        ask()
+        ask(signal.SIGINT)
+        with stop.safe(), pytest.raises(Stopped):
+            stop.check()
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    code = (
+        "import os, signal\n"
+        "from dapo_jax.parallel import stopping\n"
+        "stopping._REPEATED_S = 0.0\n"
+        "with stopping.StopRequest() as stop:\n"
+        "    with stop.safe(): pass\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('goes on', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('too far', flush=True)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGTERM and ended.stdout == "goes on\n"
+
+
+def test_handlers_are_given_back_and_threads_hear_nothing():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    failures = []
+
+    def enter():
+        try:
+            with StopRequest() as stop, stop.safe():
+                stop.check()
+        except BaseException as error:
+            failures.append(error)
+
+    with StopRequest():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before and not failures
+
+
+def test_several_processes_ask_each_other_now_and_then(monkeypatch):
+    monkeypatch.setattr(stopping.jax, "process_count", lambda: 2)
+    asked = []
+    monkeypatch.setattr(stopping, "any_process", lambda value: asked.append(value) or len(asked) == 3)
+    stop = StopRequest()
+    with pytest.raises(Stopped, match="another process"), stop.safe():
+        for _ in range(100):
+            stop.check()
+    assert asked == [False] * 3

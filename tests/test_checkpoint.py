@@ -1,0 +1,115 @@
+"""Which checkpoints are kept, which are restored, and what is said of the others."""
+
+import shutil
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax import checkpoint
+from dapo_jax.checkpoint import Checkpoints, Progress, find_checkpoint
+from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import OptimizerSettings, init_state
+
+SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0)
+
+
+def models(value: float) -> Models:
+    return Models(actor=init_state({"w": jnp.full((3, 2), value)}, SETTINGS), critic=None)
+
+
+SHAPE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), models(0.0))
+
+
+def write(directory, values, **options):
+    """A checkpoint of each step; values: step -> metric."""
+    checkpoints = Checkpoints(str(directory), **options)
+    for step, metric in values.items():
+        checkpoints.save(models(step), Progress(step=step), {"next_prompt": np.array(step)}, metric=metric)
+    return checkpoints
+
+
+def steps(directory):
+    return sorted(int(path.name) for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
+def test_the_newest_and_the_best_are_kept(tmp_path, mode, best):
+    values = {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4, 5: None, 6: float("nan"), 7: 0.4}
+    write(tmp_path / mode, values, max_to_keep=2, keep_best=1, mode=mode).close()
+    assert steps(tmp_path / mode) == [best, 6, 7]
+    write(tmp_path / mode, {8: 0.45}, max_to_keep=2, keep_best=1, mode=mode).close()  # after a restart
+    assert steps(tmp_path / mode) == [best, 7, 8]
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    write(tmp_path, {3: None}).close()
+    checkpoints = Checkpoints(str(tmp_path), read_only=True)
+    restored, progress, stream = checkpoints.restore(3, SHAPE)
+    checkpoints.close()
+    assert progress == Progress(step=3) and stream["next_prompt"] == 3
+    np.testing.assert_array_equal(restored.actor.params["w"], 3.0)
+
+
+def test_a_half_written_checkpoint_does_not_count_and_is_no_obstacle(tmp_path):
+    write(tmp_path, {1: None}).close()
+    for name in ("2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-17"):
+        shutil.copytree(tmp_path / "1", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "progress")
+    checkpoints = Checkpoints(str(tmp_path), max_to_keep=2)
+    assert checkpoints.latest_step() == 1
+    checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+    checkpoints.close()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_damaged_checkpoint_is_named_and_never_skipped(tmp_path):
+    write(tmp_path, {1: None, 2: None}, max_to_keep=2).close()
+    for path in (tmp_path / "2").rglob("*"):
+        if path.is_file() and path.stat().st_size > 100:
+            path.write_bytes(path.read_bytes()[:50])
+    checkpoints = Checkpoints(str(tmp_path), read_only=True)
+    assert checkpoints.latest_step() == 2
+    with pytest.raises(ValueError, match=r"step 2 in .* is damaged .* move it away to go on from step 1"):
+        checkpoints.restore(2, SHAPE)
+    assert checkpoints.restore(1, SHAPE)[1] == Progress(step=1)
+    checkpoints.close()
+
+
+def test_without_room_nothing_is_written_and_the_last_one_stays(tmp_path, monkeypatch):
+    checkpoints = write(tmp_path, {1: None})
+    checkpoints.close()
+    checkpoints = Checkpoints(str(tmp_path))
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    with pytest.raises(RuntimeError, match=r"it takes 0.02 GB and 0.00 GB are free. The one of step 1 is complete"):
+        checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+    checkpoints.close()
+    assert steps(tmp_path) == [1]
+
+
+def test_an_error_in_the_background_is_told(tmp_path, monkeypatch):
+    from orbax.checkpoint import PyTreeCheckpointHandler
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    checkpoints = write(tmp_path, {1: None})
+    checkpoints.close()
+    checkpoints = Checkpoints(str(tmp_path))
+    monkeypatch.setattr(PyTreeCheckpointHandler, "finalize", full)
+    with pytest.raises(RuntimeError, match="No space left on device. The one of step 1 is complete: make room"):
+        checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+        checkpoints.close()
+    assert 1 in {int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()}
+
+
+def test_a_checkpoint_is_found_by_workdir_directory_or_step(tmp_path):
+    write(tmp_path / "checkpoints", {1: None, 2: None}, max_to_keep=2).close()
+    directory = str(tmp_path / "checkpoints")
+    assert find_checkpoint(str(tmp_path)) == find_checkpoint(directory) == checkpoint.Origin(directory, 2)
+    assert find_checkpoint(f"{directory}/1") == checkpoint.Origin(directory, 1)
+    for path, held in ((f"{directory}/7", "steps \\[1, 2\\]"), (str(tmp_path / "none"), "there is none")):
+        with pytest.raises(ValueError, match=held):
+            find_checkpoint(path)
