@@ -35,6 +35,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
             "ruff>=0.9",
             "pyright>=1.1.400",
             "gguf>=0.17",

@@ -121,7 +121,10 @@ def open_run(
         stack.enter_context(jax.set_mesh(mesh))
         verifiers = stack.enter_context(
             VerifierPool(
-                config.reward.function, num_workers=config.reward.num_workers, timeout_s=config.reward.timeout_s
+                config.reward.function,
+                num_workers=config.reward.num_workers,
+                timeout_s=config.reward.timeout_s,
+                memory_limit_mb=config.reward.memory_limit_mb,
             )
         )
         engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)

@@ -100,6 +100,8 @@ def _range_problems(config: Config) -> list[str]:
         value = _lookup(config, key)
         if value is not None and not value > 0:
             problems.append(f"{key}={value} must be greater than 0, or null")
+    if config.reward.memory_limit_mb < 0:
+        problems.append(f"reward.memory_limit_mb={config.reward.memory_limit_mb} must be 0 (none) or more")
     if config.trainer.rollout_ahead not in (0, 1):
         problems.append(f"trainer.rollout_ahead={config.trainer.rollout_ahead} must be 0 or 1: batches sampled ahead")
     if config.trainer.keep_best_ckpt < 0:

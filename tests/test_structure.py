@@ -79,3 +79,31 @@ def test_importing_everything_touches_no_device():
 def test_verifier_workers_do_not_load_jax():
     code = "import sys, dapo_jax.rewards.worker, dapo_jax.rewards.verifiers; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "torch.load", "joblib.load"}
+
+
+def unsafe_uses(code: str) -> set[str]:
+    """What in the code can run code that it reads from a file, a text or another process."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found |= {name for name in names if name.split(".")[0] in UNSAFE_MODULES}
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if function in UNSAFE_CALLS or given.get("allow_pickle", "False") != "False":
+                found.add(function)
+    return found
+
+
+def test_nothing_that_is_read_can_run_code():
+    for path in modules():
+        assert not unsafe_uses(path.read_text()), path
+    for code in ("import pickle", "from pickle import loads", "import dill.source", "eval(x)", "yaml.load(x)"):
+        assert unsafe_uses(code)
+    assert unsafe_uses("np.load(x, allow_pickle=True)") and unsafe_uses("np.load(x, allow_pickle=flag)")
+    assert not unsafe_uses("jax.eval_shape(f)\nre.compile(x)\nnp.load(x, allow_pickle=False)")

@@ -37,6 +37,11 @@ def test_a_valid_config_passes_without_a_warning():
     assert problems({}) == [] and warnings(config_with({})) == []
 
 
+def test_a_memory_limit_is_none_or_positive():
+    assert problems({"reward.memory_limit_mb": 0}) == []
+    assert_one(problems({"reward.memory_limit_mb": -1}), "reward.memory_limit_mb=-1 must be 0")
+
+
 def test_all_problems_are_reported_together():
     found = problems({
         "data.truncation": "up", "rollout.n": 0, "actor.clip_ratio_c": 1.0, "rollout.top_p": 0.0,

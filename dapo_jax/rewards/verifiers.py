@@ -63,7 +63,12 @@ VERIFIERS: dict[str, Verifier] = {
 
 
 def load_verifier(name: str) -> Verifier:
-    """The verifier of this name or dotted path, with what it needs loaded. ValueError where there is none."""
+    """The verifier of this name or dotted path, with what it needs loaded.
+
+    Raises:
+        ValueError: there is none, or its module does not load.
+        MemoryError: the process may not use as much memory as its module needs.
+    """
     if name in ("auto", "math_verify"):
         math_verifier.load()
     if name in VERIFIERS:
@@ -74,6 +79,8 @@ def load_verifier(name: str) -> Verifier:
         raise ValueError(f"{rule}: correct the name")
     try:
         module = importlib.import_module(module_name)
+    except MemoryError:
+        raise
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{rule}, but importing {module_name!r} failed with {type(error).__name__}: {error}: correct the "

@@ -1,59 +1,73 @@
-"""Host: one verifier process: `python -m dapo_jax.rewards.worker FD VERIFIER`. The pool starts it.
+"""Host: one verifier process: `python -m dapo_jax.rewards.worker FD VERIFIER MEMORY_LIMIT_MB`. The pool starts it.
 
-FD is an inherited socket. On it the worker first reports whether the verifier loaded (None, or the error). It
-then answers each request with (numbers, pred, error) until the other side closes. Messages are pickles behind
-their length.
+FD is an inherited socket. On it the worker first reports whether the verifier loaded (null, or the error). It then
+answers each request until the other side closes (`messages`).
 """
 
 import ctypes
+import errno
+import json
 import math
 import numbers
 import os
-import pickle
 import reprlib
+import resource
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from dapo_jax.rewards.messages import (
+    MAX_NUMBERS,
+    MAX_TEXT,
+    Answer,
+    decode_request,
+    encode_answer,
+    receive,
+    send,
+)
 from dapo_jax.rewards.verifiers import Verifier, load_verifier
 
-_MAX_TEXT = 1000  # characters of pred and of an error that are sent back
 _PR_SET_PDEATHSIG = 1  # prctl: the signal that a process gets when its parent ends (Linux)
-
-Answer = tuple[dict[str, float], str | None, str | None]  # numbers, pred, error
+_EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def main() -> None:
-    descriptor, name = sys.argv[1:]
+    descriptor, name, memory_limit_mb = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)  # what the verifier starts must not keep the pool waiting
     os.dup2(2, 1)  # what the verifier prints goes to stderr
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _limit_memory(int(memory_limit_mb))
+    worker = os.getpid()
+
+    def reply(message: bytes) -> None:
+        if os.getpid() != worker:  # the verifier forked: its copy of this process must not answer too
+            os._exit(0)
+        send(connection, message)
+
+    verifier, error = _load(name)
     try:
-        verifier = load_verifier(name)
-    except Exception as error:
-        send(connection, pickle.dumps(str(error)))
-        return
-    try:
-        send(connection, pickle.dumps(None))
-        while True:
-            send(connection, pickle.dumps(answer(verifier, receive(connection))))
+        reply(json.dumps(error).encode())
+        while verifier is not None:
+            reply(encode_answer(answer(verifier, receive(connection))))
     except (EOFError, ConnectionError):
         return
 
 
 def answer(verifier: Verifier, request: bytes) -> Answer:
-    """The verifier's normalised result for a pickled (data_source, solution, ground_truth, extra_info)."""
+    """The verifier's normalised result for an encoded request. Whatever the verifier raises is an error in it."""
     try:
-        values, pred = normalize_result(verifier(*pickle.loads(request)))
-        return values, pred, None
-    except (Exception, SystemExit) as error:
-        return {}, None, _short(" ".join("".join(traceback.format_exception_only(error)).split()))
+        values, pred = normalize_result(verifier(*decode_request(request)))
+        return Answer(values, pred, None)
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: the next sample may be fine
+        raised = error.with_traceback(None)  # its frames, with all that they hold, are freed here
+        raised.__cause__ = raised.__context__ = None
+    return Answer({}, None, _error_text(raised), exhausted=_is_exhaustion(raised))
 
 
 def normalize_result(result: Any) -> tuple[dict[str, float], str | None]:
@@ -63,57 +77,86 @@ def normalize_result(result: Any) -> tuple[dict[str, float], str | None]:
     """
     if not isinstance(result, Mapping):
         result = {"score": result}
+    if len(result) > MAX_NUMBERS:
+        raise ValueError(f"verifier must return at most {MAX_NUMBERS} numbers, not {len(result)}")
     values = {
-        str(name): _finite(name, value)
+        _short(_text(name)): _finite(name, value)
         for name, value in result.items()
         if name != "pred" and (name in ("score", "acc") or not isinstance(value, str))
     }
     if "score" not in values:
-        raise ValueError(f"verifier must return a number or a dict with 'score', not {reprlib.repr(result)}")
+        raise ValueError(f"verifier must return a number or a dict with 'score', not {_described(result)}")
     values.setdefault("acc", values["score"])
     pred = result.get("pred")
-    return values, None if pred is None else _short(str(pred))
+    return values, None if pred is None else _short(_text(pred))
 
 
-def send(connection: socket.socket, message: bytes, deadline: float | None = None) -> None:
-    """Sends a message by the deadline (time.monotonic). TimeoutError after it, OSError if nobody listens."""
-    _limit(connection, deadline)
-    connection.sendall(len(message).to_bytes(8, "big") + message)
+def _load(name: str) -> tuple[Verifier | None, str | None]:
+    """The verifier, or None and why it cannot be loaded."""
+    try:
+        return load_verifier(name), None
+    except ValueError as error:
+        return None, str(error)
+    except MemoryError:
+        return None, f"reward.function={name!r} does not load: {_out_of_memory()}"
+    except BaseException as error:
+        return None, f"reward.function={name!r} must load, but raised {_error_text(error)}: correct its module"
 
 
-def receive(connection: socket.socket, deadline: float | None = None) -> bytes:
-    """The next message. TimeoutError after the deadline (time.monotonic), EOFError or OSError without one."""
-    return _read(connection, int.from_bytes(_read(connection, 8, deadline), "big"), deadline)
+def _limit_memory(limit_mb: int) -> None:
+    """Limits what the process may write to; and it leaves no core file.
+
+    RLIMIT_DATA, not RLIMIT_AS: it does not count address space that is only reserved, of which threaded libraries
+    take gigabytes. Each process that the verifier starts has the same limit for itself.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if limit_mb:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_mb << 20, limit_mb << 20))
 
 
-def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        _limit(connection, deadline)
-        chunk = connection.recv(min(size - len(data), 1 << 20))
-        if not chunk:
-            raise EOFError("the connection was closed")
-        data += chunk
-    return bytes(data)
+def _is_exhaustion(error: BaseException) -> bool:
+    """True where the process has run out of something that it may not get back."""
+    if isinstance(error, OSError):
+        return error.errno in _EXHAUSTED
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
 
 
-def _limit(connection: socket.socket, deadline: float | None) -> None:
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        raise TimeoutError
-    connection.settimeout(left)
+def _error_text(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return _out_of_memory()
+    return _short(" ".join("".join(traceback.format_exception_only(error)).split()))
+
+
+def _out_of_memory() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    allowed = "the machine has" if limit == resource.RLIM_INFINITY else f"reward.memory_limit_mb={limit >> 20}"
+    return f"MemoryError: the verifier needs more than {allowed}"
 
 
 def _finite(name: Any, value: Any) -> float:
-    if hasattr(value, "item"):  # a NumPy scalar
-        value = value.item()
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    raise ValueError(f"verifier must return a finite number, not {reprlib.repr(name)}: {reprlib.repr(value)}")
+    with suppress(TypeError, ValueError, OverflowError):
+        number = value.item() if hasattr(value, "item") else value  # a NumPy scalar
+        if isinstance(number, numbers.Real) and math.isfinite(number):
+            return float(number)
+    raise ValueError(f"verifier must return a finite number, not {_described(name)}: {_described(value)}")
+
+
+def _described(value: Any) -> str:
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an integer of too many digits, or an object's own repr
+        return f"a {type(value).__name__}"
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return _described(value)
 
 
 def _short(text: str) -> str:
-    return text[:_MAX_TEXT].encode("utf-8", "replace").decode()
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Host: a verifier in worker processes, with a time limit for each sample.
+"""Host: a verifier in worker processes, with a limit of time for each sample and of memory for each process.
+
+What a model writes is hostile text, and what reads it may hang, crash, or be turned against us. So it never runs in
+the trainer's process, and nothing that a worker sends is trusted (`messages`).
 
 Not multiprocessing: a fork of a process in which JAX runs threads can deadlock, and spawn imports the main
 module again. A worker has no JAX loaded, and its own session, so that it can be killed with what it started.
@@ -6,24 +9,36 @@ module again. A worker has no JAX loaded, and its own session, so that it can be
 
 import logging
 import os
-import pickle
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from dapo_jax.rewards.messages import (
+    MAX_ANSWER,
+    Answer,
+    MalformedAnswer,
+    decode_answer,
+    decode_start,
+    encode_request,
+    receive,
+    send,
+)
 from dapo_jax.rewards.verifiers import wrong_score
-from dapo_jax.rewards.worker import receive, send
 
 _START_LIMIT_S = 120.0  # for a worker to load its verifier
 _REAP_LIMIT_S = 10.0  # for the system to end a killed process
+_MARK = "DAPO_JAX_WORKER"  # environment variable by which what a worker started is found
 _NUM_LOGGED = 3  # failures of one call that are logged in full
 
 _log = logging.getLogger(__name__)
@@ -55,19 +70,26 @@ class VerifierPool:
         ValueError: the verifier cannot be loaded, or an argument is out of range.
     """
 
-    def __init__(self, verifier: str, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, verifier: str, *, num_workers: int, timeout_s: float, memory_limit_mb: int = 0) -> None:
         """Starts the workers and waits for the first.
 
         Args:
             verifier: a name in `verifiers.VERIFIERS`, or the dotted path of a function.
             timeout_s: seconds for one sample, after which its worker is killed and replaced.
+            memory_limit_mb: MiB that a worker may write to (enforced on Linux); a sample that needs more is wrong,
+                and its worker is replaced. 0 = none.
         """
         if num_workers < 1:
             raise ValueError(f"reward.num_workers={num_workers} must be at least 1: raise it")
         if not timeout_s > 0:
             raise ValueError(f"reward.timeout_s={timeout_s} must be positive: raise it")
+        if memory_limit_mb < 0:
+            raise ValueError(f"reward.memory_limit_mb={memory_limit_mb} must be 0 (none) or more: raise it")
         self._verifier = verifier
         self._timeout_s = timeout_s
+        self._memory_limit_mb = memory_limit_mb
+        self._num_replaced = 0
+        self._counting = threading.Lock()
         self._workers: set[_Worker] = set()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         # On Linux a worker ends with the thread that started it: so threads that live as long as the pool do.
@@ -81,6 +103,11 @@ class VerifierPool:
             raise
         for worker in workers:
             self._idle.put(worker)
+
+    @property
+    def num_replaced(self) -> int:
+        """Workers that have been replaced since the start. One that grows with every step says: look at the log."""
+        return self._num_replaced
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
         """The verdicts, in the order of the requests. RuntimeError if a new worker does not start."""
@@ -119,28 +146,49 @@ class VerifierPool:
         self.close()
 
     def _judge(self, request: ScoreRequest) -> Verdict:
+        try:
+            message = encode_request(
+                (request.data_source, request.solution, request.ground_truth, request.extra_info)
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            return self._wrong(request, f"extra_info must have a form in JSON: {error}")
         worker = self._idle.get()
         try:
             try:
                 worker.wait_until_ready()
             except ValueError as error:
                 raise RuntimeError(f"a verifier process did not start: {error}") from error
-            values, pred, error = worker.ask(request, self._timeout_s)
+            answer = worker.ask(message, self._timeout_s)
+            if answer.exhausted:
+                worker = self._replace(worker)[0]
+            error = answer.error
             if error is None:
-                return Verdict(values, pred, None)
+                return Verdict(answer.numbers, answer.pred, None)
         except TimeoutError:
-            self._stop_worker(worker)
-            worker, error = self._start_worker(), f"timeout after {self._timeout_s:g} s"
+            worker = self._replace(worker)[0]
+            error = f"timeout after {self._timeout_s:g} s"
+        except MalformedAnswer as malformed:
+            worker = self._replace(worker)[0]
+            error = f"worker died ({malformed})"
         except (EOFError, OSError):
-            exit_code = self._stop_worker(worker)
-            worker, error = self._start_worker(), f"worker died (exit code {exit_code})"
+            worker, exit_code = self._replace(worker)
+            error = f"worker died (exit code {exit_code})"
         finally:
             self._idle.put(worker)
-        lowest = wrong_score(self._verifier, request.data_source)
-        return Verdict({"score": lowest, "acc": 0.0}, None, error)
+        return self._wrong(request, error)
+
+    def _wrong(self, request: ScoreRequest, error: str) -> Verdict:
+        return Verdict({"score": wrong_score(self._verifier, request.data_source), "acc": 0.0}, None, error)
+
+    def _replace(self, worker: "_Worker") -> tuple["_Worker", int | None]:
+        """A new worker, and the exit code of the old one."""
+        exit_code = self._stop_worker(worker)
+        with self._counting:
+            self._num_replaced += 1
+        return self._start_worker(), exit_code
 
     def _start_worker(self) -> "_Worker":
-        worker = _Worker(self._verifier)
+        worker = _Worker(self._verifier, self._memory_limit_mb)
         self._workers.add(worker)
         return worker
 
@@ -152,15 +200,18 @@ class VerifierPool:
 class _Worker:
     """One worker process and this side of its connection. One thread at a time uses it."""
 
-    def __init__(self, verifier: str) -> None:
+    def __init__(self, verifier: str, memory_limit_mb: int) -> None:
         self._verifier = verifier
         self._ready = False
+        self._mark = str(uuid.uuid4())
         self._connection, inherited = socket.socketpair()
         # It finds the modules that this process finds; a verifier that uses JAX keeps off the accelerator.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+        environment[_MARK] = self._mark
+        arguments = [str(inherited.fileno()), verifier, str(memory_limit_mb)]
         with inherited:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "dapo_jax.rewards.worker", str(inherited.fileno()), verifier],
+                [sys.executable, "-u", "-m", "dapo_jax.rewards.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[inherited.fileno()],
                 env=environment,
@@ -172,21 +223,22 @@ class _Worker:
         if self._ready:
             return
         try:
-            error = pickle.loads(receive(self._connection, time.monotonic() + _START_LIMIT_S))
+            error = decode_start(receive(self._connection, time.monotonic() + _START_LIMIT_S, limit=MAX_ANSWER))
         except TimeoutError:
             error = self._not_loaded(f"did not load within {_START_LIMIT_S:g} s")
+        except MalformedAnswer as malformed:
+            error = self._not_loaded(f"{malformed} while it was loaded")
         except (EOFError, OSError):
             error = self._not_loaded(f"ended its process (exit code {self.stop()}) while it was loaded")
         if error is not None:
             raise ValueError(error)
         self._ready = True
 
-    def ask(self, request: ScoreRequest, timeout_s: float) -> Any:
-        """The worker's (numbers, pred, error). TimeoutError, or EOFError or OSError if the worker died."""
+    def ask(self, request: bytes, timeout_s: float) -> Answer:
+        """The answer. TimeoutError, MalformedAnswer, or EOFError or OSError if the worker died."""
         deadline = time.monotonic() + timeout_s
-        arguments = (request.data_source, request.solution, request.ground_truth, request.extra_info)
-        send(self._connection, pickle.dumps(arguments), deadline)
-        return pickle.loads(receive(self._connection, deadline))
+        send(self._connection, request, deadline)
+        return decode_answer(receive(self._connection, deadline, limit=MAX_ANSWER))
 
     def kill(self) -> None:
         """Kills the process and those that it started. A process that is ending keeps its own exit code."""
@@ -200,7 +252,16 @@ class _Worker:
         self._connection.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_LIMIT_S)
+        self._kill_marked()
         return self._process.returncode
+
+    def _kill_marked(self) -> None:
+        """Kills what the worker started and what has left its session. Linux; elsewhere it is left to itself."""
+        entry = f"{_MARK}={self._mark}".encode()
+        for process in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if entry in process.read_bytes().split(b"\0"):
+                    os.kill(int(process.parent.name), signal.SIGKILL)
 
     def _not_loaded(self, what: str) -> str:
         return f"reward.function={self._verifier!r} {what}: run `import` of its module alone to see why"

@@ -1,3 +1,5 @@
+import ast
+import datetime
 import logging
 import os
 import signal
@@ -5,16 +7,23 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ends_within import ends_within
 
+from dapo_jax.rewards import worker, worker_pool
 from dapo_jax.rewards.worker import normalize_result
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
 DATA = Path(__file__).parent / "data"
+sys.path.insert(0, str(DATA))
+import hostile_verifier  # noqa: E402
+
+sys.path.remove(str(DATA))
 RIGHT = {"score": 1.0, "acc": 1.0}
 WRONG = {"score": 0.0, "acc": 0.0}
 
@@ -27,7 +36,7 @@ def request(solution, **extra_info):
 def pool():
     sys.path.insert(0, str(DATA))
     try:
-        with VerifierPool("hostile_verifier.score", num_workers=2, timeout_s=0.5) as shared:
+        with VerifierPool("hostile_verifier.score", num_workers=2, timeout_s=0.5, memory_limit_mb=100) as shared:
             yield shared
     finally:
         sys.path.remove(str(DATA))
@@ -79,9 +88,16 @@ def test_verdicts_come_in_the_order_of_the_requests():
         ("fail", "ValueError: bad answer xxx"),
         ("fail_without_words", "Silent"),
         ("recurse", "RecursionError"),
-        ("unpicklable", "ValueError: verifier must return a finite number"),
+        ("function", "ValueError: verifier must return a finite number"),
         ("not_finite", "ValueError: verifier must return a finite number, not 'extra': nan"),
         ("no_such_function", "KeyError"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("abort", "worker died (exit code -6)"),
+        ("allocate_at_once", "MemoryError: the verifier needs more than reward.memory_limit_mb=100"),
+        ("allocate_piecewise", "MemoryError: the verifier needs more than reward.memory_limit_mb=100"),
+        ("allocate_in_its_frame", "MemoryError: the verifier needs more than reward.memory_limit_mb=100"),
+        ("start_threads_without_end", "RuntimeError: can't start new thread"),
+        ("open_files_without_end", "OSError: [Errno 24] Too many open files"),
     ],
 )
 def test_a_failure_is_one_wrong_sample_and_the_others_are_scored(pool, solution, error):
@@ -93,9 +109,99 @@ def test_a_failure_is_one_wrong_sample_and_the_others_are_scored(pool, solution,
     assert verdicts[1].pred is None
 
 
+@pytest.mark.parametrize("result", list(hostile_verifier.RESULTS)[:-1])
+def test_a_result_that_is_none_is_one_wrong_sample(pool, result):
+    verdicts = pool.score([request("right"), request("give", result=result), request("right")])
+    assert [verdict.numbers for verdict in verdicts] == [RIGHT, WRONG, RIGHT]
+    assert verdicts[1].error.startswith("ValueError: verifier must return") and len(verdicts[1].error) <= 1000
+
+
+def test_a_result_with_numbers_and_names_of_any_length_is_cut(pool):
+    verdict = pool.score([request("give", result="long_numbers")])[0]
+    assert verdict.numbers == RIGHT | {"n" * 1000: 1.0} and verdict.error is None and len(verdict.pred) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("huge", "worker died (announced 1152921504606846976 bytes"),
+        ("beyond", "worker died (announced"),
+        ("unfinished", "timeout"),
+        ("drip", "timeout"),
+        *((how, "worker died (sent no valid answer)") for how in (
+            "pickle", "random", "empty", "nothing", "deep", "nan", "overflow", "digits", "text", "no_score", "no_text",
+            "long_text", "many",
+        )),
+    ],
+)  # fmt: skip
+def test_a_worker_turned_against_us_costs_its_sample_alone(pool, how, error):
+    before, replaced = set(pool._workers), pool.num_replaced
+    with ends_within(10):
+        verdicts = pool.score([request("subverted", how=how), request("right"), request("right")])
+    assert [verdict.numbers for verdict in verdicts] == [WRONG, RIGHT, RIGHT]
+    assert error in verdicts[0].error
+    assert len(before & pool._workers) == 1 and pool.num_replaced == replaced + 1
+    assert not list(Path(worker.__file__).parent.glob("*.was_run"))
+
+
+def test_a_verifier_that_forks_answers_once(pool):
+    solutions = ["fork", "right", "fail"] * 20
+    verdicts = pool.score([request(solution) for solution in solutions])
+    assert [verdict.error is None for verdict in verdicts] == [True, True, False] * 20
+    assert [verdict.numbers for verdict in verdicts] == [RIGHT, RIGHT, WRONG] * 20
+
+
+@pytest.mark.parametrize("solution", ["print_a_flood", "start_a_thread"])
+def test_what_does_not_fail_is_scored(pool, solution):
+    with ends_within(10):
+        verdicts = pool.score([request(solution)] * 8)
+    assert [verdict.numbers for verdict in verdicts] == [RIGHT] * 8
+
+
+def test_exhausted_workers_are_replaced_and_counted(pool):
+    replaced = pool.num_replaced
+    verdicts = pool.score([request("allocate_piecewise"), request("right")] * 3)
+    assert [verdict.numbers for verdict in verdicts] == [WRONG, RIGHT] * 3
+    assert pool.num_replaced == replaced + 3
+    pool.score([request("fail"), request("right")])
+    assert pool.num_replaced == replaced + 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("daemon", [False, True])
+@pytest.mark.parametrize("solution", ["leave_a_child", "leave_a_child_and_die"])
+def test_nothing_that_a_verifier_starts_outlives_its_worker(solution, daemon, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(DATA)
+    with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=5) as pool:
+        pool.score([request(solution, path=str(tmp_path / "pid"), daemon=daemon)])
+    assert has_ended(read_pid(tmp_path / "pid"))
+
+
+def test_extra_info_reaches_the_verifier_as_json(pool):
+    extra_info = {
+        "a": [1, -0.5, float("inf"), True, None, "é\0\ud800", 2**70], "b": (1, 2), "c": {"d": {}}, "e": Decimal("1.10"),
+        "f": b"\0\xff", "g": datetime.datetime(2024, 7, 26, 1, 2, 3), "h": datetime.date(2024, 7, 26),
+        "i": datetime.timedelta(seconds=61), "j": np.float32(0.5), "k": np.arange(2), "l": uuid.UUID(int=1), 5: "m",
+    }  # fmt: skip
+    pred = pool.score([request("echo", x=extra_info)])[0].pred
+    assert ast.literal_eval(pred.replace("inf", "1e999"))["x"] == {
+        "a": [1, -0.5, float("inf"), True, None, "é\0\ud800", 2**70], "b": [1, 2], "c": {"d": {}}, "e": "1.10",
+        "f": "AP8=", "g": "2024-07-26T01:02:03", "h": "2024-07-26", "i": "0:01:01", "j": 0.5, "k": [0, 1],
+        "l": "00000000-0000-0000-0000-000000000001", "5": "m",
+    }  # fmt: skip
+
+
+def test_extra_info_without_a_form_in_json_is_a_wrong_sample(pool):
+    circular = {}
+    circular["x"] = circular
+    verdicts = pool.score([request("right", x={1, 2}), request("right", x=circular), request("right", x={b"k": 1})])
+    assert [verdict.numbers for verdict in verdicts] == [WRONG] * 3
+    assert all(verdict.error.startswith("extra_info must have a form in JSON: ") for verdict in verdicts)
+
+
 def test_a_worker_survives_an_exception_but_not_a_timeout(pool):
     before = set(pool._workers)
-    pool.score([request("fail"), request("recurse"), request("unpicklable")])
+    pool.score([request("fail"), request("recurse"), request("function")])
     assert pool._workers == before
     pool.score([request("sleep")])
     assert len(pool._workers) == len(before) and pool._workers != before
@@ -170,12 +276,28 @@ def test_failures_are_logged_and_counted(pool, caplog):
     assert messages[3].endswith("failed: 5 of 5 samples")
 
 
-@pytest.mark.parametrize("name", ["no_such_verifier", "no_such_module.score", "exiting_at_import.score"])
-def test_a_verifier_that_does_not_load_is_a_value_error(name, tmp_path, monkeypatch):
-    (tmp_path / "exiting_at_import.py").write_text("import os\nos._exit(5)")
+@pytest.mark.parametrize(
+    ("name", "code", "reason"),
+    [
+        ("no_such_verifier", "", "correct the name"),
+        ("no_such_module.score", "", "correct the path"),
+        ("hostile.score", "score = 1", "has no function 'score': correct the path"),
+        ("hostile.score", "import os; os._exit(5)", r"ended its process \(exit code 5\)"),
+        ("hostile.score", "raise SystemExit", "failed with SystemExit"),
+        ("hostile.score", "raise KeyboardInterrupt", "raised KeyboardInterrupt: correct its module"),
+        ("hostile.score", "1 / 0", "failed with ZeroDivisionError"),
+        ("hostile.score", "while True: pass", "did not load within 1 s: run `import`"),
+        ("hostile.score", "kept = bytearray(10**9)", "MemoryError.*reward.memory_limit_mb=100"),
+        ("hostile.score", "import os, sys; os.write(int(sys.argv[1]), b'x' * 100); os._exit(0)", "announced"),
+    ],
+)
+def test_a_verifier_that_does_not_load_is_a_value_error(name, code, reason, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=f"reward.function='{name}'"):
-        VerifierPool(name, num_workers=2, timeout_s=1)
+    if code == "while True: pass":
+        monkeypatch.setattr(worker_pool, "_START_LIMIT_S", 1.0)
+    with ends_within(10), pytest.raises(ValueError, match=f"reward.function='{name}'.*{reason}"):
+        VerifierPool(name, num_workers=1, timeout_s=1, memory_limit_mb=100)
 
 
 def test_a_verifier_that_no_longer_loads_stops_the_run(tmp_path, monkeypatch):
@@ -196,9 +318,14 @@ def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"num_workers": 0, "timeout_s": 1}, {"num_workers": 1, "timeout_s": 0}]
+    "arguments",
+    [
+        {"num_workers": 0, "timeout_s": 1},
+        {"num_workers": 1, "timeout_s": 0},
+        {"num_workers": 1, "timeout_s": 1, "memory_limit_mb": -1},
+    ],
 )
-def test_limits_must_be_positive(arguments):
+def test_limits_must_be_in_range(arguments):
     with pytest.raises(ValueError, match="must be"):
         VerifierPool("arithmetic", **arguments)
 

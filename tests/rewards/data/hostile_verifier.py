@@ -1,11 +1,17 @@
 """Verifiers that go wrong in every way; which way, the solution says."""
 
+import json
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+
+KEPT = []
 
 
 def score(data_source, solution, ground_truth, extra_info):
@@ -77,7 +83,7 @@ def recurse(extra_info):
     return recurse(extra_info)
 
 
-def unpicklable(extra_info):
+def function(extra_info):
     return lambda: 0
 
 
@@ -104,3 +110,128 @@ def modules(extra_info):
 def where(extra_info):
     Path(extra_info["path"]).write_text(str(os.getpid()))
     time.sleep(60)
+
+
+def interrupt(extra_info):
+    raise KeyboardInterrupt
+
+
+def abort(extra_info):
+    os.abort()
+
+
+def allocate_at_once(extra_info):
+    return bytearray(10**12)[0]
+
+
+def allocate_piecewise(extra_info):
+    while True:
+        KEPT.append(bytearray(1 << 20))
+
+
+def allocate_in_its_frame(extra_info):
+    grown = []
+    while True:
+        grown.append([0] * 10_000)
+
+
+def start_threads_without_end(extra_info):
+    while True:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+def start_a_thread(extra_info):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    return 1.0
+
+
+def open_files_without_end(extra_info):
+    while True:
+        KEPT.append(os.pipe())
+
+
+def print_a_flood(extra_info):
+    for _ in range(1000):
+        print("x" * 1000)
+    return 1.0
+
+
+def fork(extra_info):
+    return float(os.fork() > 0)  # the copy says 0
+
+
+def leave_a_child(extra_info):
+    child = subprocess.Popen(["sleep", "60"], start_new_session=extra_info["daemon"])
+    Path(extra_info["path"]).write_text(str(child.pid))
+    return 1.0
+
+
+def leave_a_child_and_die(extra_info):
+    leave_a_child(extra_info)
+    os._exit(3)
+
+
+RESULTS = {
+    "none": None,
+    "text": "1.0",
+    "wrong_keys": {"reward": 1.0},
+    "infinity": {"score": float("inf")},
+    "nan": float("nan"),
+    "huge_integer": {"score": 10**400},
+    "unprintable_integer": 10**10000,
+    "complex": 1 + 1j,
+    "nested": {"score": 1.0, "more": {"score": 1.0}},
+    "list": [1.0],
+    "numbers_without_end": {"score": 1.0, **{str(i): 1.0 for i in range(101)}},
+    "long_numbers": {"score": 1.0, "acc": 1.0, "pred": 10**10000, "n" * 2000: 1.0},
+}
+
+
+def give(extra_info):
+    return RESULTS[extra_info["result"]]
+
+
+class Command:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[0]}.was_run",)
+
+
+def subverted(extra_info):
+    """Writes to the pool itself, as code that a text has smuggled in could."""
+    connection = socket.socket(fileno=os.dup(int(sys.argv[1])))
+    numbers = {"score": 1.0, "acc": 1.0}
+    body = {
+        "pickle": lambda: pickle.dumps(Command()),
+        "random": lambda: bytes(range(256)),
+        "empty": lambda: b"",
+        "nothing": lambda: json.dumps(None),
+        "deep": lambda: "[" * 500_000,
+        "nan": lambda: json.dumps([numbers | {"score": float("nan")}, None, None, False]),
+        "overflow": lambda: '[{"score": 1e999, "acc": 1.0}, null, null, false]',
+        "digits": lambda: '[{"score": %s, "acc": 1.0}, null, null, false]' % ("9" * 100_000),
+        "text": lambda: json.dumps([numbers | {"score": "1"}, None, None, False]),
+        "no_score": lambda: json.dumps([{}, None, None, False]),
+        "no_text": lambda: json.dumps([numbers, ["12"], None, False]),
+        "long_text": lambda: json.dumps([numbers, "1" * 10_000, None, False]),
+        "many": lambda: json.dumps([numbers | {str(i): 0.0 for i in range(200)}, None, None, False]),
+    }
+    if extra_info["how"] == "huge":
+        connection.sendall((1 << 60).to_bytes(8, "big"))
+    elif extra_info["how"] == "beyond":
+        connection.sendall(b"\xff" * 8)
+    elif extra_info["how"] == "unfinished":
+        connection.sendall((1 << 19).to_bytes(8, "big") + b"[")
+    elif extra_info["how"] == "drip":
+        connection.sendall((1 << 19).to_bytes(8, "big"))
+        while True:
+            connection.sendall(b" ")
+            time.sleep(0.01)
+    else:
+        message = body[extra_info["how"]]()
+        message = message.encode() if isinstance(message, str) else message
+        connection.sendall(len(message).to_bytes(8, "big") + message)
+    time.sleep(60)
+
+
+def echo(extra_info):
+    return {"score": 1.0, "pred": repr(extra_info)}
