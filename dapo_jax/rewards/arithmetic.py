@@ -16,8 +16,10 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
     """
     try:
         expected = Decimal(ground_truth.replace(",", ""))
-    except InvalidOperation as error:
-        raise ValueError(f"ground_truth={ground_truth!r} must be a number: correct the data row") from error
+    except InvalidOperation:
+        expected = Decimal("nan")
+    if not expected.is_finite():
+        raise ValueError(f"ground_truth={ground_truth!r} must be a number: correct the data row")
     pred = _last_number(solution)
     correct = pred != "" and Decimal(pred) == expected
     return {"score": float(correct), "acc": correct, "pred": pred}

@@ -8,7 +8,10 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
     r"""1 if the last answer in the solution (LaTeX or plain) equals the ground truth as mathematics, else 0.
 
     As verl, the ground truth is read as `\boxed{...}`. The library's own time limits are off, because they
-    need the main thread's signals: whoever calls this bounds its time.
+    need the main thread's signals: whoever calls this bounds its time and memory, as the pool does.
+
+    No text is executed: LaTeX is read by a grammar. Plain expressions reach Python's `eval` through SymPy, but the
+    library lets only digits, blanks and `. + - * / ^ ( )` through, of which no name can be made.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
