@@ -2,12 +2,12 @@
 
 import datetime
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dapo_jax.data.template_sandbox import Sandbox, time_limit
 
 # Today, as templates see it: a run that is started again tomorrow must have the same prompts. Llama's own
 # fall-back; its templates take another day as chat_template_kwargs={"date_string": ...}.
@@ -29,12 +29,14 @@ def render(
         chat_template_kwargs: further variables of the template (for example enable_thinking=False).
 
     Raises:
-        ValueError: if the template refuses the messages or is broken.
+        ValueError: if the template refuses the messages, is broken, reaches for Python, or takes or makes too much
+            (`template_sandbox`).
     """
     variables = {"tools": None, "documents": None, **special_tokens, **chat_template_kwargs}
     variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
     try:
-        return _compiled(template).render(variables)
+        with time_limit():
+            return _compiled(template).render(variables)
     except Exception as error:  # a template is a foreign program: anything can come out of it
         roles = [message.get("role") for message in messages]
         raise ValueError(
@@ -45,10 +47,7 @@ def render(
 
 @functools.lru_cache
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = PROMPT_DATE.strftime
     return environment.from_string(template)
@@ -56,8 +55,3 @@ def _compiled(template: str) -> jinja2.Template:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Plain JSON; Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
