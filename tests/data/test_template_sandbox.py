@@ -1,0 +1,122 @@
+import signal
+import threading
+import time
+
+import pytest
+from ends_within import ends_within
+
+from dapo_jax.data import template_sandbox
+from dapo_jax.data.chat_template import render
+
+USER = [{"role": "user", "content": "12 + 7 ="}]
+SHORT = "{{ messages[0].content }}"
+
+
+def plain(template, messages=USER):
+    return render(template, messages, special_tokens={})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{{ 10**8 * 'ab' }}",
+        "{{ ([1] * 10**7) * 10 }}",
+        "{{ 9**(9**9) }}",
+        "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% macro f(x, n) %}{{ f(x ~ x, n - 1) if n else x }}{% endmacro %}{{ f('a' * 1000, 60) }}",
+        "{% set x = 'a' * 10**6 %}{% set y %}{% for i in range(10**5) %}{{ x }}{% endfor %}{% endset %}",
+        "{% set x = 'a' * 10**6 %}{% for i in range(10**5) %}{{ x }}{% endfor %}",
+        "{{ 'a'.ljust(10**10) }}",
+        "{{ 'a' | center(10**10) }}",
+        "{{ 'a' | indent(10**10) }}",
+        "{{ 'a\nb' | indent(width=10**10) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '%*d' % (10**10, 1) }}",
+        "{{ '%10000000000d' | format(1) }}",
+        "{{ '{:10000000000d}'.format(1) }}",
+        "{{ '{:{}d}'.format(1, 10**10) }}",
+        "{{ ('a' * 10**5).replace('a', 'b' * 10**5) }}",
+        "{{ ('a' * 10**5) | replace('a', 'b' * 10**5) }}",
+        "{{ ('a' * 10**5).join(['b'] * 10**5) }}",
+        "{{ (['b' * 10**5] * 10**5) | join }}",
+        "{{ (['b'] * 10**5) | join('a' * 10**5) }}",
+        "{{ [1] | tojson(indent=10**10) }}",
+        "{{ (1).to_bytes(10**10, 'big') }}",
+        "{{ ('a' * 10**5).translate({97: 'b' * 10**5}) }}",
+        "{{ 1.5 | round(10**9, 'ceil') }}",
+        "{{ range(10**10) | list }}",
+        "{{ lipsum(10**9) }}",
+        "{{ [1, 2] | random }}",
+    ],
+)
+def test_a_template_cannot_make_what_is_too_large(template):
+    refusals = "SecurityError|OverflowError: Range too big|UndefinedError: 'lipsum'|No filter named 'random'"
+    message = f"the chat template failed .*({refusals}).* the model's template"
+    with ends_within(8), pytest.raises(ValueError, match=message):
+        plain(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "TIME_LIMIT_S", 0.2)
+    with ends_within(30), pytest.raises(ValueError, match="TimeoutError: still running after 0.2 s|SecurityError"):
+        plain(template)
+    assert plain(SHORT)
+
+
+def test_a_timer_that_runs_goes_on_after_a_rendering(monkeypatch):
+    fired = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: fired.append(time.monotonic()))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 30.0)
+        plain(SHORT)
+        assert 25 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30 and not fired
+        monkeypatch.setattr(template_sandbox, "TIME_LIMIT_S", 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(ValueError, match="still running"):
+            plain("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+        time.sleep(0.05)
+        assert len(fired) == 1
+        assert plain(SHORT) and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_other_threads_render_too_with_the_limits_of_size():
+    results = []
+
+    def work():
+        results.append(plain(SHORT))
+        with pytest.raises(ValueError, match="SecurityError"):
+            plain("{{ 'a' * 10**10 }}")
+        results.append("refused")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == [plain(SHORT), "refused"]
+
+
+def test_what_is_large_but_allowed_renders():
+    content = "a b\n" * 1_000_000
+    assert plain("{{ messages[0].content ~ '!' }}", [{"role": "user", "content": content}]) == content + "!"
+    replaced = plain("{{ messages[0].content.replace('\n', '; ') }}", [{"role": "user", "content": content}])
+    assert replaced == content.replace("\n", "; ")
+    assert plain("{{ '**%s**-%03d' % ('x', 7) }} {{ '{{*{:>5}*}}'.format('y') }}") == "**x**-007 {*    y*}"
+    assert plain("{{ ['a', 1] | join(', ') }} {{ '-'.join(['b', 'c']) }} {{ 'de' | join('+') }}") == "a, 1 b-c d+e"
+    assert plain("{{ 'ab' * 3 + 'c' }} {{ 2**10 }} {{ 7 % 4 }} {{ 1 ~ 'x' ~ none }} {{ 1.25 | round(1) }}") == (
+        "abababc 1024 3 1xNone 1.2"
+    )
