@@ -94,7 +94,9 @@ def run_steps(
         try:
             with stop.safe():
                 stop.check()
-                state = conclude_step(run, checkpoints, records, state)
+                if state.progress.unrecorded is not None:
+                    state = conclude_step(run, checkpoints, records, state)
+                    check_finite(run.config, state.progress)
                 if state.progress.step == run.config.trainer.total_training_steps:
                     return state
                 start = time.perf_counter()
@@ -120,8 +122,7 @@ def conclude_step(
     """Evaluates, records and saves the step that has just been trained, each if it is due."""
     trainer, progress, params = run.config.trainer, state.progress, state.models.actor.params
     row = progress.unrecorded
-    if row is None:
-        return state
+    assert row is not None
     step, total = progress.step, trainer.total_training_steps
     metrics = dict(row["metrics"])
     if step == 0 or is_due(step, trainer.test_freq, total):
@@ -136,14 +137,19 @@ def conclude_step(
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
     if step and is_due(step, trainer.save_freq, total):
         save_state(run, checkpoints, state, metric=quality)
-    if progress.nonfinite_in_a_row >= trainer.max_nonfinite_steps:
-        raise RuntimeError(
-            f"the loss or the gradient was not finite in {progress.nonfinite_in_a_row} steps in a row, up to step "
-            f"{step} (trainer.max_nonfinite_steps={trainer.max_nonfinite_steps}); the parameters are those before "
-            f"them, the batches are in {Path(run.config.workdir) / 'nonfinite'}: lower actor.optim.lr, look at the "
-            "batches, or go on by the same command"
-        )
     return state
+
+
+def check_finite(config: Config, progress: Progress) -> None:
+    """Raises RuntimeError after too many steps in a row whose loss or gradient was not finite."""
+    steps, most = progress.nonfinite_in_a_row, config.trainer.max_nonfinite_steps
+    if steps >= most:
+        raise RuntimeError(
+            f"the loss or the gradient was not finite in {steps} steps in a row, up to step {progress.step} "
+            f"(trainer.max_nonfinite_steps={most}); the parameters are those before them, the batches are in "
+            f"{Path(config.workdir) / 'nonfinite'}: lower actor.optim.lr, look at the batches, or go on by the same "
+            "command"
+        )
 
 
 def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> None:
@@ -193,8 +199,11 @@ def next_batch(
     Args:
         progress: of the policy whose weights they are.
     """
+    replaced = run.sampler.verifiers.num_replaced
     accepted = collect(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
-    return measure(run, accepted), accepted.state
+    batch = measure(run, accepted)
+    batch.metrics["reward/workers_replaced"] = run.sampler.verifiers.num_replaced - replaced
+    return batch, accepted.state
 
 
 def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:

@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
@@ -158,9 +159,9 @@ def run_and_tell(descriptor: int, config: str, options: list[str]) -> int:
         tell(name)
         staged(self, name)
 
-    def write(self: RunRecords, *rest) -> None:
+    def write(self: RunRecords, step: int, metrics: Mapping[str, Any]) -> None:
         tell("records")
-        written(self, *rest)
+        written(self, step, metrics)
 
     Console.stage, RunRecords.write = stage, write
     os.set_inheritable(descriptor, False)

@@ -1,0 +1,175 @@
+"""Runs that end early, for whatever reason, and runs that begin with another run."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
+
+from dapo_jax import learning
+from dapo_jax import train as train_module
+from dapo_jax.models.lora import TARGETS
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.stopping import Stopped
+from dapo_jax.train import main, train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The workdir, the parameters and the rows of a run of four steps that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    models = train(small_config(folder))
+    return folder, jax.device_get(models.actor.params), rows_without_clock(folder)
+
+
+def at_call(monkeypatch, module, name, number, action):
+    """Does `action` before the call of that number."""
+    original, calls = getattr(module, name), [0]
+
+    def function(*arguments, **keywords):
+        calls[0] += 1
+        if calls[0] == number:
+            action()
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(module, name, function)
+
+
+def saved(folder) -> list[int]:
+    return sorted(int(path.name) for path in (Path(folder) / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "number", "step"),
+    [
+        (train_module, "collect", 4, 3),  # while it samples for step 4
+        (learning, "update", 3, 3),  # while it trains in step 3: that step is done
+        (train_module, "evaluate", 2, 2),  # while it evaluates step 2, which has no row yet
+    ],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, monkeypatch, module, name, number, step):
+    config = small_config(tmp_path, **{"trainer.save_freq": -1})
+    with monkeypatch.context() as patch:
+        at_call(patch, module, name, number, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped, match="SIGTERM"):
+            train(config)
+    assert saved(tmp_path) == [step]
+    models = train(config)
+    assert_same_policy(models, whole[1])
+    assert rows_without_clock(tmp_path) == whole[2]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == sorted(
+        path.name for path in (whole[0] / "samples").iterdir()
+    )
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_command_ends_with_the_chosen_code(tmp_path, monkeypatch, capsys, code):
+    at_call(monkeypatch, train_module, "collect", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    changes = {
+        "workdir": tmp_path, "trainer.stopped_exit_code": code, "data.arithmetic.high": 4,
+        "trainer.val_before_train": False,
+    }  # fmt: skip
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    monkeypatch.setattr("sys.argv", ["train", f"--config={CONFIGS / 'tiny.py'}", *flags])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code and "stopped by SIGINT after step 0" in (tmp_path / "train.log").read_text()
+    assert "devices" in (tmp_path / "train.log").read_text() or "device(s)" in (tmp_path / "train.log").read_text()
+
+
+def test_a_run_that_fails_while_it_samples_keeps_its_steps(whole, tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("too few groups")
+
+    config = small_config(tmp_path, **{"trainer.save_freq": -1})
+    with monkeypatch.context() as patch:
+        at_call(patch, train_module, "collect", 4, fail)
+        with pytest.raises(RuntimeError, match="too few groups"):
+            train(config)
+    assert saved(tmp_path) == [3]
+    assert_same_policy(train(config), whole[1])
+    assert rows_without_clock(tmp_path) == whole[2]
+
+
+def test_a_run_begins_as_another_run_was(whole, tmp_path):
+    folder, params, rows = whole
+    before = {"trainer.resume_from_path": f"{folder}/checkpoints/2"}
+    models = train(small_config(tmp_path / "branch", **before))
+    assert_same_policy(models, params)
+    assert rows_without_clock(tmp_path / "branch") == rows[3:]
+    longer = {"trainer.resume_from_path": str(folder), "trainer.total_training_steps": 5}
+    train(small_config(tmp_path / "longer", **longer))
+    again = train(small_config(tmp_path / "longer", **longer))  # goes on from its own checkpoint
+    assert [row["step"] for row in read_metrics(tmp_path / "longer")] == [5] and saved(tmp_path / "longer") == [5]
+    assert saved(folder) == [2, 4] and int(again.actor.updates) == 10
+
+
+def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
+    folder, params, _ = whole
+    adapters = {"model.lora.rank": 2, "actor.optim.lr": 1e-2, "trainer.total_training_steps": 2}
+    for path in (folder, folder / "checkpoints" / "4"):
+        models = train(small_config(tmp_path / path.name, **{"model.path": str(path), "actor.optim.lr": 0.0,
+                                                              "trainer.total_training_steps": 1}))  # fmt: skip
+        assert_same_policy(models, params)
+        assert int(models.actor.updates) == 2  # moments and counters are its own
+    train(small_config(tmp_path / "adapters", **adapters, **{"model.path": str(folder)}))
+    last = small_config(tmp_path / "last", **{"model.path": str(tmp_path / "adapters"), "actor.optim.lr": 0.0,
+                                              "trainer.total_training_steps": 1})  # fmt: skip
+    merged = jax.device_get(train(last).actor.params)
+    moved = {name: np.abs(merged["layers"][name] - params["layers"][name]).max() for name in params["layers"]}
+    assert {name for name, change in moved.items() if change} == set(TARGETS.values())
+    with pytest.raises(ValueError, match="must be the workdir of a run that has saved a checkpoint"):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty" / "config.json").write_text((folder / "config.json").read_text())
+        train(dataclasses.replace(last, model=dataclasses.replace(last.model, path=str(tmp_path / "empty"))))
+
+
+def spoil(monkeypatch, steps):
+    """Makes the advantages of these steps infinite."""
+    original, step = learning.make_batch, [0]
+
+    def make_batch(*arguments, **keywords):
+        batch, metrics = original(*arguments, **keywords)
+        step[0] += 1
+        if step[0] in steps:
+            batch = dataclasses.replace(batch, advantages=np.where(batch.mask, np.inf, 0).astype(np.float32))
+        return batch, metrics
+
+    monkeypatch.setattr(learning, "make_batch", make_batch)
+
+
+def test_a_batch_that_is_not_finite_changes_nothing_and_is_kept(tmp_path, monkeypatch):
+    spoil(monkeypatch, {2})
+    models = train(small_config(tmp_path))
+    rows = read_metrics(tmp_path)
+    assert [row.get("actor/skipped_updates") for row in rows] == [None, 0, 2, 0, 0]
+    assert int(models.actor.updates) == 6 and all(np.isfinite(x).all() for x in jax.tree.leaves(models.actor.params))
+    assert [path.name for path in (tmp_path / "nonfinite").iterdir()] == ["step_000002.npz"]
+    with np.load(tmp_path / "nonfinite" / "step_000002.npz") as batch:
+        assert np.isinf(batch["advantages"]).any() and batch["responses"].shape == batch["mask"].shape
+
+
+def test_too_many_of_them_in_a_row_end_the_run(tmp_path, monkeypatch):
+    config = small_config(tmp_path, **{"trainer.max_nonfinite_steps": 2, "trainer.save_freq": -1})
+    with monkeypatch.context() as patch:
+        spoil(patch, {2, 3})
+        with pytest.raises(RuntimeError, match=r"not finite in 2 steps in a row, up to step 3 .*nonfinite: lower"):
+            train(config)
+    assert saved(tmp_path) == [3] and read_metrics(tmp_path)[-1]["step"] == 3
+    train(config)  # without the fault it goes on
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_restart_sees_the_alarms_that_are_on(whole, tmp_path):
+    rows = read_metrics(whole[0])
+    assert all(row["alarm/truncation"] in (0.0, 1.0) for row in rows[1:])
+    progress = json.loads((whole[0] / "checkpoints" / "4" / "progress" / "metadata").read_text())
+    assert progress["alarms"]["truncation"] == rows[-1]["alarm/truncation"] and "first entropy" in progress["alarms"]
+    assert progress["best"] is not None and progress["unrecorded"] is None
