@@ -30,7 +30,7 @@ def read_prompt_files(
     rows: list[PromptRow] = []
     problems: list[str] = []
     for path in map(Path, paths):
-        for number, record in _records(path):
+        for number, record in read_records(path):
             if len(rows) == max_samples or len(problems) >= MAX_REPORTED_PROBLEMS:
                 break
             row, row_problems = _prompt_row(record, prompt_key)
@@ -44,7 +44,7 @@ def read_prompt_files(
     return rows
 
 
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     """(row number from 1, decoded row) of one file; an undecodable line comes as its JSONDecodeError."""
     readers = {".parquet": _parquet_records, ".jsonl": _json_lines_records, ".json": _json_lines_records}
     if path.suffix not in readers:

@@ -21,6 +21,8 @@ _BY_DATA_SOURCE = {
     "math_dapo": "math_dapo",
     "math": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
+    "amc23": "math_dapo",
+    "mawps": "arithmetic",
     "lighteval/MATH": "math_verify",
     "DigitalLearningGmbH/MATH-lighteval": "math_verify",
     "HuggingFaceH4/MATH-500": "math_verify",

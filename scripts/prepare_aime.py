@@ -1,0 +1,73 @@
+"""Host: problems of AIME, and of the AMC, to a prompt file for evaluation.
+
+    python scripts/prepare_aime.py aime-2024.parquet --output data/aime-2024.parquet
+    python scripts/prepare_aime.py aime25.jsonl --data-source aime2025 --output data/aime-2025.parquet
+    python scripts/prepare_aime.py amc23.jsonl --data-source amc23 --output data/amc23.parquet
+    python scripts/prepare_aime.py --download
+
+Takes BytedTsinghua-SIA/AIME-2024 as published (960 rows, each problem 32 times), or files with a problem (`problem`,
+`Problem` or `question`) and an `answer` or `Answer`, as most publishers have them. Each problem is written once:
+evaluate.n draws the samples. The prompt is DAPO's; the answer loses leading zeros (073 is 73) and zero decimals, as
+`math_dapo` compares text.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data_preparation import (
+    Row,
+    check_output,
+    collect_rows,
+    command,
+    dapo_prompt,
+    given_or_downloaded,
+    make_row,
+    number_field,
+    parser_of,
+    write_rows,
+)
+
+from dapo_jax.rewards.verifiers import verifier_for
+
+REPOSITORY, PATTERN = "BytedTsinghua-SIA/AIME-2024", "data/*.parquet"
+
+
+def competition_row(record: dict[str, Any], data_source: str) -> Row:
+    """A row of verl's schema. ValueError if the problem is missing or its answer is no number."""
+    reward_model = record.get("reward_model")
+    if isinstance(reward_model, dict):
+        answer = number_field(reward_model, "ground_truth")
+    else:
+        answer = number_field(record, "answer", "Answer")
+    name = next((str(record[key]) for key in ("id", "ID") if record.get(key) is not None), None)
+    return make_row(dapo_prompt(record), data_source=data_source, ground_truth=answer, extra_info={"id": name})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Parquet or JSON Lines")
+    parser.add_argument("--download", action="store_true", help=f"take {REPOSITORY} of the Hugging Face hub")
+    parser.add_argument(
+        "--data-source",
+        default="aime2024",
+        help="under which accuracy is reported; aime..., amc23 or another that has a verifier (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("data/aime-2024.parquet"),
+        metavar="FILE",
+        help=".parquet or .jsonl (default: %(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    verifier_for(given.data_source)
+    check_output(given.output)
+    files = given_or_downloaded(parser, given.files, given.download, REPOSITORY, PATTERN)
+    rows, counts = collect_rows(files, lambda record: competition_row(record, given.data_source))
+    write_rows(rows, given.output)
+    print(f"{given.output}\n{counts}")
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,61 @@
+"""Host: DAPO-Math-17k (arXiv:2503.14476) to a prompt file without repetitions.
+
+    python scripts/prepare_math_dapo.py dapo-math-17k.parquet --output data/dapo-math-17k.parquet
+    python scripts/prepare_math_dapo.py --download
+
+Takes BytedTsinghua-SIA/DAPO-Math-17k as published: 1.79 million rows in verl's schema, each of about 17 thousand
+prompts some hundred times, by accident. One copy is right here: the prompts go on for any number of epochs. Rows whose
+prompt is plain text get the prompt of DAPO around it. Prompts that have several answers are left out. The verifier is
+`math_dapo`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data_preparation import (
+    Row,
+    check_output,
+    collect_rows,
+    command,
+    dapo_prompt,
+    given_or_downloaded,
+    make_row,
+    parser_of,
+    text_field,
+    write_rows,
+)
+
+REPOSITORY, PATTERN = "BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet"
+
+
+def math_dapo_row(record: dict[str, Any]) -> Row:
+    """A row of verl's schema, without what the verifier does not need. ValueError if a field is missing."""
+    reward_model, extra_info = record.get("reward_model"), record.get("extra_info")
+    answer = text_field(reward_model if isinstance(reward_model, dict) else record, "ground_truth")
+    index = extra_info.get("index") if isinstance(extra_info, dict) else None
+    index = None if index is None else str(index)
+    return make_row(dapo_prompt(record), data_source="math_dapo", ground_truth=answer, extra_info={"index": index})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Parquet or JSON Lines")
+    parser.add_argument("--download", action="store_true", help=f"take {REPOSITORY} of the Hugging Face hub")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("data/dapo-math-17k.parquet"),
+        metavar="FILE",
+        help=".parquet or .jsonl (default: %(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    check_output(given.output)
+    files = given_or_downloaded(parser, given.files, given.download, REPOSITORY, PATTERN)
+    rows, counts = collect_rows(files, math_dapo_row)
+    write_rows(rows, given.output)
+    print(f"{given.output}\n{counts}")
+
+
+if __name__ == "__main__":
+    command(main)

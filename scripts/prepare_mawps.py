@@ -1,0 +1,136 @@
+"""Host: MAWPS (Koncel-Kedziorski et al., NAACL 2016), word problems of one and two steps, to prompt files.
+
+    python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl --output 'data/mawps/{split}.parquet'
+    python scripts/prepare_mawps.py --download
+
+Takes JSON Lines or Parquet with `input` and `target` (github.com/reasoning-machines/pal, folder datasets) or `question`
+and `result` (MU-NLPC/Calc-mawps on the Hugging Face hub). Problems of one template, which tell the same story with
+other numbers, names and things, all go into the same split: a hash of the template chooses which. So no held-out
+template is trained on, and a row's split does not depend on the other rows. Equal wording has an equal equation, so the
+equations' templates need no split of their own. The verifier is `arithmetic`: the last number counts.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data_preparation import (
+    Dropped,
+    Row,
+    collect_rows,
+    command,
+    given_or_downloaded,
+    make_row,
+    number_field,
+    parser_of,
+    split_path,
+    text_field,
+    write_rows,
+)
+
+INSTRUCTION = "Answer with the number only."
+MAX_DECIMALS = 3  # of an answer: thirds and the like have no spelling that a verifier could ask for
+REPOSITORY, PATTERN = "MU-NLPC/Calc-mawps", "data/*.parquet"
+
+NUMBER_WORDS = frozenset("one two three four five six seven eight nine ten eleven twelve".split())
+PRONOUNS = frozenset("he she it they his her its their him them hers theirs i my me you your we our us".split())
+ENDS_OF_NOUNS = frozenset(  # what may follow a number or "how many" without being the thing that is counted
+    "a all an and are at can could did do does each extra fewer for from had has have he how if in is less left more "
+    "of on other she than the then they to total was were will with would".split()
+)
+NUMBER = re.compile(r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+")
+GENITIVE = re.compile("['\N{RIGHT SINGLE QUOTATION MARK}]s\\b")
+TOKEN = re.compile(r"#|[A-Za-z]+")
+
+
+def template_of(problem: str) -> str:
+    """The wording of a problem without its particulars: numbers are #, things counted *, names and pronouns @.
+
+    A thing is the word after a number, or up to three words after "how many", wherever it stands. Every word with a
+    capital counts as a name. This takes more for one template than a reader would, never less.
+    """
+    words = TOKEN.findall(GENITIVE.sub("", NUMBER.sub(" # ", problem)))
+    words = ["#" if word.lower() in NUMBER_WORDS else word for word in words]
+    things: set[str] = set()
+    for position, word in enumerate(words):
+        how_many = word.lower() == "many" and words[position - 1 : position] in (["how"], ["How"])
+        for following in words[position + 1 :][: 3 if how_many else 1 if word == "#" else 0]:
+            if following == "#" or following.lower() in ENDS_OF_NOUNS:
+                break
+            things.add(_singular(following))
+    template: list[str] = []
+    for word in words:
+        if _singular(word) in things:
+            symbol = "*"
+        else:
+            symbol = "@" if word.lower() in PRONOUNS or word[0].isupper() else word
+        if symbol not in "@*" or template[-1:] != [symbol]:
+            template.append(symbol)
+    return " ".join(template)
+
+
+def _singular(word: str) -> str:
+    return re.sub("e?s$", "", word.lower())
+
+
+def split_of(template: str, heldout_share: float) -> str:
+    """ "heldout" for this share of all templates, by their hash, else "train"."""
+    number = int.from_bytes(hashlib.sha256(template.encode()).digest()[:8], "big")
+    return "heldout" if number < heldout_share * 2**64 else "train"
+
+
+def mawps_row(record: dict[str, Any], heldout_share: float) -> Row:
+    """A row of verl's schema. ValueError if a field is missing; Dropped if the answer is no short decimal."""
+    problem = tidy(text_field(record, "input", "question"))
+    answer = number_field(record, "target", "result")
+    if len(answer.partition(".")[2]) > MAX_DECIMALS:
+        raise Dropped(f"answers with more than {MAX_DECIMALS} decimals")
+    template = template_of(problem)
+    return make_row(
+        f"{problem} {INSTRUCTION}",
+        data_source="mawps",
+        ground_truth=answer,
+        extra_info={"split": split_of(template, heldout_share), "template": template},
+    )
+
+
+def tidy(text: str) -> str:
+    """One space between words, none before punctuation: the files hold tokenised text."""
+    text = re.sub(r"\s+(?=[.,;?!]|['\N{RIGHT SINGLE QUOTATION MARK}]s\b)", "", " ".join(text.split()))
+    return text.strip()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON Lines or Parquet")
+    parser.add_argument("--download", action="store_true", help=f"take {REPOSITORY} of the Hugging Face hub")
+    parser.add_argument(
+        "--heldout-share", type=float, default=0.15, help="share of the templates held out (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        default="data/mawps/{split}.parquet",
+        help="file to write for each split, train and heldout; .parquet or .jsonl (default: %(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    if not 0 < given.heldout_share < 1:
+        parser.error(f"--heldout-share={given.heldout_share} must be between 0 and 1")
+    outputs = {split: split_path(given.output, split) for split in ("train", "heldout")}
+    files = given_or_downloaded(parser, given.files, given.download, REPOSITORY, PATTERN)
+    rows, counts = collect_rows(files, lambda record: mawps_row(record, given.heldout_share))
+    splits = {split: [row for row in rows if row["extra_info"]["split"] == split] for split in outputs}
+    templates = {split: {row["extra_info"]["template"] for row in found} for split, found in splits.items()}
+    assert templates["train"].isdisjoint(templates["heldout"])
+    for split, found in splits.items():
+        if not found:
+            raise ValueError(f"the {split} split has no row: change --heldout-share or give more problems")
+    print(counts)
+    for split, found in splits.items():
+        write_rows(found, outputs[split])
+        print(f"{outputs[split]}: {len(found)} problems of {len(templates[split])} templates")
+
+
+if __name__ == "__main__":
+    command(main)
