@@ -3,7 +3,7 @@
     python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl --output 'data/mawps/{split}.parquet'
     python scripts/prepare_mawps.py --download
 
-Takes JSON Lines or Parquet with `input` and `target` (github.com/reasoning-machines/pal, folder datasets) or `question`
+Takes JSON Lines or Parquet with `input` and `target` (the files of PaL, arXiv:2211.10435) or with `question`
 and `result` (MU-NLPC/Calc-mawps on the Hugging Face hub). Problems of one template, which tell the same story with
 other numbers, names and things, all go into the same split: a hash of the template chooses which. So no held-out
 template is trained on, and a row's split does not depend on the other rows. Equal wording has an equal equation, so the

@@ -1,0 +1,266 @@
+"""The scripts that prepare data sets, on a few rows of the public files."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
+
+SCRIPTS, DATA = Path(__file__).parents[2] / "scripts", Path(__file__).parent / "data"
+NAMES = ["prepare_gsm8k", "prepare_math_dapo", "prepare_aime", "prepare_mawps"]
+
+
+def load(name: str):
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))  # a script finds its neighbours
+    return importlib.import_module(name)
+
+
+def run(name: str, *arguments: object) -> None:
+    load("data_preparation").command(load(name).main, [str(argument) for argument in arguments])
+
+
+def refusal(capsys, name: str, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as ended:
+        run(name, *arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def problems(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, rows: list) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def published_dapo(path: Path, rows: list[tuple[str, str]]) -> Path:
+    """A file as BytedTsinghua-SIA/DAPO-Math-17k is: (problem, answer) in rows of small row groups."""
+    prompt = load("data_preparation").DAPO_PROMPT
+    table = pa.Table.from_pylist([
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"content": prompt.format(problem=problem), "role": "user"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": f"{number:08x}"},
+        }
+        for number, (problem, answer) in enumerate(rows)
+    ])  # fmt: skip
+    pq.write_table(table, path, row_group_size=7)
+    return path
+
+
+def test_gsm8k_asks_and_answers_as_verl(tmp_path, capsys):
+    run("prepare_gsm8k", "--train", DATA / "gsm8k_train.jsonl", "--test", DATA / "gsm8k_test.jsonl",
+        "--output", tmp_path / "{split}.parquet")  # fmt: skip
+    train, test = (read_prompt_files([str(tmp_path / f"{split}.parquet")]) for split in ("train", "test"))
+    source = problems(DATA / "gsm8k_train.jsonl")
+    assert len(train) == 4 and len(test) == 2 and "written      4" in capsys.readouterr().out
+    instruction = 'Let\'s think step by step and output the final answer after "####".'
+    assert train[0].prompt == ({"role": "user", "content": f"{source[0]['question']} {instruction}"},)
+    assert [row.ground_truth for row in train] == ["72", "10", "5", "1080"]  # the last is 1,080 in the file
+    assert train[0].extra_info["solution"] == source[0]["answer"]
+    for row, record in zip(train, source, strict=True):
+        verifier = VERIFIERS[verifier_for(row.data_source)]
+        assert verifier(row.data_source, record["answer"], row.ground_truth, row.extra_info)["acc"]
+
+
+def test_gsm8k_leaves_out_training_questions_of_the_test_split(tmp_path, capsys):
+    test = problems(DATA / "gsm8k_test.jsonl")
+    train = write_lines(tmp_path / "train.jsonl", [*problems(DATA / "gsm8k_train.jsonl"), test[1]])
+    run("prepare_gsm8k", "--train", train, "--test", DATA / "gsm8k_test.jsonl", "--output", tmp_path / "{split}.jsonl")
+    assert "1 questions of the test split" in capsys.readouterr().out
+    questions = {row["extra_info"]["question"] for row in problems(tmp_path / "train.jsonl")}
+    assert len(questions) == 4 and test[1]["question"] not in questions
+
+
+def test_dapo_keeps_one_of_a_hundred_copies_and_no_prompt_with_two_answers(tmp_path, capsys):
+    rows = [(f"What is {k} + 1?", str(k + 1)) for k in range(5)] * 20 + [("What is 3 + 1?", "5")] * 2
+    file = published_dapo(tmp_path / "published.parquet", rows)
+    run("prepare_math_dapo", file, "--output", tmp_path / "out.parquet")
+    out = capsys.readouterr().out
+    assert all(line in out for line in ("read         102", "duplicates   76", "conflicting  22", "written      4"))
+    prepared = read_prompt_files([str(tmp_path / "out.parquet")])
+    assert [row.ground_truth for row in prepared] == ["1", "2", "3", "5"]
+    assert [row.extra_info["index"] for row in prepared] == ["00000000", "00000001", "00000002", "00000004"]
+    assert {row.data_source for row in prepared} == {"math_dapo"}
+    [message] = prepared[0].prompt
+    assert message["content"] == (
+        "Solve the following math problem step by step. The last line of your response should be of the form "
+        "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is 0 + 1?\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    )
+
+
+def test_plain_problems_get_the_prompt_of_dapo(tmp_path):
+    row = {"prompt": "What is 0 + 1?", "reward_model": {"ground_truth": "1"}}
+    run("prepare_math_dapo", write_lines(tmp_path / "plain.jsonl", [row]), "--output", tmp_path / "plain.parquet")
+    chats = published_dapo(tmp_path / "chats.parquet", [("What is 0 + 1?", "1")])
+    run("prepare_math_dapo", chats, "--output", tmp_path / "chat.parquet")
+    plain, chat = (read_prompt_files([str(tmp_path / f"{name}.parquet")]) for name in ("plain", "chat"))
+    assert plain[0].prompt == chat[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("file", "data_source", "answers"),
+    [("aime24", "aime2024", ["25", "80", "540"]), ("amc23", "amc23", ["8", "3159"])],
+)
+def test_competitions_are_written_once_with_answers_as_the_verifier_compares_them(tmp_path, file, data_source, answers):
+    source = problems(DATA / f"{file}.jsonl")
+    repeated = write_lines(tmp_path / "repeated.jsonl", source * 32)
+    run("prepare_aime", repeated, "--data-source", data_source, "--output", tmp_path / "out.parquet")
+    rows = read_prompt_files([str(tmp_path / "out.parquet")])
+    assert [row.ground_truth for row in rows] == answers
+    assert [row.extra_info["id"] for row in rows] == [str(record["id"]) for record in source]
+    for row, record in zip(rows, source, strict=True):
+        assert record["problem"] in row.prompt[0]["content"]
+        verifier = VERIFIERS[verifier_for(row.data_source)]
+        assert verifier(row.data_source, f"Answer: {row.ground_truth}", row.ground_truth, {})["acc"]
+
+
+def test_no_template_of_mawps_is_in_both_splits(tmp_path, capsys):
+    run("prepare_mawps", DATA / "mawps.jsonl", "--heldout-share", 0.4, "--output", tmp_path / "{split}.jsonl")
+    out = capsys.readouterr().out
+    assert all(line in out for line in ("read         31", "duplicates   5", "1 answers with more than 3 decimals"))
+    train, heldout = (problems(tmp_path / f"{split}.jsonl") for split in ("train", "heldout"))
+    assert len(train) + len(heldout) == 25 and train and heldout
+    template_of = load("prepare_mawps").template_of
+    templates = [{template_of(row["prompt"][0]["content"].split(" Answer with")[0]) for row in rows}
+                 for rows in (train, heldout)]  # fmt: skip
+    assert not templates[0] & templates[1]
+    assert templates[0] == {row["extra_info"]["template"] for row in train}
+
+
+def test_problems_that_tell_the_same_story_have_one_template():
+    template_of = load("prepare_mawps").template_of
+    rows = [record["input"] for record in problems(DATA / "mawps.jsonl")]
+    cards, marbles, oranges = rows[4:7]
+    assert template_of(cards) == "@ are # * # * more are added @ many are there total"
+    assert template_of(cards) == template_of(marbles) == template_of(oranges)
+    assert template_of(rows[7]) == template_of(rows[10])  # Carol's peanuts, Bobby's blocks
+    assert template_of(rows[12]) == template_of(rows[17])  # walnut trees, maple trees
+    other = "Jo starts with two pens. He buys 1,000 more. How many pens does Jo end with?"
+    assert template_of(rows[3]) == template_of(other)
+    assert template_of(rows[13]) != template_of(rows[12])  # what is planted is asked for, or given
+
+
+def test_the_split_of_a_problem_does_not_depend_on_the_others(tmp_path):
+    rows = problems(DATA / "mawps.jsonl")
+    splits = []
+    for name, some in (("all", rows), ("reversed", rows[::-1][3:])):
+        file = write_lines(tmp_path / f"{name}.jsonl", some)
+        run("prepare_mawps", file, "--heldout-share", 0.4, "--output", tmp_path / name / "{split}.jsonl")
+        splits.append({
+            row["prompt"][0]["content"]: split
+            for split in ("train", "heldout") for row in problems(tmp_path / name / f"{split}.jsonl")
+        })  # fmt: skip
+    assert splits[1].items() <= splits[0].items() and 1 < len(splits[1]) < len(splits[0])
+    split_of = load("prepare_mawps").split_of
+    held = sum(split_of(str(number), 0.15) == "heldout" for number in range(4000))
+    assert 500 < held < 700
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_same_file_gives_the_same_bytes(tmp_path, suffix):
+    outputs = [tmp_path / str(number) / f"out.{suffix}" for number in range(2)]
+    for output in outputs:
+        run("prepare_aime", DATA / "aime24.jsonl", "--output", output)
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    assert [file.name for file in outputs[0].parent.iterdir()] == [f"out.{suffix}"]  # nothing unfinished is left
+
+
+GOOD = {"question": "1 + 1?", "answer": "2\n#### 2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "1 + 1?"}, "answer must be non-empty text"),
+        ({"question": 3, "answer": "#### 3"}, "question='3'"),
+        ({"question": "1 + 1?", "answer": "two"}, "answer must end in '#### <number>', not 'two': correct the row"),
+        ('{"question": ', "must be a JSON object"),
+        ("[1]", "must be a JSON object, not a list"),
+    ],
+)
+def test_a_bad_row_is_refused_by_file_row_and_field(tmp_path, capsys, row, message):
+    file = write_lines(tmp_path / "train.jsonl", [GOOD, row])
+    error = refusal(capsys, "prepare_gsm8k", "--train", file, "--output", tmp_path / "{split}.parquet")
+    assert f"{file} row 2: {message}" in error or (f"{file} row 2: " in error and message in error)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("prepare_aime", ["missing.jsonl"], "does not exist"),
+        ("prepare_aime", ["file.csv"], "must end in one of"),
+        ("prepare_aime", [DATA / "gsm8k_test.jsonl"], "answer or Answer must be a number"),
+        ("prepare_aime", [DATA / "aime24.jsonl", "--data-source", "olympics"], "has no verifier"),
+        ("prepare_aime", [DATA / "aime24.jsonl", "--output", "out.csv"], "must end in one of .parquet, .jsonl"),
+        ("prepare_aime", [], "give either files or --download"),
+        ("prepare_aime", [DATA / "aime24.jsonl", "--download"], "give either files or --download"),
+        ("prepare_gsm8k", [], "--train and --test"),
+        ("prepare_gsm8k", ["--test", DATA / "gsm8k_test.jsonl", "--output", "out.jsonl"], "must hold {split}"),
+        ("prepare_math_dapo", [DATA / "aime24.jsonl"], "ground_truth must be non-empty text"),
+        ("prepare_mawps", [DATA / "mawps.jsonl", "--heldout-share", "1.5"], "must be between 0 and 1"),
+        ("prepare_mawps", [DATA / "mawps.jsonl", "--heldout-share", "1e-9"], "the heldout split has no row"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, monkeypatch, capsys, name, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(capsys, name, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_hub_package_or_a_network_files_are_asked_for(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for name in NAMES:
+        assert "pip install 'dapo_jax[hub]'" in refusal(capsys, name, "--download")
+
+    class Hub:
+        @staticmethod
+        def snapshot_download(repository, **_):
+            raise ConnectionError(f"{repository} cannot be reached")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    for name in NAMES:
+        error = refusal(capsys, name, "--download")
+        assert "cannot be reached" in error and "give the file" in error
+
+
+def test_what_the_hub_has_is_prepared(tmp_path, monkeypatch):
+    class Hub:
+        @staticmethod
+        def snapshot_download(repository, *, repo_type, allow_patterns):
+            assert (repository, repo_type) == ("BytedTsinghua-SIA/DAPO-Math-17k", "dataset")
+            folder = tmp_path / "hub/data"
+            folder.mkdir(parents=True)
+            published_dapo(folder / "dapo-math-17k.parquet", [("What is 0 + 1?", "1")] * 3)
+            return str(folder.parent)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    run("prepare_math_dapo", "--download", "--output", tmp_path / "out.parquet")
+    assert len(read_prompt_files([str(tmp_path / "out.parquet")])) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_a_command_that_works(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(name, "--help")
+    assert ended.value.code == 0 and f"python scripts/{name}.py" in capsys.readouterr().out
+
+
+def test_numbers_have_one_spelling():
+    plain_number = load("data_preparation").plain_number
+    spelled = {27.0: "27", 3: "3", "073": "73", "1,080": "1080", "-0.50": "-0.5", 0.0: "0", "100": "100", "1e3": "1000"}
+    assert {value: plain_number(value) for value in spelled} == spelled
+    assert [plain_number(value) for value in ("x", "", None, True, "nan", float("inf"), "1e999", [1])] == [None] * 8
