@@ -31,6 +31,7 @@ setup(
     extras_require={
         "quickstart": ["gguf>=0.17"],
         "hub": ["huggingface_hub>=0.30"],
+        "reasoning-gym": ["reasoning-gym>=0.1.25"],
         "plots": ["matplotlib>=3.8"],
         "test": [
             "pytest>=8",

@@ -27,8 +27,20 @@ class ArithmeticConfig:
 
 
 @dataclass(frozen=True)
+class ReasoningGymConfig:
+    """Problems that the library reasoning-gym generates, read when data.task is "reasoning_gym"."""
+
+    datasets: tuple[str, ...] = ("leg_counting",)  # names of its data sets; each gives as many problems
+    num_train: int = 1000  # problems of each data set to train on
+    num_heldout: int = 64  # problems of each data set to evaluate on, never trained on
+    template: str = (  # text of the user's message
+        "{question}\nWrite the final answer between <answer> and </answer>."
+    )
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    task: str = "files"  # files | arithmetic
+    task: str = "files"  # files | arithmetic | reasoning_gym (pip install 'dapo_jax[reasoning-gym]')
     train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema
     val_files: tuple[str, ...] = ()  # the same, for evaluation
     prompt_key: str = "prompt"  # column with chat messages or text
@@ -42,6 +54,7 @@ class DataConfig:
     system_prompt: str | None = None  # put before prompts that have none; null = the chat template decides
     chat_template_kwargs: str = "{}"  # JSON object of further variables of the chat template
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     # Aliases, see aliases.py; null = not given.
     rollout_batch_size: int | None = None  # EasyR1's name of train_batch_size
     mini_rollout_batch_size: int | None = None  # EasyR1's name of gen_batch_size

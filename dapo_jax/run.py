@@ -28,6 +28,7 @@ from dapo_jax.data.arithmetic import arithmetic_rows
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.data.prompts import PromptSet, tokenize_prompts
+from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor
@@ -121,7 +122,7 @@ def open_run(
         stack.enter_context(jax.set_mesh(mesh))
         verifiers = stack.enter_context(
             VerifierPool(
-                config.reward.function,
+                reward_function(config),
                 num_workers=config.reward.num_workers,
                 timeout_s=config.reward.timeout_s,
                 memory_limit_mb=config.reward.memory_limit_mb,
@@ -203,6 +204,15 @@ def read_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, Promp
             seed=config.seed,
             template=task.template,
         )
+    elif data.task == "reasoning_gym":
+        gym = data.reasoning_gym
+        train_rows, eval_rows = reasoning_gym_rows(
+            gym.datasets,
+            num_train=gym.num_train,
+            num_heldout=gym.num_heldout,
+            seed=config.seed,
+            template=gym.template,
+        )
     else:
         train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key)
         eval_rows = read_prompt_files(data.val_files, prompt_key=data.prompt_key) if data.val_files else []
@@ -213,6 +223,12 @@ def read_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, Promp
         eval_rows = eval_rows[: config.evaluate.max_prompts]
     empty = PromptSet([], [])
     return _tokenize(config, train_rows, tokenizer), _tokenize(config, eval_rows, tokenizer) if eval_rows else empty
+
+
+def reward_function(config: Config) -> str:
+    """The verifier of a run. A worker that knows its task loads what it needs before the first sample."""
+    by_source = config.reward.function == "auto"
+    return "reasoning_gym" if by_source and config.data.task == "reasoning_gym" else config.reward.function
 
 
 def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> PromptSet:

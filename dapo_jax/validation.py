@@ -21,7 +21,7 @@ from dapo_jax.models.remat import POLICIES
 from dapo_jax.rollout.shapes import bucket
 
 CHOICES = {
-    "data.task": ("files", "arithmetic"),
+    "data.task": ("files", "arithmetic", "reasoning_gym"),
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("auto", "float32", "bfloat16"),
     "model.attention": ("xla", "cudnn", "splash"),
@@ -59,6 +59,7 @@ POSITIVE = (
     "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
+    "data.reasoning_gym.num_train "
     "trainer.total_training_steps trainer.max_ckpt_to_keep trainer.max_nonfinite_steps mesh.fsdp mesh.tensor evaluate.n"
 ).split()
 POSITIVE_OR_NULL = (
@@ -145,6 +146,10 @@ def _range_problems(config: Config) -> list[str]:
         problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")
     if config.data.task == "files" and not config.data.train_files:
         problems.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
+    if config.data.task == "reasoning_gym" and not config.data.reasoning_gym.datasets:
+        problems.append("data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym")
+    if config.data.reasoning_gym.num_heldout < 0:
+        problems.append(f"data.reasoning_gym.num_heldout={config.data.reasoning_gym.num_heldout} must be 0 or more")
     return problems
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier
+from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
 
@@ -33,6 +33,8 @@ def verifier_for(data_source: str) -> str:
     """The name of the verifier that `auto` uses for a data source. ValueError where there is none."""
     if data_source.startswith("aime"):
         return "math_dapo"
+    if data_source.startswith("reasoning_gym/"):
+        return "reasoning_gym"
     if data_source not in _BY_DATA_SOURCE:
         raise ValueError(
             f"data_source={data_source!r} has no verifier, it must start with 'aime' or be one of "
@@ -60,6 +62,7 @@ VERIFIERS: dict[str, Verifier] = {
     "gsm8k": gsm8k.score,
     "gsm8k_flexible": gsm8k.score_flexible,
     "math_verify": math_verifier.score,
+    "reasoning_gym": reasoning_gym.score,
     "auto": auto,
 }
 
@@ -73,6 +76,8 @@ def load_verifier(name: str) -> Verifier:
     """
     if name in ("auto", "math_verify"):
         math_verifier.load()
+    if name == "reasoning_gym":
+        reasoning_gym.load()
     if name in VERIFIERS:
         return VERIFIERS[name]
     module_name, _, function_name = name.rpartition(".")

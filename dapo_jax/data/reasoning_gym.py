@@ -1,0 +1,122 @@
+"""Host: problems that the library reasoning-gym generates (Stojanovski et al., arXiv:2505.24760).
+
+A problem is a function of (data set, seed, index) alone. A row carries these three, and the verifier makes the problem
+again from them: what the library needs to score an answer often does not survive being written as JSON.
+"""
+
+import copy
+import difflib
+import functools
+import hashlib
+import string
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from dapo_jax.data.rows import PromptRow
+
+SOURCE_PREFIX = "reasoning_gym/"  # of data_source; the name of the data set follows
+# Their problems depend on Python's hash seed (reasoning-gym 0.1.25), so that another process makes others.
+UNREPEATABLE = frozenset("isomorphic_strings knight_swap polynomial_multiplication ransom_note word_ladder".split())
+SIZE = 10_000  # of a data set; the few that make all of their problems at once have no more
+MAX_DRAWS = 20  # for each problem that is wanted, until a data set counts as too small
+
+
+def reasoning_gym_rows(
+    datasets: Sequence[str], *, num_train: int, num_heldout: int, seed: int, template: str
+) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out rows, in which no question occurs twice.
+
+    The held-out rows do not depend on `num_train`.
+
+    Args:
+        datasets: names of the library's data sets.
+        num_train, num_heldout: problems of each data set.
+        template: the user's message, with the field {question}.
+
+    Raises:
+        ValueError: the library is not installed, a name is unknown or unrepeatable, or a data set has too few problems.
+    """
+    fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    if fields != {"question"}:
+        raise ValueError(f"template={template!r} must have the field {{question}} and no others: correct it")
+    check_names(datasets)
+    library_seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) // 2  # it counts on: seed + index
+    train, heldout = [], []
+    for name in datasets:
+        rows = _distinct_rows(name, library_seed, num_heldout + num_train, template)
+        heldout += [next(rows) for _ in range(num_heldout)]
+        train += rows
+    return _with_split(train, "train"), _with_split(heldout, "heldout")
+
+
+def problem(name: str, seed: int, index: int) -> tuple[Any, dict[str, Any]]:
+    """The library's data set and its entry: `question`, `answer` and what scoring needs. IndexError at its end."""
+    return _dataset(name, seed), copy.deepcopy(_entry(name, seed, index))
+
+
+def digest(question: str) -> str:
+    """By which the verifier sees that it has made the same problem."""
+    return hashlib.sha256(question.encode()).hexdigest()[:16]
+
+
+def load_library() -> Any:
+    """The module reasoning_gym. ValueError, with the cure, if it is not installed."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(
+            f"data.task=reasoning_gym needs the library reasoning-gym ({error}): pip install 'dapo_jax[reasoning-gym]'"
+        ) from error
+    return reasoning_gym
+
+
+def check_names(datasets: Sequence[str]) -> None:
+    """Raises ValueError if a name is none of the library's, or one whose problems cannot be made again."""
+    known = load_library().factory.DATASETS
+    for name in datasets:
+        if name not in known or name == "composite":
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "its documentation lists them"
+            raise ValueError(f"data.reasoning_gym.datasets: the library has no data set {name!r}: {hint}")
+        if name in UNREPEATABLE:
+            raise ValueError(
+                f"data.reasoning_gym.datasets: the problems of {name!r} differ from process to process, so that "
+                "verifiers cannot know them: leave it out"
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _dataset(name: str, seed: int) -> Any:
+    return load_library().create_dataset(name, seed=seed, size=SIZE)
+
+
+@functools.lru_cache(maxsize=256)
+def _entry(name: str, seed: int, index: int) -> dict[str, Any]:
+    return _dataset(name, seed)[index]
+
+
+def _distinct_rows(name: str, seed: int, count: int, template: str) -> Iterator[PromptRow]:
+    """The first `count` problems with different questions."""
+    seen: set[str] = set()
+    with suppress(IndexError):
+        for index in range(MAX_DRAWS * count):
+            if len(seen) == count:
+                return
+            _, entry = problem(name, seed, index)
+            if entry["question"] not in seen:
+                seen.add(entry["question"])
+                message = {"role": "user", "content": template.format(question=entry["question"])}
+                extra_info = {"seed": seed, "index": index, "digest": digest(entry["question"])}
+                yield PromptRow((message,), SOURCE_PREFIX + name, str(entry["answer"]), extra_info)
+    if len(seen) < count:
+        raise ValueError(
+            f"data.reasoning_gym.datasets: {name} has {len(seen)} different problems, and num_train + num_heldout = "
+            f"{count} are wanted: lower these"
+        )
+
+
+def _with_split(rows: list[PromptRow], split: str) -> list[PromptRow]:
+    return [PromptRow(row.prompt, row.data_source, row.ground_truth, row.extra_info | {"split": split}) for row in rows]

@@ -1,0 +1,133 @@
+"""Problems of the library reasoning-gym and their verifier."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dapo_jax.config import default_config, freeze
+from dapo_jax.data.reasoning_gym import UNREPEATABLE, reasoning_gym_rows
+from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.rewards import reasoning_gym as verifier
+from dapo_jax.rewards.verifiers import VERIFIERS, load_verifier, verifier_for
+from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
+from dapo_jax.run import read_prompts, reward_function
+from dapo_jax.validation import validate
+
+TEMPLATE = "{question}\nWrite the final answer between <answer> and </answer>."
+NAMES = ("leg_counting", "chain_sum", "countdown")
+
+
+@pytest.fixture
+def library():
+    return pytest.importorskip("reasoning_gym")
+
+
+def rows(names=NAMES, *, num_train=6, num_heldout=3, seed=0):
+    return reasoning_gym_rows(names, num_train=num_train, num_heldout=num_heldout, seed=seed, template=TEMPLATE)
+
+
+def test_without_the_library_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[reasoning-gym\]'"):
+        rows()
+    with pytest.raises(ValueError, match=r"pip install 'dapo_jax\[reasoning-gym\]'"):
+        load_verifier("reasoning_gym")
+
+
+def test_a_template_needs_the_question():
+    with pytest.raises(ValueError, match="must have the field {question}"):
+        reasoning_gym_rows(NAMES, num_train=1, num_heldout=0, seed=0, template="Answer.")
+
+
+def test_no_question_is_held_out_and_trained_on(library):
+    train, heldout = rows()
+    assert (len(train), len(heldout)) == (18, 9)
+    prompts = {row.prompt[0]["content"] for row in [*train, *heldout]}
+    assert len(prompts) == 27 and all(prompt.endswith(" between <answer> and </answer>.") for prompt in prompts)
+    assert {row.data_source for row in train} == {f"reasoning_gym/{name}" for name in NAMES}
+    assert {row.extra_info["split"] for row in train} == {"train"}
+
+
+def test_held_out_problems_are_those_of_the_seed(library):
+    _, heldout = rows()
+    assert rows(num_train=9)[1] == heldout
+    other = {row.prompt[0]["content"] for split in rows(seed=1) for row in split}
+    assert not other & {row.prompt[0]["content"] for row in heldout if row.data_source.endswith("countdown")}
+
+
+def test_the_answers_of_the_library_are_right_and_others_wrong(library):
+    train, _ = rows()
+    for row in train:
+        info = json.loads(json.dumps(row.extra_info))  # as a worker may get it
+        score = VERIFIERS[verifier_for(row.data_source)]
+        right = score(row.data_source, f"<answer>7</answer> so <answer> {row.ground_truth} </answer>", "", info)
+        assert (right["score"], right["acc"], right["pred"]) == (1.0, True, row.ground_truth)
+        assert score(row.data_source, row.ground_truth, "", info)["acc"]
+        wrong = score(row.data_source, "<answer>nothing</answer>", "", info)
+        assert wrong["score"] < 1 and not wrong["acc"]
+
+
+def test_another_process_makes_the_same_problem(library):
+    train, _ = rows(num_train=1)
+    calls = [(row.data_source, row.ground_truth, row.ground_truth, row.extra_info) for row in train]
+    code = (
+        "import json, sys\nfrom dapo_jax.rewards.reasoning_gym import score\n"
+        "print([score(*call)['acc'] for call in json.load(sys.stdin)])\nassert 'jax' not in sys.modules"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(calls), env=environment, text=True,
+                          capture_output=True, check=True)  # fmt: skip
+    assert done.stdout == "[True, True, True]\n"
+
+
+def test_a_row_of_another_problem_is_an_error(library):
+    train, _ = rows(num_train=2)
+    with pytest.raises(ValueError, match="makes other problems"):
+        verifier.score(train[0].data_source, "4", "", train[0].extra_info | {"index": train[1].extra_info["index"]})
+    with pytest.raises(ValueError, match="lacks 'seed'"):
+        verifier.score(train[0].data_source, "4", "", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("leg_countin", "did you mean leg_counting"), ("composite", "no data set 'composite'"),
+     (sorted(UNREPEATABLE)[0], "differ from process to process")],
+)  # fmt: skip
+def test_names_that_cannot_be_used_are_refused(library, name, message):
+    with pytest.raises(ValueError, match=message):
+        rows([name])
+
+
+def test_a_run_reads_its_problems_and_takes_their_verifier(library):
+    values = default_config()
+    values.data.task = "reasoning_gym"
+    values.data.reasoning_gym.datasets = ("chain_sum",)
+    values.data.reasoning_gym.num_train, values.data.reasoning_gym.num_heldout = 4, 2
+    values.model.path = "random"
+    config = freeze(values)
+    validate(config)
+    train, heldout = read_prompts(config, character_tokenizer())
+    assert (len(train), len(heldout)) == (4, 2) and reward_function(config) == "reasoning_gym"
+    with VerifierPool(reward_function(config), num_workers=1, timeout_s=10) as pool:
+        requests = [ScoreRequest(row.data_source, row.ground_truth, "", row.extra_info) for row in train.rows]
+        verdicts = pool.score(requests)
+    assert [(verdict.error, verdict.numbers["acc"]) for verdict in verdicts] == [(None, 1.0)] * 4
+
+
+def test_options_out_of_range_are_reported_together():
+    values = default_config()
+    values.data.task = "reasoning_gym"
+    values.data.reasoning_gym.datasets = ()
+    values.data.reasoning_gym.num_train, values.data.reasoning_gym.num_heldout = 0, -1
+    with pytest.raises(ValueError) as refused:
+        validate(freeze(values))
+    for name in ("datasets is empty", "num_train=0 must be greater", "num_heldout=-1 must be 0 or more"):
+        assert f"data.reasoning_gym.{name}" in str(refused.value)
+
+
+def test_a_data_set_with_too_few_problems_is_refused(library):
+    with pytest.raises(ValueError, match=r"coin_flip has \d+ different problems, and .* = 5000 are wanted: lower"):
+        rows(["coin_flip"], num_train=5000, num_heldout=0)
