@@ -6,6 +6,8 @@ The same files give the same bytes.
 
 import argparse
 import json
+import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -172,14 +174,14 @@ def plain_number(value: Any) -> str | None:
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes Parquet or JSON Lines, as the suffix says. The file is never there by half.
+    """Writes Parquet or JSON Lines, as the suffix says. The file is never there by half, whoever else writes it.
 
     Raises:
         ValueError: another suffix.
     """
     check_output(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         if path.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(list(rows)), partial)

@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct learns word problems of one and two steps (MAWPS) with DAPO, on a laptop's CPU.
+
+    python scripts/download_smollm2.py
+    python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl
+    python -m dapo_jax.train --config configs/mawps.py
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.config import default_config
+
+CACHE = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser()
+
+
+def get_config() -> Any:
+    config = default_config()
+    config.workdir = "runs/mawps"
+    config.model.path = str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    config.model.enable_gradient_checkpointing = False
+    config.data.train_files = ("data/mawps/train.parquet",)
+    config.data.val_files = ("data/mawps/heldout.parquet",)
+    config.data.system_prompt = ""
+    config.data.train_batch_size = 16
+    config.data.gen_batch_size = 32
+    config.data.max_prompt_length = 192
+    config.data.max_response_length = 16
+    config.rollout.n = 8
+    config.rollout.max_num_seqs = 256
+    config.rollout.decode_chunk_length = 15
+    config.actor.ppo_mini_batch_size = 8
+    config.actor.ppo_micro_batch_size_per_device = 32
+    config.actor.optim.lr = 1.2e-5
+    config.actor.optim.lr_scheduler_type = "cosine"
+    config.actor.optim.min_lr_ratio = 0.1
+    config.actor.optim.lr_warmup_steps = 4
+    config.actor.optim.weight_decay = 0.0
+    config.trainer.total_training_steps = 80
+    config.trainer.test_freq = 10
+    config.trainer.save_freq = 20
+    return config
