@@ -9,11 +9,10 @@ Model: Qwen/Qwen2.5-Math-7B of the Hugging Face hub. Data: BytedTsinghua-SIA/DAP
 BytedTsinghua-SIA/AIME-2024 of the hub, whose files hold every problem about 100 and 32 times. Here one copy of each is
 right, since evaluate.n draws the 32 samples and the prompts go on for any number of epochs:
 
-    import pyarrow.parquet as pq
-    for name in ("dapo-math-17k.parquet", "aime-2024.parquet"):
-        table = pq.read_table(name)
-        first = {str(prompt): row for row, prompt in reversed([*enumerate(table["prompt"].to_pylist())])}
-        pq.write_table(table.take(sorted(first.values())), f"data/{name}")
+    python scripts/prepare_math_dapo.py dapo-math-17k.parquet
+    python scripts/prepare_aime.py aime-2024.parquet
+
+scripts/run_dapo_math.sh does all: data, preflight, training, export.
 
 Memory: attention scores are kept whole, heads x tokens x tokens in float32, so mesh.tensor divides the 28 heads (4
 key-value heads) by 4; key-value caches of 256 responses on each half of the mesh take about 30 GB a device.

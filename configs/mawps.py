@@ -37,6 +37,7 @@ def get_config() -> Any:
     config.actor.optim.lr_warmup_steps = 4
     config.actor.optim.weight_decay = 0.0
     config.trainer.total_training_steps = 80
-    config.trainer.test_freq = 10
+    config.trainer.test_freq = 20
     config.trainer.save_freq = 20
+    config.evaluate.n = 2
     return config
