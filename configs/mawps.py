@@ -24,11 +24,11 @@ def get_config() -> Any:
     config.data.system_prompt = ""
     config.data.train_batch_size = 16
     config.data.gen_batch_size = 32
-    config.data.max_prompt_length = 192
-    config.data.max_response_length = 16
+    config.data.max_prompt_length = 256
+    config.data.max_response_length = 24
     config.rollout.n = 8
     config.rollout.max_num_seqs = 256
-    config.rollout.decode_chunk_length = 15
+    config.rollout.decode_chunk_length = 8
     config.actor.ppo_mini_batch_size = 8
     config.actor.ppo_micro_batch_size_per_device = 32
     config.actor.optim.lr = 1.2e-5
@@ -39,5 +39,6 @@ def get_config() -> Any:
     config.trainer.total_training_steps = 80
     config.trainer.test_freq = 20
     config.trainer.save_freq = 20
-    config.evaluate.n = 2
+    config.evaluate.n = 1
+    config.evaluate.temperature = 0.0
     return config

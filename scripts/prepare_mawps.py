@@ -3,11 +3,12 @@
     python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl --output 'data/mawps/{split}.parquet'
     python scripts/prepare_mawps.py --download
 
-Takes JSON Lines or Parquet with `input` and `target` (the files of PaL, arXiv:2211.10435) or with `question`
-and `result` (MU-NLPC/Calc-mawps on the Hugging Face hub). Problems of one template, which tell the same story with
-other numbers, names and things, all go into the same split: a hash of the template chooses which. So no held-out
-template is trained on, and a row's split does not depend on the other rows. Equal wording has an equal equation, so the
-equations' templates need no split of their own. The verifier is `arithmetic`: the last number counts.
+Takes JSON Lines or Parquet with `input` and `target` (the files of PaL, arXiv:2211.10435) or with `question` and
+`result` (MU-NLPC/Calc-mawps on the Hugging Face hub). Problems of one template, which tell the same story with other
+numbers, names and things, all go into the same split: a hash of the template chooses which. So no held-out template is
+trained on, and a row's split does not depend on the other rows. The files have no equations to split by; equal wording
+has an equal one. Three worked examples, which are of no data set, stand before each problem. The verifier is
+`arithmetic`: the last number counts.
 """
 
 import hashlib
@@ -30,7 +31,11 @@ from data_preparation import (
     write_rows,
 )
 
-INSTRUCTION = "Answer with the number only."
+EXAMPLES = (  # made up; before every problem, since a small model follows examples rather than instructions
+    ("Ann has 3 red pens and 4 blue pens. How many pens does Ann have?", "3 + 4 = 7"),
+    ("A baker had 12 rolls and sold 5 of them. How many rolls are left?", "12 - 5 = 7"),
+    ("There are 6 boxes with 8 toys in each. How many toys are there?", "6 * 8 = 48"),
+)
 MAX_DECIMALS = 3  # of an answer: thirds and the like have no spelling that a verifier could ask for
 REPOSITORY, PATTERN = "MU-NLPC/Calc-mawps", "data/*.parquet"
 
@@ -88,12 +93,18 @@ def mawps_row(record: dict[str, Any], heldout_share: float) -> Row:
     if len(answer.partition(".")[2]) > MAX_DECIMALS:
         raise Dropped(f"answers with more than {MAX_DECIMALS} decimals")
     template = template_of(problem)
-    return make_row(
-        f"{problem} {INSTRUCTION}",
+    examples = [
+        {"role": role, "content": text}
+        for example in EXAMPLES
+        for role, text in zip(("user", "assistant"), example, strict=True)
+    ]
+    row = make_row(
+        problem,
         data_source="mawps",
         ground_truth=answer,
         extra_info={"split": split_of(template, heldout_share), "template": template},
     )
+    return row | {"prompt": examples + row["prompt"]}
 
 
 def tidy(text: str) -> str:

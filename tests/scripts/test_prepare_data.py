@@ -134,10 +134,11 @@ def test_no_template_of_mawps_is_in_both_splits(tmp_path, capsys):
     train, heldout = (problems(tmp_path / f"{split}.jsonl") for split in ("train", "heldout"))
     assert len(train) + len(heldout) == 25 and train and heldout
     template_of = load("prepare_mawps").template_of
-    templates = [{template_of(row["prompt"][0]["content"].split(" Answer with")[0]) for row in rows}
+    templates = [{template_of(row["prompt"][-1]["content"]) for row in rows}
                  for rows in (train, heldout)]  # fmt: skip
     assert not templates[0] & templates[1]
     assert templates[0] == {row["extra_info"]["template"] for row in train}
+    assert [message["role"] for message in train[0]["prompt"]] == ["user", "assistant"] * 3 + ["user"]
 
 
 def test_problems_that_tell_the_same_story_have_one_template():
@@ -160,7 +161,7 @@ def test_the_split_of_a_problem_does_not_depend_on_the_others(tmp_path):
         file = write_lines(tmp_path / f"{name}.jsonl", some)
         run("prepare_mawps", file, "--heldout-share", 0.4, "--output", tmp_path / name / "{split}.jsonl")
         splits.append({
-            row["prompt"][0]["content"]: split
+            row["prompt"][-1]["content"]: split
             for split in ("train", "heldout") for row in problems(tmp_path / name / f"{split}.jsonl")
         })  # fmt: skip
     assert splits[1].items() <= splits[0].items() and 1 < len(splits[1]) < len(splits[0])
