@@ -3,6 +3,13 @@
     python scripts/download_smollm2.py
     python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl
     python -m dapo_jax.train --config configs/mawps.py
+
+Hardware: two CPU cores and 12 GiB of memory (4.6 used); the time has not been measured. Expect: 0.125 of the first
+64 held-out problems right before training, greedily decoded (measured). Where it ends has not been: no run has
+gone to the end. Held-out problems have templates that none of the 1261 training problems has (docs/data.md).
+
+What the model is asked: at temperature 1, "Answer with the number only." was right for 1.5% of the held-out problems;
+three worked examples as turns of the chat, with the equation as the answer, for 8% of 24 of them.
 """
 
 import os
