@@ -188,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
     parser.add_argument("--adapter", action="store_true", help="the adapters of model.lora alone, for PEFT")
     given, rest = parser.parse_known_args(arguments)
-    with refusals():
+    with refusals(rest):
         config = read_config(["export", *rest])
-        with processes_of(config), refusals():
+        with processes_of(config), refusals(rest):
             step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
             if is_first():
                 print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")

@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="compile decoding for the first and last window alone")
     parser.add_argument("--json", help="file for the JSON report, which is printed last unless given")
     given, rest = parser.parse_known_args(arguments)
-    with refusals():
+    with refusals(rest):
         config = read_config(["preflight", *rest])
         report = preflight(
             config, given.topology, response_length=given.response_length, quick=given.quick, progress=sys.stderr

@@ -25,8 +25,8 @@ from dapo_jax.evaluate import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, train_on
 from dapo_jax.monitor.alarms import raise_alarms
-from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import NoRecords, RunRecords
+from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.reports import performance_metrics, sample_texts, summary
@@ -52,8 +52,13 @@ def train(config: Config) -> Models:
         Stopped: a signal asked the run to stop, and its state is saved.
     """
     validate(config)
+    with open_workdir(config.workdir, detailed=config.monitor.console == "detailed", process=jax.process_index()):
+        return _train(config)
+
+
+def _train(config: Config) -> Models:
+    """`train` in an open work directory."""
     trainer = config.trainer
-    setup_logging(config.workdir, detailed=config.monitor.console == "detailed", process=jax.process_index())
     check_processes(config)
     checkpoints = Checkpoints(
         checkpoint_dir(config),
@@ -74,7 +79,6 @@ def train(config: Config) -> Models:
                         run.console.final_table(summary(run, state.progress))
         finally:
             checkpoints.close()
-            close_logging()
     return state.models
 
 
@@ -270,9 +274,9 @@ def is_due(step: int, frequency: int, total: int) -> bool:
 
 def main() -> None:
     exit_code = 0
-    with refusals():
+    with refusals(sys.argv):
         config = read_config(sys.argv)
-        with processes_of(config), refusals():
+        with processes_of(config), refusals(sys.argv):
             try:
                 train(config)
             except Stopped:

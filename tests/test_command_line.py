@@ -1,8 +1,15 @@
+import errno
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from dapo_jax.command_line import read_config
+from dapo_jax.command_line import read_config, refusals
+from dapo_jax.parallel import processes
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny.py")
 
@@ -32,3 +39,77 @@ def test_a_missing_config_is_refused():
         read_config(["train"])
     with pytest.raises(ValueError, match="nowhere.py"):
         read_config(["train", "--config", "nowhere.py"])
+
+
+ENDINGS = [
+    (ValueError("rollout.n=0: raise it"), 2, "rollout.n=0: raise it"),
+    (RuntimeError("no group was kept"), 1, "no group was kept"),
+    (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 1, "'metrics.jsonl': make room"),
+    (PermissionError(errno.EACCES, "Permission denied", "train.log"), 1, "'train.log': let this user"),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\n" + "x\n" * 99), 1, "memory .*9 GiB.*: lower actor"),
+    (jax.errors.JaxRuntimeError("INTERNAL: broken\n" + "x\n" * 99), 1, "JAX cannot go on: INTERNAL: broken"),
+    (MemoryError("10 GiB"), 1, "this machine has too little memory"),
+    (ImportError("x needs gguf: pip install it"), 1, "pip install"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_failure_ends_with_its_code_and_message_and_with_debug_its_traceback(capsys, error, code, message, debug):
+    with pytest.raises(SystemExit) as ended, refusals(["train", "--debug"] if debug else ["train"]):
+        raise error
+    told = capsys.readouterr().err
+    assert ended.value.code == code and ended.value.__cause__ is error
+    assert ("Traceback" in told) == debug
+    *_, last = [line for line in told.splitlines() if line.startswith("dapo_jax: ")]
+    assert re.search(message, last) and ("\nx\n" in told) == (debug and "\nx" in str(error))
+
+
+@pytest.mark.parametrize("error", [TypeError("x"), KeyError("x"), NotImplementedError("x"), RecursionError("x")])
+def test_any_other_error_is_called_a_bug_with_its_traceback(capsys, error):
+    with pytest.raises(SystemExit) as ended, refusals(["train"]):
+        raise error
+    told = capsys.readouterr().err
+    assert ended.value.code == 1 and "Traceback" in told and "a bug of dapo_jax" in told.splitlines()[-1]
+
+
+def test_debug_may_stand_before_or_after_the_options():
+    for arguments in (["--debug", "--config", TINY], ["--config", TINY, "--config.seed=3", "--debug"]):
+        assert read_config(["train", *arguments]).model.path == "random"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(SystemExit(2), 2), (SystemExit("told"), 1), (SystemExit(), 0), (RuntimeError("x"), 1)]
+)
+def test_one_of_several_processes_ends_with_the_same_code(monkeypatch, capsys, error, code):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(processes.logging, "shutdown", lambda: None)
+    try:
+        raise error
+    except BaseException:
+        processes._end_at_once(error, 1)
+    assert codes == [code] and ("Traceback" in capsys.readouterr().err) == isinstance(error, RuntimeError)
+
+
+def test_one_that_lost_the_others_waits_for_the_word_of_jax(monkeypatch, capsys):
+    codes, waits = [], []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(processes.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(processes.time, "sleep", waits.append)
+    error = SystemExit(1)
+    error.__cause__ = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
+    processes._end_at_once(error, 10)
+    told = capsys.readouterr().err
+    assert codes == [1] and waits == [15] and "another process has ended" in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("command", ["train", "export", "preflight"])
+def test_every_command_refuses_an_unknown_option_with_code_two(command):
+    options = ["--output", "out"] if command == "export" else []
+    done = subprocess.run(
+        [sys.executable, "-m", f"dapo_jax.{command}", *options, "--config", TINY, "--config.nonsense=1", "--debug"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(TINY).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 2 and "nonsense" in done.stderr.splitlines()[-1] and "Traceback" in done.stderr

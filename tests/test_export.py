@@ -338,8 +338,8 @@ def test_only_the_policy_is_read(tmp_path):
     ("argument", "message"),
     [("--config.seed=0", "holds none"), ("--config.sead=0", "sead"), ("--config.mesh.fsdp=3", "holds none")],
 )
-def test_the_command_ends_with_one_line_on_what_is_wrong(tmp_path, argument, message):
+def test_the_command_ends_with_one_line_on_what_is_wrong(tmp_path, capsys, argument, message):
     command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={tmp_path}", argument]
     with pytest.raises(SystemExit) as error:
         main([*command, "--output", str(tmp_path / "out")])
-    assert re.fullmatch(f"dapo_jax: .*{message}.*", str(error.value))
+    assert error.value.code == 2 and re.fullmatch(f"dapo_jax: .*{message}.*\n", capsys.readouterr().err)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,6 +23,15 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Lets a full disk end the run instead of printing a traceback for each record."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if isinstance(sys.exception(), OSError):
+            raise
+        super().handleError(record)
+
+
 def setup_logging(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> None:
     """Sends the records of the package from INFO upwards to `workdir/train.log` (appended) and the console.
 
@@ -38,7 +48,7 @@ def setup_logging(workdir: str | os.PathLike[str], *, detailed: bool, process: i
         return
     Path(workdir).mkdir(parents=True, exist_ok=True)
 
-    file = logging.FileHandler(Path(workdir) / "train.log", encoding="utf-8")
+    file = _FileHandler(Path(workdir) / "train.log", encoding="utf-8")
     file.name = _FILE
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
 
@@ -55,11 +65,22 @@ def _add_console(level: int, form: str) -> None:
     _LOGGER.propagate = False  # absl puts a handler on the root logger: the console would show records twice
 
 
+def log_failure(error: BaseException) -> None:
+    """Writes the traceback of `error` to train.log alone, if it is open: the console shows a message instead."""
+    about = type(error), error, error.__traceback__
+    record = _LOGGER.makeRecord(_LOGGER.name, logging.ERROR, "", 0, "the run ends: %s", (error,), about)
+    for handler in _LOGGER.handlers:
+        if handler.name == _FILE:
+            with suppress(OSError):  # the disk may be what failed
+                handler.handle(record)
+
+
 def close_logging() -> None:
     """Undoes `setup_logging`: closes its handlers and hands the records to the root logger again."""
     for handler in list(_LOGGER.handlers):
         if handler.name in (_FILE, _CONSOLE):
             _LOGGER.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # what could not be written has been told already
+                handler.close()
     _LOGGER.setLevel(logging.NOTSET)
     _LOGGER.propagate = True

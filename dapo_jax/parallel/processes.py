@@ -142,22 +142,29 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
 
 
 def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
-    """Ends this process without waiting for the others, which would wait for this one."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    """Ends this process without waiting for the others, which would wait for this one.
+
+    A SystemExit has told its reason, and carries the error behind it as its cause.
+    """
+    cause = error.__cause__ if isinstance(error, SystemExit) else error
+    if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(cause):
         # Most often another process has ended. JAX's service knows which within the time below, and ends this one
         # with that message.
         print(
-            f"dapo_jax: process {jax.process_index()} cannot go on: {str(error).splitlines()[0]}\n"
+            f"dapo_jax: process {jax.process_index()} cannot go on: {str(cause).partition(chr(10))[0]}\n"
             "dapo_jax: most often another process has ended: JAX says below which",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         time.sleep(1.5 * heartbeat_timeout_s)
-    code = error.code or 0 if isinstance(error, SystemExit) else 1
-    if isinstance(code, str):
-        print(f"{code} (process {jax.process_index()})", file=sys.stderr)
-    elif not isinstance(error, SystemExit):
+    if not isinstance(error, SystemExit):
         traceback.print_exception(error)
+        code = 1
+    elif isinstance(error.code, str):
+        print(f"{error.code} (process {jax.process_index()})", file=sys.stderr)
+        code = 1
+    else:
+        code = error.code or 0
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code)

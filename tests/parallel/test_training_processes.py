@@ -191,5 +191,5 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
 def test_processes_that_were_not_started_alike_are_refused(tmp_path, logs):
     ended = finish(start(tmp_path, logs, processes=2, devices=1, second={"seed": 7}), limit_s=120)
     for code, _, errors in ended:
-        assert code == 1 and "seed must be the same in all processes: it is 0 in process 0 and 7 in process 1" in errors
-    assert files(tmp_path) == {"train.log"}
+        assert code == 2 and "seed must be the same in all processes: it is 0 in process 0 and 7 in process 1" in errors
+    assert files(tmp_path) == {"lock", "train.log"}
