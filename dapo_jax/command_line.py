@@ -1,14 +1,19 @@
 """Host: a command's config, from `--config FILE --config.key=value ... [--debug]`, and how it ends when it fails."""
 
+import difflib
 import errno
+import re
+import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import jax
 from absl import flags
-from ml_collections import config_flags
+from flax import traverse_util
+from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.aliases import resolve_aliases
 from dapo_jax.config import Config, freeze
@@ -81,24 +86,64 @@ def processes_of(config: Config) -> AbstractContextManager[None]:
 
 
 def read_config(arguments: Sequence[str]) -> Config:
-    """The frozen config that the command line describes.
+    """The frozen config that the command line describes; the first of `arguments` is the command's name.
 
     Raises:
-        ValueError: no config file, an unknown or misspelt key (with a suggestion), or a value of the wrong type.
+        ValueError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
+            wrong type.
     """
+    first = flags.FlagValues()
+    flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
     values = flags.FlagValues()
-    flags.DEFINE_bool(DEBUG.strip("-"), False, "show the traceback of a failure", flag_values=values)
-    config_flags.DEFINE_config_file(
-        "config", None, "Python file with get_config()", flag_values=values, sys_argv=list(arguments)
-    )
+    for parser in (first, values):
+        flags.DEFINE_bool(DEBUG.strip("-"), False, "show the traceback of a failure", flag_values=parser)
     try:
-        rest = values(list(arguments))
-        chosen = values["config"].value
-        if chosen is None:
+        overrides = first(list(arguments), known_only=True)
+        path = first["config"].value
+        if not path:
             raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
-        config = resolve_aliases(freeze(chosen))
+        chosen = _run_file(path)
+        _check_keys(overrides, chosen)
+        chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
+        rest = values(overrides)
+        config = resolve_aliases(freeze(chosen.value))
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
-        raise ValueError(str(error.args[0] if error.args else error).strip("\"'")) from error
+        raise ValueError(f"{error}: correct the command") from error
     if len(rest) > 1:
         raise ValueError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
     return config
+
+
+def _check_keys(overrides: Sequence[str], config: ConfigDict) -> None:
+    """Raises ValueError with every --config.key that `config` does not have, and the names that are close."""
+    keys = [".".join(path) for path in traverse_util.flatten_dict(config.to_dict())]
+    sections = {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}
+    problems = []
+    for option in overrides:
+        given = re.match(r"--?(?:no)?config\.([^=]*)", option)
+        if given and given[1] not in keys and given[1] not in sections:
+            close = difflib.get_close_matches(given[1], keys)
+            cure = f"did you mean {' or '.join(close)}?" if close else "dapo_jax/config.py lists the keys"
+            problems.append(f"{option}: there is no key {given[1]}: {cure}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _run_file(path: str) -> ConfigDict:
+    """What get_config() of a Python file returns."""
+    if not Path(path).is_file():
+        raise ValueError(f"--config={path} is not a file: give a config file, for example --config configs/tiny.py")
+    rule = f"--config={path} must be a Python file whose get_config() returns default_config() with changes"
+    try:
+        names = runpy.run_path(path)
+        config = names["get_config"]() if "get_config" in names else None
+    except (Exception, SystemExit) as error:  # a config file is a foreign program: anything can come out of it
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise ValueError(f"{rule}, and fails{where} with {type(error).__name__}: {error}: correct the file") from error
+    if not isinstance(config, ConfigDict):
+        found = f"returns {config!r}" if "get_config" in names else "has no get_config"
+        raise ValueError(f"{rule}, and {found}: correct the file")
+    return config
+
+

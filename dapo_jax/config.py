@@ -5,13 +5,20 @@ Names are verl's where verl has the option. The defaults are DAPO's (arXiv:2503.
 """
 
 import dataclasses
+import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
+
+MAY_BE_INFINITE = (  # bounds that then bound nothing
+    *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
+    *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
+)
 
 
 @dataclass(frozen=True)
@@ -437,9 +444,11 @@ def freeze(values: Any) -> Config:
 
 def _freeze(section: Any, values: Any) -> Any:
     kinds = typing.get_type_hints(section)
-    unknown = sorted(set(values) - set(kinds))
-    if unknown:
-        raise ValueError(f"unknown config keys {unknown} in {section.__name__}: start from default_config()")
+    if not isinstance(values, Mapping | config_dict.ConfigDict):
+        raise ValueError(f"{section.__name__}={values!r} must be a section of keys: start from default_config()")
+    for found, names in {"unknown": set(values) - set(kinds), "missing": set(kinds) - set(values)}.items():
+        if names:
+            raise ValueError(f"{found} config keys {sorted(names)} in {section.__name__}: start from default_config()")
     fields = {
         name: _freeze(kind, values[name])
         if dataclasses.is_dataclass(kind)
@@ -462,6 +471,44 @@ def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, An
         for name, default in defaults.items()
     }
     return known | {name: value for name, value in values.items() if not isinstance(defaults.get(name), dict)}
+
+
+def type_problems(config: Any, prefix: str = "") -> list[str]:
+    """One line for each value that is not of its key's type, is not a finite number, or does not fit 32 bits."""
+    problems = []
+    for name, kind in typing.get_type_hints(type(config)).items():
+        key, value = prefix + name, getattr(config, name)
+        if dataclasses.is_dataclass(kind):
+            problems += type_problems(value, key + ".")
+        elif not _is_of_type(value, kind):
+            problems.append(f"{key}={value!r} must be {_describe_type(kind)}: correct it")
+        elif isinstance(value, float) and not math.isfinite(value) and not (value > 0 and key in MAY_BE_INFINITE):
+            problems.append(f"{key}={value} must be a finite number: correct it")
+        elif isinstance(value, int) and abs(value) >= 2**31:
+            problems.append(f"{key}={value} must be less than 2**31: lower it")
+    return problems
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    if isinstance(kind, types.UnionType):
+        return any(_is_of_type(value, option) for option in kind.__args__)
+    if typing.get_origin(kind) is tuple:
+        element, second = kind.__args__
+        fits = isinstance(value, tuple) and all(_is_of_type(part, element) for part in value)
+        return fits and (second is ... or len(value) == len(kind.__args__))
+    if kind is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _describe_type(kind: Any) -> str:
+    if isinstance(kind, types.UnionType):
+        return " or ".join(map(_describe_type, kind.__args__))
+    if typing.get_origin(kind) is tuple:
+        element, second = kind.__args__
+        return f"{'several' if second is ... else len(kind.__args__)} values, each {_describe_type(element)}"
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "text", types.NoneType: "null"}
+    return names[kind]
 
 
 def gen_batch_size(config: Config) -> int:

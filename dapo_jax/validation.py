@@ -12,6 +12,7 @@ from dapo_jax.config import (
     micro_batch_size,
     mini_batch_size,
     token_budget,
+    type_problems,
     uses_reference,
 )
 from dapo_jax.dynamic_sampling.group_filter import RULES
@@ -60,8 +61,26 @@ POSITIVE = (
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
     "data.reasoning_gym.num_train "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep trainer.max_nonfinite_steps mesh.fsdp mesh.tensor evaluate.n"
+    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor evaluate.n "
+    "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
+    "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
+    "model.random.num_kv_heads model.random.head_dim"
 ).split()
+NOT_NEGATIVE = (
+    "seed actor.entropy_coeff algorithm.kl_ctrl.kl_coef reward.overlong_buffer.penalty_factor monitor.num_samples "
+    "data.arithmetic.num_train data.arithmetic.num_heldout model.random.initializer_range "
+    "trainer.critic_warmup trainer.rollout_devices trainer.num_processes "
+    "actor.optim.lr actor.optim.lr_warmup_steps actor.optim.weight_decay "
+    "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.weight_decay"
+).split()
+OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
+    "trainer.save_freq": "only at the end",
+    "trainer.test_freq": "only at the end",
+    "evaluate.max_prompts": "all",
+    "mesh.data": "what the other axes leave",
+}
+MAX_WORKERS = 1024  # verifier processes of one training process
+TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 POSITIVE_OR_NULL = (
     "data.gen_batch_size",
     "actor.loss_scale_factor",
@@ -72,8 +91,12 @@ POSITIVE_OR_NULL = (
 
 def validate(config: Config) -> None:
     """Raises one ValueError with every problem of `config` that can be seen without a device or a file."""
-    problems = _choice_problems(config) + _range_problems(config) + _batch_problems(config)
-    problems += _algorithm_problems(config)
+    problems = type_problems(config)
+    mistyped = {problem.partition("=")[0] for problem in problems}
+    if all(isinstance(_lookup(config, key), int | float) for key in mistyped):  # the others cannot be compared
+        others = _choice_problems(config) + _range_problems(config) + _batch_problems(config)
+        others += _algorithm_problems(config)
+        problems += [problem for problem in others if problem.partition("=")[0] not in mistyped]
     if problems:
         raise ValueError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -103,6 +126,33 @@ def _range_problems(config: Config) -> list[str]:
             problems.append(f"{key}={value} must be greater than 0, or null")
     if config.reward.memory_limit_mb < 0:
         problems.append(f"reward.memory_limit_mb={config.reward.memory_limit_mb} must be 0 (none) or more")
+    for key in NOT_NEGATIVE:
+        if not _lookup(config, key) >= 0:
+            problems.append(f"{key}={_lookup(config, key)} must be 0 or more")
+    for key, meaning in OFF_OR_POSITIVE.items():
+        value = _lookup(config, key)
+        if value == 0 or value < -1:
+            problems.append(f"{key}={value} must be greater than 0, or -1 ({meaning})")
+    for name in ("actor", "critic"):
+        optim = getattr(config, name).optim
+        if not 0 <= optim.min_lr_ratio <= 1:
+            problems.append(f"{name}.optim.min_lr_ratio={optim.min_lr_ratio} must be in [0, 1]")
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            problems.append(f"{name}.optim.betas={optim.betas} must both be in [0, 1)")
+    if config.trainer.process_id < -1:
+        problems.append(f"trainer.process_id={config.trainer.process_id} must be 0 or more, or -1 (found by JAX)")
+    if config.reward.num_workers > MAX_WORKERS:
+        problems.append(f"reward.num_workers={config.reward.num_workers} must be at most {MAX_WORKERS}: lower it")
+    sizes = config.model.random
+    if sizes.num_kv_heads > 0 and sizes.num_heads % sizes.num_kv_heads:
+        problems.append(
+            f"model.random.num_heads={sizes.num_heads} must be a multiple of model.random.num_kv_heads="
+            f"{sizes.num_kv_heads}"
+        )
+    if sizes.head_dim % 2:
+        problems.append(f"model.random.head_dim={sizes.head_dim} must be even, for rotary embeddings")
+    if not config.workdir:
+        problems.append("workdir is empty: name the directory that the run writes to")
     if config.trainer.rollout_ahead not in (0, 1):
         problems.append(f"trainer.rollout_ahead={config.trainer.rollout_ahead} must be 0 or 1: batches sampled ahead")
     if config.trainer.keep_best_ckpt < 0:
@@ -138,10 +188,20 @@ def _range_problems(config: Config) -> list[str]:
             f"reward.overlong_buffer.len={buffer.len} must be in 1..data.max_response_length={longest}"
         )
     try:
-        if not isinstance(json.loads(config.data.chat_template_kwargs), dict):
+        variables = json.loads(config.data.chat_template_kwargs)
+        if not isinstance(variables, dict):
             raise ValueError("not an object")
-    except ValueError as error:
-        problems.append(f"data.chat_template_kwargs={config.data.chat_template_kwargs!r} must be JSON: {error}")
+        taken = sorted(set(variables) & set(TEMPLATE_ARGUMENTS))
+        if taken:
+            problems.append(
+                f"data.chat_template_kwargs={config.data.chat_template_kwargs!r} must not hold {', '.join(taken)}, "
+                "which every prompt has of its own: leave them out"
+            )
+    except (ValueError, RecursionError) as error:
+        problems.append(
+            f"data.chat_template_kwargs={config.data.chat_template_kwargs[:100]!r} must be a JSON object ({error}): "
+            'write it like \'{"enable_thinking": false}\''
+        )
     if not config.model.path:
         problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")
     if config.data.task == "files" and not config.data.train_files:
@@ -250,9 +310,6 @@ def _algorithm_problems(config: Config) -> list[str]:
         )
     if config.actor.use_kl_loss and not config.actor.kl_loss_coef > 0:
         problems.append(f"actor.kl_loss_coef={config.actor.kl_loss_coef} must be greater than 0 with use_kl_loss=True")
-    for key in ("actor.entropy_coeff", "algorithm.kl_ctrl.kl_coef", "actor.optim.lr", "critic.optim.lr"):
-        if not _lookup(config, key) >= 0:
-            problems.append(f"{key}={_lookup(config, key)} must be 0 or more")
     if len(correction.rollout_rs) != len(correction.rollout_rs_threshold):
         problems.append(
             f"algorithm.rollout_correction.rollout_rs={correction.rollout_rs} needs as many rollout_rs_threshold, not "

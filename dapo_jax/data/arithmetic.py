@@ -50,9 +50,9 @@ def arithmetic_rows(
 
     if len(heldout) < num_heldout or len(train) < max(num_train, 1):
         raise ValueError(
-            f"operators={operators!r} with operands from {low} to {high} make {len(operators) * span**2} "
-            f"problems, too few for num_train={num_train} and num_heldout={num_heldout}: lower these or "
-            "widen low..high"
+            f"data.arithmetic.operators={operators!r} with operands from {low} to {high} make "
+            f"{len(operators) * span**2} problems, too few for num_train={num_train} and num_heldout={num_heldout}: "
+            "lower these or widen low..high"
         )
     return (
         _rows(train[: num_train or None], "train", template),
@@ -65,16 +65,22 @@ def _check_arguments(
 ) -> None:
     if not operators or len(set(operators)) < len(operators) or not set(operators) <= set(OPERATORS):
         raise ValueError(
-            f"operators={operators!r} must be some of {''.join(OPERATORS)}, each once: correct it"
+            f"data.arithmetic.operators={operators!r} must be some of {''.join(OPERATORS)}, each once: correct it"
         )
     if low > high:
-        raise ValueError(f"low={low} must not exceed high={high}: swap them")
+        raise ValueError(f"data.arithmetic.low={low} must not exceed high={high}: swap them")
     if num_train < 0 or num_heldout < 0:
-        raise ValueError(f"num_train={num_train}, num_heldout={num_heldout} must not be negative: raise them")
-    fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+        raise ValueError(
+            f"data.arithmetic.num_train={num_train}, num_heldout={num_heldout} must not be negative: raise them"
+        )
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    except ValueError:  # a brace that is not closed
+        fields = set()
     if fields != {"a", "operator", "b"}:
         raise ValueError(
-            f"template={template!r} must have the fields {{a}}, {{operator}}, {{b}} and no others: correct it"
+            f"data.arithmetic.template={template!r} must have the fields {{a}}, {{operator}}, {{b}} and no others: "
+            "correct it"
         )
 
 

@@ -1,17 +1,22 @@
 """Host: prompt files in verl's schema (Parquet or JSON Lines) to rows."""
 
+import codecs
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.models.assemble import unreadable
 
 MAX_REPORTED_PROBLEMS = 10
+MAX_NESTING = 100  # levels of lists and objects in a row
 
 
 def read_prompt_files(
@@ -45,38 +50,51 @@ def read_prompt_files(
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, decoded row) of one file; an undecodable line comes as its JSONDecodeError."""
+    """(row number from 1, decoded row) of one file; an undecodable line comes as its error."""
     readers = {".parquet": _parquet_records, ".jsonl": _json_lines_records, ".json": _json_lines_records}
     if path.suffix not in readers:
         raise ValueError(
             f"prompt file {path} ends in {path.suffix!r}, must end in one of {', '.join(readers)}: convert it"
         )
     if not path.is_file():
-        raise ValueError(f"prompt file {path} does not exist: correct the path or prepare the data")
+        state = "is not a file" if path.exists() else "does not exist"
+        raise ValueError(f"prompt file {path} {state}: correct the path or prepare the data")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"prompt file {path} cannot be read by this user: change its permissions")
     return readers[path.suffix](path)
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[int, Any]]:
-    with pq.ParquetFile(path) as file:
-        batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
-        yield from enumerate((record for batch in batches for record in batch), start=1)
+    try:
+        with pq.ParquetFile(path) as file:
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+            yield from enumerate((record for batch in batches for record in batch), start=1)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise unreadable(path, error) from error
 
 
 def _json_lines_records(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+                if line.startswith(b"["):
+                    raise ValueError(f"prompt file {path} is one JSON list: write one object on each line (JSON Lines)")
             if line.strip():
                 try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
+                    yield number, json.loads(line.decode())
+                except (ValueError, RecursionError) as error:
                     yield number, error
 
 
 def _prompt_row(record: Any, prompt_key: str) -> tuple[PromptRow | None, list[str]]:
     """The row, or None and what is wrong with it."""
     if not isinstance(record, dict):
-        found = record if isinstance(record, json.JSONDecodeError) else f"a {type(record).__name__}"
+        found = record if isinstance(record, Exception) else f"a {type(record).__name__}"
         return None, [f"must be a JSON object, not {found}: write one object on each line"]
+    unfit = next((f"{key} {rule}" for key, value in record.items() if (rule := _unfit(value)) is not None), None)
+    if unfit is not None:
+        return None, [unfit]
     reward_model, extra_info = record.get("reward_model"), record.get("extra_info")
     prompt: Any = record.get(prompt_key)
     data_source: Any = record.get("data_source")
@@ -104,6 +122,22 @@ def _prompt_row(record: Any, prompt_key: str) -> tuple[PromptRow | None, list[st
     return PromptRow(prompt, data_source, str(ground_truth), extra_info), []
 
 
+def _unfit(value: Any, nesting: int = 1) -> str | None:
+    """Why `value` cannot be handed on as text and plain data, None if it can."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return f"holds {value[error.start]!r}, half of a character: write the whole character"
+        return None
+    if not isinstance(value, dict | list):
+        return None
+    if nesting > MAX_NESTING:
+        return f"is nested deeper than {MAX_NESTING} levels: flatten it"
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return next((rule for part in parts if (rule := _unfit(part, nesting + 1)) is not None), None)
+
+
 def _found(value: Any) -> str:
     return "is missing" if value is None else f"is {str(value)[:60]!r} ({type(value).__name__})"
 
@@ -125,4 +159,6 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    return isinstance(value, float | Decimal) and math.isfinite(value)

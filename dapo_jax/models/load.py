@@ -27,4 +27,4 @@ def is_gguf(path: str | Path) -> bool:
     if path.is_dir():
         return False
     state = "is neither" if path.exists() else "does not exist"
-    raise ValueError(f"model.path={path} {state}: give a Hugging Face model directory or a .gguf file")
+    raise ValueError(f"the model path {path} {state}: give a Hugging Face model directory or a .gguf file")

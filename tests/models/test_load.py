@@ -35,7 +35,7 @@ def test_a_gguf_file_is_read_as_one(tmp_path):
 @pytest.mark.parametrize("name", ["absent", "absent.gguf", "model.bin"])
 def test_anything_else_is_an_error_that_says_what_is_accepted(tmp_path, name):
     (tmp_path / "model.bin").write_bytes(b"weights")
-    message = f"model.path=.*{name} .*: give a Hugging Face model directory or a .gguf file"
+    message = f"the model path .*{name} .*: give a Hugging Face model directory or a .gguf file"
     with pytest.raises(ValueError, match=message):
         read_model_architecture(tmp_path / name)
     arch = read_model_architecture(DATA / "llama_tied")
