@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from dapo_jax.models.gguf_files import open_gguf
+from dapo_jax.models.model_files import unreadable
 
 CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # values of tokenizer.ggml.token_type
 
@@ -38,7 +39,10 @@ def read_tokenizer_metadata(path: Path) -> dict[str, Any]:
     """
     fields = open_gguf(path).fields
     names = [name for name in fields if name.startswith("tokenizer.")]
-    metadata = {name.removeprefix("tokenizer."): fields[name].contents() for name in names}
+    try:
+        metadata = {name.removeprefix("tokenizer."): fields[name].contents() for name in names}
+    except UnicodeDecodeError as error:
+        raise unreadable(path, error) from error
     for name, known in {"ggml.model": ["gpt2"], "ggml.pre": list(WORD_PATTERNS)}.items():
         if metadata.get(name) not in known:
             raise ValueError(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo_jax.data.rows import PromptRow
-from dapo_jax.models.assemble import unreadable
+from dapo_jax.models.model_files import unreadable
 
 MAX_REPORTED_PROBLEMS = 10
 MAX_NESTING = 100  # levels of lists and objects in a row

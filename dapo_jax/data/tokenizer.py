@@ -1,7 +1,6 @@
 """Host: text to token ids and back, for Hugging Face directories, GGUF files and a toy alphabet."""
 
 import functools
-import json
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from dapo_jax.data import gguf_tokenizer
 from dapo_jax.data.chat_template import render
+from dapo_jax.models.model_files import read_object, unreadable
+
+MAX_TOKENS = 2**31
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer path {str(path)!r} must be an existing directory with tokenizer.json or an existing "
             ".gguf file: correct the path or download the model first"
         )
-    for index in tokenizer.eos_ids:
-        if tokenizer.backend.id_to_token(index) is None:
-            raise ValueError(
-                f"{path}: eos_token_id={index} must be a token of the tokenizer: correct its files"
-            )
+    for name, index in (*(("eos_token_id", index) for index in tokenizer.eos_ids), ("pad_token_id", tokenizer.pad_id)):
+        known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < MAX_TOKENS
+        if not known or tokenizer.backend.id_to_token(index) is None:
+            raise ValueError(f"{path}: {name}={index!r} must be a token of the tokenizer: correct its files")
     for name in ("bos_token", "eos_token", "pad_token"):
         text = tokenizer.special_tokens.get(name)
         if text is not None and tokenizer.backend.token_to_id(text) is None:
@@ -130,7 +131,10 @@ def _from_directory(directory: Path) -> Tokenizer:
         raise ValueError(
             f"{directory} has no tokenizer.json: save the model's fast tokenizer there by AutoTokenizer"
         )
-    backend = tokenizers.Tokenizer.from_file(str(file))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more precise
+        raise unreadable(file, error) from error
     backend.no_truncation()
     backend.no_padding()
     settings = _read_json(directory / "tokenizer_config.json")
@@ -156,7 +160,7 @@ def _from_directory(directory: Path) -> Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}
 
 
 def _directory_eos_ids(
@@ -176,19 +180,30 @@ def _directory_eos_ids(
     return (eos,)
 
 
-def _directory_chat_template(directory: Path, configured: str | list[dict[str, str]] | None) -> str | None:
+def _directory_chat_template(directory: Path, configured: Any) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's; of several named ones the default."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    if isinstance(configured, list):
-        return {entry["name"]: entry["template"] for entry in configured}.get("default")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise unreadable(file, error) from error
+    if isinstance(configured, list) and all(isinstance(entry, dict) for entry in configured):
+        configured = {entry.get("name"): entry.get("template") for entry in configured}.get("default")
+    if not isinstance(configured, str | None):
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: chat_template={str(configured)[:60]!r} must be text, or a list of "
+            "objects with name and template: download it again, or write chat_template.jinja"
+        )
     return configured
 
 
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = gguf_tokenizer.read_tokenizer_metadata(path)
-    backend = gguf_tokenizer.byte_level_bpe(metadata)
+    try:
+        backend = gguf_tokenizer.byte_level_bpe(metadata)
+    except Exception as error:  # the library raises nothing more precise
+        raise unreadable(path, error) from error
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids: dict[str, Any] = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
     eos, eot = ids["eos_token"], metadata.get("ggml.eot_token_id")

@@ -1,9 +1,11 @@
 """Host: the sizes and switches of a decoder-only transformer, read from a Hugging Face config.json."""
 
-import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from dapo_jax.models.model_files import read_object
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Architecture:
                 f"num_attention_heads={self.num_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, for rotary embeddings")
 
 
 # Start of the Hugging Face architecture name -> (family, qkv_bias, qk_norm)
@@ -54,14 +58,16 @@ FAMILIES = {
 }
 LANGUAGE_MODEL, REWARD_MODEL = "ForCausalLM", "ForSequenceClassification"  # and its end
 
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "rms_norm_eps",
-)
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+REQUIRED = (*SIZES, "rms_norm_eps")
+TYPES = {  # of the keys that are not null, beside the sizes
+    "a positive number": ("rms_norm_eps", "rope_theta"),
+    "a number from 0": ("initializer_range",),
+    "an object": ("rope_parameters", "rope_scaling", "id2label"),
+    "a list": ("architectures", "layer_types"),
+    "true or false": ("tie_word_embeddings",),
+}
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
 
 
 def read_architecture(directory: str | Path) -> Architecture:
@@ -69,18 +75,21 @@ def read_architecture(directory: str | Path) -> Architecture:
     path = Path(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"{path} does not exist: model.path must be a Hugging Face model directory")
+    hf = read_object(path)
     try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}): download it again") from error
-    return architecture_from_hf(hf)
+        return architecture_from_hf(hf)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: choose a supported model, or download it again") from error
 
 
 def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     """Translates a Hugging Face config, in the spelling before or after transformers 5."""
+    mistyped = _mistyped(hf)
+    if mistyped:
+        raise ValueError("; ".join(mistyped))
     known = {name + task: name for name in FAMILIES for task in (LANGUAGE_MODEL, REWARD_MODEL)}
     names = hf.get("architectures") or []
-    if len(names) != 1 or names[0] not in known:
+    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
         raise ValueError(f"architectures={names} is not supported: choose one of {sorted(known)}")
     family, qkv_bias, qk_norm = FAMILIES[known[names[0]]]
     scalar_head = names[0].endswith(REWARD_MODEL)
@@ -101,15 +110,50 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
         num_heads=hf["num_attention_heads"],
         num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
         rms_norm_eps=hf["rms_norm_eps"],
-        tie_embeddings=hf.get("tie_word_embeddings", False),
+        tie_embeddings=bool(hf.get("tie_word_embeddings")),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         rope_scaling=_llama3_scaling(scaling) if _rope_type(scaling) == "llama3" else None,
         initializer_range=hf.get("initializer_range", 0.02),
         scalar_head=scalar_head,
     )
+
+
+def is_size(value: Any) -> bool:
+    """Whether `value` can be the size of something."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE
+
+
+def is_positive_number(value: Any) -> bool:
+    """Whether `value` is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _mistyped(hf: dict[str, Any]) -> list[str]:
+    sizes = (*SIZES, "num_key_value_heads", "head_dim")
+    problems = [
+        f"{name}={hf[name]!r} must be a positive integer"
+        for name in sizes
+        if hf.get(name) is not None and not is_size(hf[name])
+    ]
+    fits = {
+        "a positive number": is_positive_number,
+        "a number from 0": lambda value: value == 0 or is_positive_number(value),
+        "an object": lambda value: isinstance(value, dict),
+        "a list": lambda value: isinstance(value, list),
+        "true or false": lambda value: isinstance(value, bool),
+    }
+    for rule, names in TYPES.items():
+        problems += [
+            f"{name}={hf[name]!r} must be {rule}"
+            for name in names
+            if hf.get(name) is not None and not fits[rule](hf[name])
+        ]
+    if not problems and (hf.get("num_hidden_layers") or 0) > MAX_LAYERS:
+        problems.append(f"num_hidden_layers={hf['num_hidden_layers']} must be at most {MAX_LAYERS}")
+    return problems
 
 
 def _rope_type(scaling: dict[str, Any]) -> str:
@@ -126,12 +170,18 @@ def _unsupported_rope(scaling: dict[str, Any]) -> list[str]:
         return [f"rope_type={kind!r}: only 'default' and 'llama3' are supported"]
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         return [f"partial_rotary_factor={scaling['partial_rotary_factor']}: only 1.0 is supported"]
-    needed = fields(Llama3RopeScaling) if kind == "llama3" else ()
-    return [f"no {field.name} for its llama3 rope scaling" for field in needed if field.name not in scaling]
+    theta = scaling.get("rope_theta", 1.0)
+    problems = [] if is_positive_number(theta) else [f"rope_theta={theta!r}: must be a positive number"]
+    for field in fields(Llama3RopeScaling) if kind == "llama3" else ():
+        if field.name not in scaling:
+            problems.append(f"no {field.name} for its llama3 rope scaling")
+        elif not is_positive_number(scaling[field.name]):
+            problems.append(f"{field.name}={scaling[field.name]!r} of its rope scaling: must be a positive number")
+    return problems
 
 
 def _unsupported(hf: dict[str, Any], family: str) -> list[str]:
-    problems = [f"no {name}" for name in REQUIRED if name not in hf]
+    problems = [f"no {name}" for name in REQUIRED if hf.get(name) is None]
     if hf.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={hf['hidden_act']!r}: only 'silu' is supported")
     for name in ("attention_bias", "mlp_bias"):

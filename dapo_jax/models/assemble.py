@@ -15,7 +15,6 @@ from dapo_jax.models.weights import Weight, unflatten, weight_table
 Place = Callable[[Weight, np.ndarray], jax.Array]
 Shape = tuple[int, ...]
 MAX_PROBLEMS = 10
-LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ def assemble(
         problems: what the caller has already found wrong with the tensors.
 
     Raises:
-        ValueError: `problems`, and each missing, unknown or misshapen tensor, up to ten together.
+        ValueError: `problems`, and each missing, unknown or misshapen tensor, up to ten together; or a tensor with a
+            value that is not finite.
     """
     names = {weight: tensor_names(weight, template(weight)) for weight in weight_table(arch)}
     expected = {name: weight.hf_shape for weight in names for name in names[weight]}
@@ -61,8 +61,8 @@ def assemble(
 
     def leaves() -> Iterator[tuple[Weight, jax.Array]]:
         for weight in names:
-            stored = [tensors[name] for name in names[weight]]
-            placed = jax.block_until_ready(place(weight, _read_leaf(weight, stored)))
+            stored = {name: tensors[name] for name in names[weight]}
+            placed = jax.block_until_ready(place(weight, _read_leaf(source, weight, stored)))
             gc.collect(generation=0)  # only now does JAX let go of the copy on the host
             yield weight, placed
 
@@ -74,14 +74,6 @@ def tensor_names(weight: Weight, template: str) -> list[str]:
     if not weight.stacked:
         return [template]
     return [template.format(layer=layer) for layer in range(weight.shape[0])]
-
-
-def unreadable(path: Path, error: Exception) -> ValueError:
-    """The error for a file that its format's reader rejects, with the cure."""
-    with path.open("rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            return ValueError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull'")
-    return ValueError(f"{path} is damaged or incomplete ({error}): download it again")
 
 
 def _mismatches(
@@ -98,11 +90,16 @@ def _mismatches(
             yield f"tensor {name} has shape {tensor.shape}, expected {shape}"
 
 
-def _read_leaf(weight: Weight, tensors: Sequence[StoredTensor]) -> np.ndarray:
+def _read_leaf(source: Path, weight: Weight, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
     leaf = np.empty(weight.shape, np.float32)
-    for part, tensor in zip(leaf if weight.stacked else [leaf], tensors, strict=True):
+    for part, (name, tensor) in zip(leaf if weight.stacked else [leaf], tensors.items(), strict=True):
         if weight.transposed:
             part.reshape(weight.hf_shape[::-1])[...] = tensor.read().T
         else:
             part.reshape(weight.hf_shape)[...] = tensor.read()
+        if not np.isfinite(part).all():
+            raise ValueError(
+                f"{source}: {np.count_nonzero(~np.isfinite(part))} of {part.size} values of tensor {name} are NaN or "
+                "infinite: download the model again, or take an earlier checkpoint of the run that wrote it"
+            )
     return leaf

@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.models.architecture import FAMILIES, Architecture
-from dapo_jax.models.assemble import Place, StoredTensor, assemble, unreadable
+from dapo_jax.models.architecture import FAMILIES, Architecture, is_positive_number, is_size
+from dapo_jax.models.assemble import Place, StoredTensor, assemble
+from dapo_jax.models.gguf_layout import check_layout
+from dapo_jax.models.model_files import unreadable
 
 # general.architecture -> name in FAMILIES; Mistral is stored as llama
 ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
-REQUIRED = (
-    "block_count",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-)
+SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+OPTIONAL_SIZES = ("attention.head_count_kv", "attention.key_length")
+REQUIRED = (*SIZES, "attention.layer_norm_rms_epsilon")
 
 # last part of a weight's path -> tensor name
 TENSOR_NAMES = {
@@ -86,6 +84,13 @@ def _unsupported(values: dict[str, Any], tensors: Container[str]) -> list[str]:
             problems.append(f"{key}={value}: must be one value, the same for all layers")
     if "token_embd.weight" not in tensors:
         problems.append("tensor token_embd.weight is missing")
+    for key in (*SIZES, *OPTIONAL_SIZES):
+        value = values.get(key, 1)
+        if not (is_size(value) or isinstance(value, list)):  # a list is told already
+            problems.append(f"{key}={value!r}: must be a positive integer")
+    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
+        if not is_positive_number(values.get(key, 1.0)):
+            problems.append(f"{key}={values[key]!r}: must be a positive number")
     if problems:
         return problems
     scaling = {key: value for key, value in values.items() if key.startswith("rope.scal")}
@@ -136,8 +141,9 @@ def _open(path: Path, _modified: int) -> Any:
     except ImportError as error:
         raise ImportError(f"{path} needs the package gguf: pip install 'dapo_jax[quickstart]'") from error
     try:
+        check_layout(path)
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise unreadable(path, error) from error
 
 

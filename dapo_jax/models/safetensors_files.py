@@ -1,6 +1,5 @@
 """Host: parameters from the safetensors files of a Hugging Face model directory."""
 
-import json
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.assemble import Place, StoredTensor, assemble, unreadable
+from dapo_jax.models.assemble import Place, StoredTensor, assemble
+from dapo_jax.models.model_files import read_object, unreadable
 
 DTYPES = ("F32", "F16", "BF16")
 ROTARY_BUFFER = "rotary_emb.inv_freq"  # written by old versions of transformers; derived, not a weight
@@ -45,19 +45,18 @@ def load_safetensors(directory: str | Path, arch: Architecture, place: Place) ->
 
 def _weight_files(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.exists():
+    if single.is_file():
         return [single]
     if not index.exists():
         raise ValueError(
             f"{directory} holds neither {single.name} nor {index.name}: "
             "model.path must hold the weights as safetensors; convert other formats first"
         )
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    except (json.JSONDecodeError, KeyError) as error:
-        raise unreadable(index, error) from error
-    files = [directory / name for name in sorted(set(names))]
-    missing = [file.name for file in files if not file.exists()]
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(name == Path(str(name)).name for name in names.values()):
+        raise ValueError(f"{index} must have a weight_map from tensors to files beside it: download it again")
+    files = [directory / name for name in sorted(set(names.values()))]
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"{index} names files that are not there: {missing}: download them into {directory}")
     return files
@@ -66,5 +65,5 @@ def _weight_files(directory: Path) -> list[Path]:
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise unreadable(path, error) from error

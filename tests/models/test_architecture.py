@@ -119,5 +119,5 @@ def test_missing_or_damaged_config_json_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="config.json does not exist"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-5])
-    with pytest.raises(ValueError, match="config.json is not JSON"):
+    with pytest.raises(ValueError, match="config.json is damaged or incomplete"):
         read_architecture(tmp_path)

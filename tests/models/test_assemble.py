@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.models.architecture import read_architecture
-from dapo_jax.models.assemble import StoredTensor, assemble, tensor_names, unreadable
+from dapo_jax.models.assemble import StoredTensor, assemble, tensor_names
 from dapo_jax.models.weights import weight_table
 
 ARCH = read_architecture(Path(__file__).parent / "data" / "qwen2_bias_tied")
@@ -109,9 +109,12 @@ def test_unused_tensors_must_still_have_the_expected_shape():
         assemble(SOURCE, ARCH, tensors, hf_name, lambda weight, array: array, unused=unused)
 
 
-def test_a_git_lfs_pointer_is_recognised(tmp_path):
-    path = tmp_path / "weights"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert "a Git LFS pointer, not the file itself: run 'git lfs pull'" in str(unreadable(path, KeyError()))
-    path.write_bytes(b"")
-    assert "is damaged or incomplete (too short)" in str(unreadable(path, ValueError("too short")))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_value_that_is_not_finite_is_refused_with_its_tensor(value, name):
+    tensors = stored_tensors()
+    damaged = tensors[name].read()
+    damaged.flat[3] = value
+    tensors[name] = StoredTensor(damaged.shape, lambda: damaged)
+    with pytest.raises(ValueError, match=f"model: 1 of {damaged.size} values of tensor {name} are NaN or infinite: "):
+        assemble(SOURCE, ARCH, tensors, hf_name, lambda weight, array: array)

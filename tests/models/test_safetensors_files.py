@@ -139,10 +139,20 @@ def test_a_missing_shard_is_an_error(tmp_path, tensors):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "{}"])
-def test_a_damaged_index_is_an_error(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is damaged or incomplete"),
+        ("{}", "must have a weight_map"),
+        ("null", "must hold a JSON object"),
+        ('{"weight_map": ["a"]}', "must have a weight_map"),
+        ('{"weight_map": {"a": 3}}', "must have a weight_map"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "must have a weight_map"),
+    ],
+)
+def test_a_damaged_index_is_an_error(tmp_path, text, message):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="index.json is damaged or incomplete"):
+    with pytest.raises(ValueError, match=f"index.json {message}"):
         load(tmp_path)
 
 

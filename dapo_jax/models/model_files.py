@@ -1,0 +1,27 @@
+"""Host: the files of a model directory: their JSON, and what is said of a file that cannot be read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+LFS_POINTER = b"version https://git-lfs"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. ValueError names the file that holds something else."""
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise unreadable(path, error) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}: download it again")
+    return value
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    """The error for a file that its format's reader rejects, with the cure."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return ValueError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull'")
+    reason = str(error)[:300] or type(error).__name__
+    return ValueError(f"{path} is damaged or incomplete ({reason}): download it again")
