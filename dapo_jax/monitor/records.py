@@ -140,11 +140,17 @@ def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) 
     """Returns a line `key: recorded -> given` for each key whose value in `config.json` is another one.
 
     Without a `config.json` there is nothing to compare and the list is empty.
+
+    Raises:
+        ValueError: `config.json` is damaged.
     """
     path = Path(workdir) / _CONFIG
     if not path.exists():
         return []
-    recorded = _flatten(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        recorded = _flatten(json.loads(path.read_bytes()))
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, the run writes it again") from error
     given = _flatten(json.loads(json.dumps(config)))  # tuples become lists, as in the file
     shown = [
         {key: repr(values[key]) if key in values else "absent" for key in recorded | given}
