@@ -8,7 +8,6 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -444,7 +443,7 @@ def freeze(values: Any) -> Config:
 
 def _freeze(section: Any, values: Any) -> Any:
     kinds = typing.get_type_hints(section)
-    if not isinstance(values, Mapping | config_dict.ConfigDict):
+    if not hasattr(values, "keys"):
         raise ValueError(f"{section.__name__}={values!r} must be a section of keys: start from default_config()")
     for found, names in {"unknown": set(values) - set(kinds), "missing": set(kinds) - set(values)}.items():
         if names:

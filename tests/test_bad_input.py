@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ends_within import ends_within
 from safetensors.numpy import load_file, save_file
 from small_run import CONFIGS, small_config
 
@@ -61,7 +62,7 @@ ACCEPTED: dict[str, Case] = {}  # unusual, but right
 def run(monkeypatch, capsys, arguments: list[str]) -> tuple[int, str]:
     """The exit code of the training command and what it says on stderr."""
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, ends_within(60):
         train.main()
     assert isinstance(ended.value.code, int)
     return ended.value.code, capsys.readouterr().err
@@ -87,6 +88,8 @@ def check(case: Case, monkeypatch, capsys, directory: Path) -> None:
     for part in case.told:
         assert part.replace("DIR", str(directory)) in told, told
     assert {name: (workdir / name).read_text() for name in before} == before
+    if (workdir / "train.log").is_file():
+        assert "Traceback" in (workdir / "train.log").read_text()
 
 
 # The command line and the config.

@@ -1,3 +1,4 @@
+import math
 import re
 from typing import Any
 
@@ -5,7 +6,16 @@ import pytest
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.config import Config, default_config, freeze
-from dapo_jax.validation import CHOICES, POSITIVE, POSITIVE_OR_NULL, keeps_some, validate, warnings
+from dapo_jax.validation import (
+    CHOICES,
+    NOT_NEGATIVE,
+    OFF_OR_POSITIVE,
+    POSITIVE,
+    POSITIVE_OR_NULL,
+    keeps_some,
+    validate,
+    warnings,
+)
 
 ALGORITHM, CORRECTION, FILTER = "algorithm", "algorithm.rollout_correction", "algorithm.filter_groups"
 
@@ -273,3 +283,57 @@ def test_what_is_rarely_meant_is_allowed_with_a_warning(unusual, message, usual)
     assert problems(unusual) == []
     assert_one(warnings(config_with(unusual)), message)
     assert warnings(config_with({**unusual, **usual})) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.n": None}, "rollout.n=None must be an integer: correct it"),
+        ({"actor.optim.lr": None}, "actor.optim.lr=None must be a number"),
+        ({"data.shuffle": None}, "data.shuffle=None must be True or False"),
+        ({"workdir": None}, "workdir=None must be text"),
+        ({"data.train_files": (1,)}, r"data.train_files=\(1,\) must be several values, each text"),
+        ({"actor.optim.betas": (0.9,)}, r"actor.optim.betas=\(0.9,\) must be 2 values, each a number"),
+        ({"rollout.temperature": math.nan}, "rollout.temperature=nan must be a finite number"),
+        ({"actor.clip_ratio_high": math.nan}, "actor.clip_ratio_high=nan must be a finite number"),
+        ({"actor.clip_ratio_high": -math.inf}, "actor.clip_ratio_high=-inf must be a finite number"),
+        ({"critic.optim.lr": math.inf}, "critic.optim.lr=inf must be a finite number"),
+        ({"seed": 2**31}, "seed=2147483648 must be less than"),
+    ],
+)
+def test_a_value_of_another_type_or_no_finite_number_is_refused_once(changes, message):
+    assert_one(problems(changes), message)
+
+
+def test_a_bound_may_be_infinite_and_an_optional_value_null():
+    assert problems({"actor.grad_clip": math.inf, "actor.clip_ratio_high": math.inf, "data.gen_batch_size": None}) == []
+
+
+@pytest.mark.parametrize("key", NOT_NEGATIVE)
+def test_what_must_not_be_negative_is_refused_below_zero(key):
+    assert any(line.startswith(f"{key}=-1") and "must be 0 or more" in line for line in problems({key: -1}))
+
+
+@pytest.mark.parametrize("key", OFF_OR_POSITIVE)
+def test_minus_one_has_a_meaning_and_zero_has_none(key):
+    for value in (0, -2):
+        assert_one(problems({key: value}), rf"^{key}={value} must be greater than 0, or -1 \({OFF_OR_POSITIVE[key]}\)$")
+    assert problems({key: -1}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actor.optim.betas": (1.0, 0.9)}, "actor.optim.betas=.* must both be in"),
+        ({"critic.optim.min_lr_ratio": 1.5}, "critic.optim.min_lr_ratio=1.5 must be in"),
+        ({"trainer.process_id": -2}, "trainer.process_id=-2 must be 0 or more, or -1"),
+        ({"reward.num_workers": 1025}, "reward.num_workers=1025 must be at most 1024"),
+        ({"model.random.num_heads": 3}, "model.random.num_heads=3 must be a multiple of model.random.num_kv_heads=2"),
+        ({"model.random.head_dim": 15}, "model.random.head_dim=15 must be even"),
+        ({"workdir": ""}, "workdir is empty: name"),
+        ({"data.chat_template_kwargs": '{"messages": 1}'}, "must not hold messages, .* leave them out"),
+        ({"data.chat_template_kwargs": "[" * 10**5}, "must be a JSON object .maximum recursion"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_with_the_rule(changes, message):
+    assert_one(problems(changes), message)

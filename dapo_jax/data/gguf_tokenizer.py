@@ -6,8 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from dapo_jax.models.gguf_files import open_gguf
-from dapo_jax.models.model_files import unreadable
+from dapo_jax.models.gguf_files import read_metadata
 
 CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # values of tokenizer.ggml.token_type
 
@@ -37,12 +36,7 @@ def read_tokenizer_metadata(path: Path) -> dict[str, Any]:
         ImportError: without the optional package gguf.
         ValueError: the file cannot be read, or holds no byte-level BPE tokenizer with a known pre-tokenizer.
     """
-    fields = open_gguf(path).fields
-    names = [name for name in fields if name.startswith("tokenizer.")]
-    try:
-        metadata = {name.removeprefix("tokenizer."): fields[name].contents() for name in names}
-    except UnicodeDecodeError as error:
-        raise unreadable(path, error) from error
+    metadata = read_metadata(path, "tokenizer.")
     for name, known in {"ggml.model": ["gpt2"], "ggml.pre": list(WORD_PATTERNS)}.items():
         if metadata.get(name) not in known:
             raise ValueError(

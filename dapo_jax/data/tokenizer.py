@@ -200,18 +200,22 @@ def _directory_chat_template(directory: Path, configured: Any) -> str | None:
 
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = gguf_tokenizer.read_tokenizer_metadata(path)
-    try:
-        backend = gguf_tokenizer.byte_level_bpe(metadata)
-    except Exception as error:  # the library raises nothing more precise
-        raise unreadable(path, error) from error
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids: dict[str, Any] = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
     eos, eot = ids["eos_token"], metadata.get("ggml.eot_token_id")
+    try:
+        backend = gguf_tokenizer.byte_level_bpe(metadata)
+        special_tokens = {name: metadata["ggml.tokens"][i] for name, i in ids.items() if i is not None}
+    except Exception as error:  # the library raises nothing more precise
+        raise unreadable(path, error) from error
+    chat_template = metadata.get("chat_template")
+    if not isinstance(chat_template, str | None):
+        raise ValueError(f"{path}: tokenizer.chat_template={str(chat_template)[:60]!r} must be text: download it again")
     return Tokenizer(
         backend=backend,
         eos_ids=(eos,) if eot in (None, eos) else (eos, eot),
         pad_id=eos if ids["pad_token"] is None else ids["pad_token"],
-        special_tokens={name: metadata["ggml.tokens"][i] for name, i in ids.items() if i is not None},
+        special_tokens=special_tokens,
         add_bos=metadata.get("ggml.add_bos_token", metadata["ggml.pre"] in gguf_tokenizer.LLAMA3),
-        chat_template=metadata.get("chat_template"),
+        chat_template=chat_template,
     )

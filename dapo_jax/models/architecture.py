@@ -191,5 +191,5 @@ def _unsupported(hf: dict[str, Any], family: str) -> list[str]:
     if hf.get("sliding_window") is not None and window_used:
         problems.append(f"sliding_window={hf['sliding_window']}: only full attention is supported")
     if any(kind != "full_attention" for kind in hf.get("layer_types") or []):
-        problems.append(f"layer_types={sorted(set(hf['layer_types']))}: only full_attention is supported")
+        problems.append(f"layer_types={sorted(set(map(str, hf['layer_types'])))}: only full_attention is supported")
     return problems

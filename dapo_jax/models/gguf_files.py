@@ -44,13 +44,11 @@ TENSOR_NAMES = {
 def read_gguf_architecture(path: str | Path) -> Architecture:
     """The architecture described by the metadata of a GGUF file. ValueError names what is not supported."""
     reader = open_gguf(path)
-    field = reader.get_field("general.architecture")
-    name = field and field.contents()
-    if name not in ARCHITECTURES:
+    name = read_metadata(path, "general.").get("architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"{path}: general.architecture={name!r} must be one of {sorted(ARCHITECTURES)}")
     family, qkv_bias, qk_norm = FAMILIES[ARCHITECTURES[name]]
-    keys = [key for key in reader.fields if key.startswith(f"{name}.")]
-    values = {key.removeprefix(f"{name}."): reader.fields[key].contents() for key in keys}
+    values = read_metadata(path, f"{name}.")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     problems = _unsupported(values, tensors)
     if problems:
@@ -124,8 +122,22 @@ def load_gguf(path: str | Path, arch: Architecture, place: Place) -> dict[str, A
 
 def gguf_context_length(path: str | Path) -> int | None:
     """How many tokens the model takes, where the file says it."""
-    fields = open_gguf(path).fields
-    return next((field.contents() for name, field in fields.items() if name.endswith(".context_length")), None)
+    values = read_metadata(path, "")
+    return next((value for name, value in values.items() if name.endswith(".context_length") and is_size(value)), None)
+
+
+def read_metadata(path: str | Path, prefix: str) -> dict[str, Any]:
+    """The entries of a GGUF file whose names begin with `prefix`, without it, as plain Python values.
+
+    Raises:
+        ImportError: without the optional package gguf.
+        ValueError: the file cannot be read.
+    """
+    fields = {name: field for name, field in open_gguf(path).fields.items() if name.startswith(prefix)}
+    try:
+        return {name.removeprefix(prefix): field.contents() for name, field in fields.items()}
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        raise unreadable(Path(path), error) from error
 
 
 def open_gguf(path: str | Path) -> Any:

@@ -1,0 +1,165 @@
+"""Readers of model files meet any bytes: a result or a ValueError, never a crash, a hang or memory without measure."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from damaged_bytes import JSON, damaged, fuzz, little_memory, read_or_refused
+from ends_within import ends_within
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
+from dapo_jax.models.architecture import Architecture, architecture_from_hf, read_architecture
+from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf, read_gguf_architecture
+from dapo_jax.models.hf_config import hf_config
+from dapo_jax.models.safetensors_files import load_safetensors
+from dapo_jax.models.weights import weight_table
+
+ARCH = Architecture(
+    family="llama", vocab_size=8, hidden_size=4, intermediate_size=6, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_dim=2, rope_theta=1e4, rms_norm_eps=2.0**-17, tie_embeddings=True,
+)  # fmt: skip
+HF = hf_config(ARCH, dtype="float32", eos_ids=(1,), pad_id=0, bos_id=None, max_position_embeddings=64)
+
+
+def tensors(name_of) -> dict[str, np.ndarray]:
+    return {
+        name_of(weight).format(layer=layer): np.full(weight.hf_shape, 0.5, np.float32)
+        for weight in weight_table(ARCH)
+        for layer in range(ARCH.num_layers if weight.stacked else 1)
+    }
+
+
+def keep(weight, array):
+    return array
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """New directories, one an example: readers may keep what they know of a file."""
+    root = tmp_path_factory.mktemp("fuzz")
+    return (root / str(number) for number in range(10**6))
+
+
+def new(places, **files: bytes) -> Path:
+    path = next(places)
+    path.mkdir()
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_bytes(content)
+    return path
+
+
+SAFETENSORS = save(tensors(lambda weight: weight.hf_name))
+HEADER = 8 + int.from_bytes(SAFETENSORS[:8], "little")
+
+
+@fuzz(400)
+@given(damaged(SAFETENSORS, header=HEADER))
+@example(SAFETENSORS)
+def test_safetensors(places, content):
+    path = new(places, model__safetensors=content)
+    with little_memory(), ends_within(60), read_or_refused(path):
+        params = load_safetensors(path, ARCH, keep)
+        assert params["layers"]["query"].shape == (2, 4, 2, 2)
+
+
+@fuzz(100)
+@given(damaged(b'{"weight_map": {"a": "b.safetensors"}}') | JSON.map(lambda value: json.dumps(value).encode()))
+def test_the_index_of_safetensors(places, content):
+    path = new(places, model__safetensors__index__json=content)
+    with pytest.raises(ValueError, match=str(path)):
+        load_safetensors(path, ARCH, keep)
+
+
+@fuzz(300)
+@given(st.dictionaries(st.sampled_from([*HF, "rope_parameters", "layer_types", "id2label"]), JSON, max_size=3))
+@example({})
+def test_configs_with_other_values(changes):
+    with read_or_refused():
+        arch = architecture_from_hf(json.loads(json.dumps({**HF, **changes})))
+        assert arch.num_heads % arch.num_kv_heads == 0 and arch.head_dim % 2 == 0
+
+
+@fuzz(200)
+@given(damaged(json.dumps(HF).encode()))
+def test_damaged_configs(places, content):
+    path = new(places, config__json=content)
+    with read_or_refused(path):
+        read_architecture(path)
+
+
+TOKENIZER = character_tokenizer().backend.to_str().encode()
+SETTINGS = {"eos_token": "<eos>", "pad_token": "<pad>", "chat_template": "{{ messages }}", "add_bos_token": False}
+
+
+@fuzz(300)
+@given(damaged(TOKENIZER))
+def test_damaged_tokenizers(places, content):
+    path = new(places, tokenizer__json=content, tokenizer_config__json=json.dumps(SETTINGS).encode())
+    with little_memory(), ends_within(60), read_or_refused(path):
+        load_tokenizer(path).encode("1 + 1 =")
+
+
+@fuzz(200)
+@given(
+    st.dictionaries(st.sampled_from([*SETTINGS, "bos_token"]), JSON, max_size=3),
+    st.dictionaries(st.just("eos_token_id"), JSON),
+)
+def test_tokenizers_with_other_settings(places, settings, generation):
+    path = new(
+        places,
+        tokenizer__json=TOKENIZER,
+        tokenizer_config__json=json.dumps(SETTINGS | settings).encode(),
+        generation_config__json=json.dumps(generation).encode(),
+    )
+    with read_or_refused(path):
+        load_tokenizer(path).encode_prompt("1 + 1 =", system_prompt=None, chat_template_kwargs={})
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory) -> bytes:
+    """A model with a tokenizer of eight tokens."""
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path_factory.mktemp("whole") / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "block_count": ARCH.num_layers, "embedding_length": ARCH.hidden_size, "attention.key_length": ARCH.head_dim,
+        "feed_forward_length": ARCH.intermediate_size, "attention.head_count": ARCH.num_heads,
+        "attention.head_count_kv": ARCH.num_kv_heads,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", ARCH.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["a", "b", "ab", "<e>", "1", "2", "+", "="])
+    writer.add_token_types([1, 1, 1, 3, 1, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(3)
+    for name, tensor in tensors(lambda weight: TENSOR_NAMES[weight.path[-1]]).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+@fuzz(400)
+@given(st.data())
+def test_gguf(places, gguf_bytes, data):
+    content = data.draw(damaged(gguf_bytes, header=len(gguf_bytes) // 2))
+    path = new(places, model__gguf=content) / "model.gguf"
+    with little_memory(), ends_within(60):
+        with read_or_refused(path):
+            load_gguf(path, read_gguf_architecture(path), keep)
+        with read_or_refused(path):
+            load_tokenizer(path).encode("ab")
+
+
+def test_the_whole_gguf_file_is_read(places, gguf_bytes):
+    path = new(places, model__gguf=gguf_bytes) / "model.gguf"
+    assert read_gguf_architecture(path) == ARCH and load_tokenizer(path).encode("ab") == [2]
+    assert load_gguf(path, ARCH, keep)["embedding"].shape == (8, 4)
