@@ -54,21 +54,24 @@ def read_gguf_architecture(path: str | Path) -> Architecture:
     if problems:
         raise ValueError(f"{path} ({name}): {'; '.join(problems)}: use the model's Hugging Face directory")
     hidden_size, num_heads = values["embedding_length"], values["attention.head_count"]
-    return Architecture(
-        family=family,
-        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
-        hidden_size=hidden_size,
-        intermediate_size=values["feed_forward_length"],
-        num_layers=values["block_count"],
-        num_heads=num_heads,
-        num_kv_heads=values.get("attention.head_count_kv", num_heads),
-        head_dim=_head_dim(values),
-        rope_theta=values.get("rope.freq_base", 10000.0),
-        rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
-        tie_embeddings="output.weight" not in tensors,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-    )
+    try:
+        return Architecture(
+            family=family,
+            vocab_size=int(tensors["token_embd.weight"].shape[-1]),
+            hidden_size=hidden_size,
+            intermediate_size=values["feed_forward_length"],
+            num_layers=values["block_count"],
+            num_heads=num_heads,
+            num_kv_heads=values.get("attention.head_count_kv", num_heads),
+            head_dim=_head_dim(values),
+            rope_theta=values.get("rope.freq_base", 10000.0),
+            rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
+            tie_embeddings="output.weight" not in tensors,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: choose a supported model, or download it again") from error
 
 
 def _head_dim(values: dict[str, Any]) -> int:
