@@ -40,7 +40,7 @@ def find_trained(path: str) -> Trained | None:
     workdir = place.parent.parent if place.name.isdigit() and place.parent.name == "checkpoints" else place
     try:
         values = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(values, dict) or not {"workdir", "trainer", "actor"} <= set(values):
         return None  # a Hugging Face directory has such a file too

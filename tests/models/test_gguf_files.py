@@ -246,5 +246,5 @@ def test_text_that_is_no_utf8_and_sizes_that_are_none_are_errors(tmp_path):
         with pytest.raises(ValueError, match="block_count=.*: must be a positive integer"):
             read_gguf_architecture(path)
     path = write(tmp_path / "heads.gguf", *golden("llama_tied"), **{"attention.head_count_kv": 3})
-    with pytest.raises(ValueError, match="heads.gguf: num_attention_heads=4 must be a multiple of num_key_value_heads=3"):
+    with pytest.raises(ValueError, match="heads.gguf: num_attention_heads=4 must be a multiple of num_key_value"):
         read_gguf_architecture(path)
