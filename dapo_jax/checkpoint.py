@@ -70,6 +70,14 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         self._directory = directory
+        try:
+            if not read_only:
+                epath.Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"the directory of checkpoints {directory} cannot be made ({error}): choose another by "
+                "trainer.checkpoint_dir or workdir"
+            ) from error
         worst = -math.inf if mode == "max" else math.inf
 
         def quality(metrics: dict[str, float | None]) -> float:

@@ -465,6 +465,9 @@ def from_values(values: dict[str, Any]) -> Config:
 
 
 def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    for name, default in defaults.items():
+        if isinstance(default, dict) != isinstance(values.get(name, default), dict):
+            raise ValueError(f"{name} is {values[name]!r}, which no run has written: restore the file")
     known = {
         name: _completed(default, values[name]) if isinstance(default, dict) and name in values else default
         for name, default in defaults.items()

@@ -11,7 +11,7 @@ from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.learner.models import Models
-from dapo_jax.monitor.records import config_differences, write_config
+from dapo_jax.monitor.records import config_differences
 from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.prompt_stream import restore_stream, stream_arrays
 from dapo_jax.run import Run
@@ -32,7 +32,7 @@ class RunState:
 
 
 def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
-    """The run's newest checkpoint, else the one of trainer.resume_from_path; None for a new run. Writes config.json.
+    """The run's newest checkpoint, else the one of trainer.resume_from_path; None for a new run.
 
     Raises:
         ValueError: the workdir holds a checkpoint and is not to, or the other run has none.
@@ -55,7 +55,6 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
                 logger.warning("going on with another config: %s", line)
         for line in warnings(config):
             logger.warning("%s", line)
-        write_config(config.workdir, values)
     return origin
 
 

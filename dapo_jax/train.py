@@ -25,7 +25,7 @@ from dapo_jax.evaluate import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, train_on
 from dapo_jax.monitor.alarms import raise_alarms
-from dapo_jax.monitor.records import NoRecords, RunRecords
+from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
@@ -86,6 +86,7 @@ def open_records(config: Config, progress: Progress | None) -> RunRecords | NoRe
     """The run's records, without rows of steps that are done again; `progress` that is resumed, None for a new run."""
     if not is_first():
         return NoRecords()
+    write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     return RunRecords(config.workdir, resume_step=last_row)
 

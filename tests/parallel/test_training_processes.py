@@ -171,7 +171,7 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
     running = start(tmp_path, logs, **where)
     try:
         wait_for_rows(tmp_path, 4)  # step 3 is done and step 2 saved
-        running[killed].process.send_signal(signal.SIGTERM if killed else signal.SIGKILL)
+        running[killed].process.kill()
         running[killed].process.wait(10)
         (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
     finally:
@@ -186,6 +186,22 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
     assert rows_without_clock(tmp_path) == rows_without_clock(two[0])
     for found, wanted in zip(jax.tree.leaves(policy(tmp_path)), jax.tree.leaves(policy(two[0])), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two):
+    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.save_freq": -1}
+    running = start(tmp_path, logs, **where)
+    try:
+        wait_for_rows(tmp_path, 2)
+        running[1].process.send_signal(signal.SIGTERM)
+    finally:
+        ended = finish(running, limit_s=120)
+    assert [code for code, _, _ in ended] == [0, 0], [errors[-2000:] for _, _, errors in ended]
+    assert "stopped by a signal to another process after step" in ended[0][2]
+    (saved,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert 1 <= saved < 4
+    trained(tmp_path, logs, **where)
+    assert rows_without_clock(tmp_path) == rows_without_clock(two[0])
 
 
 def test_processes_that_were_not_started_alike_are_refused(tmp_path, logs):
