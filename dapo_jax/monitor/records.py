@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+
+from dapo_jax.monitor.event_file import EventFile
 
 _LOGGER = logging.getLogger(__name__)
 _METRICS = "metrics.jsonl"
@@ -40,7 +42,7 @@ class RunRecords:
             if int(path.stem.removeprefix("step_")) > self._last_step:
                 path.unlink()
         self._metrics = open(workdir / _METRICS, "a", encoding="utf-8")
-        self._tensorboard = _open_tensorboard(workdir / "tensorboard", purge_step=self._last_step + 1)
+        self._tensorboard = EventFile(workdir / "tensorboard", purge_step=self._last_step + 1)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the row of a step; it is on disk when this returns.
@@ -65,7 +67,8 @@ class RunRecords:
         self._last_step = step
         for name, value in values.items():
             if math.isfinite(value):
-                self._tensorboard.add_scalar(name.replace("@", "_"), value, step)
+                self._tensorboard.add(summary.scalar(name.replace("@", "_"), value), step)
+        self._tensorboard.flush()  # the step is not done again once its checkpoint is written
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes some responses of a step with their scores, one dict of text and numbers a line."""
@@ -73,7 +76,7 @@ class RunRecords:
             return
         text = "".join(_to_json_line(sample) for sample in samples)
         _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
-        self._tensorboard.add_text("samples", _to_markdown(samples), step)
+        self._tensorboard.add(summary.text("samples", _to_markdown(samples)), step)
 
     def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a batch that made a loss or gradient not finite to `nonfinite/`, the first ten of a run."""
@@ -173,15 +176,6 @@ def _drop_rows_after(workdir: Path, last_step: int) -> None:
     if last_row < last_step:
         _LOGGER.warning("%s: steps %d to %d have no row, the run goes on after step %d",
                         path, last_row + 1, last_step, last_step)
-
-
-def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
-    """Starts a new event file; TensorBoard then hides what earlier files hold from `purge_step` on.
-
-    tensorboardX names files by second and host and overwrites: the suffix keeps two starts apart.
-    """
-    suffix = f".{len(list(folder.glob('events.*'))):04d}"
-    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10, filename_suffix=suffix)
 
 
 def _to_float(name: str, value: Any) -> float:

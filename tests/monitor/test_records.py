@@ -57,7 +57,13 @@ def test_rows_hold_step_and_python_floats(tmp_path):
 def test_a_row_is_on_disk_when_write_returns(tmp_path, monkeypatch):
     records = RunRecords(tmp_path, resume_step=None)
     synced_sizes = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced_sizes.append(os.fstat(file).st_size))
+    rows = os.stat(tmp_path / "metrics.jsonl")
+
+    def fsync(file):
+        if os.path.samestat(os.fstat(file), rows):
+            synced_sizes.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     for step in range(2):
         records.write(step, {"a": 1.0})
         assert synced_sizes == [len('{"step": 0, "a": 1.0}\n') * (row + 1) for row in range(step + 1)]
@@ -148,6 +154,14 @@ def test_starting_again_from_the_beginning_drops_everything_and_says_so(tmp_path
     assert [row["actor/pg_loss"] for row in read_metrics(tmp_path)] == [0.0, 1.0]
     assert {value for _, tag, value in shown_values(tmp_path) if tag == "actor/pg_loss"} == {0.0, 1.0}
     assert "3 rows from step 0 on are dropped" in caplog.text
+
+
+def test_a_step_is_in_tensorboard_when_write_returns(tmp_path):
+    records = RunRecords(tmp_path, resume_step=None)
+    for step in range(3):
+        records.write(step, {"a": 1.0, "b": 2.0})
+        assert [entry[:2] for entry in shown_values(tmp_path)][-2:] == [(step, "a"), (step, "b")]
+    records.close()
 
 
 def test_starts_within_one_second_do_not_overwrite_each_others_events(tmp_path):
