@@ -274,6 +274,9 @@ def is_due(step: int, frequency: int, total: int) -> bool:
 
 
 def main() -> None:
+    if "--help" in sys.argv:
+        print(__doc__)
+        return
     exit_code = 0
     with refusals(sys.argv):
         config = read_config(sys.argv)

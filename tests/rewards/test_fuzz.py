@@ -1,6 +1,6 @@
 """Random texts to every verifier, random bytes to the pool: no hang, no exception but the documented, finite results.
 
-The same cases in every run: 600 texts as solution and 200 as ground truth to five verifiers, 250 to math_verify; 900
+The same cases in every run: 600 texts as solution and 200 as ground truth to five verifiers, 270 to math_verify; 900
 results, requests, answers and messages between the pool and a worker.
 """
 

@@ -1,0 +1,69 @@
+"""The scripts that show that a run survives: at a size that a test can wait for, and that they see what is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import crash_test  # noqa: E402
+import soak  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of the two runs of a crash test, and what it printed."""
+    folder = tmp_path_factory.mktemp("crash")
+    command = [sys.executable, SCRIPTS / "crash_test.py", "--kills=3", "--seed=1", f"--folder={folder}",
+               "--config.trainer.total_training_steps=30"]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder, ended.stdout
+
+
+@pytest.mark.slow
+def test_kills_cannot_be_seen(killed):
+    folder, printed = killed
+    assert "no difference after 3 kills" in printed
+    assert list(crash_test.differences(folder / "undisturbed", folder / "killed")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["a row twice", "another metric", "a lost event file", "another parameter"])
+def test_the_crash_test_sees_differences(killed, tmp_path, damage):
+    folder = tmp_path / "runs"
+    shutil.copytree(killed[0], folder)
+    rows = folder / "killed" / "metrics.jsonl"
+    lines = rows.read_text().splitlines()
+    if damage == "a row twice":
+        rows.write_text("\n".join([*lines, lines[-1]]) + "\n")
+    elif damage == "another metric":
+        lines[3] = json.dumps(json.loads(lines[3]) | {"actor/grad_norm": 0.123})
+        rows.write_text("\n".join(lines) + "\n")
+    elif damage == "a lost event file":
+        max((folder / "killed" / "tensorboard").iterdir()).unlink()
+    else:
+        newest = max(crash_test.saved_steps(folder / "killed"))
+        other = str(newest - 2)
+        shutil.rmtree(folder / "killed" / "checkpoints" / str(newest))
+        (folder / "killed" / "checkpoints" / other).rename(folder / "killed" / "checkpoints" / str(newest))
+    assert list(crash_test.differences(folder / "undisturbed", folder / "killed"))
+
+
+def test_soak_tells_growth_from_noise():
+    calm = {"resident MB": 500.0, "live arrays": 10, "live array bytes": 1e6, "open files": 30, "threads": 20,
+            "processes": 2}  # fmt: skip
+    steps = [{**calm, "resident MB": 500 + step % 3} for step in range(100)]
+    assert soak.compare(steps)[1] == []
+    for name in calm:
+        growing = [{**step, name: step[name] * (1 + number / 100)} for number, step in enumerate(steps)]
+        assert soak.compare(growing)[1] == [name]
+
+
+def test_soak_measures_this_process():
+    assert set(soak.in_use()) == {"resident MB", *soak.COUNTS} and soak.in_use()["threads"] >= 1
