@@ -32,6 +32,7 @@ class Progress:
     groups_dropped: int = 0
     tokens_generated: int = 0
     tokens_trained: int = 0
+    prompts: str = ""  # checksum of the training prompts
     nonfinite_in_a_row: int = 0  # last steps whose loss or gradient was not finite
     alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
     best: float | None = None  # trainer.best_metric at its best

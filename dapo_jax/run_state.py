@@ -60,15 +60,20 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
 
 def first_state(run: Run) -> RunState:
     """A run before its first step."""
-    algorithm = run.config.algorithm
-    stream = StreamState(
+    progress = Progress(
+        kl_coef=run.config.algorithm.kl_ctrl.kl_coef,
+        unrecorded={"metrics": {}, "samples": []} if run.config.trainer.val_before_train else None,
+        prompts=run.train_set.checksum(),
+    )
+    return RunState(run.init_models(), progress, _first_stream(run), run.sampler.engine.to_arrays())
+
+
+def _first_stream(run: Run) -> StreamState:
+    return StreamState(
         next_prompt=0,
-        keep_rate=algorithm.filter_groups.stream.keep_rate_prior,
+        keep_rate=run.config.algorithm.filter_groups.stream.keep_rate_prior,
         history=History.empty(len(run.train_set)),
     )
-    empty = {"metrics": {}, "samples": []} if run.config.trainer.val_before_train else None
-    progress = Progress(kl_coef=algorithm.kl_ctrl.kl_coef, unrecorded=empty)
-    return RunState(run.init_models(), progress, stream, run.sampler.engine.to_arrays())
 
 
 def save_state(run: Run, checkpoints: Checkpoints, state: RunState, *, metric: float | None = None) -> None:
@@ -84,7 +89,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     """The state that was saved at `origin`.
 
     Raises:
-        ValueError: it is of another model, or damaged.
+        ValueError: it is of another model, of this run with other prompts, or damaged.
     """
     critic_shape = run.critic.trainable.state_shape if run.critic is not None else None
     shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
@@ -96,5 +101,16 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     engine = run.sampler.engine
     engine.restore(arrays["engine"])
+    prompts = run.train_set.checksum()
+    if progress.prompts not in ("", prompts):
+        if own:
+            raise ValueError(
+                f"the training prompts are not those that workdir={run.config.workdir} has trained on: restore the "
+                "data options and files, or begin in a new workdir with trainer.resume_from_path or model.path set to "
+                "this one"
+            )
+        logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
+        progress = dataclasses.replace(progress, prompts=prompts)
+        return RunState(models, progress, _first_stream(run), engine.to_arrays())
     ahead = restore_collected(run, arrays["ahead"]) if "ahead" in arrays else None
     return RunState(models, progress, restore_stream(run, arrays), engine.to_arrays(), ahead)

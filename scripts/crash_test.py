@@ -135,7 +135,8 @@ class Child:
                 break
         else:
             return None
-        time.sleep(dice.uniform(0, 1.5 * seconds.get(now_in, 1.0) if stage else 8.0))
+        longest = 1.5 * seconds.get(now_in, 1.0) if stage else 8.0
+        time.sleep(dice.choice([0.0, dice.uniform(0, longest)]) if stage else dice.uniform(0, longest))
         if self.process.poll() is not None:
             return None
         self.process.send_signal(signal.SIGKILL)

@@ -111,6 +111,16 @@ def test_a_run_begins_as_another_run_was(whole, tmp_path):
     assert saved(folder) == [2, 4] and int(again.actor.updates) == 10
 
 
+def test_other_prompts_are_noticed(whole, tmp_path, caplog):
+    other = {"data.arithmetic.high": 5}
+    with pytest.raises(ValueError, match="the training prompts are not those that workdir=.* has trained on"):
+        train(small_config(whole[0], **other, **{"trainer.total_training_steps": 5}))
+    branch = {"trainer.resume_from_path": str(whole[0]), "trainer.total_training_steps": 5}
+    train(small_config(tmp_path, **other, **branch))
+    assert "they begin with the first" in (tmp_path / "train.log").read_text()
+    assert read_metrics(tmp_path)[0]["data/prompts_consumed"] < whole[2][4]["data/prompts_consumed"]
+
+
 def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
     folder, params, _ = whole
     adapters = {"model.lora.rank": 2, "actor.optim.lr": 1e-2, "trainer.total_training_steps": 2}
