@@ -7,7 +7,6 @@ devices than the run had, say --config.mesh.fsdp=1 --config.mesh.tensor=1.
 """
 
 import argparse
-import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -19,11 +18,9 @@ import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
-from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.command_line import processes_of, read_config, refusals
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.learner.actor import build_actor
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.gguf_files import gguf_context_length
 from dapo_jax.models.hf_config import hf_config, one_or_all
@@ -33,8 +30,8 @@ from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.policies import RANDOM, first_model, load_base, lora_of, read_model
-from dapo_jax.run import actor_settings, check_mesh
+from dapo_jax.policies import RANDOM, Trained, first_model, load_base, lora_of, read_model, trained_params
+from dapo_jax.run import check_mesh
 
 DTYPES = ("bfloat16", "float32")
 COPIED = (  # of a Hugging Face directory, those that it has
@@ -109,26 +106,15 @@ def _chosen_step(config: Config, step: int | None) -> int:
 
 def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[str, Any]]:
     """The mesh, and what is trained of the policy as it was after `step`: all weights, or the adapters."""
-    # A fused kernel and a memory of the host's own change no weight, and need an accelerator.
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, attention="xla"),
-        actor=dataclasses.replace(config.actor, optim=dataclasses.replace(config.actor.optim, offload=False)),
-    )
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
-    actor = build_actor(actor_settings(config, arch, mesh), mesh)
-    checkpoints = Checkpoints(checkpoint_dir(config), read_only=True)
     try:
-        params = checkpoints.restore_policy(step, actor.trainable.state_shape.params)
+        return mesh, trained_params(Trained(config, step), arch, mesh)
     except ValueError as error:
         raise ValueError(
             f"the checkpoint of step {step} in workdir={config.workdir} must be of the model in the config: give the "
             f"config that the run had, which is in its config.json ({error})"
         ) from error
-    finally:
-        checkpoints.close()
-    return mesh, params
 
 
 def _copy_description(source: Path, output: Path, dtype: str) -> None:

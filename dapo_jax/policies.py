@@ -128,18 +128,28 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     return load_params(Path(path).expanduser(), arch, place_weight(mesh, TRAIN_RULES))
 
 
-def _load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
-    config, lora = trained.config, lora_of(trained.config)
+def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """What that run had trained, float32 and sharded for training: all weights, or its adapters alone.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or damaged.
+    """
+    lora = lora_of(trained.config)
     table = weight_table(arch) if lora is None else adapter_table(arch, lora)
     shape = unflatten(
         (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
         for weight in table
     )
-    checkpoints = Checkpoints(checkpoint_dir(config), read_only=True)
+    checkpoints = Checkpoints(checkpoint_dir(trained.config), read_only=True)
     try:
-        params = checkpoints.restore_policy(trained.step, shape)
+        return checkpoints.restore_policy(trained.step, shape)
     finally:
         checkpoints.close()
+
+
+def _load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    config, lora = trained.config, lora_of(trained.config)
+    params = trained_params(trained, arch, mesh)
     return params if lora is None else merged(load_base(config, arch, mesh), params, lora)
 
 
