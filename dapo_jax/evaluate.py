@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.monitor.statistics import accuracy_at
+from dapo_jax.monitor.statistics import evaluation_metrics
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 from dapo_jax.run import Run
@@ -48,7 +48,7 @@ def _by_source(run: Run, experience: Experience) -> dict[str, float]:
     metrics = {}
     for source in sorted(set(sources)):
         chosen = sources == source
-        metrics |= accuracy_at(source, {name: values[chosen] for name, values in experience.scores.items()})
+        metrics |= evaluation_metrics(f"eval/{source}", {name: values[chosen] for name, values in experience.scores.items()})
     return metrics
 
 

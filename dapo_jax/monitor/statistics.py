@@ -1,8 +1,10 @@
 """Host: metric names and formulas for the groups and lengths of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from dapo_jax.monitor.best_of_k import Answers, pass_at, problem_statistics, subset_sizes
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
@@ -42,17 +44,59 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
     return float(1 - np.var(returns - values, ddof=1) / (np.var(returns, ddof=1) + 1e-5))
 
 
-def accuracy_at(task: str, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """`eval/{task}/{score}/{mean@k,std@k}`: mean over problems of each problem's k samples; scores [Q, k].
+def evaluation_metrics(
+    prefix: str,
+    scores: Mapping[str, np.ndarray],
+    answers: Sequence[Answers] | None = None,
+    *,
+    bootstrapped: bool = False,
+    detailed: bool = False,
+) -> dict[str, float]:
+    """`prefix`/{score}/{mean@n,std@n,best@k,worst@k,maj@k,pass@k}: means over problems of what best_of_k.py says of each.
 
-    The standard deviation is the population's, within a problem. NaN stands for a sample without the score.
+    n is the number of samples of a problem, k is 2, 4, 8 and so on up to n; pass@1 is there too. pass@k is of `acc`
+    alone, where a sample is right if its acc is 1. Deviations are the population's, within a problem.
+
+    Args:
+        scores: [Q, n] each; NaN stands for a sample without the score. Problems without any are left out.
+        answers: [Q][n] of the same samples; None without votes.
+        bootstrapped: draw with replacement, as verl.
+        detailed: add /mean, /max, /min and /std over problems to each.
     """
     metrics = {}
-    for name, groups in _measured(scores).items():
-        samples = scores[name].shape[1]
-        metrics[f"eval/{task}/{name}/mean@{samples}"] = float(np.mean([np.mean(group) for group in groups]))
-        metrics[f"eval/{task}/{name}/std@{samples}"] = float(np.mean([np.std(group) for group in groups]))
+    for name, values in scores.items():
+        measured = ~np.isnan(values)
+        problems = [
+            _problem(name, row[known], _chosen(answers, index, known), row.size, bootstrapped=bootstrapped)
+            for index, (row, known) in enumerate(zip(values, measured, strict=True))
+            if known.any()
+        ]
+        for statistic in problems[0] if problems else ():
+            over_problems = np.array([problem[statistic] for problem in problems])
+            full = f"{prefix}/{name}/{statistic}"
+            metrics[full] = float(np.mean(over_problems))
+            if detailed:
+                metrics |= spread(full, over_problems) | {f"{full}/std": float(np.std(over_problems))}
     return metrics
+
+
+def _problem(
+    name: str, values: np.ndarray, answers: Answers | None, n: int, *, bootstrapped: bool
+) -> dict[str, float]:
+    sizes = subset_sizes(n)
+    found = {f"mean@{n}": float(np.mean(values)), f"std@{n}": float(np.std(values))}
+    found |= problem_statistics(values, answers, sizes, bootstrapped=bootstrapped)
+    if name == "acc":
+        right = int(np.sum(values >= 1))
+        found |= {f"pass@{k}": pass_at(len(values), right, k) for k in (1, *sizes)}
+    return found
+
+
+def _chosen(answers: Sequence[Answers] | None, problem: int, known: np.ndarray) -> Answers | None:
+    """The answers of a problem's samples that have the score, None if no problem has an answer."""
+    if answers is None or all(answer is None for row in answers for answer in row):
+        return None
+    return [answer for answer, there in zip(answers[problem], known, strict=True) if there]
 
 
 def _measured(scores: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.monitor.statistics import (
-    accuracy_at,
     advantage_metrics,
+    evaluation_metrics,
     explained_variance,
     length_metrics,
     score_metrics,
@@ -20,9 +20,41 @@ def test_rollout_metrics_are_over_the_means_of_tasks():
 
 
 def test_evaluation_means_and_population_deviations():
-    metrics = accuracy_at("dummy", TASKS)
-    assert metrics["eval/dummy/accuracy/mean@2"] == pytest.approx(0.8333, abs=1e-4)
-    assert metrics["eval/dummy/accuracy/std@2"] == pytest.approx(0.0833, abs=1e-4)
+    metrics = evaluation_metrics("eval/dummy", TASKS)
+    assert metrics == {
+        "eval/dummy/accuracy/mean@2": pytest.approx(0.8333, abs=1e-4),
+        "eval/dummy/accuracy/std@2": pytest.approx(0.0833, abs=1e-4),
+        "eval/dummy/accuracy/best@2": pytest.approx(np.mean([0.9, 0.9, 0.95])),
+        "eval/dummy/accuracy/worst@2": pytest.approx(np.mean([0.8, 0.6, 0.85])),
+    }
+
+
+def test_the_bootstrap_of_the_same_tasks():
+    metrics = evaluation_metrics("eval/dummy", TASKS, bootstrapped=True)
+    assert metrics["eval/dummy/accuracy/best@2"] == pytest.approx(0.8762, abs=1e-4)
+    assert metrics["eval/dummy/accuracy/worst@2"] == pytest.approx(0.7889, abs=1e-4)
+
+
+def test_detailed_statistics_are_over_tasks():
+    metrics = evaluation_metrics("bench/dummy", TASKS, detailed=True)
+    expected = {
+        "mean@2/mean": 0.8333, "mean@2/std": 0.0624, "mean@2/max": 0.9, "mean@2/min": 0.75,
+        "std@2/mean": 0.0833, "std@2/std": 0.0471, "std@2/max": 0.15, "std@2/min": 0.05, "mean@2": 0.8333,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert metrics[f"bench/dummy/accuracy/{name}"] == pytest.approx(value, abs=1e-4), name
+
+
+def test_accuracy_has_pass_at_k_and_answers_have_votes():
+    scores = {"acc": np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])}
+    answers = [["7", "8", "8", None], ["7", "9", "9", "7"]]
+    metrics = evaluation_metrics("eval/dummy", scores, answers)
+    assert metrics["eval/dummy/acc/pass@1"] == metrics["eval/dummy/acc/mean@4"] == 0.375
+    assert metrics["eval/dummy/acc/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert metrics["eval/dummy/acc/pass@4"] == metrics["eval/dummy/acc/best@4"] == 1.0
+    assert metrics["eval/dummy/acc/maj@4"] == 0.0 and "eval/dummy/acc/maj@2" not in metrics
+    assert not any("maj" in name for name in evaluation_metrics("e", scores, [[None] * 4] * 2))
+    assert not any("pass" in name for name in evaluation_metrics("e", {"score": scores["acc"]}, answers))
 
 
 def test_the_clip_ratio_is_against_the_configured_limit():
@@ -46,6 +78,9 @@ def test_a_perfect_critic_explains_all_and_a_constant_one_nothing():
 
 def test_samples_and_groups_without_a_score_do_not_count():
     scores = {"format": np.array([[1.0, np.nan], [np.nan, np.nan], [0.0, 1.0]]), "none": np.full((3, 2), np.nan)}
-    rollout, evaluation = score_metrics(scores), accuracy_at("dummy", scores)
+    rollout, evaluation = score_metrics(scores), evaluation_metrics("eval/dummy", scores)
     assert rollout == {"rollout/format/mean": 0.75, "rollout/format/max": 1.0, "rollout/format/min": 0.5}
-    assert evaluation == {"eval/dummy/format/mean@2": 0.75, "eval/dummy/format/std@2": 0.25}
+    assert evaluation == {
+        "eval/dummy/format/mean@2": 0.75, "eval/dummy/format/std@2": 0.25,
+        "eval/dummy/format/best@2": 1.0, "eval/dummy/format/worst@2": 0.5,
+    }  # fmt: skip
