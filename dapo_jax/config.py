@@ -384,6 +384,7 @@ class MonitorConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     console: str = "steps"  # steps (one line a step) | detailed (all that goes to train.log)
     num_samples: int = 8  # responses a step whose text is kept under samples/
+    detailed_stats: bool = False  # of evaluations: /mean, /max, /min and /std over problems of each metric too
 
 
 @dataclass(frozen=True)
@@ -393,6 +394,9 @@ class EvaluateConfig:
     top_p: float = 1.0
     top_k: int = -1
     max_prompts: int = -1  # problems evaluated, the first ones; -1 = all
+    batch_size: int = 0  # problems sampled at a time; 0 = all of a task set
+    tasks: str = "{}"  # JSON object of task sets beside the held-out problems, name -> options, see docs/evaluation.md
+    bootstrap: bool = False  # best@k, worst@k and maj@k by verl's draws with replacement instead of in closed form
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,191 @@
-"""Host: accuracy of a policy on problems that it is not trained on."""
+"""Host: the evaluation command: how good a model, or each checkpoint of a run, is.
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+    python -m dapo_jax.evaluate --config FILE [--config.key=value ...] [--step N | --all-steps] [--output DIR]
+
+measures config.model.path (a Hugging Face directory, a .gguf file, or the workdir of a run: its newest checkpoint) on
+the held-out problems and on evaluate.tasks. With --step or --all-steps: checkpoints of that run, or of config.workdir
+if it is no run. It needs no data to train on. docs/evaluation.md has the options and what is written.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
-from dapo_jax.monitor.statistics import evaluation_metrics
+from dapo_jax.command_line import processes_of, read_config, refusals
+from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.evaluation import Receive, evaluate
+from dapo_jax.parallel.processes import is_first
+from dapo_jax.policies import Trained, find_trained, load_base, load_trained
 from dapo_jax.rollout.experience import Experience
-from dapo_jax.rollout.sampling import EVALUATE, Sampling
-from dapo_jax.run import Run
-from dapo_jax.scoring import add_model_scores
+from dapo_jax.run import Run, describe, open_run
+from dapo_jax.task_sets import TaskSet
+from dapo_jax.validation import validate
+
+METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's output
 
 
-def evaluate(run: Run, params: Any) -> dict[str, float]:
-    """`eval/{data_source}/{score}/mean@k` of the held-out problems, with k = evaluate.n samples each.
+def bench(config: Config, output: str | Path, *, step: int | None = None, all_steps: bool = False) -> list[dict]:
+    """Measures one model, or checkpoints of a run, and writes metrics and generations to the directory `output`.
 
-    Every evaluation draws with the same noise, so that two of them differ by the policy alone.
+    Every process must call it; process 0 writes.
 
     Args:
-        params: training parameters.
+        step: of a checkpoint to measure.
+        all_steps: measure all checkpoints, in their order.
+
+    Returns:
+        One dict a model: model (path), step (None if it is no checkpoint), metrics (`bench/...`, `time/bench`).
+
+    Raises:
+        ValueError: the config, the model or the problems do not fit together, there is no such checkpoint, or
+            `output` holds another evaluation.
     """
-    if not len(run.eval_set):
-        return {}
-    settings = run.config.evaluate
-    rows = range(len(run.eval_set))
-    weights = run.decode_weights(params)
-    with jax.set_mesh(run.rollout_mesh), run.stage("testing"):
-        experience = run.sampler.start(
-            weights,
-            run.eval_set,
-            rows,
-            rows,
-            num_samples=settings.n,
-            purpose=EVALUATE,
-            sampling=Sampling.create(settings.temperature, settings.top_p, settings.top_k),
-            stage=lambda _: nullcontext(),
-        )()
-        if run.scorer is not None:
-            experience = add_model_scores(experience, run.eval_set, run.scorer, run.config)
-    return _by_source(run, experience)
+    output = Path(output).expanduser()
+    validate(config, training=False)
+    if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
+        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
+    checkpoints = _checkpoints(config, step, all_steps)
+    if checkpoints:
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, path=checkpoints[0].config.workdir)
+        )
+    results: list[dict] = []
+    with open_run(_without_training(config), training=False) as run:
+        if not run.task_sets:
+            raise ValueError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
+        if is_first():
+            output.mkdir(parents=True, exist_ok=True)
+            print(describe(run))
+        for trained in checkpoints or [find_trained(config.model.path)]:
+            start = time.perf_counter()
+            params = (
+                load_trained(trained, run.arch, run.mesh) if trained else load_base(run.config, run.arch, run.mesh)
+            )
+            known = {"model": config.model.path, "step": trained.step if trained else None}
+            metrics = evaluate(run, params, prefix="bench", receive=_writer(run, output, known))
+            run.decode_weights.drop()
+            del params
+            results.append({**known, "metrics": metrics | {"time/bench": time.perf_counter() - start}})
+            if is_first():
+                (output / METRICS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results
 
 
-def _by_source(run: Run, experience: Experience) -> dict[str, float]:
-    sources = np.array([run.eval_set.rows[row].data_source for row in experience.rows])
-    metrics = {}
-    for source in sorted(set(sources)):
-        chosen = sources == source
-        metrics |= evaluation_metrics(f"eval/{source}", {name: values[chosen] for name, values in experience.scores.items()})
-    return metrics
+def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trained]:
+    """Those that are asked for; none if model.path itself is to be measured."""
+    if step is None and not all_steps:
+        return []
+    trained = find_trained(config.model.path) or find_trained(config.workdir)
+    if trained is None:
+        raise ValueError(
+            f"--step and --all-steps need a run: neither model.path={config.model.path} nor workdir={config.workdir} "
+            "is the workdir of one: give it by --config.model.path"
+        )
+    saved = sorted(ocp.utils.checkpoint_steps(checkpoint_dir(trained.config)))
+    if step is not None and step not in saved:
+        raise ValueError(
+            f"--step={step} must be a checkpoint of workdir={trained.config.workdir}: choose one of {saved}"
+        )
+    return [dataclasses.replace(trained, step=one) for one in (saved if step is None else [step])]
 
 
-def mean_accuracy(metrics: Mapping[str, float]) -> float | None:
-    """The mean over data sources of eval/{source}/acc/mean@k, None if nothing was evaluated."""
-    values = [value for name, value in metrics.items() if name.startswith("eval/") and "/acc/mean@" in name]
-    return float(np.mean(values)) if values else None
+def _without_training(config: Config) -> Config:
+    """The config without what only training needs: adapters are merged, no other model is there, all devices sample."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model, attention="xla", lora=dataclasses.replace(config.model.lora, rank=0)
+        ),
+        actor=dataclasses.replace(
+            config.actor,
+            use_kl_loss=False,
+            use_dynamic_bsz=True,  # no rule on mini-batches and devices
+            optim=dataclasses.replace(config.actor.optim, offload=False),
+        ),
+        algorithm=dataclasses.replace(config.algorithm, adv_estimator="grpo", use_kl_in_reward=False),
+        trainer=dataclasses.replace(config.trainer, rollout_ahead=0),
+    )
+
+
+def _writer(run: Run, output: Path, known: dict[str, Any]) -> Receive:
+    """Appends all samples of a batch to the generations."""
+
+    def write(task: TaskSet, experience: Experience) -> None:
+        if not is_first():
+            return
+        assert experience.answers is not None
+        with open(output / GENERATIONS, "a", encoding="utf-8") as file:
+            for group, index in enumerate(experience.rows.tolist()):
+                row = task.prompts.rows[index]
+                prompt = run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False)
+                for sample, response in enumerate(experience.texts[group]):
+                    scores = {name: float(values[group, sample]) for name, values in experience.scores.items()}
+                    line = {
+                        **known,
+                        "task": task.options.name or row.data_source,
+                        "row": index,
+                        "sample": sample,
+                        "prompt": prompt,
+                        "response": response,
+                        "ground_truth": row.ground_truth,
+                        "answer": experience.answers[group][sample],
+                        "scores": {name: value for name, value in scores.items() if not np.isnan(value)},
+                        "length": int(experience.mask[group, sample].sum()),
+                        "finished": bool(experience.finished[group, sample]),
+                    }
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    return write
+
+
+def table(results: Sequence[dict]) -> str:
+    """One line a model and task set: what is known of `acc`, of `score` where there is none, and of the lengths."""
+    rows = []
+    for result in results:
+        named: dict[str, dict[str, float]] = {}
+        for name, value in result["metrics"].items():
+            if found := re.fullmatch(r"bench/(.+)/(acc|score|response_length)/([^/]+)", name):
+                named.setdefault(found[1], {})[f"{found[2]}/{found[3]}"] = value
+        for task, values in named.items():
+            score = "acc/" if any(name.startswith("acc/") for name in values) else "score/"
+            cells = {name.removeprefix(score): value for name, value in values.items() if name.startswith(score)}
+            cells |= {"tokens": values["response_length/mean"], "cut off": values["response_length/clip_ratio"]}
+            step = "-" if result["step"] is None else str(result["step"])
+            rows.append({"step": step, "task set": task} | {name: f"{value:.3f}" for name, value in cells.items()})
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([row.get(name, "-") for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="training step of the checkpoint to measure")
+    which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")
+    parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation unless given")
+    given, rest = parser.parse_known_args(arguments)
+    with refusals():
+        config = read_config(["evaluate", *rest])
+        with processes_of(config), refusals():
+            output = given.output or Path(config.workdir) / "evaluation"
+            results = bench(config, output, step=given.step, all_steps=given.all_steps)
+            if is_first():
+                print(table(results))
+                print(f"metrics and generations are in {output}")
+
+
+if __name__ == "__main__":
+    main()

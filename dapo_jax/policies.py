@@ -124,7 +124,7 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     """The float32 parameters of the language model at `path`, sharded for training."""
     trained = find_trained(path)
     if trained is not None:
-        return _load_trained(trained, arch, mesh)
+        return load_trained(trained, arch, mesh)
     return load_params(Path(path).expanduser(), arch, place_weight(mesh, TRAIN_RULES))
 
 
@@ -147,7 +147,8 @@ def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str
         checkpoints.close()
 
 
-def _load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of a run's policy, with its adapters merged, sharded for training."""
     config, lora = trained.config, lora_of(trained.config)
     params = trained_params(trained, arch, mesh)
     return params if lora is None else merged(load_base(config, arch, mesh), params, lora)

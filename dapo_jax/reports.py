@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dapo_jax.checkpoint import Progress
 from dapo_jax.config import checkpoint_dir
-from dapo_jax.evaluate import mean_accuracy
+from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run
@@ -45,7 +45,8 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, str]]:
     workdir = Path(run.config.workdir)
     accuracies = [mean_accuracy(row) for row in read_metrics(workdir)]
     evaluated = [accuracy for accuracy in accuracies if accuracy is not None]
-    problems = f"{len(run.eval_set)} held-out problems, mean@{run.config.evaluate.n}"
+    names = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
+    problems = f"problems x samples: {names}"
     seconds = sorted(run.timers.totals.items(), key=lambda item: -item[1])
     return [
         ("held-out accuracy before", f"{evaluated[0]:.3f} ({problems})" if evaluated else "-"),

@@ -59,6 +59,7 @@ from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampler import Sampler, Stage
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
 from dapo_jax.scoring import ModelScorer, load_scorer
+from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
 from dapo_jax.validation import trained, uses_critic
 
 
@@ -71,7 +72,7 @@ class Run:
     rollout_mesh: Mesh  # that samples: the same, or with trainer.rollout_ahead other devices
     arch: Architecture
     train_set: PromptSet
-    eval_set: PromptSet
+    task_sets: tuple[TaskSet, ...]  # to measure the policy on
     order: PromptOrder
     actor: Actor
     critic: Critic | None  # with a critic
@@ -80,6 +81,7 @@ class Run:
     scorer: ModelScorer | None  # with a reward model
     estimator: Callable[..., Any]  # jitted, see training_batch.py
     sampler: Sampler
+    verifiers: dict[str, VerifierPool]  # by the name of their function: the run's, and those of task sets
     chat_template_kwargs: dict[str, Any]
     console: Console
     timers: StageTimers
@@ -94,12 +96,13 @@ class Run:
 
 @contextmanager
 def open_run(
-    config: Config, *, initial_step: int, check: Callable[[], None] = lambda: None
+    config: Config, *, initial_step: int = 0, check: Callable[[], None] = lambda: None, training: bool = True
 ) -> Iterator[Run]:
     """Builds a run and makes its mesh the current one; verifier processes end with it.
 
     Args:
         initial_step: training steps that are done.
+        training: read what is trained on and show the progress; without, the run can only sample.
         check: is called again and again while responses are sampled, and may raise to end it.
 
     Raises:
@@ -107,9 +110,12 @@ def open_run(
     """
     keep_compiled(config.trainer.compilation_cache_dir)
     arch, tokenizer = read_model(config)
-    train_set, eval_set = read_prompts(config, tokenizer)
+    train_set, task_sets = read_prompts(config, tokenizer, training=training)
     if jax.process_count() > 1:
-        check_agreement({"the training prompts": train_set.checksum(), "the held-out prompts": eval_set.checksum()})
+        check_agreement(
+            {"the training prompts": train_set.checksum()}
+            | {f"the prompts of {task.options.name or 'evaluation'}": task.prompts.checksum() for task in task_sets}
+        )
     mesh, rollout_mesh = make_meshes(config)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
@@ -120,17 +126,12 @@ def open_run(
     critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        verifiers = stack.enter_context(
-            VerifierPool(
-                reward_function(config),
-                num_workers=config.reward.num_workers,
-                timeout_s=config.reward.timeout_s,
-                memory_limit_mb=config.reward.memory_limit_mb,
-            )
-        )
+        functions = [reward_function(config), *(task.options.reward_function for task in task_sets)]
+        verifiers = {name: stack.enter_context(verifier_pool(config, name)) for name in dict.fromkeys(functions)}
         engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
         stack.callback(engine.close)
-        console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=is_first())
+        shown = training and is_first()
+        console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=shown)
         stack.callback(console.close)
         timers = StageTimers()
 
@@ -146,15 +147,16 @@ def open_run(
             rollout_mesh=rollout_mesh,
             arch=arch,
             train_set=train_set,
-            eval_set=eval_set,
-            order=PromptOrder(len(train_set), seed=config.seed, shuffle=config.data.shuffle),
+            task_sets=task_sets,
+            order=PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle),
             actor=actor,
             critic=critic,
             decode_weights=LatestWeights(decode_weights(actor, mesh, rollout_mesh)),
             reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
             scorer=load_scorer(config, compute_dtype(config, mesh), rollout_mesh) if config.reward.model.path else None,
             estimator=build_estimator(config, arch.vocab_size, mesh),
-            sampler=Sampler(tokenizer, verifiers, engine, config.rollout.stop),
+            sampler=Sampler(tokenizer, verifiers[reward_function(config)], engine, config.rollout.stop),
+            verifiers=verifiers,
             console=console,
             timers=timers,
             stage=stage,
@@ -190,8 +192,10 @@ def check_processes(config: Config) -> None:
     check_shared(checkpoint_dir(config))
 
 
-def read_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:
-    """Problems to train on and to evaluate on, as tokens."""
+def read_prompts(
+    config: Config, tokenizer: Tokenizer, *, training: bool = True
+) -> tuple[PromptSet, tuple[TaskSet, ...]]:
+    """Problems to train on (none without `training`) and the task sets to evaluate on, as tokens."""
     data = config.data
     if data.task == "arithmetic":
         task = data.arithmetic
@@ -214,15 +218,30 @@ def read_prompts(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, Promp
             template=gym.template,
         )
     else:
-        train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key)
+        train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key) if training else []
         eval_rows = read_prompt_files(data.val_files, prompt_key=data.prompt_key) if data.val_files else []
-    if config.reward.function == "auto":
-        for source in sorted({row.data_source for row in [*train_rows, *eval_rows]}):
-            verifier_for(source)
-    if config.evaluate.max_prompts > 0:
-        eval_rows = eval_rows[: config.evaluate.max_prompts]
-    empty = PromptSet([], [])
-    return _tokenize(config, train_rows, tokenizer), _tokenize(config, eval_rows, tokenizer) if eval_rows else empty
+    held_out, tasks = held_out_options(config), parse_tasks(config)
+    sets = {dataclasses.replace(held_out, reward_function=reward_function(config)): eval_rows}
+    sets |= {task: read_prompt_files(task.files, prompt_key=task.prompt_key) for task in tasks}
+    sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
+    by_source = [train_rows] if config.reward.function == "auto" else []
+    by_source += [rows for task, rows in sets.items() if task.reward_function == "auto"]
+    for source in sorted({row.data_source for rows in by_source for row in rows}):
+        verifier_for(source)
+    task_sets = tuple(TaskSet(task, _tokenize(config, rows, tokenizer)) for task, rows in sets.items())
+    names = [name for task in task_sets for name, _ in task.by_name()]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
+    return _tokenize(config, train_rows, tokenizer) if training else PromptSet([], []), task_sets
+
+
+def verifier_pool(config: Config, function: str) -> VerifierPool:
+    """The processes that verify with `function`."""
+    reward = config.reward
+    return VerifierPool(
+        function, num_workers=reward.num_workers, timeout_s=reward.timeout_s, memory_limit_mb=reward.memory_limit_mb
+    )
 
 
 def reward_function(config: Config) -> str:
@@ -391,7 +410,7 @@ def describe(run: Run) -> str:
     return (
         f"{run.config.model.path} ({run.arch.family}, {count_params(run.arch) / 1e6:.1f}M parameters, "
         f"{compute_dtype(run.config, run.mesh).name}) on {run.mesh.size} {platform(run.mesh)} device(s), mesh {shape}; "
-        f"{len(run.train_set)} problems to train on, {len(run.eval_set)} held out"
+        f"{len(run.train_set)} problems to train on, {sum(len(task.prompts) for task in run.task_sets)} to evaluate on"
     )
 
 

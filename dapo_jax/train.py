@@ -21,7 +21,7 @@ from dapo_jax.collection import Collected, collect, measure
 from dapo_jax.command_line import processes_of, read_config, refusals
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.dynamic_sampling.accumulation import StreamState
-from dapo_jax.evaluate import evaluate, mean_accuracy
+from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, train_on
 from dapo_jax.monitor.alarms import raise_alarms

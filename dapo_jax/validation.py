@@ -20,6 +20,7 @@ from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.rollout.shapes import bucket
+from dapo_jax.task_sets import held_out_options, parse_tasks
 
 CHOICES = {
     "data.task": ("files", "arithmetic", "reasoning_gym"),
@@ -61,7 +62,7 @@ POSITIVE = (
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
     "data.reasoning_gym.num_train "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor evaluate.n "
+    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor "
     "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
     "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
     "model.random.num_kv_heads model.random.head_dim"
@@ -76,7 +77,6 @@ NOT_NEGATIVE = (
 OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
     "trainer.save_freq": "only at the end",
     "trainer.test_freq": "only at the end",
-    "evaluate.max_prompts": "all",
     "mesh.data": "what the other axes leave",
 }
 MAX_WORKERS = 1024  # verifier processes of one training process
@@ -89,13 +89,19 @@ POSITIVE_OR_NULL = (
 )
 
 
-def validate(config: Config) -> None:
-    """Raises one ValueError with every problem of `config` that can be seen without a device or a file."""
+def validate(config: Config, *, training: bool = True) -> None:
+    """Raises one ValueError with every problem of `config` that can be seen without a device or a file.
+
+    Args:
+        training: whether there must be data to train on.
+    """
     problems = type_problems(config)
     mistyped = {problem.partition("=")[0] for problem in problems}
     if all(isinstance(_lookup(config, key), int | float) for key in mistyped):  # the others cannot be compared
         others = _choice_problems(config) + _range_problems(config) + _batch_problems(config)
-        others += _algorithm_problems(config)
+        others += _algorithm_problems(config) + _evaluation_problems(config)
+        if training and config.data.task == "files" and not config.data.train_files:
+            others.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
         problems += [problem for problem in others if problem.partition("=")[0] not in mistyped]
     if problems:
         raise ValueError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -165,14 +171,7 @@ def _range_problems(config: Config) -> list[str]:
     for name in ("entropy_explosion", "kl_jump", "mismatch_growth"):
         if not getattr(config.monitor.alarms, name) > 1:
             problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be greater than 1")
-    for name in ("rollout", "evaluate"):
-        section = getattr(config, name)
-        if section.temperature < 0:
-            problems.append(f"{name}.temperature={section.temperature} must be 0 (greedy) or more")
-        if not 0 < section.top_p <= 1:
-            problems.append(f"{name}.top_p={section.top_p} must be in (0, 1]; 1 switches it off")
-        if section.top_k == 0 or section.top_k < -1:
-            problems.append(f"{name}.top_k={section.top_k} must be positive, or -1 to switch it off")
+    problems += _sampling_problems("rollout", config.rollout)
     if config.rollout.temperature == 0:
         problems.append("rollout.temperature=0 gives equal samples, and no gradient: raise it")
     actor = config.actor
@@ -204,8 +203,6 @@ def _range_problems(config: Config) -> list[str]:
         )
     if not config.model.path:
         problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")
-    if config.data.task == "files" and not config.data.train_files:
-        problems.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
     if config.data.task == "reasoning_gym" and not config.data.reasoning_gym.datasets:
         problems.append("data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym")
     if config.data.reasoning_gym.num_heldout < 0:
@@ -259,13 +256,44 @@ def _batch_problems(config: Config) -> list[str]:
             f"rollout.max_num_seqs={at_once} must be at least rollout.n={n}: "
             "a group is decoded together"
         )
-    if 0 < at_once < config.evaluate.n:
-        problems.append(f"rollout.max_num_seqs={at_once} must be at least evaluate.n={config.evaluate.n}")
     if not config.algorithm.filter_groups.enable and gen_batch_size(config) != batch:
         problems.append(
             f"data.gen_batch_size={gen_batch_size(config)} differs from data.train_batch_size={batch}, which "
             "only makes sense with algorithm.filter_groups.enable=True"
         )
+    return problems
+
+
+def _sampling_problems(name: str, section: Any) -> list[str]:
+    """`section` has temperature, top_p and top_k; `name` is how a user finds it."""
+    problems = []
+    if section.temperature < 0:
+        problems.append(f"{name}.temperature={section.temperature} must be 0 (greedy) or more")
+    if not 0 < section.top_p <= 1:
+        problems.append(f"{name}.top_p={section.top_p} must be in (0, 1]; 1 switches it off")
+    if section.top_k == 0 or section.top_k < -1:
+        problems.append(f"{name}.top_k={section.top_k} must be positive, or -1 to switch it off")
+    return problems
+
+
+def _evaluation_problems(config: Config) -> list[str]:
+    """Those of the held-out problems' settings and of evaluate.tasks."""
+    problems, at_once = [], config.rollout.max_num_seqs
+    sets = {"evaluate": held_out_options(config)}
+    try:
+        sets |= {f"evaluate.tasks.{task.name}": task for task in parse_tasks(config)}
+    except ValueError as error:
+        problems.append(str(error))
+    for name, task in sets.items():
+        problems += _sampling_problems(name, task)
+        if task.n < 1:
+            problems.append(f"{name}.n={task.n} must be greater than 0")
+        if 0 < at_once < task.n:
+            problems.append(f"rollout.max_num_seqs={at_once} must be at least {name}.n={task.n}")
+        if task.max_prompts == 0 or task.max_prompts < -1:
+            problems.append(f"{name}.max_prompts={task.max_prompts} must be greater than 0, or -1 for all problems")
+        if task.batch_size < 0:
+            problems.append(f"{name}.batch_size={task.batch_size} must be 0 (all problems at a time) or more")
     return problems
 
 
@@ -396,6 +424,8 @@ def warnings(config: Config) -> list[str]:
         found.append("rollout.n=1: a group of one sample is always kept, and its advantage is its reward")
     if config.evaluate.n == 1 and config.evaluate.temperature > 0:
         found.append("evaluate.n=1 with temperature > 0 is a noisy measure: raise evaluate.n")
+    if config.evaluate.n > 1 and config.evaluate.temperature == 0:
+        found.append(f"evaluate.n={config.evaluate.n} with temperature=0: all samples of a problem are equal; n=1 does")
     algorithm, mode = config.algorithm, config.actor.policy_loss.loss_mode
     if config.reference.path is not None and not uses_reference(config):
         found.append("reference.path is not read: neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on")

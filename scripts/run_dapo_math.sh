@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DAPO on DAPO-Math-17k from end to end: prepare the data, see that it fits, train, export. In the environment with the
+# DAPO on DAPO-Math-17k from end to end: prepare the data, see that it fits, train, export, measure. In the environment with the
 # package: on one host, or the same command on every host of a pod.
 #
 #   bash scripts/run_dapo_math.sh [--config.model.path=DIR] [--config.workdir=DIR] [--config.key=value ...]
@@ -8,12 +8,12 @@
 #   DAPO_FILE  dapo-math-17k.parquet as published; without it the Hugging Face hub is asked
 #   AIME_FILE  aime-2024.parquet, the same
 #   TOPOLOGY   for the preflight: gpu or tpu on one host (gpu), on a pod its name, such as v5p:2x2x4; none leaves it out
-#   OUTPUT     directory of the exported model (build/dapo_math)
+#   OUTPUT     directory of the exported model (build/dapo_math); beside it OUTPUT-evaluation, metrics and generations
 #   HOST       number of this host; host 0 exports (what TPU, GKE or Slurm say, else 0)
 #   PYTHON     interpreter (python)
 #
 # The same command again goes on where it was: data that is there is not prepared again, training resumes from its last
-# checkpoint, and a model that is there is not exported again.
+# checkpoint, and a model or an evaluation that is there is not made again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -62,4 +62,7 @@ prepare prepare_aime.py data/aime-2024.parquet "${AIME_FILE:-}"
 train "$@"
 if [[ "$host" == 0 && ! -e "$output/config.json" ]]; then
   export_model "$@"
+fi
+if [[ ! -e "$output-evaluation/metrics.json" ]]; then # on all hosts, as training
+  "$python" -m dapo_jax.evaluate --config "$config" "$@" --all-steps --output "$output-evaluation"
 fi

@@ -17,8 +17,8 @@ LAYERS = [
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
         *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch", "collection"),
-        *("run_state", "learning", "reports", "policies"),
-        *("evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
+        *("run_state", "learning", "reports", "policies", "task_sets"),
+        *("evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,11 +1,11 @@
 """Host: what n samples of one problem say of k of them: the best, the worst, the vote, and whether one is right.
 
-A value that is expected of k of n samples is that of k different ones, in closed form: it has no noise, and best@n is the
-best. `bootstrap` draws them with replacement instead, as verl does, with verl's random numbers.
+What is expected of k of n samples is that of k different ones, in closed form: it has no noise, and best@n is the best.
+`bootstrapped` draws them with replacement instead, as verl does, with verl's random numbers.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,23 +35,24 @@ def problem_statistics(
     """
     found: dict[str, float] = {}
     for k in sizes:
-        if not bootstrapped:
-            found[f"best@{k}"] = expected_best(values, k)
-            found[f"worst@{k}"] = -expected_best(-values, k)
-            continue
-        reductions: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-            "best": lambda drawn: values[drawn].max(axis=1),
-            "worst": lambda drawn: values[drawn].min(axis=1),
-        }
-        if answers is not None:
-            voters = answers
-            reductions["maj"] = lambda drawn: np.array([vote(values, voters, chosen) for chosen in drawn])
-        for name, reduction in reductions.items():
-            results = reduction(draws(len(values), k))
-            found[f"{name}@{k}"] = float(np.mean(results))
-            found[f"{name}@{k}/bootstrap_std"] = float(np.std(results))
+        if bootstrapped:
+            found |= _bootstrap(values, answers, k)
+        else:
+            found |= {f"best@{k}": expected_best(values, k), f"worst@{k}": -expected_best(-values, k)}
     if answers is not None and sizes and not bootstrapped:
         found[f"maj@{max(sizes)}"] = vote(values, answers, range(len(values)))
+    return found
+
+
+def _bootstrap(values: np.ndarray, answers: Answers | None, k: int) -> dict[str, float]:
+    drawn = np.random.RandomState(_SEED).choice(len(values), size=(_DRAWS, k), replace=True)
+    results = {"best": values[drawn].max(axis=1), "worst": values[drawn].min(axis=1)}
+    if answers is not None:
+        results["maj"] = np.array([vote(values, answers, chosen) for chosen in drawn])
+    found = {}
+    for name, values_of_draws in results.items():
+        found[f"{name}@{k}"] = float(np.mean(values_of_draws))
+        found[f"{name}@{k}/bootstrap_std"] = float(np.std(values_of_draws))
     return found
 
 
@@ -78,8 +79,3 @@ def vote(values: np.ndarray, answers: Answers, chosen: Sequence[int] | np.ndarra
         counts[answer] = counts.get(answer, 0) + 1
         first.setdefault(answer, int(index))
     return float(values[first[max(counts, key=lambda answer: counts[answer])]])
-
-
-def draws(n: int, k: int) -> np.ndarray:
-    """verl's draws [1000, k] of k of n samples, with replacement; the same for each problem."""
-    return np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)

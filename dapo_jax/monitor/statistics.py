@@ -52,7 +52,7 @@ def evaluation_metrics(
     bootstrapped: bool = False,
     detailed: bool = False,
 ) -> dict[str, float]:
-    """`prefix`/{score}/{mean@n,std@n,best@k,worst@k,maj@k,pass@k}: means over problems of what best_of_k.py says of each.
+    """`prefix`/{score}/{mean@n,std@n,best@k,worst@k,maj@k,pass@k}: means over problems (see best_of_k.py).
 
     n is the number of samples of a problem, k is 2, 4, 8 and so on up to n; pass@1 is there too. pass@k is of `acc`
     alone, where a sample is right if its acc is 1. Deviations are the population's, within a problem.

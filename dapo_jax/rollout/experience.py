@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Experience:
     versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
     num_errors: int  # verifications that failed, this Experience's samples or not
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
+    answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None once groups are chosen
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -93,7 +95,9 @@ def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
 
 def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokenizer: Tokenizer) -> Experience:
     """The inverse of `to_arrays`, for groups of rows of `prompt_set`."""
-    fields = {name: np.asarray(values) for name, values in arrays.items() if not name.startswith("score ")}
+    fields: dict[str, Any] = {
+        name: np.asarray(values) for name, values in arrays.items() if not name.startswith("score ")
+    }
     texts = [
         [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in zip(*group, strict=True)]
         for group in zip(fields["responses"], fields["mask"], strict=True)

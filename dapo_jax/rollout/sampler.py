@@ -84,7 +84,7 @@ class Sampler:
                 name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
                 for name in names
             }
-            texts = verification.texts
+            texts, answers = verification.texts, [verdict.pred for verdict in verdicts]
             return Experience(
                 np.array(numbers, np.int64),
                 np.array(rows, np.int64),
@@ -97,6 +97,7 @@ class Sampler:
                 {name: values.reshape(shape) for name, values in scores.items()},
                 np.full(len(prompts), version, np.int64),
                 sum(verdict.error is not None for verdict in verdicts),
+                answers=[answers[i : i + num_samples] for i in range(0, len(answers), num_samples)],
             )
 
         return finish

@@ -109,8 +109,8 @@ def test_a_run_reads_its_problems_and_takes_their_verifier(library):
     values.model.path = "random"
     config = freeze(values)
     validate(config)
-    train, heldout = read_prompts(config, character_tokenizer())
-    assert (len(train), len(heldout)) == (4, 2) and reward_function(config) == "reasoning_gym"
+    train, (heldout,) = read_prompts(config, character_tokenizer())
+    assert (len(train), len(heldout.prompts)) == (4, 2) and reward_function(config) == "reasoning_gym"
     with VerifierPool(reward_function(config), num_workers=1, timeout_s=10) as pool:
         requests = [ScoreRequest(row.data_source, row.ground_truth, "", row.extra_info) for row in train.rows]
         verdicts = pool.score(requests)

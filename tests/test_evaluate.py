@@ -1,0 +1,130 @@
+"""Evaluations of a small run: what training reports is what the command finds in the checkpoints."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+from small_run import small_config
+from test_task_sets import write_rows
+
+from dapo_jax import evaluate as evaluate_module
+from dapo_jax.evaluate import bench, main, table
+from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
+
+
+def test_the_mean_accuracy_is_that_of_plain_means():
+    metrics = {"eval/a/acc/mean@4": 0.5, "eval/b/acc/mean@2": 0.25, "eval/a/acc/mean@4/max": 1.0}
+    metrics |= {"eval/a/acc/best@4": 1.0, "bench/a/acc/mean@4": 1.0}
+    assert mean_accuracy(metrics) == 0.375 and mean_accuracy({"rollout/acc/mean": 1.0}) is None
+
+
+def test_the_table_has_a_line_a_model_and_task_set():
+    metrics = {
+        "bench/b/acc/mean@2": 0.5, "bench/b/score/mean@2": 0.1, "bench/b/acc/mean@2/std": 0.2,
+        "bench/c/score/mean@1": -1.0, "time/bench": 3.0,
+    } | {f"bench/{task}/response_length/{name}": 7.0 for task in "bc" for name in ("mean", "clip_ratio")}  # fmt: skip
+    head, b, c = table([{"model": "m", "step": 20, "metrics": metrics}]).splitlines()
+    assert head.split() == ["step", "task", "set", "mean@2", "tokens", "cut", "off", "mean@1"]
+    assert b.split() == ["20", "b", "0.500", "7.000", "7.000", "-"]
+    assert c.split() == ["20", "c", "-", "7.000", "7.000", "-1.000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config is missing"), (["--config", "configs/tiny.py", "--steps=3"], "unknown|unexpected|Unknown"),
+        (["--config", "configs/tiny.py", "--config.evaluate.n=0"], "evaluate.n=0 must be greater"),
+        (["--config", "configs/tiny.py", "--step=3", "--config.workdir=absent"], "is the workdir of one"),
+        (["--config", "configs/tiny.py", "--output", "tests"], "must be a new or an empty directory"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_with_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=f"dapo_jax: (?s:.)*({message})"):
+        main(arguments)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps, each saved and evaluated, on the held-out problems and on two more sets."""
+    folder = tmp_path_factory.mktemp("trained")
+    file = write_rows(folder / "two.jsonl", prompts=("1 + 1 =", "2 + 0 =", "1 + 1 ="))
+    tasks = {
+        "own": {"files": file, "n": 2, "batch_size": 2, "max_prompts": 3},
+        "greedy": {"files": file, "n": 1, "temperature": 0, "reward_function": "gsm8k_flexible"},
+    }
+    config = small_config(
+        folder / "run",
+        **{"trainer.total_training_steps": 2, "trainer.test_freq": 1, "trainer.save_freq": 1,
+           "evaluate.tasks": json.dumps(tasks), "monitor.detailed_stats": True},
+    )  # fmt: skip
+    train(config)
+    return config
+
+
+def as_bench(row):
+    return {"bench" + name[4:]: value for name, value in row.items() if name.startswith("eval/")}
+
+
+@pytest.mark.slow
+def test_the_checkpoints_measure_as_the_run_did(trained, tmp_path):
+    results = bench(trained, tmp_path / "out", all_steps=True)
+    rows = read_metrics(trained.workdir)[1:]
+    assert [result["step"] for result in results] == [1, 2]
+    for result, row in zip(results, rows, strict=True):
+        assert {name: value for name, value in result["metrics"].items() if name != "time/bench"} == as_bench(row)
+    assert json.loads((tmp_path / "out/metrics.json").read_text()) == results
+    lines = [json.loads(line) for line in (tmp_path / "out/generations.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * (4 * 4 + 3 * 2 + 3)
+    for result in results:
+        for task, k in (("own", 4), ("greedy", 2)):
+            found = [line for line in lines if line["task"] == task and line["step"] == result["step"]]
+            by_prompt = {line["prompt"]: [] for line in found}
+            for line in found:
+                by_prompt[line["prompt"]].append(line["scores"]["acc"])
+            assert result["metrics"][f"bench/{task}/finished_task_count"] == len(by_prompt) == 2
+            mean = np.mean([np.mean(values) for values in by_prompt.values()])
+            assert result["metrics"][f"bench/{task}/acc/mean@{k}"] == pytest.approx(mean)
+            assert {(line["ground_truth"], line["finished"] or line["length"] == 4) for line in found} == {("2", True)}
+    assert table(results).count("\n") == 6
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_without_training_data_and_in_pieces(trained, tmp_path):
+    whole = bench(trained, tmp_path / "step", step=2)[0]["metrics"]
+    config = dataclasses.replace(
+        trained,
+        model=dataclasses.replace(trained.model, path=trained.workdir),
+        workdir=str(tmp_path / "another"),
+        data=dataclasses.replace(trained.data, task="files"),
+        evaluate=dataclasses.replace(trained.evaluate, batch_size=1),
+    )
+    [result] = bench(config, tmp_path / "out")
+    assert result["step"] == 2 and result["model"] == trained.workdir
+    own = {name for name in whole if name.startswith(("bench/own/", "bench/greedy/"))}
+    assert own == set(result["metrics"]) - {"time/bench", "bench/num_errors"}
+    for name in own:
+        assert result["metrics"][name] == pytest.approx(whole[name], abs=1e-12), name
+    nothing = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, tasks="{}"))
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        bench(nothing, tmp_path / "nothing")
+
+
+@pytest.mark.slow
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(trained, tmp_path):
+    with pytest.raises(ValueError, match=r"--step=7 must be a checkpoint of .*: choose one of \[1, 2\]"):
+        bench(trained, tmp_path / "out", step=7)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate_module, "read_config", lambda _: trained)
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
+    main()
+    assert "task set" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="must be a new or an empty directory"):
+        main()
