@@ -63,6 +63,8 @@ train "$@"
 if [[ "$host" == 0 && ! -e "$output/config.json" ]]; then
   export_model "$@"
 fi
-if [[ ! -e "$output-evaluation/metrics.json" ]]; then # on all hosts, as training
+if [[ ! -e "$output-evaluation/done" ]]; then # on all hosts, as training; host 0 writes
   "$python" -m dapo_jax.evaluate --config "$config" "$@" --all-steps --output "$output-evaluation"
+  mkdir -p "$output-evaluation"
+  touch "$output-evaluation/done"
 fi

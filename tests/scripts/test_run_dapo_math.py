@@ -34,6 +34,8 @@ elif command == "dapo_jax.train":
         Path("training").touch()
         time.sleep(60)
     sys.exit(int(os.environ.get("STATUS", 0)))
+elif command == "dapo_jax.evaluate":
+    Path(wanted["--output"]).mkdir(parents=True)
 elif command == "dapo_jax.export":
     Path(wanted["--output"]).mkdir(parents=True)
     Path(wanted["--output"], "config.json").write_text(os.environ["JAX_PLATFORMS"])
@@ -77,7 +79,7 @@ def checkout(tmp_path):
 def test_the_stages_follow_each_other_with_the_same_options(checkout):
     options = ["--config.model.path=models/a b", "--config.seed=3"]
     assert checkout.run(*options, DAPO_FILE="published 17k.parquet")[0] == 0
-    dapo, aime, preflight, train, export = checkout.calls()
+    dapo, aime, preflight, train, export, evaluate = checkout.calls()
     assert dapo == ["scripts/prepare_math_dapo.py", "published 17k.parquet", "--output", "data/dapo-math-17k.parquet"]
     assert aime == ["scripts/prepare_aime.py", "--download", "--output", "data/aime-2024.parquet"]
     start = ["--config", CONFIG, *options]
@@ -86,11 +88,12 @@ def test_the_stages_follow_each_other_with_the_same_options(checkout):
     one_device = ["--config.mesh.fsdp=1", "--config.mesh.tensor=1"]
     assert export == ["-m", "dapo_jax.export", *start, *one_device, "--output", "build/dapo_math"]
     assert (checkout.root / "build/dapo_math/config.json").read_text() == "cpu"
+    assert evaluate == ["-m", "dapo_jax.evaluate", *start, "--all-steps", "--output", "build/dapo_math-evaluation"]
 
 
 def test_the_same_command_again_only_goes_on_training(checkout):
     assert checkout.run()[0] == checkout.run()[0] == 0
-    assert [call[1] for call in checkout.calls()[5:]] == ["dapo_jax.preflight", "dapo_jax.train"]
+    assert [call[1] for call in checkout.calls()[6:]] == ["dapo_jax.preflight", "dapo_jax.train"]
 
 
 def test_what_does_not_fit_is_not_trained(checkout):
@@ -106,9 +109,9 @@ def test_training_that_fails_is_not_exported(checkout):
 
 
 @pytest.mark.parametrize("name", ["HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_NODEID"])
-def test_one_host_of_a_pod_exports(checkout, name):
+def test_one_host_of_a_pod_exports_and_all_measure(checkout, name):
     assert checkout.run(**{name: "1"})[0] == 0
-    assert checkout.calls()[-1][1] == "dapo_jax.train"
+    assert [call[1] for call in checkout.calls()[-2:]] == ["dapo_jax.train", "dapo_jax.evaluate"]
     assert checkout.run(**{name: "0"})[0] == 0
     assert checkout.calls()[-1][1] == "dapo_jax.export"
 
