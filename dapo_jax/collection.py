@@ -107,6 +107,14 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
         "reward/num_errors": num_errors,
         "reward/error_share": num_errors / sum(experience.finished.size for experience in evaluated),
+        "rollout/finished_task_count": sum(len(round_.experience) for round_ in accepted.rounds),
+        "rollout/model_version": int(max(experience.versions.max() for experience in evaluated)),
+        "sample/task_count": len(np.unique(trained.rows)),
+        "experience_pipeline/experience_count": trained.finished.size,
+        "experience_pipeline/filtered_count": sum(
+            int((~round_.keep).sum()) * round_.experience.finished.shape[1] for round_ in accepted.rounds
+        ),
+        **statistics.group_reward_metrics(final_rewards(trained)),
     } | progress
 
 

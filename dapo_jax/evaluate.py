@@ -177,9 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")
     parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation unless given")
     given, rest = parser.parse_known_args(arguments)
-    with refusals():
+    with refusals(rest):
         config = read_config(["evaluate", *rest])
-        with processes_of(config), refusals():
+        with processes_of(config), refusals(rest):
             output = given.output or Path(config.workdir) / "evaluation"
             results = bench(config, output, step=given.step, all_steps=given.all_steps)
             if is_first():

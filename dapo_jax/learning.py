@@ -11,7 +11,13 @@ from dapo_jax.config import ActorConfig, Config, CriticConfig, mini_batch_size
 from dapo_jax.containers import Batch
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import learning_rate
-from dapo_jax.learner.update import UpdateSettings, update_critic, update_policy
+from dapo_jax.learner.update import (
+    UpdateSettings,
+    sequence_lengths,
+    tokens_of_devices,
+    update_critic,
+    update_policy,
+)
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.records import NoRecords, RunRecords
 from dapo_jax.rollout.experience import Experience
@@ -42,6 +48,9 @@ def train_on(
         run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
     )
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
+    batch_metrics |= statistics.balance_metrics(
+        sequence_lengths(batch), tokens_of_devices(batch, update_settings(run, "actor", step))
+    )
     models, wait = update(run, models, batch, step)
 
     def finish() -> dict[str, float]:
@@ -73,7 +82,10 @@ def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, F
         with run.stage("update_actor"):
             actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh)
         models = dataclasses.replace(models, actor=actor)
-        parts.append(("update_actor", finish, {"actor/lr": settings.learning_rate}))
+        known = {"actor/lr": settings.learning_rate}
+        if run.config.actor.use_kl_loss:
+            known["actor/kl_coef"] = run.config.actor.kl_loss_coef
+        parts.append(("update_actor", finish, known))
 
     def finish_all() -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -1,27 +1,84 @@
 """Host: what a step and a run report beside the numbers of their algorithms."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
 
 from dapo_jax.checkpoint import Progress
 from dapo_jax.config import checkpoint_dir
 from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.devices import GIB, limits_of
+from dapo_jax.parallel.memory import used_host_bytes
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run
 
 
 def performance_metrics(run: Run, trained: Experience | None, seconds: float) -> dict[str, float]:
     """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds."""
+    metrics = {"perf/time_per_step": seconds, "timing_s/step": seconds, **memory_metrics(run.mesh)}
     if trained is None:
-        return {"perf/time_per_step": seconds, "timing_s/step": seconds}
-    prompt_tokens = sum(len(prompt) for prompt in trained.prompts) * trained.finished.shape[1]
-    tokens = trained.num_tokens + prompt_tokens
-    return {
+        return metrics
+    prompts = np.array([len(prompt) for prompt in trained.prompts])
+    lengths = trained.mask.sum(axis=-1) + prompts[:, None]
+    tokens = int(lengths.sum())
+    return metrics | {
         "perf/total_num_tokens": tokens,
-        "perf/time_per_step": seconds,
         "perf/throughput": tokens / seconds / run.num_devices,
-        "timing_s/step": seconds,
+        "perf/forward_tflop": forward_flops(run.arch, lengths) / 1e12,
     }
+
+
+def forward_flops(arch: Architecture, lengths: np.ndarray) -> float:
+    """Floating-point operations of one forward pass over sequences of these lengths, with causal attention and head.
+
+    2 for each parameter that multiplies and each token, 2 layers heads head_dim length^2 for attention. As verl, each
+    sequence has its own prompt, also where a group shares one.
+    """
+    looked_up = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size
+    multiplied = sum(math.prod(weight.shape) for weight in weight_table(arch) if weight.is_matrix) - looked_up
+    attention = arch.num_layers * arch.num_heads * arch.head_dim * np.sum(np.square(lengths, dtype=np.float64))
+    return 2 * float(multiplied * np.sum(lengths, dtype=np.float64) + attention)
+
+
+def utilisation(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
+    """`perf/mfu/`: the share of the training devices' peak that a step's passes reach; {} where that is not known.
+
+    An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
+    """
+    peak, config = limits_of(run.mesh.devices.flat[0]).flops, run.config
+    forward = metrics.get("perf/forward_tflop")
+    if peak is None or forward is None:
+        return {}
+    passes = {
+        "actor": ("update_actor", (2 if config.model.lora.rank else 3) * config.actor.ppo_epochs),
+        "critic": ("update_critic", 3 * config.critic.ppo_epochs),
+    }
+    if metrics.get("actor/recomputed_logprobs"):
+        passes["actor_infer"] = "old_log_prob", 1
+    return {
+        f"perf/mfu/{name}": count * forward * 1e12 / (metrics[f"timing_s/{stage}"] * run.mesh.size * peak)
+        for name, (stage, count) in passes.items()
+        if f"timing_s/{stage}" in metrics
+    }
+
+
+def memory_metrics(mesh: Mesh) -> dict[str, float]:
+    """Memory in GiB: the most that a device of this process has used (where it tells), and what the host uses now."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    names = {"allocated": "peak_bytes_in_use", "reserved": "peak_pool_bytes"}
+    found = {
+        f"perf/max_memory_{name}_gb": max(stat[key] for stat in stats) / GIB
+        for name, key in names.items()
+        if all(key in stat for stat in stats)
+    }
+    used = used_host_bytes()
+    return found | ({} if used is None else {"perf/cpu_memory_used_gb": used / GIB})
 
 
 def sample_texts(run: Run, experience: Experience) -> list[dict]:

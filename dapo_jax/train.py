@@ -26,10 +26,11 @@ from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, train_on
 from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
+from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
-from dapo_jax.reports import performance_metrics, sample_texts, summary
+from dapo_jax.reports import performance_metrics, sample_texts, summary, utilisation
 from dapo_jax.run import Run, check_processes, describe, open_run
 from dapo_jax.run_state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.training_batch import (
@@ -264,6 +265,7 @@ def best_metric(config: Config, metrics: Mapping[str, float]) -> float | None:
 def record(run: Run, records: RunRecords | NoRecords, step: int, metrics: dict[str, float]) -> None:
     """Writes a step's metrics everywhere: metrics.jsonl, TensorBoard, the console."""
     metrics |= run.timers.pop()
+    metrics |= time_metrics(metrics) | utilisation(run, metrics)
     records.write(step, metrics)
     run.console.step_line(step, metrics)
 

@@ -91,7 +91,9 @@ def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> 
         metrics["kl_loss"] = Mean.of(kl, batch.loss_mask)
         total += settings.kl_loss_coef * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
     if settings.entropy_coeff:
-        total -= settings.entropy_coeff * weighted_sum(entropy, batch.loss_weights, batch.loss_mask)
+        entropy_loss = weighted_sum(entropy, batch.loss_weights, batch.loss_mask)
+        metrics["entropy_loss"] = Mean(entropy_loss, jnp.float32(0))
+        total -= settings.entropy_coeff * entropy_loss
     difference = logprobs - batch.old_logprobs
     ratio = jnp.exp(difference)
     metrics |= {

@@ -88,6 +88,29 @@ def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
         yield jax.tree.map(lambda x, start=start: x[start * len(x) // total : (start + rows) * len(x) // total], batch)
 
 
+def sequence_lengths(batch: Batch) -> np.ndarray:
+    """Tokens [B] of each response with its prompt."""
+    prompts = batch.prompt_mask.sum(axis=1)
+    return batch.mask.sum(axis=1) + np.repeat(prompts, len(batch.mask) // len(prompts))
+
+
+def tokens_of_devices(batch: Batch, settings: UpdateSettings) -> np.ndarray:
+    """Tokens [S] of the sequences that each share of the devices passes over in an epoch."""
+    shares, tokens = settings.micro_batches.num_shards, sequence_lengths(batch)
+    totals = np.zeros(shares)
+    unread = {name: np.zeros((len(batch.mask), 1)) for name in ("responses", "loss_mask", "old_logprobs", "advantages")}
+    prompts, group_ids = {"prompts": batch.prompts, "prompt_mask": batch.prompt_mask}, batch.group_ids
+    light = Batch(mask=batch.mask, group_ids=group_ids, **prompts, **unread)
+    start = 0
+    for mini_batch in mini_batches(light, settings.mini_batch_rows):
+        for rows, piece in settings.micro_batches.split(mini_batch):
+            padded = np.zeros(len(piece.mask))
+            padded[: len(rows)] = tokens[start + rows]
+            totals += padded.reshape(shares, -1).sum(axis=1)
+        start += len(mini_batch.mask)
+    return totals
+
+
 def _in_pieces(
     function: Callable[[Any, Batch], Any], params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh
 ) -> Any:

@@ -6,6 +6,8 @@ import numpy as np
 
 from dapo_jax.monitor.best_of_k import Answers, pass_at, problem_statistics, subset_sizes
 
+TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them
+
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
     """`name`/mean, /max and /min of all values."""
@@ -32,6 +34,57 @@ def length_metrics(name: str, lengths: np.ndarray, limit: int) -> dict[str, floa
 def advantage_metrics(name: str, values: np.ndarray) -> dict[str, float]:
     """`critic/{name}/{mean,max,min}` over tokens; 0 if there are none."""
     return spread(f"critic/{name}", values if values.size else np.zeros(1))
+
+
+def group_reward_metrics(rewards: np.ndarray) -> dict[str, float]:
+    """`experience_pipeline/group_advantages/reward_{mean,std}/{mean,max,min}` over groups; rewards [Q, G]."""
+    prefix = "experience_pipeline/group_advantages"
+    return spread(f"{prefix}/reward_mean", rewards.mean(axis=1)) | spread(f"{prefix}/reward_std", rewards.std(axis=1))
+
+
+def balance_metrics(lengths: np.ndarray, of_devices: np.ndarray) -> dict[str, float]:
+    """`global_seqlen/`: tokens for each of S shares of the devices, prompts included.
+
+    Args:
+        lengths: [B] tokens of each sequence. min, max and mean are over S runs of consecutive ones.
+        of_devices: [S] tokens that each share has in fact: balanced_min and balanced_max.
+    """
+    slices = np.array([part.sum() for part in np.array_split(lengths, len(of_devices))])
+    return {
+        "global_seqlen/min": float(slices.min()),
+        "global_seqlen/max": float(slices.max()),
+        "global_seqlen/minmax_diff": float(slices.max() - slices.min()),
+        "global_seqlen/balanced_min": float(of_devices.min()),
+        "global_seqlen/balanced_max": float(of_devices.max()),
+        "global_seqlen/mean": float(lengths.sum() / len(of_devices)),
+    }
+
+
+def time_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`timing_per_token_ms/` and `time/`, from a step's `timing_s/` and its numbers of tokens.
+
+    A stage of training is divided by the tokens of the batch with its prompts; sampling by all tokens it drew, those
+    of dropped groups too (verl: by the responses of the batch).
+    """
+    seconds = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
+    trained, generated = metrics.get("perf/total_num_tokens"), metrics.get("dynamic_sampling/generated_tokens")
+    tokens = {"gen": generated, **{stage: trained for stage in TRAINING_STAGES}}
+    found = {
+        f"timing_per_token_ms/{stage}": 1000 * seconds[stage] / count
+        for stage, count in tokens.items()
+        if stage in seconds and count
+    }
+    sums = {
+        "time/eval": ("testing",),
+        "time/save_checkpoint": ("save_checkpoint",),
+        "time/wait_explore_step": ("gen", "reward"),
+        "time/experience_pipeline/total": ("adv",),
+        "time/train_step": TRAINING_STAGES,
+    }
+    for name, stages in sums.items():
+        if there := [seconds[stage] for stage in stages if stage in seconds]:
+            found[name] = sum(there)
+    return found
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
@@ -75,7 +128,7 @@ def evaluation_metrics(
             over_problems = np.array([problem[statistic] for problem in problems])
             full = f"{prefix}/{name}/{statistic}"
             metrics[full] = float(np.mean(over_problems))
-            if detailed:
+            if detailed and not statistic.endswith("/bootstrap_std"):
                 metrics |= spread(full, over_problems) | {f"{full}/std": float(np.std(over_problems))}
     return metrics
 

@@ -24,11 +24,20 @@ def _free_bytes(device: Any) -> float:
     return _free_host_bytes() / jax.local_device_count()
 
 
+def used_host_bytes() -> float | None:
+    """What this host's processes use of its memory; None if it does not say (it is not Linux)."""
+    found = _host_bytes()
+    return found["MemTotal"] - found["MemAvailable"] if {"MemTotal", "MemAvailable"} <= set(found) else None
+
+
 def _free_host_bytes() -> float:
     """What Linux says it can give; elsewhere, 4 GiB."""
+    return _host_bytes().get("MemAvailable", 4.0 * 2**30)
+
+
+def _host_bytes() -> dict[str, float]:
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024
-    return 4.0 * 2**30
+    if not meminfo.exists():
+        return {}
+    lines = [line.split() for line in meminfo.read_text(encoding="ascii").splitlines()]
+    return {name.rstrip(":"): float(kibibytes) * 1024 for name, kibibytes, *_ in lines}

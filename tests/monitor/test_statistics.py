@@ -3,10 +3,13 @@ import pytest
 
 from dapo_jax.monitor.statistics import (
     advantage_metrics,
+    balance_metrics,
     evaluation_metrics,
     explained_variance,
+    group_reward_metrics,
     length_metrics,
     score_metrics,
+    time_metrics,
 )
 
 TASKS = {"accuracy": np.array([[0.8, 0.9], [0.6, 0.9], [0.95, 0.85]])}
@@ -84,3 +87,31 @@ def test_samples_and_groups_without_a_score_do_not_count():
         "eval/dummy/format/mean@2": 0.75, "eval/dummy/format/std@2": 0.25,
         "eval/dummy/format/best@2": 1.0, "eval/dummy/format/worst@2": 0.5,
     }  # fmt: skip
+
+
+def test_group_rewards_are_means_and_population_deviations_over_groups():
+    metrics = group_reward_metrics(np.array([[0.8, 0.8], [0.7, 1.1]]))
+    prefix = "experience_pipeline/group_advantages"
+    assert metrics[f"{prefix}/reward_mean/mean"] == pytest.approx(0.85)
+    assert metrics[f"{prefix}/reward_mean/max"] == pytest.approx(0.9)
+    assert metrics[f"{prefix}/reward_std/max"] == pytest.approx(0.2)
+    assert metrics[f"{prefix}/reward_std/min"] == pytest.approx(0.0)
+
+
+def test_balance_is_before_and_after_rows_are_divided():
+    metrics = balance_metrics(np.array([1, 2, 3, 10]), np.array([7.0, 9.0]))
+    names = ("min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean")
+    assert metrics == {f"global_seqlen/{n}": v for n, v in zip(names, (3, 13, 10, 7, 9, 8), strict=True)}
+
+
+def test_times_are_per_token_and_under_both_names():
+    seconds = {"gen": 2.0, "reward": 1.0, "adv": 0.5, "update_actor": 3.0, "testing": 4.0, "step": 9.0}
+    row = {f"timing_s/{stage}": value for stage, value in seconds.items()}
+    row |= {"perf/total_num_tokens": 500, "dynamic_sampling/generated_tokens": 1000}
+    assert time_metrics(row) == {
+        "timing_per_token_ms/gen": 2.0, "timing_per_token_ms/adv": 1.0, "timing_per_token_ms/update_actor": 6.0,
+        "time/eval": 4.0, "time/wait_explore_step": 3.0, "time/experience_pipeline/total": 0.5, "time/train_step": 3.5,
+    }  # fmt: skip
+    assert time_metrics({"timing_s/testing": 1.0}) == {"time/eval": 1.0}, "the row before the first step"
+    nothing = {"timing_s/gen": 1.0, "dynamic_sampling/generated_tokens": 0}
+    assert time_metrics(nothing) == {"time/wait_explore_step": 1.0}

@@ -1,0 +1,73 @@
+"""The catalogue is what runs emit: all that they emit is declared, and all that is declared is emitted."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from small_run import small_config
+
+from dapo_jax.evaluate import bench
+from dapo_jax.monitor.catalogue import CATALOGUE, find, matches, sections
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
+
+ROOT = Path(__file__).parents[2]
+# Two short runs that have between them every part that emits metrics.
+WITH_CRITIC = {
+    "algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True, "algorithm.overlong_filtering": True,
+    "actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_is_batch_normalize": True,
+    "algorithm.rollout_correction.rollout_rs": ("token_k1", "seq_mean_k3"),
+    "algorithm.rollout_correction.rollout_rs_threshold": ("2.0", "2.0"),
+    "actor.entropy_coeff": 0.01, "evaluate.bootstrap": True, "monitor.detailed_stats": True,
+}  # fmt: skip
+GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True, "actor.policy_loss.loss_mode": "kl_cov"}
+
+
+def documentation_script():
+    spec = importlib.util.spec_from_file_location("write_metrics_doc", ROOT / "scripts" / "write_metrics_doc.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_documentation_is_the_catalogue():
+    written = (ROOT / "docs" / "metrics.md").read_text()
+    assert written == documentation_script().document(), "run python scripts/write_metrics_doc.py"
+
+
+def test_no_name_is_declared_twice():
+    variants = [variant for metric in CATALOGUE for variant in metric.variants()]
+    assert len(variants) == len(set(variants))
+    assert [name for name, _ in sections()] == list(dict.fromkeys(name for name, _ in sections()))
+
+
+def test_names_are_matched_part_by_part():
+    metric = find("eval/reasoning_gym/leg_counting/acc/best@4")
+    assert metric is not None and metric.name.endswith("{best|worst}@{k}")
+    assert find("eval/a/acc/best@4/std") != metric and find("eval/a/acc/best@four") is None
+    assert find("rollout/my.score/mean") is not None and find("rollout/score") is None
+    assert not matches("perf/throughput", "perf/throughputs") and not matches("a.b", "aXb")
+
+
+@pytest.mark.slow
+def test_runs_emit_what_is_declared_and_nothing_else(tmp_path):
+    emitted = set()
+    for name, changes in (("grouped", GROUPED), ("critic", WITH_CRITIC)):
+        steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 1, "trainer.test_freq": 2}
+        config = small_config(tmp_path / name, **steps, **changes)
+        train(config)
+        rows = read_metrics(config.workdir)
+        emitted |= set(itertools.chain(*rows)) - {"step"}
+        always = [metric for metric in CATALOGUE if metric.when == "always"]
+        for metric, row in itertools.product(always, rows[1:]):
+            for variant in metric.variants():
+                assert any(matches(variant, found) for found in row), f"{variant} is missing in step {row['step']}"
+    emitted |= set(bench(config, tmp_path / "bench", step=2)[0]["metrics"])
+    assert {name for name in emitted if find(name) is None} == set()
+    variants = [variant for metric in CATALOGUE if not metric.needs for variant in metric.variants()]
+    unseen = {variant for variant in variants if not any(matches(variant, name) for name in emitted)}
+    assert unseen == set(), json.dumps(sorted(unseen))

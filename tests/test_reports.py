@@ -1,0 +1,61 @@
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_policy import ARCH
+from small_run import small_config
+
+from dapo_jax import reports
+from dapo_jax.parallel.devices import limits_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.reports import forward_flops, memory_metrics, utilisation
+
+ROW = {"perf/forward_tflop": 2.0, "timing_s/update_actor": 3.0, "timing_s/old_log_prob": 0.5}
+
+
+def test_operations_of_a_forward_pass():
+    D, F, V, L, heads = 48, 80, 64, 2, 4 * 16
+    layer = D * heads * 2 + D * 2 * 16 * 2 + 3 * D * F  # query and output, key and value, feed-forward
+    for tied in (False, True):  # the head multiplies, the embedding is looked up
+        arch = dataclasses.replace(ARCH, tie_embeddings=tied)
+        expected = 2 * (L * layer + V * D) * 12 + 2 * L * heads * (5**2 + 7**2)
+        assert forward_flops(arch, np.array([[5], [7]])) == expected
+
+
+def run_with(kind: str, **changes) -> Any:
+    device = SimpleNamespace(device_kind=kind)
+    mesh = SimpleNamespace(devices=np.array([device, device]), size=2)
+    return SimpleNamespace(config=small_config("unused", **changes), mesh=mesh)
+
+
+def test_utilisation_is_of_the_peak_of_all_training_devices():
+    peak = limits_of(run_with("NVIDIA H200").mesh.devices.flat[0]).flops
+    assert peak == 989e12
+    found = utilisation(run_with("NVIDIA H200"), ROW)
+    assert found == {"perf/mfu/actor": pytest.approx(3 * 2e12 / (3 * 2 * peak))}
+    found = utilisation(run_with("NVIDIA H200", **{"actor.ppo_epochs": 2, "model.lora.rank": 4}), ROW)
+    assert found == {"perf/mfu/actor": pytest.approx(4 * 2e12 / (3 * 2 * peak))}
+    more = {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0}
+    found = utilisation(run_with("TPU v5 lite"), ROW | more)
+    assert found["perf/mfu/actor_infer"] == pytest.approx(2e12 / (0.5 * 2 * 197e12))
+    assert found["perf/mfu/critic"] == pytest.approx(6e12 / (2 * 197e12))
+
+
+def test_utilisation_is_left_out_where_peak_or_work_is_unknown():
+    assert utilisation(run_with("cpu"), ROW) == {}
+    assert utilisation(run_with("NVIDIA H200"), {"timing_s/update_actor": 3.0}) == {}
+
+
+def test_memory_is_what_devices_and_host_tell(monkeypatch):
+    mesh = make_mesh(-1, 1, 1)
+    assert jax.devices()[0].memory_stats() is None, "a CPU device tells nothing"
+    assert set(memory_metrics(mesh)) <= {"perf/cpu_memory_used_gb"}
+    devices = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n * 2**30}) for n in (1, 3)]
+    monkeypatch.setattr(reports, "used_host_bytes", lambda: 2.0**29)
+    fake: Any = SimpleNamespace(local_devices=devices)
+    assert memory_metrics(fake) == {"perf/max_memory_allocated_gb": 3.0, "perf/cpu_memory_used_gb": 0.5}
+    monkeypatch.setattr(reports, "used_host_bytes", lambda: None)
+    assert "perf/cpu_memory_used_gb" not in memory_metrics(fake)
