@@ -1,6 +1,7 @@
 """Host: saving and restoring all that a run needs to go on as if it had never stopped."""
 
 import dataclasses
+import hashlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
@@ -33,6 +35,7 @@ class Progress:
     tokens_generated: int = 0
     tokens_trained: int = 0
     prompts: str = ""  # checksum of the training prompts
+    stream: str = ""  # checksum of what is saved beside the models
     nonfinite_in_a_row: int = 0  # last steps whose loss or gradient was not finite
     alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
     best: float | None = None  # trainer.best_metric at its best
@@ -71,14 +74,6 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         self._directory = directory
-        try:
-            if not read_only:
-                epath.Path(directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"the directory of checkpoints {directory} cannot be made ({error}): choose another by "
-                "trainer.checkpoint_dir or workdir"
-            ) from error
         worst = -math.inf if mode == "max" else math.inf
 
         def quality(metrics: dict[str, float | None]) -> float:
@@ -86,42 +81,64 @@ class Checkpoints:
             return worst if value is None else value
 
         best = BestN(get_metric_fn=quality, reverse=mode == "min", n=keep_best, keep_checkpoints_without_metrics=False)
-        self._manager = ocp.CheckpointManager(
-            epath.Path(directory),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy([LatestN(max_to_keep), best]),
-                best_fn=quality,  # without it no metrics are read
-                create=not read_only,
-                cleanup_tmp_directories=not read_only,
-                read_only=read_only,
-            ),
-            item_handlers={
-                "models": ocp.PyTreeCheckpointHandler(),
-                "progress": ocp.JsonCheckpointHandler(),
-                "stream": ocp.StandardCheckpointHandler(),
-            },
-        )
+        try:
+            self._manager = ocp.CheckpointManager(
+                epath.Path(directory),
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=AnyPreservationPolicy([LatestN(max_to_keep), best]),
+                    best_fn=quality,  # without it no metrics are read
+                    create=not read_only,
+                    cleanup_tmp_directories=not read_only,
+                    read_only=read_only,
+                ),
+                item_handlers={
+                    "models": ocp.PyTreeCheckpointHandler(),
+                    "progress": ocp.JsonCheckpointHandler(),
+                    "stream": ocp.StandardCheckpointHandler(),
+                },
+            )
+        except OSError as error:
+            raise ValueError(
+                f"the directory of checkpoints {directory} cannot be used ({error}): choose another by "
+                "trainer.checkpoint_dir or workdir"
+            ) from error
+        except ValueError as error:  # the metrics of a checkpoint are read here
+            raise ValueError(
+                f"a checkpoint in {directory} is damaged ({_first_line(error)}): look for an empty or broken file "
+                f"{directory}/*/metrics/metrics and move its checkpoint away"
+            ) from error
 
     def latest_step(self) -> int | None:
         """The newest step that was written completely."""
         return self._manager.latest_step()
 
     def save(
-        self, models: Models, progress: Progress, stream: dict[str, Any], *, metric: float | None = None
+        self,
+        models: Models,
+        progress: Progress,
+        stream: dict[str, Any],
+        *,
+        metric: float | None = None,
+        replace: bool = False,
     ) -> None:
         """Writes a checkpoint of progress.step; nothing if there is one.
 
         Args:
+            replace: write it again, if there is another one to go on from meanwhile.
             stream: NumPy arrays of any shape, nested by name: what dynamic sampling knows.
             metric: how good the policy is, for those that are kept as the best.
 
         Raises:
             RuntimeError: there is no room for it, or an earlier one could not be written.
         """
-        if self._manager.latest_step() == progress.step:
+        steps = self._manager.all_steps()
+        if progress.step in steps and not (replace and len(steps) > 1):
             return
+        progress = dataclasses.replace(progress, stream=_digest(stream))
         with self._writing():
             self._manager.wait_until_finished()  # also tells of an error in the background
+            if progress.step in steps:
+                self._manager.delete(progress.step)
             self._check_space(models, stream)
             self._manager.save(
                 progress.step,
@@ -153,7 +170,11 @@ class Checkpoints:
         )
         with self._reading(step):
             restored = self._manager.restore(step, args=arguments)
-        return Models(**restored["models"]), Progress(**restored["progress"]), restored["stream"]
+        progress = Progress(**restored["progress"])
+        with self._reading(step):
+            if progress.stream not in ("", _digest(restored["stream"])):
+                raise ValueError("what it holds of the prompts and groups has changed")
+        return Models(**restored["models"]), dataclasses.replace(progress, stream=""), restored["stream"]
 
     def restore_policy(self, step: int, shape: Any) -> Any:
         """The policy's parameters alone, laid out as `shape` says.
@@ -197,7 +218,8 @@ class Checkpoints:
             raise RuntimeError(
                 f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
                 f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: make "
-                "room, lower trainer.max_ckpt_to_keep or set trainer.checkpoint_dir, and start the same command again"
+                "room, or move the checkpoints to another place and set trainer.checkpoint_dir to it, and start the "
+                "same command again"
             ) from error
 
     @contextmanager
@@ -232,6 +254,15 @@ def find_checkpoint(path: str) -> Origin:
             "correct the path"
         )
     return Origin(str(directory), saved[-1] if wanted is None else wanted)
+
+
+def _digest(stream: dict[str, Any]) -> str:
+    """A checksum of arrays by name."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(stream)[0]:
+        array = np.asarray(leaf)
+        found.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode() + array.tobytes())
+    return found.hexdigest()
 
 
 def _first_line(error: Exception) -> str:

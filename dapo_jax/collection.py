@@ -91,12 +91,13 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
         "data/epoch": run.order.epoch(accepted.state.next_prompt),
     }
     if trained is None:
-        return progress
+        return progress | ({"dynamic_sampling/uniform_share": 1.0} if evaluated else {})
     evaluated = evaluated or [trained]  # all of them carried from earlier steps
     names = set.intersection(*(set(experience.scores) for experience in evaluated))
     scores = {name: np.concatenate([part.scores[name] for part in evaluated]) for name in sorted(names)}
     prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
-    num_errors = sum(experience.num_errors for experience in evaluated)
+    num_errors = sum(round_.experience.num_errors for round_ in accepted.rounds)  # carried groups' were told before
+    compared = scores.get("acc", scores["seq_reward"])
     return {
         **statistics.score_metrics(scores),
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
@@ -105,6 +106,7 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         **statistics.spread("sample/model_version", trained.versions),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
+        "dynamic_sampling/uniform_share": float(np.mean(compared.max(axis=1) == compared.min(axis=1))),
         "reward/num_errors": num_errors,
         "reward/error_share": num_errors / sum(experience.finished.size for experience in evaluated),
         "rollout/finished_task_count": sum(len(round_.experience) for round_ in accepted.rounds),

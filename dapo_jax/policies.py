@@ -18,6 +18,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import Lora, adapter_table, merged
 from dapo_jax.models.weights import init_params, unflatten, weight_shardings, weight_table
+from dapo_jax.monitor.records import recorded_config
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
 
 RANDOM = "random"  # model.path of a freshly initialised model
@@ -47,6 +48,32 @@ def find_trained(path: str) -> Trained | None:
     config = dataclasses.replace(from_values(values), workdir=str(workdir))
     own = config.trainer.checkpoint_dir
     return Trained(config, find_checkpoint(path if workdir != place or not own else own).step)
+
+
+def pinned(config: Config) -> Config:
+    """`config` with the checkpoint of each run that it begins with, so that a restart begins with the same.
+
+    A path WORKDIR becomes WORKDIR/checkpoints/STEP: the step that an earlier start of this run has recorded, else the
+    newest.
+
+    Raises:
+        ValueError: a run would begin with itself.
+    """
+    recorded = recorded_config(config.workdir)
+    for name in ("model", "reference"):
+        section = getattr(config, name)
+        if section.path is None or section.path == RANDOM:
+            continue
+        place = Path(section.path).expanduser()
+        if place.resolve().is_relative_to(Path(config.workdir).resolve()):
+            raise ValueError(f"{name}.path={section.path} is in this run's own workdir: choose a new workdir")
+        trained = find_trained(section.path)
+        if trained is None or place.name.isdigit() or not (place / "checkpoints" / str(trained.step)).is_dir():
+            continue
+        before = str(recorded.get(name, {}).get("path"))
+        chosen = before if before.startswith(f"{place}/checkpoints/") else f"{place}/checkpoints/{trained.step}"
+        config = dataclasses.replace(config, **{name: dataclasses.replace(section, path=chosen)})
+    return config
 
 
 def first_model(config: Config) -> str:

@@ -31,7 +31,7 @@ from dapo_jax.parallel.devices import GIB, Limits, devices_of, limits_of
 from dapo_jax.parallel.hlo_costs import Costs, program_costs
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.policies import RANDOM, read_model
+from dapo_jax.policies import RANDOM, find_trained, read_model
 from dapo_jax.preflight_advice import advise
 from dapo_jax.run import check_memory, check_mesh, compute_dtype
 from dapo_jax.step_programs import KINDS, Program, step_programs
@@ -120,7 +120,7 @@ def preflight(
 
 def read_shape(config: Config) -> Architecture:
     """The architecture of model.path, of which only config.json need be there."""
-    if config.model.path == RANDOM:
+    if config.model.path == RANDOM or find_trained(config.model.path) is not None:
         return read_model(config)[0]
     path = Path(config.model.path).expanduser()
     known = SHAPES / path.name.removesuffix("-Instruct")

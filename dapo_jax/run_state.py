@@ -2,16 +2,20 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import orbax.checkpoint as ocp
 
 from dapo_jax.checkpoint import Checkpoints, Origin, Progress, find_checkpoint
 from dapo_jax.collection import Collected, collected_arrays, restore_collected
-from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.config import Config, checkpoint_dir, from_values
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.learner.models import Models
-from dapo_jax.monitor.records import config_differences
+from dapo_jax.monitor.records import config_differences, recorded_config
 from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.prompt_stream import restore_stream, stream_arrays
 from dapo_jax.run import Run
@@ -44,10 +48,22 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
             f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
             "choose another workdir, or resume_mode=auto to go on"
         )
+    other, total = config.trainer.resume_from_path, config.trainer.total_training_steps
     if latest is not None:
         origin = Origin(checkpoint_dir(config), latest)
     else:
-        origin = find_checkpoint(config.trainer.resume_from_path) if config.trainer.resume_from_path else None
+        _check_not_moved(config)
+        origin = find_checkpoint(other) if other else None
+    if other and Path(other).expanduser().resolve().is_relative_to(Path(config.workdir).resolve()):
+        raise ValueError(
+            f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to go on "
+            "from one of its earlier checkpoints"
+        )
+    if origin is not None and origin.step > total:
+        raise ValueError(
+            f"trainer.total_training_steps={total} is less than the {origin.step} steps that {origin.directory} has "
+            "done: raise it, or choose another workdir"
+        )
     if is_first():
         values = dataclasses.asdict(config)
         if latest is not None:
@@ -56,6 +72,18 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
         for line in warnings(config):
             logger.warning("%s", line)
     return origin
+
+
+def _check_not_moved(config: Config) -> None:
+    """Raises ValueError if the run has checkpoints where it does not look for them any more."""
+    recorded = recorded_config(config.workdir)
+    before = checkpoint_dir(from_values(recorded | {"workdir": config.workdir})) if recorded else ""
+    if before and before != checkpoint_dir(config) and any(ocp.utils.checkpoint_steps(before)):
+        raise ValueError(
+            f"workdir={config.workdir} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
+            f"{checkpoint_dir(config)}: move them there, or begin in a new workdir with "
+            f"trainer.resume_from_path={before}"
+        )
 
 
 def first_state(run: Run) -> RunState:
@@ -76,13 +104,15 @@ def _first_stream(run: Run) -> StreamState:
     )
 
 
-def save_state(run: Run, checkpoints: Checkpoints, state: RunState, *, metric: float | None = None) -> None:
+def save_state(
+    run: Run, checkpoints: Checkpoints, state: RunState, *, metric: float | None = None, replace: bool = False
+) -> None:
     """Begins to write `state`; `metric` is how good it is, None if that was not measured."""
     arrays = {**stream_arrays(state.stream), "engine": state.engine}
     if state.ahead is not None:
         arrays["ahead"] = collected_arrays(state.ahead)
     with run.stage("save_checkpoint"):
-        checkpoints.save(state.models, state.progress, arrays, metric=metric)
+        checkpoints.save(state.models, state.progress, arrays, metric=metric, replace=replace)
 
 
 def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunState:
@@ -112,5 +142,20 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
         progress = dataclasses.replace(progress, prompts=prompts)
         return RunState(models, progress, _first_stream(run), engine.to_arrays())
+    for name in ("carried", "ahead"):
+        groups = arrays.get(name, {})
+        _check_groups(run.config, groups.get("experience", groups if name == "carried" else {}))
     ahead = restore_collected(run, arrays["ahead"]) if "ahead" in arrays else None
     return RunState(models, progress, restore_stream(run, arrays), engine.to_arrays(), ahead)
+
+
+def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
+    """Raises ValueError unless groups of a checkpoint have the shape of those that the run samples."""
+    wanted = config.rollout.n, config.data.max_response_length
+    if "responses" in groups and tuple(groups["responses"].shape[1:]) != wanted:
+        n, length = groups["responses"].shape[1:]
+        raise ValueError(
+            f"the checkpoint holds groups that were sampled with rollout.n={n}, data.max_response_length={length}, and "
+            f"the run has {wanted[0]}, {wanted[1]}: go on with those, or begin in a new workdir with model.path set to "
+            "this one"
+        )

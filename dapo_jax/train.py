@@ -28,8 +28,9 @@ from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.workdir import open_workdir
-from dapo_jax.parallel.processes import is_first
+from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
+from dapo_jax.policies import pinned
 from dapo_jax.reports import performance_metrics, sample_texts, summary, utilisation
 from dapo_jax.run import Run, check_processes, describe, open_run
 from dapo_jax.run_state import RunState, first_state, restore_state, save_state, starting_point
@@ -59,6 +60,7 @@ def train(config: Config) -> Models:
 
 def _train(config: Config) -> Models:
     """`train` in an open work directory."""
+    config = pinned(config)
     trainer = config.trainer
     check_processes(config)
     checkpoints = Checkpoints(
@@ -96,13 +98,15 @@ def run_steps(
     run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, stop: StopRequest, state: RunState
 ) -> RunState:
     """All steps that are left. What happens between two updates can be thrown away: there the run can stop."""
+    trained = False
     while True:
         try:
             with stop.safe():
-                stop.check()
+                stop.check(agree=True)
                 if state.progress.unrecorded is not None:
                     state = conclude_step(run, checkpoints, records, state)
-                    check_finite(run.config, state.progress)
+                    if trained:  # not what an earlier start had trained: it has ended for that
+                        check_finite(run.config, state.progress)
                 if state.progress.step == run.config.trainer.total_training_steps:
                     return state
                 start = time.perf_counter()
@@ -111,15 +115,16 @@ def run_steps(
                     weights = run.decode_weights(state.models.actor.params)
                     batch, stream = next_batch(run, weights, stream, state.progress, state.progress.step + 1)
                 batch.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
+                stop.check(agree=True)
         except Stopped as reason:
             save_before_end(run, checkpoints, state)
             logger.warning("%s after step %d; the same command goes on from there", reason, state.progress.step)
             raise
-        except Exception:
-            if jax.process_count() == 1:  # several write together, and some may not have come here
+        except Exception as error:
+            if jax.process_count() == 1 or isinstance(error, SharedFailure):  # several write together
                 save_before_end(run, checkpoints, state)
             raise
-        state = train_step(run, records, state, batch, stream, start)
+        state, trained = train_step(run, records, state, batch, stream, start), True
 
 
 def conclude_step(
@@ -134,6 +139,9 @@ def conclude_step(
     if step == 0 or is_due(step, trainer.test_freq, total):
         metrics |= evaluate(run, params)
     quality = best_metric(run.config, metrics)
+    if quality is None and trainer.best_metric and is_due(step, trainer.test_freq, total):
+        logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step,
+                       ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*")  # fmt: skip
     better = max if trainer.best_metric_mode == "max" else min
     progress = dataclasses.replace(progress, unrecorded=None)
     if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
@@ -141,8 +149,9 @@ def conclude_step(
     records.write_samples(step, row["samples"])
     record(run, records, step, metrics)
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
-    if step and is_due(step, trainer.save_freq, total):
-        save_state(run, checkpoints, state, metric=quality)
+    saved_before = checkpoints.latest_step() == step  # when the run was stopped in the middle of this
+    if step and (saved_before or is_due(step, trainer.save_freq, total)):
+        save_state(run, checkpoints, state, metric=quality, replace=True)
     return state
 
 
@@ -150,7 +159,7 @@ def check_finite(config: Config, progress: Progress) -> None:
     """Raises RuntimeError after too many steps in a row whose loss or gradient was not finite."""
     steps, most = progress.nonfinite_in_a_row, config.trainer.max_nonfinite_steps
     if steps >= most:
-        raise RuntimeError(
+        raise SharedFailure(
             f"the loss or the gradient was not finite in {steps} steps in a row, up to step {progress.step} "
             f"(trainer.max_nonfinite_steps={most}); the parameters are those before them, the batches are in "
             f"{Path(config.workdir) / 'nonfinite'}: lower actor.optim.lr, look at the batches, or go on by the same "
@@ -205,10 +214,9 @@ def next_batch(
     Args:
         progress: of the policy whose weights they are.
     """
-    replaced = run.sampler.verifiers.num_replaced
     accepted = collect(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
     batch = measure(run, accepted)
-    batch.metrics["reward/workers_replaced"] = run.sampler.verifiers.num_replaced - replaced
+    batch.metrics["reward/workers_replaced"] = sum(gather(run.sampler.verifiers.take_replaced()))
     return batch, accepted.state
 
 

@@ -8,6 +8,7 @@ and the same metrics (apart from clocks) bit for bit, each step once in metrics.
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -180,7 +181,7 @@ def differences(whole: Path, killed: Path) -> Iterator[str]:
     for row, other in zip(rows, others, strict=False):
         names = [name for name in row | other if not name.startswith(CLOCK) and row.get(name) != other.get(name)]
         yield from (f"step {row['step']}: {name} is {other.get(name)}, not {row.get(name)}" for name in names)
-    arrays, found = last_models(whole), last_models(killed)
+    arrays, found = last_checkpoint(whole), last_checkpoint(killed)
     for name in sorted(arrays | found):
         if name not in arrays or name not in found or arrays[name] != found[name]:
             yield f"{name} of the last checkpoint differs"
@@ -200,16 +201,23 @@ def saved_steps(workdir: Path) -> list[int]:
     return [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
 
 
-def last_models(workdir: Path) -> dict[str, bytes]:
-    """The bytes of each array of the newest checkpoint: parameters, moments, counters."""
+def last_checkpoint(workdir: Path) -> dict[str, bytes]:
+    """What the newest checkpoint holds, by name: parameters, moments, prompt cursor, carried groups, counters.
+
+    Not the free memory that a start has measured.
+    """
     import jax
     import orbax.checkpoint as ocp
 
     newest = max(saved_steps(workdir))
+    place = workdir.absolute() / "checkpoints" / str(newest)
     with ocp.PyTreeCheckpointer() as reader:
-        tree = reader.restore(workdir.absolute() / "checkpoints" / str(newest) / "models")
+        tree = {name: reader.restore(place / name) for name in ("models", "stream")}
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path): jax.device_get(leaf).tobytes() for path, leaf in leaves}
+    found = {jax.tree_util.keystr(path): jax.device_get(leaf).tobytes() for path, leaf in leaves}
+    progress = json.loads((place / "progress" / "metadata").read_text())
+    found |= {name: json.dumps(value).encode() for name, value in progress.items() if name != "stream"}
+    return {name: value for name, value in found.items() if "free_bytes" not in name}
 
 
 def curves(workdir: Path) -> dict[str, list[tuple[int, float]]]:

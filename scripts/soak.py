@@ -72,7 +72,7 @@ def in_use() -> dict[str, float]:
         "live array bytes": sum(array.nbytes for array in arrays),
         "open files": len(os.listdir("/proc/self/fd")),
         "threads": int(status["Threads"]),
-        "processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        "processes": sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children")),
     }
 
 

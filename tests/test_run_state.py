@@ -4,11 +4,13 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from ends_within import ends_within
 from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import learning
@@ -183,3 +185,64 @@ def test_a_restart_sees_the_alarms_that_are_on(whole, tmp_path):
     progress = json.loads((whole[0] / "checkpoints" / "4" / "progress" / "metadata").read_text())
     assert progress["alarms"]["truncation"] == rows[-1]["alarm/truncation"] and "first entropy" in progress["alarms"]
     assert progress["best"] is not None and progress["unrecorded"] is None
+
+
+def test_a_checkpoint_from_the_middle_of_a_step_is_completed(whole, tmp_path, monkeypatch):
+    config = small_config(tmp_path, **{"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 9})
+    with monkeypatch.context() as patch:
+        at_call(patch, train_module, "evaluate", 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped):
+            train(config)
+
+    def second(item):
+        return json.loads((tmp_path / "checkpoints" / "2" / item).read_text())
+
+    assert second("progress/metadata")["unrecorded"] is not None and second("metrics/metrics")["value"] is None
+    train(config)
+    assert second("progress/metadata")["unrecorded"] is None and second("metrics/metrics")["value"] is not None
+    assert rows_without_clock(tmp_path) == whole[2]
+
+
+def test_a_stop_does_not_wait_for_verdicts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "rewards" / "data"))
+    slow = {"reward.function": "hostile_verifier.score_slowly", "reward.timeout_s": 600.0}
+    timer = threading.Timer(25, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with ends_within(120), pytest.raises(Stopped):
+        train(small_config(tmp_path, **slow, **{"trainer.val_before_train": False}))
+    timer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.total_training_steps": 3}, "total_training_steps=3 is less than the 4 steps"),
+        ({"trainer.checkpoint_dir": "{other}"}, "has its checkpoints in .*checkpoints, and trainer.checkpoint_dir now"),
+        ({"model.path": "{workdir}"}, "model.path=.* is in this run's own workdir: choose"),
+        ({"trainer.resume_from_path": "{workdir}/checkpoints/2"}, "is in workdir=.* itself: choose a new workdir"),
+    ],
+)
+def test_a_restart_that_would_lose_something_is_refused(whole, tmp_path, changes, message):
+    named = {key: value.format(other=tmp_path, workdir=whole[0]) if isinstance(value, str) else value
+             for key, value in changes.items()}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        train(small_config(whole[0], **named))
+    assert rows_without_clock(whole[0]) == whole[2] and saved(whole[0]) == [2, 4]
+
+
+def test_carried_groups_of_another_shape_are_refused(tmp_path):
+    carry = {"algorithm.filter_groups.leftover": "carry", "data.gen_batch_size": 16, "trainer.save_freq": 1}
+    train(small_config(tmp_path, **carry, **{"trainer.total_training_steps": 1}))
+    with pytest.raises(ValueError, match=r"rollout.n=16, data.max_response_length=4, and the run has 16, 5"):
+        train(small_config(tmp_path, **carry, **{"data.max_response_length": 5}))
+
+
+def test_what_a_run_begins_with_is_pinned(whole, tmp_path):
+    source = tmp_path / "source"
+    train(small_config(source, **{"trainer.total_training_steps": 1}))
+    changes = {"model.path": str(source), "trainer.total_training_steps": 1, "model.lora.rank": 2}
+    train(small_config(tmp_path / "run", **changes))
+    train(small_config(source, **{"trainer.total_training_steps": 2}))
+    train(small_config(tmp_path / "run", **changes | {"trainer.total_training_steps": 2}))
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert recorded["model"]["path"] == f"{source}/checkpoints/1"

@@ -17,6 +17,7 @@ import numpy as np
 from dapo_jax.dynamic_sampling.rounds import Round, filtered_counts
 from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream, adaptive_limit, fixed_limit, wave_prompts
 from dapo_jax.monitor import filter_log
+from dapo_jax.parallel.processes import SharedFailure
 from dapo_jax.rollout.experience import Experience, concatenate
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ class _Attempt:
         exhausted = self.cursor >= self.epoch_end
         policy = policies.on_exhausted if exhausted else policies.on_limit
         if policy == "error":
-            raise RuntimeError(_message(self, exhausted))
+            raise SharedFailure(_message(self, exhausted))
         everything = _join([round_.experience for round_ in self.rounds])
         if policy == "fallback_unfiltered":
             dropped = _join(
@@ -279,7 +280,7 @@ class _Attempt:
             )
             return kept, "partial"
         if policies.on_empty == "error":
-            raise RuntimeError(_message(self, exhausted))
+            raise SharedFailure(_message(self, exhausted))
         if policies.on_empty == "train_unfiltered" and everything is not None:
             logger.warning("step %d: no group was kept, training on unfiltered ones", self.step)
             return everything.select(np.arange(min(policies.target, len(everything)))), "unfiltered"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from dapo_jax.config import AlarmConfig
 
 _DECAY = 0.9  # of the running means
+_ALL = 1 - 1e-9  # a share of all
 _LEAST_KL = 1e-3  # nats per token: below it a jump means nothing
 _LEAST_MISMATCH = 1e-5  # k3 estimate of the divergence, nats per token
 
@@ -28,7 +29,7 @@ def raise_alarms(
     - entropy_collapse, entropy_explosion: actor/entropy against the first step's
     - kl_jump: actor/ppo_kl (absolute) or actor/kl_loss against its running mean
     - mismatch_growth: rollout_corr/k3_kl against its running mean
-    - all_uniform: groups were evaluated, and none passed the filter
+    - all_uniform: in every group that was evaluated all samples had the same score
     - truncation: response_length/clip_ratio
     - reward_errors: share of samples whose verification failed
     - reward_workers: verifier processes died
@@ -40,7 +41,6 @@ def raise_alarms(
     entropy = metrics.get("actor/entropy")
     first = memory.get("first entropy")
     ppo_kl = abs(metrics["actor/ppo_kl"]) if "actor/ppo_kl" in metrics else None
-    evaluated, errors = metrics.get("dynamic_sampling/num_evaluated_prompts"), metrics.get("reward/error_share")
     seen = {
         "entropy_collapse": _Seen(entropy, _times(first, settings.entropy_collapse), below=True),
         "entropy_explosion": _Seen(entropy, _times(first, settings.entropy_explosion)),
@@ -49,21 +49,25 @@ def raise_alarms(
         "mismatch_growth": _against_mean(
             memory, "mismatch", metrics.get("rollout_corr/k3_kl"), settings.mismatch_growth, _LEAST_MISMATCH
         ),
-        "all_uniform": _Seen(metrics.get("train/num_kept_prompts") if evaluated else None, 1.0, below=True),
+        "all_uniform": _Seen(metrics.get("dynamic_sampling/uniform_share"), _ALL),
         "truncation": _Seen(metrics.get("response_length/clip_ratio"), settings.truncation),
-        "reward_errors": _Seen(errors, settings.reward_errors),
+        "reward_errors": _Seen(metrics.get("reward/error_share"), settings.reward_errors),
         "reward_workers": _Seen(metrics.get("reward/workers_replaced"), 0.0),
     }
     if first is None and entropy is not None and math.isfinite(entropy):
         memory["first entropy"] = entropy
     alarms = {}
     for name, (value, limit, below) in seen.items():
-        on = value is not None and limit is not None and (value < limit if below else value > limit)
+        on = value is not None and (not math.isfinite(value) or _beyond(value, limit, below))
         if on and not memory.get(name):
-            logger.warning("alarm at step %d: %s: %.4g is %s %.4g (docs/reliability.md)",
-                           step, name, value, "below" if below else "above", limit)  # fmt: skip
+            logger.warning("alarm at step %d: %s: %.4g, the limit is %s (docs/reliability.md)",
+                           step, name, value, "-" if limit is None else f"{limit:.4g}")  # fmt: skip
         memory[name] = alarms[f"alarm/{name}"] = float(on)
     return alarms, memory
+
+
+def _beyond(value: float, limit: float | None, below: bool) -> bool:
+    return limit is not None and (value < limit if below else value > limit)
 
 
 def _times(value: float | None, factor: float) -> float | None:
@@ -73,7 +77,7 @@ def _times(value: float | None, factor: float) -> float | None:
 def _against_mean(memory: dict[str, float], name: str, value: float | None, factor: float, least: float) -> _Seen:
     """`value` against `factor` times its running mean, which takes it up; a jump is taken up at the limit alone."""
     if value is None or not math.isfinite(value):
-        return _Seen(None, None)
+        return _Seen(value, None)
     mean = memory.get(f"mean {name}")
     if mean is None:
         memory[f"mean {name}"] = value

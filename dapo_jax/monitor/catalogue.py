@@ -83,6 +83,7 @@ CATALOGUE = (
            ALWAYS),
     Metric("dynamic_sampling/num_aborted", "groups", "groups that were begun and not finished: 0", OWN, ALWAYS),
     Metric("dynamic_sampling/num_stale", "groups", "carried groups that were too old to train on", OWN, ALWAYS),
+    Metric("dynamic_sampling/uniform_share", "share", "groups whose samples have one acc / sampled", OWN, ALWAYS),
     Metric("dynamic_sampling/num_skipped_uniform", "prompts", "prompts left out as their groups used to be uniform",
            OWN, ALWAYS),
     Metric("dynamic_sampling/partial_step", "0 or 1", "1 if the batch is not the whole one that was asked for", OWN,

@@ -139,6 +139,20 @@ def write_config(workdir: str | os.PathLike[str], config: dict[str, Any]) -> Non
     _write_atomically(Path(workdir) / _CONFIG, json.dumps(config, indent=2) + "\n")
 
 
+def recorded_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config in `config.json`, {} without one. ValueError if it is damaged."""
+    path = Path(workdir) / _CONFIG
+    try:
+        recorded = json.loads(path.read_bytes())
+        if not isinstance(recorded, dict):
+            raise ValueError("it is no object")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, the run writes it again") from error
+    return recorded
+
+
 def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) -> list[str]:
     """Returns a line `key: recorded -> given` for each key whose value in `config.json` is another one.
 
@@ -147,13 +161,9 @@ def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) 
     Raises:
         ValueError: `config.json` is damaged.
     """
-    path = Path(workdir) / _CONFIG
-    if not path.exists():
+    if not (Path(workdir) / _CONFIG).exists():
         return []
-    try:
-        recorded = _flatten(json.loads(path.read_bytes()))
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it, the run writes it again") from error
+    recorded = _flatten(recorded_config(workdir))
     given = _flatten(json.loads(json.dumps(config)))  # tuples become lists, as in the file
     shown = [
         {key: repr(values[key]) if key in values else "absent" for key in recorded | given}

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dapo_jax.monitor.log import close_logging, log_failure, setup_logging
-from dapo_jax.parallel.stopping import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,7 @@ def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: in
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            if not isinstance(error, Stopped):
-                log_failure(error)
+            log_failure(error)
             raise
 
 

@@ -19,6 +19,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 
+class SharedFailure(RuntimeError):
+    """A failure that all processes of a run meet at the same point: what they do then, they do together."""
+
+
 @contextmanager
 def joined_processes(
     *, coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int

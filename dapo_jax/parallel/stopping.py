@@ -18,8 +18,8 @@ _REPEATED_S = 1.0  # the same request arrives twice within it
 _CHECKS_PER_AGREEMENT = 8  # with several processes, which have to ask each other
 
 
-class Stopped(Exception):
-    """The run was asked to stop by a signal, and has stopped where nothing is lost."""
+class Stopped(BaseException):
+    """The run was asked to stop by a signal, and has stopped where nothing is lost. It is no error."""
 
 
 class StopRequest:
@@ -57,8 +57,11 @@ class StopRequest:
         finally:
             self._safe = False
 
-    def check(self) -> None:
+    def check(self, *, agree: bool = False) -> None:
         """A possible safe point, which all processes reach equally often.
+
+        Args:
+            agree: ask the other processes now, not at every eighth call only.
 
         Raises:
             Stopped: inside of `safe`, once a process was asked to stop.
@@ -67,8 +70,8 @@ class StopRequest:
             return
         asked = self._signal is not None
         if jax.process_count() > 1:
-            self._checks += 1
-            asked = self._checks % _CHECKS_PER_AGREEMENT == 1 and any_process(asked)
+            self._checks += not agree
+            asked = (agree or self._checks % _CHECKS_PER_AGREEMENT == 0) and any_process(asked)
         if asked:
             raise Stopped(f"stopped by {self._signal or 'a signal to another process'}")
 

@@ -88,7 +88,7 @@ class VerifierPool:
         self._verifier = verifier
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
-        self._num_replaced = 0
+        self._num_replaced = self._taken = 0
         self._counting = threading.Lock()
         self._workers: set[_Worker] = set()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -108,6 +108,12 @@ class VerifierPool:
     def num_replaced(self) -> int:
         """Workers that have been replaced since the start. One that grows with every step says: look at the log."""
         return self._num_replaced
+
+    def take_replaced(self) -> int:
+        """Workers that have been replaced since the last call."""
+        with self._counting:
+            new, self._taken = self._num_replaced - self._taken, self._num_replaced
+        return new
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
         """The verdicts, in the order of the requests. RuntimeError if a new worker does not start."""

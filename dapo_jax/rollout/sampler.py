@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.responses import StopRule
 from dapo_jax.rollout.sampling import Sampling
+
+_WAIT_S = 0.5  # between two looks at whether the run is to stop
 
 
 class Stage(Protocol):
@@ -126,7 +128,7 @@ class _Verification:
     """The verdicts on the responses of one call, asked for as the responses end; each process asks for its groups'."""
 
     def __init__(self, sampler: Sampler, rows: Sequence[PromptRow], num_samples: int) -> None:
-        self.tokenizer, self.verifiers = sampler.tokenizer, sampler.verifiers
+        self.tokenizer, self.verifiers, self._check = sampler.tokenizer, sampler.verifiers, sampler.engine.check
         self.rows, self.num_samples = rows, num_samples
         self.texts = [""] * (len(rows) * num_samples)
         self._asked: list[tuple[ScoreRequest, Future[Verdict]] | None] = [None] * len(self.texts)
@@ -144,6 +146,8 @@ class _Verification:
     def wait(self) -> list[Verdict]:
         """The verdicts of all processes, in the order of the responses."""
         asked = [pair for pair in self._asked if pair is not None]
+        while jax.process_count() == 1 and wait([verdict for _, verdict in asked], timeout=_WAIT_S).not_done:
+            self._check()
         own = self.verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])
         shared = [iter(part) for part in gather([dataclasses.asdict(verdict) for verdict in own])]
         return [Verdict(**next(shared[self._process_of(index)])) for index in range(len(self.texts))]

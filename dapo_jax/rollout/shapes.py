@@ -95,7 +95,9 @@ class LengthHistory:
         return np.append(self._share, float(self.known))
 
     def restore(self, array: np.ndarray) -> None:
-        """The inverse of `to_array`."""
+        """The inverse of `to_array`; what is known of responses of another greatest length is of no use."""
+        if len(array) != len(self._share) + 1:
+            return
         self._share, self.known = np.array(array[:-1], np.float64), bool(array[-1])
 
     def alive(self, length: int) -> float:

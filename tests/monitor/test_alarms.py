@@ -10,8 +10,8 @@ from dapo_jax.config import AlarmConfig
 from dapo_jax.monitor.alarms import raise_alarms
 
 CALM = {
-    "actor/entropy": 1.0, "actor/ppo_kl": 0.001, "rollout_corr/k3_kl": 1e-7, "train/num_kept_prompts": 4,
-    "dynamic_sampling/num_evaluated_prompts": 8, "response_length/clip_ratio": 0.1, "reward/error_share": 0.0,
+    "actor/entropy": 1.0, "actor/ppo_kl": 0.001, "rollout_corr/k3_kl": 1e-7,
+    "dynamic_sampling/uniform_share": 0.5, "response_length/clip_ratio": 0.1, "reward/error_share": 0.0,
     "reward/workers_replaced": 0,
 }  # fmt: skip
 
@@ -33,11 +33,13 @@ def alarms_of(*steps):
         ("actor/ppo_kl", -0.02, {"kl_jump"}),
         ("actor/kl_loss", 0.5, set()),  # the first value of its kind
         ("rollout_corr/k3_kl", 2e-5, {"mismatch_growth"}),
-        ("train/num_kept_prompts", 0, {"all_uniform"}),
+        ("dynamic_sampling/uniform_share", 1.0, {"all_uniform"}),
         ("response_length/clip_ratio", 0.6, {"truncation"}),
         ("reward/error_share", 0.2, {"reward_errors"}),
         ("reward/workers_replaced", 1, {"reward_workers"}),
-        ("actor/entropy", math.nan, set()),  # counted as not finite elsewhere
+        ("actor/entropy", math.nan, {"entropy_collapse", "entropy_explosion"}),
+        ("rollout_corr/k3_kl", math.inf, {"mismatch_growth"}),
+        ("actor/ppo_kl", math.nan, {"kl_jump"}),
         ("actor/ppo_kl", 0.0099, set()),
     ],
 )

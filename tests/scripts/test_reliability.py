@@ -66,4 +66,9 @@ def test_soak_tells_growth_from_noise():
 
 
 def test_soak_measures_this_process():
-    assert set(soak.in_use()) == {"resident MB", *soak.COUNTS} and soak.in_use()["threads"] >= 1
+    with subprocess.Popen(["sleep", "60"]) as child:
+        during = soak.in_use()
+        child.kill()
+    after = soak.in_use()
+    assert set(after) == {"resident MB", *soak.COUNTS} and after["threads"] >= 1
+    assert during["processes"] == after["processes"] + 1

@@ -235,3 +235,7 @@ def subverted(extra_info):
 
 def echo(extra_info):
     return {"score": 1.0, "pred": repr(extra_info)}
+
+
+def score_slowly(data_source, solution, ground_truth, extra_info):
+    time.sleep(300)
