@@ -12,7 +12,7 @@ right, since evaluate.n draws the 32 samples and the prompts go on for any numbe
     python scripts/prepare_math_dapo.py dapo-math-17k.parquet
     python scripts/prepare_aime.py aime-2024.parquet
 
-scripts/run_dapo_math.sh does all: data, preflight, training, export.
+scripts/run_dapo_math.sh does all: data, preflight, training, export, evaluation.
 
 Memory: attention scores are kept whole, heads x tokens x tokens in float32, so mesh.tensor divides the 28 heads (4
 key-value heads) by 4; key-value caches of 256 responses on each half of the mesh take about 30 GB a device.

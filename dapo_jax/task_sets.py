@@ -15,6 +15,13 @@ from dapo_jax.config import Config
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import prompt_identity
 
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a default: what JSON gives for it
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text"),
+    tuple: ((str, list), "a path or a list of paths"),
+}
+
 
 @dataclass(frozen=True)
 class TaskOptions:
@@ -87,20 +94,14 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
     if not name or not isinstance(options, dict):
         raise ValueError(f"{where} must have a name, and an object of options such as {{'files': 'aime.parquet'}}")
     known = [field.name for field in dataclasses.fields(TaskOptions) if field.name != "name"]
-    unknown = [key for key in options if key not in known]
-    if unknown:
-        raise ValueError(f"{where}: {unknown[0]!r} is no option: choose among {', '.join(known)}")
-    values = dict(options)
-    files = values.get("files", ())
-    values["files"] = (files,) if isinstance(files, str) else files
-    if not (isinstance(values["files"], list | tuple) and all(isinstance(file, str) for file in values["files"])):
-        raise ValueError(f"{where}: files={files!r} must be a path or a list of paths")
-    for key, value in values.items():
-        kinds: tuple[type, ...] = {float: (int, float), tuple: (list, tuple)}.get(
-            type(getattr(default, key)), (type(getattr(default, key)),)
-        )
+    for key, value in options.items():
+        if key not in known:
+            raise ValueError(f"{where}: {key!r} is no option: choose among {', '.join(known)}")
+        kinds, description = _KINDS[type(getattr(default, key))]
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ValueError(f"{where}: {key}={value!r} must be a {kinds[-1].__name__}")
-    if not values["files"]:
-        raise ValueError(f"{where}: files is missing: name parquet or JSONL files")
-    return dataclasses.replace(default, name=name, **values | {"files": tuple(values["files"])})
+            raise ValueError(f"{where}: {key}={value!r} must be {description}")
+    files = options.get("files", ())
+    files = (files,) if isinstance(files, str) else tuple(files)
+    if not files or not all(isinstance(file, str) for file in files):
+        raise ValueError(f"{where}: files={options.get('files')!r} must be a path or a list of paths")
+    return dataclasses.replace(default, **options | {"name": name, "files": files})

@@ -31,14 +31,20 @@ def test_a_task_set_has_the_held_out_problems_options_unless_it_has_its_own():
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        ("{", "must be JSON"), ("[]", "must be a JSON object"), ({"a": 3}, "an object of options"),
-        ({"a": {}}, "'a': files is missing"), ({"a": {"files": "f", "N": 3}}, "'N' is no option: choose among files"),
-        ({"a": {"files": "f", "n": "3"}}, "n='3' must be a int"), ({"a": {"files": "f", "n": True}}, "n=True must be"),
-        ({"a": {"files": [1]}}, "must be a path or a list of paths"), ({"": {"files": "f"}}, "must have a name"),
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object"),
+        ({"a": 3}, "an object of options"),
+        ({"": {"files": "f"}}, "must have a name"),
+        ({"a": {}}, "'a': files=None must be a path"),
+        ({"a": {"files": [1]}}, "must be a path or a list of paths"),
+        ({"a": {"files": 1}}, "files=1 must be a path"),
+        ({"a": {"files": "f", "N": 3}}, "'N' is no option: choose among files"),
         ({"a": {"files": "f", "name": "b"}}, "'name' is no option"),
-        ({"a": {"files": "f", "temperature": "hot"}}, "temperature='hot' must be a float"),
+        ({"a": {"files": "f", "n": "3"}}, "n='3' must be a whole number"),
+        ({"a": {"files": "f", "n": True}}, "n=True must be a whole number"),
+        ({"a": {"files": "f", "temperature": "hot"}}, "temperature='hot' must be a number"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_tasks_is_named(tasks, message):
     with pytest.raises(ValueError, match=message):
         parse_tasks(config_with(tasks))

@@ -56,8 +56,8 @@ class Started(NamedTuple):
         return self.process.returncode, *texts
 
 
-def start(workdir, logs, *, processes, devices, second=None, **changes) -> list[Started]:
-    """The training command, in so many processes with so many devices each; `second`: what process 1 has otherwise."""
+def start(workdir, logs, *, processes, devices, second=None, command=("train",), **changes) -> list[Started]:
+    """The command, in so many processes with so many devices each; `second`: what process 1 has otherwise."""
     port, running = free_port(), []
     environment = {
         **os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_COMPILATION_CACHE_DIR": str(logs / "compiled"),
@@ -71,7 +71,7 @@ def start(workdir, logs, *, processes, devices, second=None, **changes) -> list[
         flags = [f"--config.{name}={value}" for name, value in values.items()]
         outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill
         popen = subprocess.Popen(
-            [sys.executable, "-m", "dapo_jax.train", "--config", CONFIGS / "tiny.py", *flags],
+            [sys.executable, "-m", f"dapo_jax.{command[0]}", "--config", CONFIGS / "tiny.py", *flags, *command[1:]],
             env=environment, stdout=outputs[0], stderr=outputs[1],
         )  # fmt: skip
         running.append(Started(popen, *outputs))
@@ -151,9 +151,30 @@ def test_processes_train_alike(tmp_path, logs, two):
         rows = rows_without_clock(other)
         assert len(rows) == len(expected) == 5
         for row, wanted in zip(rows, expected, strict=True):
+            if name == "1x1":  # how the batch is divided over devices is that of one device
+                row, wanted = without_shares(row), without_shares(wanted)
             assert row == pytest.approx(wanted, abs=1e-5, rel=1e-4)
         for found, wanted in zip(jax.tree.leaves(policy(other)), jax.tree.leaves(params), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def without_shares(row: dict) -> dict:
+    return {name: value for name, value in row.items() if not name.startswith("global_seqlen/")}
+
+
+def test_processes_measure_checkpoints_alike(tmp_path, logs, two):
+    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
+    outputs = trained(two[0], logs, command=("evaluate", "--all-steps", "--output", tmp_path / "out"), **where)
+    assert "task set" in outputs[0] and not [line for line in outputs[1].splitlines() if line and line[0] != "["]
+    results = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    rows = {row["step"]: row for row in rows_without_clock(two[0])}
+    assert {2, 4} <= {result["step"] for result in results}
+    for result in results:
+        found = {name.replace("bench/", "eval/"): value for name, value in result["metrics"].items()}
+        wanted = {name: value for name, value in rows[result["step"]].items() if name.startswith("eval/")}
+        assert wanted and found == wanted | {"time/bench": found["time/bench"]}
+    lines = (tmp_path / "out" / "generations.jsonl").read_text().splitlines()
+    assert len(lines) == len(results) * 4 * 4, "one process writes them"
 
 
 def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
