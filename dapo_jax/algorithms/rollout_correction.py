@@ -147,14 +147,16 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
     """How far the sampler is from the training pass.
 
     `kl` is the mean of rollout - old over tokens, `k3_kl` its low-variance form, `{training,rollout}_{log_ppl,ppl}` the
-    perplexities of the two (means over responses), `log_ppl_diff` rollout's minus training's negative logarithm,
-    `chi2_token` and `chi2_seq` the mean of ratio^2 - 1 over tokens and over responses.
+    perplexities of the two (means over responses), `log_ppl_diff` training's log_ppl less rollout's (positive where the
+    training pass finds a response less likely), `ppl_ratio` its exponential, `chi2_token` and `chi2_seq` the mean of
+    ratio^2 - 1 over tokens and over responses.
     """
     difference = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0)
     real = jnp.any(mask, axis=-1)
     lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1)
     training = -jnp.sum(jnp.where(mask, old_logprobs, 0.0), axis=-1) / lengths
     rollout = -jnp.sum(jnp.where(mask, rollout_logprobs, 0.0), axis=-1) / lengths
+    excess = training - rollout
     sequence = jnp.clip(jnp.sum(difference, axis=-1), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "kl": _mean(-difference, mask),
@@ -164,8 +166,11 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
         "training_ppl": _mean(jnp.exp(training), real),
         "rollout_log_ppl": _mean(rollout, real),
         "rollout_ppl": _mean(jnp.exp(rollout), real),
-        "log_ppl_diff": _mean(rollout - training, real),
-        "log_ppl_abs_diff": _mean(jnp.abs(rollout - training), real),
+        "log_ppl_diff": _mean(excess, real),
+        "log_ppl_abs_diff": _mean(jnp.abs(excess), real),
+        "log_ppl_diff_max": jnp.max(jnp.where(real, excess, -jnp.inf)),
+        "log_ppl_diff_min": jnp.min(jnp.where(real, excess, jnp.inf)),
+        "ppl_ratio": _mean(jnp.exp(excess), real),
         "chi2_token": _mean(jnp.exp(2 * difference), mask) - 1,
         "chi2_seq": _mean(jnp.exp(2 * sequence), real) - 1,
     }
