@@ -382,7 +382,7 @@ class AlarmConfig:
 @dataclass(frozen=True)
 class MonitorConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
-    console: str = "steps"  # steps (one line a step) | detailed (all that goes to train.log)
+    console: str = "steps"  # steps (a line each) | detailed (and train.log) | quiet (final table) | json (for programs)
     num_samples: int = 8  # responses a step whose text is kept under samples/
     detailed_stats: bool = False  # of evaluations: /mean, /max, /min and /std over problems of each metric too
 

@@ -12,6 +12,7 @@ from dapo_jax.config import checkpoint_dir
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
+from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
@@ -97,23 +98,24 @@ def sample_texts(run: Run, experience: Experience) -> list[dict]:
     return texts
 
 
-def summary(run: Run, progress: Progress) -> list[tuple[str, str]]:
-    """The table at the end of a run."""
+def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
+    """The table at the end of a run; seconds per stage are those since it was started."""
     workdir = Path(run.config.workdir)
     accuracies = [mean_accuracy(row) for row in read_metrics(workdir)]
-    evaluated = [accuracy for accuracy in accuracies if accuracy is not None]
-    names = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
-    problems = f"problems x samples: {names}"
-    seconds = sorted(run.timers.totals.items(), key=lambda item: -item[1])
+    evaluated = [accuracy for accuracy in accuracies if accuracy is not None] or [None]
+    problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
+    seconds = dict(sorted(run.timers.totals.items(), key=lambda item: -item[1]))
     return [
-        ("held-out accuracy before", f"{evaluated[0]:.3f} ({problems})" if evaluated else "-"),
-        ("held-out accuracy after", f"{evaluated[-1]:.3f}" if evaluated else "-"),
-        ("best", "-" if progress.best is None else f"{progress.best:.3f} after step {progress.best_step}"),
-        ("tokens generated", f"{progress.tokens_generated:,}"),
-        ("tokens trained", f"{progress.tokens_trained:,}"),
-        ("groups kept", f"{progress.groups_kept:,}"),
-        ("groups dropped", f"{progress.groups_dropped:,}"),
-        ("seconds per stage", ", ".join(f"{stage} {time:.0f}" for stage, time in seconds)),
+        ("held-out accuracy before", evaluated[0]),
+        ("held-out accuracy after", evaluated[-1]),
+        ("best", progress.best),
+        ("best after step", None if progress.best is None else progress.best_step),
+        ("held-out problems x samples", problems or None),
+        ("tokens generated", progress.tokens_generated),
+        ("tokens trained", progress.tokens_trained),
+        ("groups kept", progress.groups_kept),
+        ("groups dropped", progress.groups_dropped),
+        ("seconds per stage", seconds),
         ("TensorBoard", f"tensorboard --logdir {workdir / 'tensorboard'}"),
         ("checkpoints", checkpoint_dir(run.config)),
     ]

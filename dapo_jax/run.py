@@ -130,8 +130,12 @@ def open_run(
         verifiers = {name: stack.enter_context(verifier_pool(config, name)) for name in dict.fromkeys(functions)}
         engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
         stack.callback(engine.close)
-        shown = training and is_first()
-        console = Console(config.trainer.total_training_steps, initial_step=initial_step, enabled=shown)
+        console = Console(
+            config.trainer.total_training_steps,
+            initial_step=initial_step,
+            enabled=training and is_first(),
+            mode=config.monitor.console,
+        )
         stack.callback(console.close)
         timers = StageTimers()
 

@@ -19,6 +19,7 @@ from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
+from dapo_jax.monitor import console
 from dapo_jax.rollout.shapes import bucket
 from dapo_jax.task_sets import held_out_options, parse_tasks
 
@@ -50,7 +51,7 @@ CHOICES = {
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "trainer.resume_mode": ("auto", "disable"),
     "trainer.best_metric_mode": ("max", "min"),
-    "monitor.console": ("steps", "detailed"),
+    "monitor.console": console.MODES,
 }
 POSITIVE = (
     "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n "

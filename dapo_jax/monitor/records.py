@@ -61,7 +61,7 @@ class RunRecords:
             raise ValueError('metric "step" would hide the number of the step: rename it')
         values = {name: _to_float(name, value) for name, value in metrics.items()}
 
-        self._metrics.write(_to_json_line({"step": step, **values}))
+        self._metrics.write(to_json_line({"step": step, **values}))
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         self._last_step = step
@@ -74,7 +74,7 @@ class RunRecords:
         """Writes some responses of a step with their scores, one dict of text and numbers a line."""
         if not samples:
             return
-        text = "".join(_to_json_line(sample) for sample in samples)
+        text = "".join(to_json_line(sample) for sample in samples)
         _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
         self._tensorboard.add(summary.text("samples", _to_markdown(samples)), step)
 
@@ -177,7 +177,7 @@ def _drop_rows_after(workdir: Path, last_step: int) -> None:
     path = workdir / _METRICS
     rows = read_metrics(workdir) if path.exists() else []
     kept = [row for row in rows if row["step"] <= last_step]
-    _write_atomically(path, "".join(_to_json_line(row) for row in kept))
+    _write_atomically(path, "".join(to_json_line(row) for row in kept))
 
     if len(kept) < len(rows):
         _LOGGER.warning("%s: %d rows from step %d on are dropped, the run does these steps again",
@@ -197,12 +197,16 @@ def _to_float(name: str, value: Any) -> float:
         raise TypeError(f"metric {name!r} = {value!r} ({type(value).__name__}) must be one number") from None
 
 
-def _to_json_line(row: Mapping[str, Any]) -> str:
+def to_json_line(row: Mapping[str, Any]) -> str:
     """One line of standard JSON, which has no NaN and no infinity: they become null."""
-    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
-    values = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-              for name, value in values.items()}
-    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _to_markdown(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Host: console lines are aligned and complete, with a bar only on a terminal."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -31,8 +32,8 @@ class Terminal(io.StringIO):
 def make_console():
     consoles = []
 
-    def make(total_steps=300, *, initial_step=0, enabled=True):
-        consoles.append(Console(total_steps, initial_step=initial_step, enabled=enabled))
+    def make(total_steps=300, *, initial_step=0, enabled=True, mode="steps"):
+        consoles.append(Console(total_steps, initial_step=initial_step, enabled=enabled, mode=mode))
         return consoles[-1]
 
     yield make
@@ -109,3 +110,47 @@ def test_disabled_console_is_silent(make_console, monkeypatch, capsys):
     console.final_table([("a", "b")])
     console.close()
     assert terminal.getvalue() == "" and capsys.readouterr().out == ""
+
+
+def test_the_final_table_formats_counts_measures_and_parts(make_console, capsys):
+    parts = {"gen": 3.4, "adv": 0.1}
+    make_console().final_table([("tokens", 1234567), ("accuracy", 0.25), ("best", None), ("s", parts)])
+    assert capsys.readouterr().out.splitlines() == [
+        "tokens    1,234,567", "accuracy  0.250", "best      -", "s         gen 3, adv 0",
+    ]  # fmt: skip
+
+
+def test_the_stage_has_the_speed_of_the_step_before(make_console, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = make_console(10)
+    tokens = {"dynamic_sampling/generated_tokens": 4000, "perf/total_num_tokens": 900}
+    console.step_line(1, tokens | {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/reward": 1.25})
+    for name, speed in {"gen": "2,000 tokens/s", "update_actor": "1,800 tokens/s", "reward": "1.2 s"}.items():
+        console.stage(name)
+        assert f"{name} {speed}" in terminal.getvalue().splitlines()[-1].rpartition("\r")[2]
+
+
+def test_quiet_is_the_final_table_alone(make_console, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    console = make_console(mode="quiet")
+    console.stage("gen")
+    console.step_line(1, METRICS)
+    console.close()
+    console.final_table([("steps", 1)])
+    assert sys.stderr.getvalue() == "" and capsys.readouterr().out == "steps  1\n"
+
+
+def test_json_is_an_object_a_step_and_the_summary(make_console, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    console = make_console(mode="json")
+    console.stage("gen")
+    console.step_line(1, METRICS | {"actor/pg_loss": float("nan")})
+    console.close()
+    console.final_table([("tokens generated", 1234567), ("best", None), ("seconds per stage", {"gen": 3.5})])
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"step": 1} | METRICS | {"actor/pg_loss": None},
+        {"summary": {"tokens generated": 1234567, "best": None, "seconds per stage": {"gen": 3.5}}},
+    ]
+    assert sys.stderr.getvalue() == ""
