@@ -355,6 +355,7 @@ class TrainerConfig:
     resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)
     stopped_exit_code: int = 0  # of a run that SIGTERM or SIGINT has stopped; for schedulers that start 0 never again
     max_nonfinite_steps: int = 3  # steps in a row with a loss or gradient that is not finite, after which a run ends
+    profile_steps: tuple[int, ...] = ()  # training steps whose trace JAX's profiler writes to workdir/profile
     max_try_make_batch: int | None = None  # EasyR1's name of filter_groups.max_num_gen_batches; null = not given
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ from dapo_jax.models.fused_attention import fused_attention
 from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import build_freeze, count_params, weight_table
 from dapo_jax.monitor.console import Console
+from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
@@ -85,6 +87,7 @@ class Run:
     chat_template_kwargs: dict[str, Any]
     console: Console
     timers: StageTimers
+    profiles: StepProfiles
     stage: Stage
     init_models: Callable[[], Models]  # what is trained, before the first step
 
@@ -138,11 +141,13 @@ def open_run(
         )
         stack.callback(console.close)
         timers = StageTimers()
+        profiles = StepProfiles(Path(config.workdir) / "profile", config.trainer.profile_steps)
+        stack.callback(profiles.end)
 
         @contextmanager
         def stage(name: str) -> Iterator[None]:
             console.stage(name)
-            with timers.time(name):
+            with timers.time(name), jax.profiler.TraceAnnotation(name):
                 yield
 
         yield Run(
@@ -163,6 +168,7 @@ def open_run(
             verifiers=verifiers,
             console=console,
             timers=timers,
+            profiles=profiles,
             stage=stage,
             chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
             init_models=lambda: init_models(config, arch, actor, critic, mesh),

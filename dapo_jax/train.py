@@ -109,6 +109,7 @@ def run_steps(
                         check_finite(run.config, state.progress)
                 if state.progress.step == run.config.trainer.total_training_steps:
                     return state
+                run.profiles.begin(state.progress.step + 1)
                 start = time.perf_counter()
                 batch, stream = state.ahead, state.stream
                 if batch is None:
@@ -125,6 +126,7 @@ def run_steps(
                 save_before_end(run, checkpoints, state)
             raise
         state, trained = train_step(run, records, state, batch, stream, start), True
+        run.profiles.end()
 
 
 def conclude_step(

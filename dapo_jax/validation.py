@@ -166,6 +166,9 @@ def _range_problems(config: Config) -> list[str]:
         problems.append(f"trainer.keep_best_ckpt={config.trainer.keep_best_ckpt} must be 0 (none) or more")
     if not 0 <= config.trainer.stopped_exit_code <= 255:
         problems.append(f"trainer.stopped_exit_code={config.trainer.stopped_exit_code} must be in 0..255")
+    profiled, last = config.trainer.profile_steps, config.trainer.total_training_steps
+    if any(type(step) is not int or not 1 <= step <= last for step in profiled):
+        problems.append(f"trainer.profile_steps={profiled} must be training steps, of 1..{last}: such as (2,3)")
     for name in ("entropy_collapse", "truncation", "reward_errors"):
         if not 0 <= getattr(config.monitor.alarms, name) <= 1:
             problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
