@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from dapo_jax.learner.update import (
 )
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.records import NoRecords, RunRecords
+from dapo_jax.monitor.tensorboard import histogram
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run
 from dapo_jax.training_batch import make_batch, micro_batches
@@ -27,6 +29,7 @@ from dapo_jax.training_batch import make_batch, micro_batches
 logger = logging.getLogger(__name__)
 
 Finish = Callable[[], dict[str, float]]
+Histograms = dict[str, dict[str, Any]]  # by name, see monitor/tensorboard.py
 
 
 def train_on(
@@ -36,14 +39,14 @@ def train_on(
     experience: Experience | None,
     progress: Progress,
     step: int,
-) -> tuple[Models, Finish]:
+) -> tuple[Models, Finish, Histograms]:
     """Begins all updates on the accepted groups: the models after them; nothing happens without groups.
 
-    The result's second part waits for the updates and returns the metrics. A batch whose loss or gradient is not finite
-    is kept for inspection.
+    The result's second part waits for the updates and returns the metrics; the third tells how the advantages are
+    distributed. A batch whose loss or gradient is not finite is kept for inspection.
     """
     if experience is None:
-        return models, dict
+        return models, dict, {}
     batch, batch_metrics = make_batch(
         run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
     )
@@ -60,7 +63,7 @@ def train_on(
             records.write_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
         return metrics
 
-    return models, finish
+    return models, finish, {"critic/advantages": histogram(batch.advantages[batch.loss_mask])}
 
 
 def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:

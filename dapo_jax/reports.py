@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -14,6 +15,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.tensorboard import histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
 from dapo_jax.rollout.experience import Experience
@@ -82,20 +84,55 @@ def memory_metrics(mesh: Mesh) -> dict[str, float]:
     return found | ({} if used is None else {"perf/cpu_memory_used_gb": used / GIB})
 
 
-def sample_texts(run: Run, experience: Experience) -> list[dict]:
-    """The first sample of the first accepted groups, with its scores, for samples/."""
-    texts = []
-    for group in range(min(run.config.monitor.num_samples, len(experience))):
-        row = run.train_set.rows[experience.rows[group]]
-        texts.append(
-            {
-                "prompt": run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
-                "response": experience.texts[group][0],
-                "ground_truth": row.ground_truth,
-                **{name: float(values[group, 0]) for name, values in experience.scores.items()},
-            }
-        )
-    return texts
+def experience_histograms(experience: Experience) -> dict[str, dict[str, Any]]:
+    """How lengths, scores and log-probabilities of the trained responses are distributed, for TensorBoard."""
+    return {
+        "response_length": histogram(experience.mask.sum(axis=-1)),
+        "critic/score": histogram(experience.scores["seq_reward"]),
+        "rollout/logprob": histogram(experience.logprobs[experience.mask]),
+    }
+
+
+def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
+    """monitor.num_samples trained responses with their scores: a quarter each of the kinds best, worst, truncated and,
+    as a fair picture, the first of the first groups ("any"), which also fill up. None stands there twice.
+    """
+    wanted = run.config.monitor.num_samples
+    score = experience.scores["seq_reward"]
+    lengths = experience.mask.sum(axis=-1)
+    groups = np.arange(len(experience))
+    best, worst = score.argmax(axis=1), score.argmin(axis=1)
+    kinds = {
+        "best": [(group, best[group]) for group in np.argsort(-score.max(axis=1), kind="stable")],
+        "worst": [(group, worst[group]) for group in np.argsort(score.min(axis=1), kind="stable")],
+        "truncated": np.argwhere(~experience.finished),
+    }
+    chosen: dict[tuple[int, int], str] = {}
+    for kind, candidates in kinds.items():
+        new = dict.fromkeys((int(group), int(sample)) for group, sample in candidates)
+        chosen |= dict.fromkeys([place for place in new if place not in chosen][: wanted // 4], kind)
+    firsts = [(int(group), 0) for group in groups if (int(group), 0) not in chosen]
+    chosen |= dict.fromkeys(firsts[: wanted - len(chosen)], "any")
+    return [
+        {
+            "kind": kind,
+            "prompt": run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
+            "response": experience.texts[group][sample],
+            "ground_truth": run.train_set.rows[experience.rows[group]].ground_truth,
+            "length": int(lengths[group, sample]),
+            **{name: float(values[group, sample]) for name, values in experience.scores.items()},
+        }
+        for (group, sample), kind in chosen.items()
+    ]
+
+
+def results(run: Run) -> list[str]:
+    """The metrics by which runs are compared: the held-out accuracy of each task set."""
+    return [
+        f"eval/{name}/acc/mean@{task.options.n * max(map(len, problems))}"
+        for task in run.task_sets
+        for name, problems in task.by_name()
+    ]
 
 
 def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:

@@ -31,7 +31,14 @@ from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.policies import pinned
-from dapo_jax.reports import performance_metrics, sample_texts, summary, utilisation
+from dapo_jax.reports import (
+    experience_histograms,
+    performance_metrics,
+    results,
+    sample_texts,
+    summary,
+    utilisation,
+)
 from dapo_jax.run import Run, check_processes, describe, open_run
 from dapo_jax.run_state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.training_batch import (
@@ -76,6 +83,7 @@ def _train(config: Config) -> Models:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 logger.info("%s", describe(run))
                 with open_records(config, state.progress if origin else None) as records:
+                    records.describe(dataclasses.asdict(config), results(run))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.console.close()
                     if is_first():
@@ -149,6 +157,7 @@ def conclude_step(
     if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
         progress = dataclasses.replace(progress, best=quality, best_step=step)
     records.write_samples(step, row["samples"])
+    records.write_histograms(step, row.get("histograms", {}))  # none of step 0
     record(run, records, step, metrics)
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
     saved_before = checkpoints.latest_step() == step  # when the run was stopped in the middle of this
@@ -194,7 +203,7 @@ def train_step(
     ahead, weights = None, None
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
         weights = run.decode_weights(state.models.actor.params)  # before the update takes their memory
-    models, finish = train_on(run, records, state.models, batch.experience, progress, step)
+    models, finish, histograms = train_on(run, records, state.models, batch.experience, progress, step)
     if weights is not None:  # other devices sample while these train
         ahead, stream = next_batch(run, weights, stream, progress, step + 1)
     metrics = batch.metrics | finish()
@@ -202,8 +211,12 @@ def train_step(
     metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
     row = {
         "metrics": {name: float(value) for name, value in metrics.items()},
-        "samples": sample_texts(run, batch.experience) if batch.experience is not None else [],
+        "samples": [],
+        "histograms": histograms,
     }
+    if batch.experience is not None:
+        row["samples"] = sample_texts(run, batch.experience)
+        row["histograms"] |= experience_histograms(batch.experience)
     progress = dataclasses.replace(progress, unrecorded=row)
     return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
 

@@ -36,7 +36,7 @@ class OursStep(Ours):
         start, step = time.perf_counter(), self.progress.step + 1
         weights = self.run.decode_weights(self.models.actor.params)
         batch, self.stream = next_batch(self.run, weights, self.stream, self.progress, step)
-        self.models, finish = train_on(
+        self.models, finish, _ = train_on(
             self.run, NoRecords(), self.models, batch.experience, self.progress, step
         )
         self.progress = advance(self.run.config, self.progress, batch, batch.metrics | finish())

@@ -4,15 +4,13 @@ import json
 import logging
 import math
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from tensorboardX import summary
 
-from dapo_jax.monitor.event_file import EventFile
+from dapo_jax.monitor.tensorboard import TensorBoard
 
 _LOGGER = logging.getLogger(__name__)
 _METRICS = "metrics.jsonl"
@@ -42,13 +40,22 @@ class RunRecords:
             if int(path.stem.removeprefix("step_")) > self._last_step:
                 path.unlink()
         self._metrics = open(workdir / _METRICS, "a", encoding="utf-8")
-        self._tensorboard = EventFile(workdir / "tensorboard", purge_step=self._last_step + 1)
+        self._tensorboard = TensorBoard(workdir / "tensorboard", first_step=self._last_step + 1)
+
+    def describe(self, config: dict[str, Any], results: Sequence[str]) -> None:
+        """Shows the run in TensorBoard's table of runs.
+
+        Args:
+            config: nested dict of plain values.
+            results: names of the metrics that runs are compared by.
+        """
+        self._tensorboard.add_config(flatten(config), results)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the row of a step; it is on disk when this returns.
 
         Values are numbers or scalar arrays. One that is not finite is `null` in the row and left out of
-        TensorBoard. Tags cannot hold "@" there: `mean@4` is shown as `mean_4`.
+        TensorBoard.
 
         Raises:
             TypeError: a value is not a single number.
@@ -65,18 +72,22 @@ class RunRecords:
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         self._last_step = step
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._tensorboard.add(summary.scalar(name.replace("@", "_"), value), step)
-        self._tensorboard.flush()  # the step is not done again once its checkpoint is written
+        self._tensorboard.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
+        """Writes histograms, made by monitor/tensorboard.py, for TensorBoard alone."""
+        self._tensorboard.add_histograms(step, histograms)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Writes some responses of a step with their scores, one dict of text and numbers a line."""
+        """Writes some responses of a step with their scores, one dict of text and numbers a line.
+
+        In TensorBoard, those of each "kind" are a text of their own.
+        """
         if not samples:
             return
         text = "".join(to_json_line(sample) for sample in samples)
         _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
-        self._tensorboard.add(summary.text("samples", _to_markdown(samples)), step)
+        self._tensorboard.add_samples(step, samples)
 
     def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a batch that made a loss or gradient not finite to `nonfinite/`, the first ten of a run."""
@@ -100,7 +111,11 @@ class RunRecords:
 class NoRecords:
     """What the processes after the first have in the place of `RunRecords`: nothing is written."""
 
+    def describe(self, config: dict[str, Any], results: Sequence[str]) -> None: ...
+
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None: ...
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None: ...
 
@@ -163,8 +178,8 @@ def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) 
     """
     if not (Path(workdir) / _CONFIG).exists():
         return []
-    recorded = _flatten(recorded_config(workdir))
-    given = _flatten(json.loads(json.dumps(config)))  # tuples become lists, as in the file
+    recorded = flatten(recorded_config(workdir))
+    given = flatten(json.loads(json.dumps(config)))  # tuples become lists, as in the file
     shown = [
         {key: repr(values[key]) if key in values else "absent" for key in recorded | given}
         for values in (recorded, given)
@@ -209,20 +224,12 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _to_markdown(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Each value as a code block, so that TensorBoard shows the text as it was sampled."""
-    blocks = []
-    for number, sample in enumerate(samples):
-        blocks.append(f"### sample {number}")
-        blocks += [f"**{name}**\n\n{textwrap.indent(str(value), '    ')}" for name, value in sample.items()]
-    return "\n\n".join(blocks)
-
-
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested dict by dotted key."""
     flat = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

@@ -1,0 +1,164 @@
+"""Host: what TensorBoard shows of a run: curves, an overview of the main ones, histograms, responses, the config."""
+
+import json
+import textwrap
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+_BUCKETS = 30
+
+
+def _chart(*tags: str) -> list[Any]:
+    """Several curves in one chart; tags are regular expressions."""
+    return ["Multiline", [f"{tag}$" for tag in tags]]
+
+
+def _band(name: str) -> list[Any]:
+    """A mean between its smallest and its largest value."""
+    return ["Margin", [f"{name}/mean", f"{name}/min", f"{name}/max"]]
+
+
+LAYOUT = {
+    "Overview": {
+        "held-out accuracy": _chart(r"eval/.*/acc/mean_\d+"),
+        "training accuracy, means of groups": _chart("rollout/acc/mean"),
+        "reward of trained responses": _band("critic/rewards"),
+        "response length, tokens": _band("response_length"),
+        "share cut off at the limit": _chart("response_length/clip_ratio"),
+        "entropy, nats per token": _chart("actor/entropy"),
+    },
+    "Dynamic sampling": {
+        "groups sampled and kept": _chart("dynamic_sampling/num_evaluated_prompts", "train/num_kept_prompts"),
+        "groups dropped, by reason": _chart("dynamic_sampling/filtered_.*"),
+        "share of groups dropped": _chart("train/filter_rate"),
+        "generation rounds": _chart("train/num_gen_batches"),
+        "tokens sampled and trained": _chart("dynamic_sampling/(generated|trained)_tokens"),
+    },
+    "Update": {
+        "policy loss": _chart("actor/pg_loss"),
+        "gradient norm": _chart("actor/grad_norm"),
+        "share of tokens clipped": _chart("actor/pg_clipfrac", "actor/pg_clipfrac_lower"),
+        "KL divergences, nats per token": _chart("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"),
+        "sampler against training pass (k3)": _chart("rollout_corr/k3_kl"),
+        "learning rate": _chart("actor/lr"),
+    },
+    "Time": {
+        "seconds per stage": _chart("timing_s/.*"),
+        "tokens per second and device": _chart("perf/throughput"),
+    },
+    "Alarms": {"alarms (docs/troubleshooting.md)": _chart("alarm/.*")},
+}
+
+
+class TensorBoard:
+    """Event files in `folder`. What a call adds is on disk when it returns, so a kill loses no point of a curve.
+
+    TensorBoard hides what earlier files hold from `first_step` on. At step 0 they are removed.
+
+    Args:
+        first_step: the first that this start may write; 0 for a run that begins.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = list(folder.glob("events.*"))
+        if first_step == 0:
+            for path in earlier:
+                path.unlink()
+        self._new = not earlier or first_step == 0
+        self._closed = False
+        # The writer names files by second and host, and overwrites: the suffix keeps two starts apart.
+        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{len(earlier):04d}")
+        self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        if self._new:
+            self._add(first_step, [summary.custom_scalars(LAYOUT)])
+
+    def add_config(self, config: Mapping[str, Any], results: Sequence[str]) -> None:
+        """The options and the metrics by which runs are compared; only a new run writes them.
+
+        Args:
+            config: value by dotted key.
+            results: names of the metrics.
+        """
+        if self._new:
+            shown = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+                     for key, value in config.items()}
+            experiment, start, _ = summary.hparams(shown, dict.fromkeys(map(_tag, results), 0.0))
+            self._add(0, [experiment, start])
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """A point of each curve, by the metric's name. Tags cannot hold "@": `mean@4` is shown as `mean_4`."""
+        self._add(step, [Summary(value=[Summary.Value(tag=_tag(name), simple_value=value)])
+                         for name, value in values.items()])
+
+    def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
+        """Histograms made by `histogram`, by name."""
+        self._add(step, [_histogram_summary(name, parts) for name, parts in histograms.items()])
+
+    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Responses as text; those that name another "kind" stand under another tag."""
+        kinds: dict[str, list[Mapping[str, Any]]] = {}
+        for sample in samples:
+            kinds.setdefault(str(sample.get("kind", "any")), []).append(sample)
+        self._add(step, [summary.text(f"samples/{kind}", _markdown(found)) for kind, found in kinds.items()])
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        if not self._closed:
+            self._writer.close()
+        self._closed = True
+
+    def _add(self, step: int, summaries: Iterable[Any]) -> None:
+        values = [value for one in summaries for value in one.value]
+        if values:
+            self._write(Event(step=step, summary=Summary(value=values)))
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write_event(event)
+        self._writer.flush()
+
+
+def histogram(values: np.ndarray) -> dict[str, Any]:
+    """The finite values as 30 equal buckets, as JSON can hold it: `edges` (least, greatest), `counts`, `moments`."""
+    values = values[np.isfinite(values)].astype(np.float64)
+    if not values.size:
+        return {}
+    counts, edges = np.histogram(values, bins=_BUCKETS)
+    return {
+        "edges": [float(edges[0]), float(edges[-1])],
+        "counts": counts.tolist(),
+        "moments": [float(values.sum()), float(np.sum(values**2))],
+    }
+
+
+def _histogram_summary(name: str, parts: Mapping[str, Any]) -> Any:
+    if not parts:
+        return Summary()
+    (low, high), counts, (total, squares) = parts["edges"], parts["counts"], parts["moments"]
+    limits = np.linspace(low, high, len(counts) + 1)[1:].tolist()
+    return summary.histogram_raw(_tag(name), low, high, sum(counts), total, squares, limits, counts)
+
+
+def _tag(name: str) -> str:
+    return name.replace("@", "_")
+
+
+def _markdown(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Numbers on one line, then each text as a code block, so that TensorBoard shows it as it was sampled."""
+    blocks = []
+    for number, sample in enumerate(samples):
+        texts = {name: value for name, value in sample.items() if isinstance(value, str) and name != "kind"}
+        numbers = {name: value for name, value in sample.items() if not isinstance(value, str)}
+        blocks.append(f"### {number + 1}")
+        blocks += [", ".join(f"{name} **{value:g}**" for name, value in numbers.items())] * bool(numbers)
+        blocks += [f"{name}\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in texts.items()]
+    return "\n\n".join(blocks)

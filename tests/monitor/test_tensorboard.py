@@ -1,0 +1,114 @@
+"""Host: what TensorBoard is given: charts of metrics that exist, histograms, texts, the config; all at once on disk."""
+
+import json
+import re
+import struct
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.layout_pb2 import Layout
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+from dapo_jax.monitor.tensorboard import LAYOUT, TensorBoard, histogram
+
+
+def values_of(folder):
+    """(step, value) of all event files; a record is length, crc, bytes, crc."""
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack_from("<Q", data)
+            event = Event.FromString(data[12 : 12 + size])
+            yield from ((event.step, value) for value in event.summary.value)
+            data = data[16 + size :]
+
+
+def hparams_of(folder):
+    """The parts of the table of runs by tag."""
+    found = [value for _, value in values_of(folder) if value.metadata.plugin_data.plugin_name == "hparams"]
+    return {value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in found}
+
+
+def test_a_step_is_on_disk_before_the_next_begins(tmp_path):
+    board = TensorBoard(tmp_path, first_step=0)
+    for step in range(3):
+        board.add_scalars(step, {"a": float(step), "b@4": 0.5})
+        points = [(at, value) for at, value in values_of(tmp_path) if not value.HasField("tensor")]
+        found = [(at, value.tag, value.simple_value) for at, value in points]
+        assert found[-2:] == [(step, "a", step), (step, "b_4", 0.5)]
+    board.close()
+    board.close()
+
+
+def test_the_layout_is_written_once_and_again_by_a_run_that_begins_again(tmp_path):
+    for first_step in (0, 3, 0):
+        TensorBoard(tmp_path, first_step=first_step).close()
+        [layout] = [value for _, value in values_of(tmp_path) if value.tag == "custom_scalars__config__"]
+    parsed = Layout.FromString(layout.tensor.string_val[0])
+    assert [category.title for category in parsed.category] == list(LAYOUT)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_that_goes_on_elsewhere_has_a_layout(tmp_path):
+    TensorBoard(tmp_path, first_step=8).close()
+    assert "custom_scalars__config__" in {value.tag for _, value in values_of(tmp_path)}
+
+
+def test_the_config_and_the_results_are_the_table_of_runs(tmp_path):
+    config = {"seed": 0, "actor.lr": 1e-6, "data.shuffle": True, "data.files": ["a", "b"], "path": None}
+    for first_step in (0, 5):
+        board = TensorBoard(tmp_path, first_step=first_step)
+        board.add_config(config | {"seed": first_step}, ["eval/x/acc/mean@4"])
+        board.close()
+    parts = hparams_of(tmp_path)
+    given = parts["_hparams_/session_start_info"].session_start_info.hparams
+    assert (given["seed"].number_value, given["actor.lr"].number_value) == (0.0, 1e-6)
+    assert given["data.shuffle"].bool_value is True
+    assert json.loads(given["data.files"].string_value) == ["a", "b"] and given["path"].string_value == "null"
+    [metric] = parts["_hparams_/experiment"].experiment.metric_infos
+    assert metric.name.tag == "eval/x/acc/mean_4"
+
+
+def test_a_histogram_keeps_counts_ends_and_moments(tmp_path):
+    samples = np.concatenate([np.random.default_rng(0).normal(size=500), [np.nan, np.inf]]).astype(np.float32)
+    parts = json.loads(json.dumps(histogram(samples)))
+    board = TensorBoard(tmp_path, first_step=0)
+    board.add_histograms(7, {"advantages": parts, "nothing": histogram(np.full(3, np.nan))})
+    board.close()
+    [(step, shown)] = [(step, value) for step, value in values_of(tmp_path) if value.HasField("histo")]
+    finite = samples[np.isfinite(samples)].astype(np.float64)
+    counts, edges = np.histogram(finite, bins=30)
+    assert (step, shown.tag, shown.histo.num) == (7, "advantages", 500)
+    assert (shown.histo.min, shown.histo.max) == (finite.min(), finite.max())
+    np.testing.assert_array_equal(shown.histo.bucket, counts)
+    np.testing.assert_allclose(shown.histo.bucket_limit, edges[1:], rtol=1e-12)
+    np.testing.assert_allclose([shown.histo.sum, shown.histo.sum_squares], [finite.sum(), (finite**2).sum()])
+
+
+@pytest.mark.parametrize("equal", [0.0, 512.0])
+def test_a_histogram_of_equal_values_has_a_width(equal):
+    parts = histogram(np.full((4, 2), equal, np.float32))
+    low, high = parts["edges"]
+    assert low < equal < high and sum(parts["counts"]) == 8
+
+
+def test_each_kind_of_sample_is_a_text_of_its_own(tmp_path):
+    board = TensorBoard(tmp_path, first_step=0)
+    samples = [{"kind": "best", "response": "a\n\nb", "score": 1.0, "length": 3}, {"kind": "worst", "response": "c"}]
+    board.add_samples(2, samples)
+    board.close()
+    found = [value for _, value in values_of(tmp_path) if value.tag.startswith("samples")]
+    texts = {value.tag: value.tensor.string_val[0].decode() for value in found}
+    assert texts == {
+        "samples/best/text_summary": "### 1\n\nscore **1**, length **3**\n\nresponse\n\n    a\n    \n    b",
+        "samples/worst/text_summary": "### 1\n\nresponse\n\n    c",
+    }
+
+
+def test_every_chart_of_bands_has_mean_least_and_greatest():
+    charts = [chart for category in LAYOUT.values() for chart in category.values()]
+    for kind, tags in charts:
+        assert kind in ("Multiline", "Margin")
+        assert kind == "Multiline" or [tag.rpartition("/")[2] for tag in tags] == ["mean", "min", "max"]
+        assert all(re.compile(tag) for tag in tags)

@@ -1,0 +1,70 @@
+"""What a run shows in TensorBoard and under samples/, and the table at its end."""
+
+import json
+import re
+import struct
+
+from tensorboardX.proto.event_pb2 import Event
+
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.tensorboard import LAYOUT
+from dapo_jax.train import train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    changes = {"trainer.total_training_steps": 2, "monitor.num_samples": 6, "monitor.console": "json"}
+    train(small_config(workdir, **changes))
+    return workdir
+
+
+def shown(workdir):
+    """The values of all events by tag."""
+    values: dict = {}
+    for path in (workdir / "tensorboard").iterdir():
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack_from("<Q", data)
+            for value in Event.FromString(data[12 : 12 + size]).summary.value:
+                values.setdefault(value.tag, []).append(value)
+            data = data[16 + size :]
+    return values
+
+
+def test_every_chart_shows_a_metric_of_a_run(run):
+    tags = {name.replace("@", "_") for row in read_metrics(run) for name in row}
+    for category in LAYOUT.values():
+        for title, (_, patterns) in category.items():
+            assert any(re.match(pattern, tag) for pattern in patterns for tag in tags), title
+
+
+def test_histograms_count_what_was_trained(run):
+    rows, values = read_metrics(run)[1:], shown(run)
+    for row, lengths, advantages, logprobs in zip(
+        rows, values["response_length"], values["critic/advantages"], values["rollout/logprob"], strict=True
+    ):
+        tokens = row["dynamic_sampling/trained_tokens"]
+        assert lengths.histo.sum == advantages.histo.num == logprobs.histo.num == tokens
+        assert lengths.histo.min <= row["response_length/min"] and row["response_length/max"] <= lengths.histo.max
+    scores = [value.histo.sum / value.histo.num for value in values["critic/score"]]
+    assert scores == pytest.approx([row["critic/score/mean"] for row in rows])
+
+
+def test_samples_are_of_all_kinds_and_none_stands_there_twice(run):
+    for path in (run / "samples").iterdir():
+        samples = [json.loads(line) for line in path.read_text().splitlines()]
+        kinds = {kind: [sample for sample in samples if sample["kind"] == kind] for kind in ("best", "worst", "any")}
+        assert len(samples) == 6 and len(kinds["best"]) == len(kinds["worst"]) == 1
+        scores = [sample["seq_reward"] for sample in samples]
+        assert kinds["best"][0]["seq_reward"] == max(scores) > min(scores) == kinds["worst"][0]["seq_reward"]
+        assert all(0 < sample["length"] <= 4 for sample in samples)
+    assert {"samples/best/text_summary", "samples/worst/text_summary", "samples/any/text_summary"} <= set(shown(run))
+
+
+def test_the_table_of_runs_has_every_option(run):
+    config = json.loads((run / "config.json").read_text())
+    start = shown(run)["_hparams_/session_start_info"][0].metadata.plugin_data.content
+    assert b"algorithm.filter_groups.stream.slack" in start and config["actor"]["clip_ratio_low"] == 0.2
+    experiment = shown(run)["_hparams_/experiment"][0].metadata.plugin_data.content
+    assert b"eval/arithmetic/acc/mean_4" in experiment
