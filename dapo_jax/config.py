@@ -70,12 +70,12 @@ class DataConfig:
 class RandomModelConfig:
     """Sizes of a freshly initialised model over a character tokenizer, read when model.path is "random"."""
 
-    hidden_size: int = 48
-    intermediate_size: int = 96
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
+    hidden_size: int = 48  # width of the residual stream
+    intermediate_size: int = 96  # width of the feed-forward layers
+    num_layers: int = 2  # transformer blocks
+    num_heads: int = 4  # query heads
+    num_kv_heads: int = 2  # key and value heads; divides num_heads
+    head_dim: int = 16  # width of one head
     initializer_range: float = 0.02  # standard deviation of the weights
 
 
@@ -119,7 +119,7 @@ class RolloutConfig:
 class OverlongBufferConfig:
     """Soft overlong punishment (DAPO, equation 13)."""
 
-    enable: bool = False
+    enable: bool = False  # DAPO's recipes: True
     len: int = 256  # tokens before max_response_length over which the penalty grows
     penalty_factor: float = 1.0  # penalty of a response of max_response_length tokens
 
@@ -130,7 +130,7 @@ class RewardModelConfig:
 
     path: str = ""  # Hugging Face sequence-classification directory; empty = none
     weight: float = 1.0  # score = function_weight * verifier's score + weight * reward model's score
-    function_weight: float = 1.0
+    function_weight: float = 1.0  # of the verifier's score, see weight
     micro_batch_size_per_device: int = 8  # chats per forward pass on one device
     max_length: int = 4096  # tokens of prompt and response; a longer chat loses its beginning
 
@@ -149,7 +149,7 @@ class RewardConfig:
 class AdaptiveLimitConfig:
     """A limit of rounds from the filter rate that a step has seen: train_batch_size / (gen_batch_size kept) + slack."""
 
-    enable: bool = False
+    enable: bool = False  # compute the limit in each step, at most max_num_gen_batches
     slack: float = 2.0  # rounds more than expected
     min_rounds: int = 2  # rounds before the limit is computed
 
@@ -167,7 +167,7 @@ class StreamConfig:
 class SkipUniformConfig:
     """Leaving out prompts whose past groups were all uniform (after GRESO, arXiv:2506.02177)."""
 
-    enable: bool = False
+    enable: bool = False  # what is left out is counted
     floor: float = 0.2  # smallest probability of being sampled all the same
     decay: float = 0.5  # the probability is decay^(uniform groups in a row), but at least the floor
 
@@ -180,8 +180,8 @@ class FilterGroupsConfig:
     metric: str = "acc"  # acc | score | seq_reward | seq_final_reward | token_level_rewards | what the reward returns
     rule: str = "std"  # std: spread above std_threshold | mean_range: filter_low < mean < filter_high | mixed
     std_threshold: float = 0.0  # 0: the values differ, compared exactly
-    filter_low: float = 0.01
-    filter_high: float = 0.99
+    filter_low: float = 0.01  # rule mean_range: smallest mean, not kept itself
+    filter_high: float = 0.99  # and the greatest
     keep_singletons: bool = True  # keep groups of one sample
     max_num_gen_batches: int = 10  # generation rounds per training step at most; <= 0 = no limit
     adaptive_limit: AdaptiveLimitConfig = field(default_factory=AdaptiveLimitConfig)
@@ -222,10 +222,10 @@ class CPOConfig:
 
     wrap_method: str = "mi"  # mi | mi_clamp_unify_difficulty | negonly_mi3 | seq_kl | negonly_seq_kl
     cpo_lambda: float = 5.0  # the probability ratio is clamped to 1 / cpo_lambda .. cpo_lambda
-    pos_alpha: float = 0.05
-    neg_alpha: float = 0.1
-    mi_alpha: float = 0.1
-    kl_alpha: float = 0.1
+    pos_alpha: float = 0.05  # weight in groups that are all right, of mi_clamp_unify_difficulty
+    neg_alpha: float = 0.1  # in groups that are all wrong; of negonly_mi3 in all but those that are all right
+    mi_alpha: float = 0.1  # in mixed groups, of mi in all
+    kl_alpha: float = 0.1  # of seq_kl and negonly_seq_kl
 
 
 @dataclass(frozen=True)
@@ -257,13 +257,13 @@ class AlgorithmConfig:
 class OptimConfig:
     """AdamW (arXiv:1711.05101)."""
 
-    lr: float = 1e-6
+    lr: float = 1e-6  # learning rate after the warm-up
     lr_warmup_steps: int = 20  # training steps; the first has lr / lr_warmup_steps (verl: 0)
     lr_scheduler_type: str = "constant"  # after the warm-up: constant | cosine, down to lr * min_lr_ratio
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = 0.0  # cosine: last learning rate, as a multiple of lr
     weight_decay: float = 0.1  # verl's framework: 0.01; its DAPO scripts: 0.1
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the two running moments, per update
+    eps: float = 1e-8  # added to the root of the second moment
     moments_dtype: str = "float32"  # of Adam's two moments: float32 | bfloat16 (half the memory, rounded at random)
     offload: bool = False  # keep the moments in the host's memory between updates (GPUs and TPUs)
 
@@ -291,7 +291,7 @@ class ActorConfig:
     share_prompts: bool = True  # run a prompt once for several of its responses; only with model.attention=xla
     ppo_epochs: int = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: float = 0.2  # the ratio is clipped below 1 - clip_ratio_low
     clip_ratio_high: float = 0.28  # clip-higher (DAPO, section 3.1); verl's framework: 0.2
     clip_ratio_c: float = 10.0  # dual clip, the largest |loss| of a token as a multiple of |advantage|
     loss_agg_mode: str = "token-mean"  # a name of MODES in dapo_jax/algorithms/aggregation.py
@@ -299,7 +299,7 @@ class ActorConfig:
     count_empty_sequences: bool = False  # True: sequence means divide by the configured size, as verl
     entropy_coeff: float = 0.0  # of the mean token entropy, which is subtracted from the loss
     use_kl_loss: bool = False  # add the KL divergence to the reference to the loss
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = 0.001  # of that divergence
     kl_loss_type: str = "low_var_kl"  # a name of PENALTIES in dapo_jax/algorithms/kl.py
     old_logprob: str = "auto"  # rollout | recompute | auto (rollout; if the training pass differs, see algorithms.md)
     logprob_chunk_size: int = 4096  # tokens per device whose logits exist at a time
@@ -325,7 +325,7 @@ class CriticConfig:
     ppo_micro_batch_size_per_device: int | None = None  # responses per pass on one device; null = the actor's
     ppo_epochs: int = 1  # passes over a training batch
     cliprange_value: float = 0.5  # how far a value may move from the old one before its loss stops falling
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: str = "token-mean"  # a name of MODES in dapo_jax/algorithms/aggregation.py
     grad_clip: float = 1.0  # global norm
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=1e-5, lr_warmup_steps=0, weight_decay=0.01)  # verl's
@@ -391,9 +391,9 @@ class MonitorConfig:
 @dataclass(frozen=True)
 class EvaluateConfig:
     n: int = 4  # samples per problem: k of mean@k
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # 1 = off
+    top_k: int = -1  # -1 = off
     max_prompts: int = -1  # problems evaluated, the first ones; -1 = all
     batch_size: int = 0  # problems sampled at a time; 0 = all of a task set
     tasks: str = "{}"  # JSON object of task sets beside the held-out problems, name -> options, see docs/evaluation.md

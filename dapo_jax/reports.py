@@ -1,5 +1,6 @@
 """Host: what a step and a run report beside the numbers of their algorithms."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.checkpoint import Progress
-from dapo_jax.config import checkpoint_dir
+from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor.console import Value
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.records import flatten, read_metrics
 from dapo_jax.monitor.tensorboard import histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
@@ -124,6 +125,12 @@ def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
         }
         for (group, sample), kind in chosen.items()
     ]
+
+
+def options(config: Config) -> dict[str, Any]:
+    """The value of every option by dotted key, those that differ from the defaults first."""
+    given, defaults = (flatten(dataclasses.asdict(values)) for values in (config, Config()))
+    return dict(sorted(given.items(), key=lambda option: option[1] == defaults[option[0]]))
 
 
 def results(run: Run) -> list[str]:

@@ -33,6 +33,7 @@ from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.policies import pinned
 from dapo_jax.reports import (
     experience_histograms,
+    options,
     performance_metrics,
     results,
     sample_texts,
@@ -83,7 +84,7 @@ def _train(config: Config) -> Models:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 logger.info("%s", describe(run))
                 with open_records(config, state.progress if origin else None) as records:
-                    records.describe(dataclasses.asdict(config), results(run))
+                    records.describe(options(config), results(run))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.console.close()
                     if is_first():

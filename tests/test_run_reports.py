@@ -1,13 +1,18 @@
 """What a run shows in TensorBoard and under samples/, and the table at its end."""
 
+import dataclasses
 import json
 import re
 import struct
 
+import pytest
+from small_run import small_config
 from tensorboardX.proto.event_pb2 import Event
 
+from dapo_jax.config import Config
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.tensorboard import LAYOUT
+from dapo_jax.reports import options
 from dapo_jax.train import train
 
 
@@ -60,6 +65,12 @@ def test_samples_are_of_all_kinds_and_none_stands_there_twice(run):
         assert kinds["best"][0]["seq_reward"] == max(scores) > min(scores) == kinds["worst"][0]["seq_reward"]
         assert all(0 < sample["length"] <= 4 for sample in samples)
     assert {"samples/best/text_summary", "samples/worst/text_summary", "samples/any/text_summary"} <= set(shown(run))
+
+
+def test_options_that_differ_from_the_defaults_come_first():
+    found = options(dataclasses.replace(Config(), seed=3))
+    assert list(found)[:2] == ["seed", "data.task"] and found["seed"] == 3
+    assert found["algorithm.filter_groups.stream.slack"] == 1.0
 
 
 def test_the_table_of_runs_has_every_option(run):

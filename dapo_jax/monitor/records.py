@@ -42,14 +42,14 @@ class RunRecords:
         self._metrics = open(workdir / _METRICS, "a", encoding="utf-8")
         self._tensorboard = TensorBoard(workdir / "tensorboard", first_step=self._last_step + 1)
 
-    def describe(self, config: dict[str, Any], results: Sequence[str]) -> None:
+    def describe(self, options: Mapping[str, Any], results: Sequence[str]) -> None:
         """Shows the run in TensorBoard's table of runs.
 
         Args:
-            config: nested dict of plain values.
+            options: value by dotted key; the table shows the first few unless asked for more.
             results: names of the metrics that runs are compared by.
         """
-        self._tensorboard.add_config(flatten(config), results)
+        self._tensorboard.add_config(options, results)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the row of a step; it is on disk when this returns.
@@ -111,7 +111,7 @@ class RunRecords:
 class NoRecords:
     """What the processes after the first have in the place of `RunRecords`: nothing is written."""
 
-    def describe(self, config: dict[str, Any], results: Sequence[str]) -> None: ...
+    def describe(self, options: Mapping[str, Any], results: Sequence[str]) -> None: ...
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 

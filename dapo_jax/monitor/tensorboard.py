@@ -21,17 +21,12 @@ def _chart(*tags: str) -> list[Any]:
     return ["Multiline", [f"{tag}$" for tag in tags]]
 
 
-def _band(name: str) -> list[Any]:
-    """A mean between its smallest and its largest value."""
-    return ["Margin", [f"{name}/mean", f"{name}/min", f"{name}/max"]]
-
-
 LAYOUT = {
     "Overview": {
         "held-out accuracy": _chart(r"eval/.*/acc/mean_\d+"),
         "training accuracy, means of groups": _chart("rollout/acc/mean"),
-        "reward of trained responses": _band("critic/rewards"),
-        "response length, tokens": _band("response_length"),
+        "reward of trained responses": _chart("critic/rewards/mean"),
+        "response length, tokens": _chart("response_length/(mean|max)"),
         "share cut off at the limit": _chart("response_length/clip_ratio"),
         "entropy, nats per token": _chart("actor/entropy"),
     },

@@ -1,0 +1,86 @@
+"""Writes docs/configuration.md: every option with its type, default and meaning, from dapo_jax/config.py.
+
+    python scripts/write_configuration_doc.py
+
+A test fails when the page is not what this script writes.
+"""
+
+import ast
+import dataclasses
+import inspect
+import io
+import json
+import tokenize
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dapo_jax import config as config_module
+from dapo_jax.config import Config
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Written by `scripts/write_configuration_doc.py` from [`dapo_jax/config.py`](../dapo_jax/config.py): do not edit.
+
+A config file starts from `default_config()` and states what differs; on the command line an option is
+`--config.actor.optim.lr=2e-6`, a tuple `"--config.trainer.profile_steps=(10,11)"`. `null` means "not given". A misspelt
+option is refused with a suggestion, and all problems of a config are reported together before a device is touched.
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    comments = field_comments()
+    lines = [line for path, section in sections_of(Config(), "") for line in _section(path, section, comments)]
+    return "\n".join([HEAD, *lines]).rstrip() + "\n"
+
+
+def field_comments() -> dict[tuple[str, str], str]:
+    """The trailing comment of each field, by class and name."""
+    source = inspect.getsource(config_module)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    return {
+        (owner.name, field.target.id): by_line.get(field.lineno, "")
+        for owner in ast.walk(ast.parse(source))
+        if isinstance(owner, ast.ClassDef)
+        for field in owner.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def sections_of(section: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Each section with its dotted path, the outer before the inner."""
+    yield path, section
+    for name in typing.get_type_hints(type(section)):
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            yield from sections_of(value, f"{path}.{name}".lstrip("."))
+
+
+def _section(path: str, section: Any, comments: dict[tuple[str, str], str]) -> list[str]:
+    kinds = typing.get_type_hints(type(section))
+    options = [name for name in kinds if not dataclasses.is_dataclass(getattr(section, name))]
+    if not options:
+        return []
+    lines = [f"## `{path or 'config'}`", ""]
+    about = inspect.getdoc(section) or ""
+    if not about.startswith(f"{type(section).__name__}("):  # what dataclass writes where nothing is written
+        lines += [about, ""]
+    lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for name in options:
+        kind = kinds[name].__name__ if isinstance(kinds[name], type) else str(kinds[name])
+        option, default = f"{path}.{name}".lstrip("."), _literal(getattr(section, name))
+        cells = (f"`{option}`", f"`{kind}`", f"`{default}`", comments[type(section).__name__, name])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, str) else repr(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")

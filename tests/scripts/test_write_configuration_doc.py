@@ -1,0 +1,27 @@
+"""docs/configuration.md is what the script writes from the code, and says something of every option."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("write_configuration_doc", ROOT / "scripts/write_configuration_doc.py")
+assert spec is not None and spec.loader is not None
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+
+def test_the_page_is_up_to_date():
+    assert script.PAGE.read_text() == script.document(), "run: python scripts/write_configuration_doc.py"
+
+
+def test_every_option_has_a_row_with_a_meaning():
+    rows = [line for line in script.document().splitlines() if line.startswith("| `")]
+    assert len(rows) == len({row.split("`")[1] for row in rows}) > 150
+    assert not [row for row in rows if row.endswith("|  |")]
+
+
+def test_a_row_is_type_default_and_meaning():
+    page = script.document()
+    assert "| `data.gen_batch_size` | `int \\| None` | `null` | prompts per generation round; null = " in page
+    assert '| `critic.optim.lr` | `float` | `1e-05` | learning rate after the warm-up |' in page
+    assert '| `model.path` | `str` | `""` | Hugging Face directory, .gguf file, or "random" |' in page
