@@ -1,0 +1,75 @@
+"""What the pages say exists: commands are accepted, options and files are there."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.command_line import read_config
+from dapo_jax.config import Config
+from dapo_jax.monitor.records import flatten
+from dapo_jax.validation import validate
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONS = flatten(dataclasses.asdict(Config()))
+SECTIONS = {key.partition(".")[0] for key in OPTIONS}
+WRITTEN_BY_HAND = ("getting_started", "troubleshooting", "faq", "coming_from_verl")
+
+
+def commands() -> list[str]:
+    """Every command of the package in a block of shell, on one line."""
+    blocks = [block for page in PAGES for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.M | re.S)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if re.match(r"python -m dapo_jax\.(train|preflight|export) ", line)]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_is_accepted(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    parts = shlex.split(command.replace("FILE", "configs/tiny.py"))
+    options = [part for part in parts if part.startswith("--config.")]
+    validate(read_config(["train", "--config", parts[parts.index("--config") + 1], *options]))
+
+
+def test_commands_are_found():
+    assert len(commands()) >= 6
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_HAND)
+def test_options_and_scripts_that_a_page_names_exist(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    if name == "coming_from_verl":
+        for verl, *ours in cells:
+            text = text.replace(verl, "")
+            keys = re.findall(r"`([^`]+)`", ours[0])
+            assert keys and all(key in OPTIONS for key in keys), ours[0]
+    for code in re.findall(r"`([^`\n]+)`", text):
+        key = code.partition("=")[0].removeprefix("--config.").removesuffix(".*")
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in SECTIONS:
+            assert key in OPTIONS or any(option.startswith(f"{key}.") for option in OPTIONS), code
+        if code.startswith(("configs/", "scripts/")):
+            assert (ROOT / code).exists(), code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", prose):
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
+
+
+def test_python_of_the_guide_is_a_config(tmp_path):
+    [code] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/getting_started.md").read_text(), re.M | re.S)
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    config = read_config(["train", "--config", str(file)])
+    validate(config)
+    assert config.workdir == "runs/mine"
