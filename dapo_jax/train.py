@@ -232,7 +232,8 @@ def next_batch(
     """
     accepted = collect(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
     batch = measure(run, accepted)
-    batch.metrics["reward/workers_replaced"] = sum(gather(run.sampler.verifiers.take_replaced()))
+    replaced = sum(pool.take_replaced() for pool in run.verifiers.values())
+    batch.metrics["reward/workers_replaced"] = sum(gather(replaced))
     return batch, accepted.state
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import numpy as np
@@ -42,9 +43,10 @@ def test_the_table_has_a_line_a_model_and_task_set():
         (["--config", "configs/tiny.py", "--output", "tests"], "must be a new or an empty directory"),
     ],
 )  # fmt: skip
-def test_the_command_refuses_with_one_line(arguments, message):
-    with pytest.raises(SystemExit, match=f"dapo_jax: (?s:.)*({message})"):
+def test_the_command_refuses_with_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
         main(arguments)
+    assert end.value.code == 2 and re.search(f"dapo_jax: (?s:.)*({message})", capsys.readouterr().err)
 
 
 @pytest.fixture(scope="module")

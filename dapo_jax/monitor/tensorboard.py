@@ -49,7 +49,7 @@ LAYOUT = {
         "seconds per stage": _chart("timing_s/.*"),
         "tokens per second and device": _chart("perf/throughput"),
     },
-    "Alarms": {"alarms (docs/troubleshooting.md)": _chart("alarm/.*")},
+    "Alarms": {"alarms (docs/reliability.md)": _chart("alarm/.*")},
 }
 
 

@@ -36,7 +36,7 @@ def request(solution, **extra_info):
 def pool():
     sys.path.insert(0, str(DATA))
     try:
-        with VerifierPool("hostile_verifier.score", num_workers=2, timeout_s=0.5, memory_limit_mb=100) as shared:
+        with VerifierPool("hostile_verifier.score", num_workers=2, timeout_s=0.5, memory_limit_mb=256) as shared:
             yield shared
     finally:
         sys.path.remove(str(DATA))
@@ -93,9 +93,9 @@ def test_verdicts_come_in_the_order_of_the_requests():
         ("no_such_function", "KeyError"),
         ("interrupt", "KeyboardInterrupt"),
         ("abort", "worker died (exit code -6)"),
-        ("allocate_at_once", "MemoryError: the verifier needs more than reward.memory_limit_mb=100"),
-        ("allocate_piecewise", "MemoryError: the verifier needs more than reward.memory_limit_mb=100"),
-        ("allocate_in_its_frame", "MemoryError: the verifier needs more than reward.memory_limit_mb=100"),
+        ("allocate_at_once", "MemoryError: the verifier needs more than reward.memory_limit_mb=256"),
+        ("allocate_piecewise", "MemoryError: the verifier needs more than reward.memory_limit_mb=256"),
+        ("allocate_in_its_frame", "MemoryError: the verifier needs more than reward.memory_limit_mb=256"),
         ("start_threads_without_end", "RuntimeError: can't start new thread"),
         ("open_files_without_end", "OSError: [Errno 24] Too many open files"),
     ],
@@ -287,7 +287,7 @@ def test_failures_are_logged_and_counted(pool, caplog):
         ("hostile.score", "raise KeyboardInterrupt", "raised KeyboardInterrupt: correct its module"),
         ("hostile.score", "1 / 0", "failed with ZeroDivisionError"),
         ("hostile.score", "while True: pass", "did not load within 1 s: run `import`"),
-        ("hostile.score", "kept = bytearray(10**9)", "MemoryError.*reward.memory_limit_mb=100"),
+        ("hostile.score", "kept = bytearray(10**9)", "MemoryError.*reward.memory_limit_mb=256"),
         ("hostile.score", "import os, sys; os.write(int(sys.argv[1]), b'x' * 100); os._exit(0)", "announced"),
     ],
 )
@@ -297,7 +297,7 @@ def test_a_verifier_that_does_not_load_is_a_value_error(name, code, reason, tmp_
     if code == "while True: pass":
         monkeypatch.setattr(worker_pool, "_START_LIMIT_S", 1.0)
     with ends_within(10), pytest.raises(ValueError, match=f"reward.function='{name}'.*{reason}"):
-        VerifierPool(name, num_workers=1, timeout_s=1, memory_limit_mb=100)
+        VerifierPool(name, num_workers=1, timeout_s=1, memory_limit_mb=256)
 
 
 def test_a_verifier_that_no_longer_loads_stops_the_run(tmp_path, monkeypatch):
