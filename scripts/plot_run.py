@@ -1,0 +1,73 @@
+"""Draws the curves of one or several runs from their metrics.jsonl into one picture.
+
+    python scripts/plot_run.py WORKDIR [NAME=WORKDIR ...] --output FILE.png [--x steps|tokens|seconds]
+
+Needs matplotlib: pip install 'dapo_jax[plots]'. Held-out accuracy is the mean over task sets of eval/*/acc/mean@k.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.monitor.records import read_metrics
+
+PANELS = {  # title -> metric; None: the mean held-out accuracy
+    "held-out accuracy": None,
+    "training accuracy, means of groups": "rollout/acc/mean",
+    "share of groups dropped": "train/filter_rate",
+    "response length, tokens": "response_length/mean",
+    "entropy, nats per token": "actor/entropy",
+    "tokens sampled per step": "dynamic_sampling/generated_tokens",
+}
+AXES = {  # name -> label, what a step adds
+    "steps": ("training steps", None),
+    "tokens": ("tokens sampled", "dynamic_sampling/generated_tokens"),
+    "seconds": ("seconds of training", "timing_s/step"),
+}
+Row = Mapping[str, float]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="WORKDIR, or NAME=WORKDIR")
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--x", choices=AXES, default="steps")
+    given = parser.parse_args(arguments)
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("matplotlib is missing: pip install 'dapo_jax[plots]'")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, grid = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    for run in given.runs:
+        name, _, workdir = run.rpartition("=")
+        rows = read_metrics(workdir)
+        for (title, metric), axes in zip(PANELS.items(), grid.flat, strict=True):
+            axes.plot(*points(rows, metric, given.x), marker="." if metric is None else None, label=name)
+            axes.set(title=title, xlabel=AXES[given.x][0])
+            axes.grid(alpha=0.3)
+    if any("=" in run for run in given.runs):
+        grid.flat[0].legend()
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(given.output, dpi=100)
+
+
+def points(rows: Sequence[Row], metric: str | None, x: str) -> tuple[list[float], list[float]]:
+    """Where a metric (None: the mean held-out accuracy) was measured, and its values."""
+    added = AXES[x][1]
+    if added is None:
+        places = [row["step"] for row in rows]
+    else:
+        places = list(itertools.accumulate(row.get(added) or 0.0 for row in rows))
+    values = [mean_accuracy(row) if metric is None else row.get(metric) for row in rows]
+    found = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+    return [place for place, _ in found], [value for _, value in found]
+
+
+if __name__ == "__main__":
+    main()
