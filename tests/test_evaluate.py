@@ -128,5 +128,6 @@ def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
     main()
     assert "task set" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="must be a new or an empty directory"):
+    with pytest.raises(SystemExit) as end:
         main()
+    assert end.value.code == 2 and "must be a new or an empty directory" in capsys.readouterr().err

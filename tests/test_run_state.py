@@ -206,11 +206,10 @@ def test_a_checkpoint_from_the_middle_of_a_step_is_completed(whole, tmp_path, mo
 def test_a_stop_does_not_wait_for_verdicts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "rewards" / "data"))
     slow = {"reward.function": "hostile_verifier.score_slowly", "reward.timeout_s": 600.0}
-    timer = threading.Timer(25, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    asking = threading.Timer(5, os.kill, (os.getpid(), signal.SIGTERM))  # by then everything is sampled
+    at_call(monkeypatch, train_module, "collect", 1, asking.start)
     with ends_within(120), pytest.raises(Stopped):
         train(small_config(tmp_path, **slow, **{"trainer.val_before_train": False}))
-    timer.cancel()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The scripts that show that a run survives: at a size that a test can wait for, and that they see what is wrong."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,8 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crash")
     command = [sys.executable, SCRIPTS / "crash_test.py", "--kills=3", "--seed=1", f"--folder={folder}",
                "--config.trainer.total_training_steps=30"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder, ended.stdout
 
