@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--x", choices=AXES, default="steps")
     given = parser.parse_args(arguments)
     try:
-        import matplotlib
+        import matplotlib  # pyright: ignore[reportMissingImports]
     except ImportError:
         sys.exit("matplotlib is missing: pip install 'dapo_jax[plots]'")
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    figure, grid = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    figure, grid = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for run in given.runs:
         name, _, workdir = run.rpartition("=")
         rows = read_metrics(workdir)
