@@ -142,9 +142,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
         progress = dataclasses.replace(progress, prompts=prompts)
         return RunState(models, progress, _first_stream(run), engine.to_arrays())
-    for name in ("carried", "ahead"):
-        groups = arrays.get(name, {})
-        _check_groups(run.config, groups.get("experience", groups if name == "carried" else {}))
+    for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
+        _check_groups(run.config, groups)
     ahead = restore_collected(run, arrays["ahead"]) if "ahead" in arrays else None
     return RunState(models, progress, restore_stream(run, arrays), engine.to_arrays(), ahead)
 

@@ -42,9 +42,7 @@ from dapo_jax.reports import (
 )
 from dapo_jax.run import Run, check_processes, describe, open_run
 from dapo_jax.run_state import RunState, first_state, restore_state, save_state, starting_point
-from dapo_jax.training_batch import (
-    sequence_kl,
-)
+from dapo_jax.training_batch import sequence_kl
 from dapo_jax.validation import validate
 
 logger = logging.getLogger("dapo_jax.train")  # not "__main__", as the command is

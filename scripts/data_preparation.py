@@ -251,6 +251,37 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def parser_of_files(description: str | None, repository: str) -> argparse.ArgumentParser:
+    """The same with FILE... and --download, for `given_or_downloaded`."""
+    parser = parser_of(description)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Parquet or JSON Lines")
+    parser.add_argument("--download", action="store_true", help=f"take {repository} of the Hugging Face hub")
+    return parser
+
+
+def add_output_file(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds --output, for `write_one_file`."""
+    parser.add_argument(
+        "--output", type=Path, default=Path(default), metavar="FILE", help=".parquet or .jsonl (default: %(default)s)"
+    )
+
+
+def write_one_file(
+    parser: argparse.ArgumentParser,
+    given: argparse.Namespace,
+    repository: str,
+    pattern: str,
+    convert: Callable[[dict[str, Any]], Row],
+) -> None:
+    """The rows of all files, as `collect_rows` has them, to `given.output`; prints the counts."""
+    check_output(given.output)
+    rows, counts = collect_rows(
+        given_or_downloaded(parser, given.files, given.download, repository, pattern), convert
+    )
+    write_rows(rows, given.output)
+    print(f"{given.output}\n{counts}")
+
+
 def given_or_downloaded(
     parser: argparse.ArgumentParser, files: Sequence[Path], wanted: bool, repository: str, pattern: str
 ) -> list[Path]:

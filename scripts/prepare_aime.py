@@ -12,20 +12,17 @@ evaluate.n draws the samples. The prompt is DAPO's; the answer loses leading zer
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from data_preparation import (
     Row,
-    check_output,
-    collect_rows,
+    add_output_file,
     command,
     dapo_prompt,
-    given_or_downloaded,
     make_row,
     number_field,
-    parser_of,
-    write_rows,
+    parser_of_files,
+    write_one_file,
 )
 
 from dapo_jax.rewards.verifiers import verifier_for
@@ -45,28 +42,16 @@ def competition_row(record: dict[str, Any], data_source: str) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Parquet or JSON Lines")
-    parser.add_argument("--download", action="store_true", help=f"take {REPOSITORY} of the Hugging Face hub")
+    parser = parser_of_files(__doc__, REPOSITORY)
     parser.add_argument(
         "--data-source",
         default="aime2024",
         help="under which accuracy is reported; aime..., amc23 or another that has a verifier (default: %(default)s)",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("data/aime-2024.parquet"),
-        metavar="FILE",
-        help=".parquet or .jsonl (default: %(default)s)",
-    )
+    add_output_file(parser, "data/aime-2024.parquet")
     given = parser.parse_args(arguments)
     verifier_for(given.data_source)
-    check_output(given.output)
-    files = given_or_downloaded(parser, given.files, given.download, REPOSITORY, PATTERN)
-    rows, counts = collect_rows(files, lambda record: competition_row(record, given.data_source))
-    write_rows(rows, given.output)
-    print(f"{given.output}\n{counts}")
+    write_one_file(parser, given, REPOSITORY, PATTERN, lambda record: competition_row(record, given.data_source))
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ prompt is plain text get the prompt of DAPO around it. Prompts that have several
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from data_preparation import (
     Row,
-    check_output,
-    collect_rows,
+    add_output_file,
     command,
     dapo_prompt,
-    given_or_downloaded,
     make_row,
-    parser_of,
+    parser_of_files,
     text_field,
-    write_rows,
+    write_one_file,
 )
 
 REPOSITORY, PATTERN = "BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet"
@@ -39,22 +36,10 @@ def math_dapo_row(record: dict[str, Any]) -> Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Parquet or JSON Lines")
-    parser.add_argument("--download", action="store_true", help=f"take {REPOSITORY} of the Hugging Face hub")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("data/dapo-math-17k.parquet"),
-        metavar="FILE",
-        help=".parquet or .jsonl (default: %(default)s)",
-    )
+    parser = parser_of_files(__doc__, REPOSITORY)
+    add_output_file(parser, "data/dapo-math-17k.parquet")
     given = parser.parse_args(arguments)
-    check_output(given.output)
-    files = given_or_downloaded(parser, given.files, given.download, REPOSITORY, PATTERN)
-    rows, counts = collect_rows(files, math_dapo_row)
-    write_rows(rows, given.output)
-    print(f"{given.output}\n{counts}")
+    write_one_file(parser, given, REPOSITORY, PATTERN, math_dapo_row)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ has an equal one. Three worked examples, which are of no data set, stand before 
 import hashlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from data_preparation import (
@@ -25,7 +24,7 @@ from data_preparation import (
     given_or_downloaded,
     make_row,
     number_field,
-    parser_of,
+    parser_of_files,
     split_path,
     text_field,
     write_rows,
@@ -114,9 +113,7 @@ def tidy(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON Lines or Parquet")
-    parser.add_argument("--download", action="store_true", help=f"take {REPOSITORY} of the Hugging Face hub")
+    parser = parser_of_files(__doc__, REPOSITORY)
     parser.add_argument(
         "--heldout-share", type=float, default=0.15, help="share of the templates held out (default: %(default)s)"
     )
