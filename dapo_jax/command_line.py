@@ -85,6 +85,19 @@ def processes_of(config: Config) -> AbstractContextManager[None]:
     )
 
 
+@contextmanager
+def command(arguments: Sequence[str]) -> Iterator[Config]:
+    """The config of a command, in its joined processes; what fails inside ends it as `refusals` says.
+
+    Args:
+        arguments: the command line; the first is the command's name.
+    """
+    with refusals(arguments):
+        config = read_config(arguments)
+        with processes_of(config), refusals(arguments):
+            yield config
+
+
 def read_config(arguments: Sequence[str]) -> Config:
     """The frozen config that the command line describes; the first of `arguments` is the command's name.
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dapo_jax.command_line import processes_of, read_config, refusals
+from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.evaluation import Receive, evaluate
 from dapo_jax.parallel.processes import is_first
@@ -177,14 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")
     parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation unless given")
     given, rest = parser.parse_known_args(arguments)
-    with refusals(rest):
-        config = read_config(["evaluate", *rest])
-        with processes_of(config), refusals(rest):
-            output = given.output or Path(config.workdir) / "evaluation"
-            results = bench(config, output, step=given.step, all_steps=given.all_steps)
-            if is_first():
-                print(table(results))
-                print(f"metrics and generations are in {output}")
+    with command(["evaluate", *rest]) as config:
+        output = given.output or Path(config.workdir) / "evaluation"
+        results = bench(config, output, step=given.step, all_steps=given.all_steps)
+        if is_first():
+            print(table(results))
+            print(f"metrics and generations are in {output}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
-from dapo_jax.command_line import processes_of, read_config, refusals
+from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.models.architecture import Architecture
@@ -174,12 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
     parser.add_argument("--adapter", action="store_true", help="the adapters of model.lora alone, for PEFT")
     given, rest = parser.parse_known_args(arguments)
-    with refusals(rest):
-        config = read_config(["export", *rest])
-        with processes_of(config), refusals(rest):
-            step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
-            if is_first():
-                print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
+    with command(["export", *rest]) as config:
+        step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
+        if is_first():
+            print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import jax
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.collection import Collected, collect, measure
-from dapo_jax.command_line import processes_of, read_config, refusals
+from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
@@ -303,13 +303,11 @@ def main() -> None:
         print(__doc__)
         return
     exit_code = 0
-    with refusals(sys.argv):
-        config = read_config(sys.argv)
-        with processes_of(config), refusals(sys.argv):
-            try:
-                train(config)
-            except Stopped:
-                exit_code = config.trainer.stopped_exit_code
+    with command(sys.argv) as config:
+        try:
+            train(config)
+        except Stopped:
+            exit_code = config.trainer.stopped_exit_code
     sys.exit(exit_code)
 
 

@@ -10,7 +10,7 @@ import pytest
 from small_run import small_config
 from test_task_sets import write_rows
 
-from dapo_jax import evaluate as evaluate_module
+from dapo_jax import command_line
 from dapo_jax.evaluate import bench, main, table
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import read_metrics
@@ -124,7 +124,7 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(trained, tmp_
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate_module, "read_config", lambda _: trained)
+    monkeypatch.setattr(command_line, "read_config", lambda _: trained)
     monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
     main()
     assert "task set" in capsys.readouterr().out
