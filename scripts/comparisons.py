@@ -1,0 +1,81 @@
+"""Host: what run_ablation.py can compare: arms that differ from one config in few options."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+Options = Mapping[str, str]  # config key -> value, as on the command line
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Training runs of one config, side by side."""
+
+    config: str  # file under configs/
+    arms: Mapping[str, Options]  # name -> options of the arm
+    shared: Options = field(default_factory=dict)  # options of all arms
+
+
+NO_FILTER = {"algorithm.filter_groups.enable": "False", "data.gen_batch_size": "8"}
+GRPO = {
+    **NO_FILTER,
+    "algorithm.overlong_filtering": "False",
+    "actor.clip_ratio_high": "0.2",
+    "reward.overlong_buffer.enable": "False",
+    "actor.loss_agg_mode": "seq-mean-token-mean",
+}
+PARTS = {  # DAPO, table 1: each line has all that the lines above it have
+    "naive GRPO": GRPO,
+    "+ overlong filtering": {"algorithm.overlong_filtering": "True"},
+    "+ clip-higher": {"actor.clip_ratio_high": "0.28"},
+    "+ soft overlong punishment": {"reward.overlong_buffer.enable": "True"},
+    "+ token-level loss": {"actor.loss_agg_mode": "token-mean"},
+    "+ dynamic sampling": {"algorithm.filter_groups.enable": "True", "data.gen_batch_size": "12"},
+}
+LENGTH_TERM = {  # every response loses up to 0.3 points, in proportion to its length
+    "algorithm.overlong_filtering": "False",
+    "reward.overlong_buffer.enable": "True",
+    "reward.overlong_buffer.len": "32",
+    "reward.overlong_buffer.penalty_factor": "0.3",
+}
+COMPARISONS = {
+    "dapo": Comparison(
+        "configs/sums.py",
+        dict(zip(PARTS, accumulate(PARTS.values(), lambda above, part: {**above, **part}), strict=True)),
+    ),
+    "filter_metric": Comparison(
+        "configs/sums.py",
+        {
+            "no filter": NO_FILTER,
+            "filter on the shaped reward": {"algorithm.filter_groups.metric": "seq_reward"},
+            "filter on accuracy": {"algorithm.filter_groups.metric": "acc"},
+        },
+        shared=LENGTH_TERM,
+    ),
+    "leftover": Comparison(
+        "configs/sums.py",
+        {
+            "batch, requeue": {},
+            "batch, discard": {"algorithm.filter_groups.leftover": "discard"},
+            "batch, carry": {"algorithm.filter_groups.leftover": "carry"},
+            "stream": {"algorithm.filter_groups.backfill": "stream"},
+        },
+    ),
+    "old_logprob": Comparison(
+        "configs/sums.py",
+        {"rollout": {"actor.old_logprob": "rollout"}, "recompute": {"actor.old_logprob": "recompute"}},
+    ),
+    "dtype": Comparison(
+        "configs/sums.py",
+        {
+            "float32": {},
+            "bfloat16, rollout": {"model.dtype": "bfloat16", "actor.old_logprob": "rollout"},
+            "bfloat16, recompute": {"model.dtype": "bfloat16", "actor.old_logprob": "recompute"},
+        },
+    ),
+    "mini_batches": Comparison(
+        "configs/sums.py",
+        {str(16 // size): {"actor.ppo_mini_batch_size": str(size)} for size in (16, 4, 1)},
+        shared={"data.train_batch_size": "16", "data.gen_batch_size": "24", "rollout.n": "4"},
+    ),
+}

@@ -1,0 +1,47 @@
+import importlib
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def prepare_sums():
+    if str(SCRIPTS) not in sys.path:
+        sys.path.append(str(SCRIPTS))  # a script finds its neighbours
+    return importlib.import_module("prepare_sums")
+
+
+def test_no_order_of_a_heldout_sum_is_trained_on(prepare_sums, tmp_path, capsys):
+    prepare_sums.main([f"--output={tmp_path}/{{split}}.jsonl"])
+    assert "heldout.jsonl: 96 problems" in capsys.readouterr().out
+    found = {split: prepare_sums.sums(240, 96, seed=0)[split] for split in ("train", "heldout")}
+    families = {split: {tuple(sorted(terms)) for terms in problems} for split, problems in found.items()}
+    assert families["train"].isdisjoint(families["heldout"]) and (5, 6, 8) not in families["train"]
+    assert len(set(found["train"])) == 240 and len(families["heldout"]) == 96
+    assert Counter(map(len, found["train"])) == {2: 80, 3: 80, 4: 80}
+    rows = read_prompt_files([str(tmp_path / "train.jsonl")])
+    assert [row.ground_truth for row in rows] == [str(sum(terms)) for terms in found["train"]]
+
+
+def test_the_worked_answer_is_right(prepare_sums):
+    row = prepare_sums.sum_row((2, 3, 4), "train")
+    assert [message["content"] for message in row["prompt"]] == [
+        "8 + 5 + 6 = ?", "8 + 5 = 13, 13 + 6 = 19", "2 + 3 + 4 = ?",
+    ]  # fmt: skip
+    verifier = VERIFIERS[verifier_for(row["data_source"])]
+    answer = prepare_sums.worked_out((2, 3, 4))
+    assert answer == "2 + 3 = 5, 5 + 4 = 9"
+    assert verifier(row["data_source"], answer, row["reward_model"]["ground_truth"], {})["acc"]
+
+
+@pytest.mark.parametrize(("num_train", "num_heldout"), [(3, 4), (0, 3), (3000, 3), (3, 300)])
+def test_impossible_numbers_are_refused(prepare_sums, num_train, num_heldout):
+    with pytest.raises(ValueError, match="ask for"):
+        prepare_sums.sums(num_train, num_heldout, seed=0)

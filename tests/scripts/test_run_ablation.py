@@ -1,0 +1,121 @@
+"""The comparisons, and what is made of the metrics of their runs."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.command_line import read_config
+from dapo_jax.validation import validate
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+comparisons, run_ablation = (importlib.import_module(name) for name in ("comparisons", "run_ablation"))
+ARMS = [(name, arm) for name, found in comparisons.COMPARISONS.items() for arm in found.arms]
+
+
+def configured(name: str, arm: str):
+    comparison = comparisons.COMPARISONS[name]
+    options = [f"--config.{key}={value}" for key, value in {**comparison.shared, **comparison.arms[arm]}.items()]
+    return read_config(["train", f"--config={ROOT / comparison.config}", *options])
+
+
+@pytest.mark.parametrize(("name", "arm"), ARMS)
+def test_every_arm_is_a_valid_config(name, arm):
+    validate(configured(name, arm))
+
+
+def test_the_paper_s_table_adds_one_part_a_line():
+    arms = list(comparisons.PARTS)
+    found = [configured("dapo", arm) for arm in arms]
+    parts = [
+        (
+            config.algorithm.overlong_filtering,
+            config.actor.clip_ratio_high == 0.28,
+            config.reward.overlong_buffer.enable,
+            config.actor.loss_agg_mode == "token-mean",
+            config.algorithm.filter_groups.enable,
+        )
+        for config in found
+    ]
+    assert parts == [tuple(place < number for place in range(5)) for number in range(6)]
+    recipe = read_config(["train", f"--config={ROOT / 'configs/sums.py'}"])
+    assert found[-1] == recipe, "the last line is the recipe itself"
+
+
+def write_run(folder: Path, arm: str, seed: int, accuracies: list[float], tokens: list[int]) -> None:
+    workdir = run_ablation.workdir_of(folder, arm, seed)
+    workdir.mkdir(parents=True)
+    rows = [{"step": 0, "eval/sums/acc/mean@2": 0.25}]
+    for step, (accuracy, num_tokens) in enumerate(zip(accuracies, tokens, strict=True), start=1):
+        rows.append(
+            {"step": step, "eval/sums/acc/mean@2": accuracy, "dynamic_sampling/generated_tokens": num_tokens,
+             "timing_s/step": 2.0, "actor/entropy": 1.0 / step, "response_length/mean": 10.0, "perf/throughput": 1.0,
+             "response_length/clip_ratio": 0.5, "train/filter_rate": None, "rollout/acc/mean": 0.5}
+        )  # fmt: skip
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (workdir / "finished").touch()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_run(tmp_path / "dapo", "naive GRPO", 0, [0.5, 0.75], [100, 100])
+    write_run(tmp_path / "dapo", "naive GRPO", 1, [0.5, 0.25], [100, 100])
+    write_run(tmp_path / "dapo", "+ dynamic sampling", 0, [0.5, 1.0], [100, 300])
+    return tmp_path
+
+
+def test_the_table_reads_the_curves(folder):
+    comparison = comparisons.COMPARISONS["dapo"]
+    runs = run_ablation.finished_runs(comparison, folder / "dapo")
+    assert [(run["arm"], run["seed"]) for run in runs] == [
+        ("naive GRPO", 0), ("naive GRPO", 1), ("+ dynamic sampling", 0),
+    ]  # fmt: skip
+    assert "perf/throughput" not in runs[0]["rows"][1] and "train/filter_rate" not in runs[0]["rows"][1]
+    naive, full = run_ablation.table(runs)
+    assert (naive["seeds"], naive["before"], naive["after"]) == (
+        2, "0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)",
+    )  # fmt: skip
+    assert full["after"] == "1.000 (1.000 to 1.000)"
+    # the thriftiest run took 200 tokens; there this one is a third of the way from 0.5 at 100 to 1.0 at 400
+    assert full["equal tokens"] == "0.667 (0.667 to 0.667)"
+    assert (full["tokens"], full["seconds"], full["entropy"], full["filtered"]) == ("400", "4", "0.500", "nan")
+
+
+def test_finished_runs_are_reported_and_not_run_again(folder, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    commands = []
+
+    class Done:
+        returncode = 0
+
+    def run(command, **_):
+        commands.append(command)
+        [workdir] = [part.partition("=")[2] for part in command if part.startswith("--config.workdir=")]
+        (Path(workdir) / "metrics.jsonl").write_text(
+            '{"step": 0, "eval/sums/acc/mean@2": 0.5}\n{"step": 1, "eval/sums/acc/mean@2": 0.5, '
+            '"dynamic_sampling/generated_tokens": 200, "actor/entropy": 0.5}\n'
+        )
+        return Done
+
+    monkeypatch.setattr(run_ablation.subprocess, "run", run)
+    output = folder / "results"
+    run_ablation.main(["dapo", "--seeds", "0", f"--runs={folder}", f"--output={output}", "--config.rollout.n=4"])
+    assert len(commands) == 4 and all("--config.rollout.n=4" in command for command in commands)
+    assert (output / "dapo.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((output / "dapo.json").read_text())
+    assert len(report["runs"]) == 7 and len(report["table"]) == 6
+    assert report["arms"]["+ dynamic sampling"]["algorithm.filter_groups.enable"] == "True"
+    assert "+ clip-higher" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_ends_the_script(tmp_path, monkeypatch):
+    class Failed:
+        returncode = 1
+
+    monkeypatch.setattr(run_ablation.subprocess, "run", lambda *_, **__: Failed)
+    with pytest.raises(SystemExit, match="exit code 1"):
+        run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}"])
+    assert not list(tmp_path.glob("*/*/finished"))
