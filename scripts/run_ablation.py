@@ -4,6 +4,7 @@
 
 comparisons.py lists the comparisons; `dapo` is the table of the paper, from naive GRPO to all parts. A run that is
 finished is not run again, and one that was interrupted goes on after its last checkpoint: seeds can be added later.
+Checkpoints of finished runs are deleted.
 OUTPUT/NAME.json gets the curves of all finished runs, from their metrics.jsonl, OUTPUT/NAME.png their picture
 (pip install 'dapo_jax[plots]'). Columns of the table, each a mean over the seeds:
 
@@ -18,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -99,6 +101,7 @@ def train(comparison: Comparison, arm: str, seed: int, folder: Path, options: Se
     if code:
         sys.exit(f"failed with exit code {code}, see {workdir / 'output.txt'}")
     (workdir / "finished").touch()
+    shutil.rmtree(workdir / "checkpoints", ignore_errors=True)  # gigabytes, and what is measured is in metrics.jsonl
     print(f"{mean_accuracy(read_metrics(workdir)[-1])} held-out after {time.monotonic() - start:.0f} s", flush=True)
 
 
