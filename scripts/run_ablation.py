@@ -67,22 +67,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in given.seeds:
         for arm in comparison.arms:
             train(comparison, arm, seed, folder, options)
+    command = " ".join(["python scripts/run_ablation.py", given.name, *options])
+    report(given.name, comparison, folder, given.output, command=command)
+
+
+def report(
+    name: str,
+    comparison: Comparison,
+    folder: Path,
+    output: Path | None,
+    *,
+    command: str,
+    versions: Mapping[str, str] | None = None,
+) -> None:
+    """Prints the table of the finished runs in `folder`; writes OUTPUT/NAME.json and .png, if there is an output.
+
+    Args:
+        versions: of other libraries than ours that took part.
+    """
     runs = finished_runs(comparison, folder)
     print(markdown_table(table(runs)))
-    if given.output is not None:
-        given.output.mkdir(parents=True, exist_ok=True)
-        report = {
-            "command": " ".join(["python scripts/run_ablation.py", given.name, *options]),
-            "config": comparison.config,
-            "shared": dict(comparison.shared),
-            "arms": {arm: dict(changed) for arm, changed in comparison.arms.items()},
-            "versions": {"python": platform.python_version(), "jax": jax.__version__},
-            "machine": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores",
-            "table": table(runs),
-            "runs": runs,
-        }
-        (given.output / f"{given.name}.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
-        draw(runs, given.output / f"{given.name}.png")
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    found = {
+        "command": command,
+        "config": comparison.config,
+        "shared": dict(comparison.shared),
+        "arms": {arm: dict(changed) for arm, changed in comparison.arms.items()},
+        "versions": {"python": platform.python_version(), "jax": jax.__version__, **(versions or {})},
+        "machine": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+        "table": table(runs),
+        "runs": runs,
+    }
+    (output / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    draw(runs, output / f"{name}.png")
 
 
 def train(comparison: Comparison, arm: str, seed: int, folder: Path, options: Sequence[str]) -> None:

@@ -1,0 +1,247 @@
+"""DAPO here beside TRL's GRPOTrainer: one task, model, batch, learning rate and number of updates.
+
+    python scripts/compare_trl.py --trl TORCH_ENV/bin/python [--seeds 0] [--output docs/results]
+
+configs/sums.py states the task and the settings; the trainer of TRL is given the same ones: loss_type "dapo", clip-
+higher, truncated completions left out, its soft overlong punishment, four updates a generation, a cosine that falls per
+update (here: per step). What it does not have is dynamic sampling, so each of its steps samples the batch alone. It
+loads the same GGUF file, and its accuracy is measured on the same held-out problems with transformers' generate, two
+samples each at temperature 1. Runs take turns, are kept, and are reported as run_ablation.py does; seconds are those of
+training steps, without loading, evaluation and checkpoints; compilation here and warm-up there are in them.
+
+TORCH_ENV: pip install torch trl gguf pyarrow.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = "configs/sums.py"
+ARMS = ("dapo_jax", "TRL")
+EVALUATION_BATCH = 64  # responses
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from comparisons import Comparison
+    from run_ablation import report, train, workdir_of
+
+    from dapo_jax.command_line import read_config
+    from dapo_jax.evaluation import mean_accuracy
+    from dapo_jax.monitor.records import read_metrics
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", type=Path, required=True, help="Python interpreter that has torch, trl and gguf")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare_trl", help="folder of the workdirs")
+    parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
+    given, options = parser.parse_known_args(arguments)
+    comparison = Comparison(CONFIG, {arm: {} for arm in ARMS})
+    for seed in given.seeds:
+        train(comparison, ARMS[0], seed, given.runs, options)
+        workdir = workdir_of(given.runs, ARMS[1], seed)
+        if not (workdir / "finished").exists():
+            config = read_config(["compare", f"--config={ROOT / CONFIG}", *options])
+            workdir.mkdir(parents=True, exist_ok=True)
+            (workdir / "settings.json").write_text(json.dumps(settings_of(config, seed)))
+            command = [str(given.trl), __file__, "--child", str(workdir)]
+            print(f"{ARMS[1]}, seed {seed}: ", end="", flush=True)
+            with open(workdir / "output.txt", "w") as output:
+                code = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT).returncode
+            if code:
+                sys.exit(f"TRL's run failed with exit code {code}, see {workdir / 'output.txt'}")
+            (workdir / "finished").touch()
+            print(f"{mean_accuracy(read_metrics(workdir)[-1])} held-out", flush=True)
+    versions = json.loads((workdir_of(given.runs, ARMS[1], given.seeds[0]) / "versions.json").read_text())
+    command = " ".join(["python scripts/compare_trl.py --trl TORCH_ENV/bin/python", *options])
+    report("compare_trl", comparison, given.runs, given.output, command=command, versions=versions)
+
+
+def settings_of(config: Any, seed: int) -> dict[str, Any]:
+    """What TRL's side is told: numbers and strings of our config."""
+    actor, optim = config.actor, config.actor.optim
+    updates = config.data.train_batch_size // actor.ppo_mini_batch_size
+    return {
+        "seed": seed,
+        "model": config.model.path,
+        "train_files": list(config.data.train_files),
+        "val_files": list(config.data.val_files),
+        "steps": config.trainer.total_training_steps,
+        "updates_per_step": updates,
+        "rows_per_update": actor.ppo_mini_batch_size * config.rollout.n,
+        "samples": config.rollout.n,
+        "max_tokens": config.data.max_response_length,
+        "overlong_buffer": config.reward.overlong_buffer.len if config.reward.overlong_buffer.enable else 0,
+        "mask_truncated": config.algorithm.overlong_filtering,
+        "clip_low": actor.clip_ratio_low,
+        "clip_high": actor.clip_ratio_high,
+        "learning_rate": optim.lr,
+        "min_lr_ratio": optim.min_lr_ratio,
+        "warmup_updates": optim.lr_warmup_steps * updates,
+        "betas": list(optim.betas),
+        "weight_decay": optim.weight_decay,
+        "grad_clip": actor.grad_clip,
+        "test_freq": config.trainer.test_freq,
+        "evaluation_samples": config.evaluate.n,
+    }
+
+
+def child(workdir: Path) -> None:
+    """Trains with TRL, in its environment, and writes metrics.jsonl under our names."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.path.insert(0, str(ROOT))
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+    import trl  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from trl.rewards import get_soft_overlong_punishment  # pyright: ignore[reportMissingImports]
+
+    given = json.loads((workdir / "settings.json").read_text())
+    versions = {
+        "trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__,
+        "trl's python": platform.python_version(),
+    }  # fmt: skip
+    (workdir / "versions.json").write_text(json.dumps(versions))
+    folder, file = os.path.split(given["model"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    train, heldout = rows_of(given["train_files"]), rows_of(given["val_files"])
+    updates = given["updates_per_step"]
+    config = trl.GRPOConfig(
+        output_dir=str(workdir / "trl"), seed=given["seed"], use_cpu=not torch.cuda.is_available(), bf16=False,
+        per_device_train_batch_size=given["rows_per_update"], gradient_accumulation_steps=1,
+        steps_per_generation=updates, max_steps=given["steps"] * updates, num_generations=given["samples"],
+        max_completion_length=given["max_tokens"], temperature=1.0, top_p=1.0, top_k=0, loss_type="dapo",
+        epsilon=given["clip_low"], epsilon_high=given["clip_high"], beta=0.0,
+        mask_truncated_completions=given["mask_truncated"], learning_rate=given["learning_rate"],
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": given["min_lr_ratio"]},
+        warmup_steps=given["warmup_updates"], adam_beta1=given["betas"][0], adam_beta2=given["betas"][1],
+        weight_decay=given["weight_decay"], max_grad_norm=given["grad_clip"], gradient_checkpointing=False,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    accuracies: list[float] = []  # of the step that is going on
+
+    def accuracy(completions: list[list[dict[str, str]]], ground_truth: list[str], **_: Any) -> list[float]:
+        found = [is_right(turns[0]["content"], truth) for turns, truth in zip(completions, ground_truth, strict=True)]
+        accuracies.extend(found)
+        return found
+
+    rewards: list[Any] = [accuracy]
+    if given["overlong_buffer"]:
+        rewards.append(get_soft_overlong_punishment(given["max_tokens"], given["overlong_buffer"]))
+    trainer = trl.GRPOTrainer(
+        model=model, reward_funcs=rewards, args=config, processing_class=tokenizer,
+        train_dataset=Dataset.from_list(train),
+    )  # fmt: skip
+    generate, lengths = trainer._generate_single_turn, []
+
+    def counted(*rest: Any, **named: Any) -> Any:
+        found = generate(*rest, **named)
+        lengths.extend(map(len, found[0]))
+        return found
+
+    trainer._generate_single_turn = counted
+    seconds, entropies = [0.0, 0.0], []  # of the step, and when the update began
+
+    def evaluated() -> dict[str, float]:
+        accuracy = heldout_accuracy(trainer.model, tokenizer, heldout, given)
+        return {f"eval/sums/acc/mean@{given['evaluation_samples']}": accuracy}
+
+    def write(row: dict[str, float]) -> None:
+        with open(workdir / "metrics.jsonl", "a") as records:
+            records.write(json.dumps(row) + "\n")
+
+    class Records(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            seconds[1] = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds[0] += time.perf_counter() - seconds[1]
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+            if logs is None or "entropy" not in logs:
+                return
+            entropies.append(logs["entropy"])
+            if state.global_step % updates:
+                return
+            step = state.global_step // updates
+            row = {
+                "step": step, "dynamic_sampling/generated_tokens": sum(lengths), "timing_s/step": seconds[0],
+                "rollout/acc/mean": sum(accuracies) / len(accuracies), "actor/entropy": sum(entropies) / updates,
+                "response_length/mean": sum(lengths) / len(lengths), "actor/grad_norm": logs["grad_norm"],
+                "response_length/clip_ratio": sum(n == given["max_tokens"] for n in lengths) / len(lengths),
+            }  # fmt: skip
+            if step % given["test_freq"] == 0 or step == given["steps"]:
+                row |= evaluated()
+            write(row)
+            seconds[0] = 0.0
+            accuracies.clear()
+            lengths.clear()
+            entropies.clear()
+
+    (workdir / "metrics.jsonl").unlink(missing_ok=True)
+    write({"step": 0, **evaluated()})
+    trainer.add_callback(Records())
+    trainer.train()
+
+
+def rows_of(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Chats and answers of prompt files; an empty system message keeps the template from adding its own."""
+    import pyarrow.parquet
+
+    rows = itertools.chain.from_iterable(pyarrow.parquet.read_table(file).to_pylist() for file in files)
+    system = {"role": "system", "content": ""}
+    return [
+        {"prompt": [system, *row["prompt"]], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows
+    ]
+
+
+def is_right(completion: str, ground_truth: str) -> float:
+    """The reward of data source "arithmetic", by the same function."""
+    from dapo_jax.rewards.arithmetic import score
+
+    return score("arithmetic", completion, ground_truth, {})["score"]
+
+
+def heldout_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, Any]], given: dict[str, Any]) -> float:
+    """The mean over all problems and samples."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    was_training = model.training
+    model.eval()
+    right = []
+    for batch in batches(rows, EVALUATION_BATCH // given["evaluation_samples"]):
+        inputs = tokenizer.apply_chat_template(
+            [row["prompt"] for row in batch], add_generation_prompt=True, padding=True, return_tensors="pt",
+            return_dict=True,
+        ).to(model.device)  # fmt: skip
+        with torch.no_grad():
+            tokens = model.generate(
+                **inputs, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=given["max_tokens"],
+                num_return_sequences=given["evaluation_samples"], pad_token_id=tokenizer.pad_token_id,
+            )  # fmt: skip
+        texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        truths = [row["ground_truth"] for row in batch for _ in range(given["evaluation_samples"])]
+        right += [is_right(text, truth) for text, truth in zip(texts, truths, strict=True)]
+    model.train(was_training)
+    return sum(right) / len(right)
+
+
+def batches(rows: list[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """`size` rows at a time."""
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(Path(sys.argv[2]))
+    else:
+        main()
