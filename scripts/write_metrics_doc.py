@@ -24,8 +24,7 @@ TAIL = """
 Where there is one policy, one turn and no waiting, some metrics of verl and Trinity-RFT would be constants, and are
 left out: `num_turns/`, `tool_call_counts/`, `response_length_non_aborted/`, `response/aborted_ratio`,
 `time/sync_weight`, `sample/model_version_drift`. `rollout_corr/logprob_*` stands for verl's
-`training/rollout_probs_diff_*`, `step` and `data/epoch` for `training/global_step` and `training/epoch`. Of the
-importance weights and the rejection, verl's statistics by sequence (`rollout_is_seq_*`) are not there.
+`training/rollout_probs_diff_*`, `step` and `data/epoch` for `training/global_step` and `training/epoch`.
 """
 
 

@@ -67,8 +67,11 @@ def importance_weights(
         batch_normalize: divide by the mean weight, over tokens or over responses.
 
     Returns:
-        The weights, and metrics of the weights before truncation (`rollout_is_ratio_fraction_*`) and
-        after it (`rollout_is_{mean,max,min,std,eff_sample_size}`).
+        The weights, and `rollout_is_*`, which describe them before they are divided by their mean:
+        {mean,max,min,std,eff_sample_size} over tokens, seq_{mean,max,min,std,max_deviation} over responses, of the mean
+        weight of each, with its distance from 1. Of the weights before truncation are the shares beyond the threshold,
+        ratio_fraction_{high,low} (of a sequence's weights over responses, and so are then max and min),
+        seq_fraction_{high,low} over responses, and with a band oob_ratio, over tokens.
     """
     log_ratio = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0)
     if rollout_is == "sequence":
@@ -76,33 +79,39 @@ def importance_weights(
     raw = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if threshold.low is None:
         weights = jnp.minimum(raw, threshold.high)
-        low = 1 / threshold.high
     else:
         weights = jnp.where((raw >= threshold.low) & (raw <= threshold.high), raw, 0.0)
-        low = threshold.low
     weights = jax.lax.stop_gradient(jnp.where(mask, weights, 0.0))
-    metrics = {
-        "rollout_is_ratio_fraction_high": _mean(raw > threshold.high, mask),
-        "rollout_is_ratio_fraction_low": _mean(raw < low, mask),
-    }
+    metrics = _weight_metrics(raw, weights, mask, threshold, of_responses=rollout_is == "sequence")
     if batch_normalize:
-        if rollout_is == "token":
-            norm = _mean(weights, mask)
-        else:
-            real = jnp.any(mask, axis=-1)
-            norm = _mean(jnp.max(weights, axis=-1), real)
+        norm = metrics["rollout_is_mean" if rollout_is == "token" else "rollout_is_seq_mean"]
+        norm = jnp.where(norm > 1e-8, norm, 1.0)
         metrics["rollout_is_batch_norm_factor"] = norm
-        weights = weights / jnp.maximum(norm, 1e-8)
-    mean = _mean(weights, mask)
-    variance = _mean(jnp.square(weights), mask) - jnp.square(mean)
-    metrics |= {
-        "rollout_is_mean": mean,
-        "rollout_is_max": jnp.max(jnp.where(mask, weights, -jnp.inf)),
-        "rollout_is_min": jnp.min(jnp.where(mask, weights, jnp.inf)),
-        "rollout_is_std": jnp.sqrt(jnp.maximum(variance, 0.0)),
-        "rollout_is_eff_sample_size": jnp.square(mean) / jnp.maximum(_mean(jnp.square(weights), mask), 1e-8),
-    }
+        weights = weights / norm
     return weights, metrics
+
+
+def _weight_metrics(
+    raw: jax.Array, weights: jax.Array, mask: jax.Array, threshold: Band, *, of_responses: bool
+) -> Metrics:
+    """`of_responses`: the weights are the same at all tokens of a response."""
+    low = 1 / threshold.high if threshold.low is None else threshold.low
+    real = jnp.any(mask, axis=-1)
+    metrics = _spread("rollout_is", weights, mask)
+    mean_square = _mean(jnp.square(weights), mask)
+    metrics["rollout_is_eff_sample_size"] = jnp.square(metrics["rollout_is_mean"]) / jnp.maximum(mean_square, 1e-8)
+    if of_responses:
+        metrics |= {"rollout_is_max": _max(raw[:, 0], real), "rollout_is_min": -_max(-raw[:, 0], real)}
+        metrics |= _beyond("rollout_is_ratio", raw[:, 0], real, low, threshold.high)
+    else:
+        metrics |= _beyond("rollout_is_ratio", raw, mask, low, threshold.high)
+    means = _row_means(weights, mask)
+    metrics |= _spread("rollout_is_seq", means, real)
+    metrics["rollout_is_seq_max_deviation"] = _max(jnp.abs(means - 1), real)
+    metrics |= _beyond("rollout_is_seq", _row_means(raw, mask), real, low, threshold.high)
+    if threshold.low is not None:
+        metrics["rollout_is_oob_ratio"] = _mean((raw < low) | (raw > threshold.high), mask)
+    return metrics
 
 
 def rejection_mask(
@@ -118,7 +127,11 @@ def rejection_mask(
         criteria: names of CRITERIA with their thresholds; k2 and k3 have no lower one.
 
     Returns:
-        The mask, and `rollout_rs_{criterion}_masked_fraction` of the tokens for each, and for all together.
+        The mask, and `rollout_rs_{masked,seq_masked}_fraction`: tokens that are left out, and responses that lose one.
+        For each criterion `rollout_rs_{criterion}_*`: the same two, {mean,std} of its values over tokens, std with what
+        is beyond a threshold put there; {max,min,fraction_high,fraction_low} over what it judges, tokens or responses;
+        seq_{mean,max,min,std,max_deviation,fraction_high,fraction_low} over responses, of their mean value, with its
+        distance from 0.
     """
     difference = jnp.clip(jnp.where(mask, old_logprobs - rollout_logprobs, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept, metrics = mask, {}
@@ -127,20 +140,37 @@ def rejection_mask(
         values = _criterion(difference, kind)
         if level == "seq_max":
             values = jnp.max(jnp.where(mask, values, -jnp.inf), axis=-1, keepdims=True)
-        elif level != "token":
+        elif level == "seq_sum":
             values = jnp.sum(jnp.where(mask, values, 0.0), axis=-1, keepdims=True)
-            if level == "seq_mean":
-                values = values / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+        elif level == "seq_mean":
+            values = _row_means(values, mask)[:, None]
+        low, high = -math.inf, band.high
         if kind == "k1":
-            low = band.low if band.low is not None else 1 / band.high
-            inside = (values >= math.log(low)) & (values <= math.log(band.high))
-        else:
-            inside = values <= band.high
+            low, high = math.log(1 / band.high if band.low is None else band.low), math.log(band.high)
+        inside = (values >= low) & (values <= high)
         kept &= inside
-        metrics[f"rollout_rs_{name}_masked_fraction"] = _mean(~jnp.broadcast_to(inside, mask.shape), mask)
-    metrics["rollout_rs_masked_fraction"] = _mean(~kept, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = _mean(~jnp.any(kept, axis=-1), jnp.any(mask, axis=-1))
-    return kept, metrics
+        metrics |= _criterion_metrics(f"rollout_rs_{name}", values, inside, mask, low, high)
+    return kept, metrics | _masked_fractions("rollout_rs", kept, mask)
+
+
+def _criterion_metrics(
+    name: str, values: jax.Array, inside: jax.Array, mask: jax.Array, low: float, high: float
+) -> Metrics:
+    """`values` and `inside` are [B, R] of a criterion that judges tokens, [B, 1] of one that judges responses."""
+    real = jnp.any(mask, axis=-1)
+    judged = mask if values.shape == mask.shape else real[:, None]
+    everywhere = jnp.broadcast_to(values, mask.shape)
+    of_responses = _row_means(values, mask) if values.shape == mask.shape else values[:, 0]
+    return {
+        **_spread(name, values, judged),
+        f"{name}_mean": _mean(everywhere, mask),
+        f"{name}_std": _deviation(jnp.clip(everywhere, low, high), mask),
+        **_beyond(name, values, judged, low, high),
+        **_spread(f"{name}_seq", of_responses, real),
+        f"{name}_seq_max_deviation": _max(jnp.abs(of_responses), real),
+        **_beyond(f"{name}_seq", of_responses, real, low, high),
+        **_masked_fractions(name, inside, mask),
+    }
 
 
 def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask: jax.Array) -> Metrics:
@@ -171,7 +201,7 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
         "log_ppl_diff_max": jnp.max(jnp.where(real, excess, -jnp.inf)),
         "log_ppl_diff_min": jnp.min(jnp.where(real, excess, jnp.inf)),
         "ppl_ratio": _mean(jnp.exp(excess), real),
-        "chi2_token": _mean(jnp.exp(2 * difference), mask) - 1,
+        "chi2_token": _mean(jnp.exp(2 * jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)), mask) - 1,
         "chi2_seq": _mean(jnp.exp(2 * sequence), real) - 1,
     }
 
@@ -180,6 +210,42 @@ def _criterion(difference: jax.Array, kind: str) -> jax.Array:
     if kind == "k1":
         return -difference
     return 0.5 * jnp.square(difference) if kind == "k2" else jnp.exp(difference) - 1 - difference
+
+
+def _spread(name: str, values: jax.Array, mask: jax.Array) -> Metrics:
+    return {
+        f"{name}_mean": _mean(values, mask),
+        f"{name}_max": _max(values, mask),
+        f"{name}_min": -_max(-values, mask),
+        f"{name}_std": _deviation(values, mask),
+    }
+
+
+def _beyond(name: str, values: jax.Array, mask: jax.Array, low: float, high: float) -> Metrics:
+    return {f"{name}_fraction_high": _mean(values > high, mask), f"{name}_fraction_low": _mean(values < low, mask)}
+
+
+def _masked_fractions(name: str, kept: jax.Array, mask: jax.Array) -> Metrics:
+    """The share of tokens that are left out, and of responses that lose at least one."""
+    lost = mask & ~kept
+    return {
+        f"{name}_masked_fraction": _mean(lost, mask),
+        f"{name}_seq_masked_fraction": _mean(jnp.any(lost, axis=-1), jnp.any(mask, axis=-1)),
+    }
+
+
+def _row_means(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean [B] of each row; 0 of a row without a token."""
+    return jnp.sum(values, axis=-1, where=mask) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
+
+
+def _deviation(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """The population's standard deviation."""
+    return jnp.sqrt(_mean(jnp.square(values - _mean(values, mask)), mask))
+
+
+def _max(values: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.max(values, where=mask, initial=-jnp.inf)
 
 
 def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:

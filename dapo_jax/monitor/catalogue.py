@@ -8,11 +8,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_PLACEHOLDERS = {"score": r"[^/]+", "task": r".+", "k": r"\d+", "n": r"\d+", "criterion": r"(?:token|seq)_[a-z0-9_]+"}
+_PLACEHOLDERS = {
+    "score": r"[^/]+", "task": r".+", "k": r"\d+", "n": r"\d+",
+    "criterion": r"(?:token|seq_sum|seq_mean|seq_max)_k[123]",
+}  # fmt: skip
 
 VERL, TRINITY, OWN = "verl", "Trinity-RFT", "own"
 DYNAMIC = "DAPO forks of verl and EasyR1"
 UPDATE, EVALUATION, ALWAYS = "a batch was trained on", "an evaluation was due", "always"
+WEIGHED, REJECTED = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
 ACCELERATOR = "accelerator"
 
 
@@ -180,16 +184,39 @@ CATALOGUE = (
     Metric("rollout_corr/chi2_{token|seq}", "1",
            "mean of exp(2d) - 1 over tokens, and over responses with the sum of d", VERL,
            "recomputed log-probabilities"),
-    Metric("rollout_corr/rollout_is_{mean|max|min|std|eff_sample_size}", "1", "of the importance weights", VERL,
-           "rollout_correction.rollout_is"),
-    Metric("rollout_corr/rollout_is_ratio_fraction_{high|low}", "share", "tokens whose weight is beyond the threshold",
-           VERL, "rollout_correction.rollout_is"),
-    Metric("rollout_corr/rollout_is_batch_norm_factor", "1", "mean weight that all are divided by", VERL,
+    Metric("rollout_corr/rollout_is_{mean|max|min|std|eff_sample_size}", "1",
+           "of the importance weights over tokens; with rollout_is=sequence max and min are of the raw ones", VERL,
+           WEIGHED),
+    Metric("rollout_corr/rollout_is_seq_{mean|max|min|std}", "1",
+           "over responses, of the mean weight of each (verl's std: the sample's)", VERL, WEIGHED),
+    Metric("rollout_corr/rollout_is_seq_max_deviation", "1", "largest distance of a response's mean weight from 1",
+           VERL, WEIGHED),
+    Metric("rollout_corr/rollout_is_ratio_fraction_{high|low}", "share",
+           "tokens (rollout_is=sequence: responses) whose raw weight is above the threshold, or below its lower end "
+           "(1 / threshold without one)", VERL, WEIGHED),
+    Metric("rollout_corr/rollout_is_seq_fraction_{high|low}", "share", "responses whose mean raw weight is beyond them",
+           VERL, WEIGHED),
+    Metric("rollout_corr/rollout_is_oob_ratio", "share", "tokens whose raw weight is outside the band", VERL,
+           'rollout_correction.rollout_is_threshold="low_high"'),
+    Metric("rollout_corr/rollout_is_batch_norm_factor", "1",
+           "mean weight that all are divided by; the weights' metrics are of those before", VERL,
            "rollout_correction.rollout_is_batch_normalize"),
     Metric("rollout_corr/rollout_rs_{masked|seq_masked}_fraction", "share",
-           "tokens that are left out, and responses without any token left", VERL, "rollout_correction.rollout_rs"),
-    Metric("rollout_corr/rollout_rs_{criterion}_masked_fraction", "share", "tokens that one criterion leaves out", VERL,
-           "rollout_correction.rollout_rs"),
+           "tokens that are left out, and responses that lose one", VERL, REJECTED),
+    Metric("rollout_corr/rollout_rs_{criterion}_{masked|seq_masked}_fraction", "share",
+           "the same by one criterion alone", VERL, REJECTED),
+    Metric("rollout_corr/rollout_rs_{criterion}_{mean|std}", "nats",
+           "over tokens, of the criterion's value; std with values beyond a threshold put there", VERL, REJECTED),
+    Metric("rollout_corr/rollout_rs_{criterion}_{max|min}", "nats", "of the tokens or responses that it judges", VERL,
+           REJECTED),
+    Metric("rollout_corr/rollout_rs_{criterion}_fraction_{high|low}", "share",
+           "tokens or responses that it judges whose value is beyond a threshold", VERL, REJECTED),
+    Metric("rollout_corr/rollout_rs_{criterion}_seq_{mean|max|min|std}", "nats",
+           "over responses, of the mean value of each (verl's std: the sample's)", VERL, REJECTED),
+    Metric("rollout_corr/rollout_rs_{criterion}_seq_max_deviation", "nats", "largest distance of such a mean from 0",
+           VERL, REJECTED),
+    Metric("rollout_corr/rollout_rs_{criterion}_seq_fraction_{high|low}", "share",
+           "responses whose mean value is beyond a threshold", VERL, REJECTED),
     Metric(f"alarm/{{{'|'.join(_ALARMS)}}}", "0 or 1", "1 while the step looks wrong (monitor/alarms.py)", OWN, ALWAYS),
     # Time and devices.
     Metric("perf/total_num_tokens", "tokens", "tokens of the trained sequences, each with its prompt", VERL),

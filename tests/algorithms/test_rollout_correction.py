@@ -43,14 +43,42 @@ def test_token_weights_are_truncated_ratios():
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx(real.mean() ** 2 / (real**2).mean())
 
 
+def test_token_weights_are_described_by_response():
+    _, metrics = weights("token", "2.0")
+    means = [(1 + 2 + np.exp(-1)) / 3, (np.exp(0.1) + np.exp(0.2)) / 2]  # the empty row is none
+    assert metrics["rollout_is_seq_mean"] == pytest.approx(np.mean(means))
+    assert metrics["rollout_is_seq_std"] == pytest.approx(np.std(means), rel=1e-4)
+    assert metrics["rollout_is_seq_max"] == pytest.approx(means[1])
+    assert metrics["rollout_is_seq_min"] == pytest.approx(means[0])
+    assert metrics["rollout_is_seq_max_deviation"] == pytest.approx(means[1] - 1, rel=1e-5)
+    assert metrics["rollout_is_seq_fraction_high"] == metrics["rollout_is_seq_fraction_low"] == 0
+    assert "rollout_is_oob_ratio" not in metrics
+    _, metrics = weights("token", "1.2")  # before truncation the first row's mean is 1.36
+    assert metrics["rollout_is_seq_max"] <= 1.2 and metrics["rollout_is_seq_fraction_high"] == 0.5
+
+
 def test_a_band_sets_what_is_outside_to_zero():
-    found, _ = weights("token", "0.5_2.0")
+    found, metrics = weights("token", "0.5_2.0")
     np.testing.assert_allclose(found, [[1, 0, 0], [np.exp(0.1), np.exp(0.2), 0], [0, 0, 0]], rtol=1e-6)
+    high, low = metrics["rollout_is_ratio_fraction_high"], metrics["rollout_is_ratio_fraction_low"]
+    assert metrics["rollout_is_oob_ratio"] == pytest.approx(high + low) == pytest.approx(2 / 5)
+    assert metrics["rollout_is_min"] == 0
+    found, metrics = weights("token", "1.5_2.0", normalize=True)  # no ratio is within
+    assert not found.any() and metrics["rollout_is_oob_ratio"] == metrics["rollout_is_batch_norm_factor"] == 1
 
 
 def test_sequence_weights_are_products():
     found, _ = weights("sequence", "5.0")
     np.testing.assert_allclose(found, [[1, 1, 1], [np.exp(0.3)] * 2 + [0], [0, 0, 0]], rtol=1e-6)
+
+
+def test_shares_and_extremes_of_sequence_weights_are_over_responses_before_truncation():
+    _, metrics = weights("sequence", "1.2")
+    assert metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_seq_fraction_high"] == 0.5
+    assert metrics["rollout_is_max"] == pytest.approx(np.exp(0.3)) and metrics["rollout_is_min"] == 1
+    assert metrics["rollout_is_seq_max"] == pytest.approx(1.2)
+    assert metrics["rollout_is_mean"] == pytest.approx((3 * 1 + 2 * 1.2) / 5)
+    assert metrics["rollout_is_seq_mean"] == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize("kind", ["token", "sequence"])
@@ -61,7 +89,9 @@ def test_normalised_weights_have_mean_one(kind):
         assert found[np.asarray(MASK)].mean() == pytest.approx(1.0)
     else:
         assert found[:2].max(axis=1).mean() == pytest.approx(1.0)
-    assert metrics["rollout_is_batch_norm_factor"] != 1
+    unchanged = weights(kind, "2.0")[1]
+    factor = unchanged["rollout_is_mean" if kind == "token" else "rollout_is_seq_mean"]
+    assert metrics == unchanged | {"rollout_is_batch_norm_factor": factor} and factor != 1
 
 
 def rejected(**criteria):
@@ -92,7 +122,50 @@ def test_all_criteria_must_hold():
     assert found == [[False, True, False], [True, True, False], [False] * 3]
     assert metrics["rollout_rs_token_k3_masked_fraction"] == pytest.approx(1 / 5)
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
-    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+    assert metrics["rollout_rs_token_k3_seq_masked_fraction"] == pytest.approx(1 / 2)
+    assert metrics["rollout_rs_seq_masked_fraction"] == 1, "both responses lose a token"
+
+
+def test_statistics_of_a_criterion_on_tokens():
+    metrics = rejected(token_k1="2.0")[1]
+    values, name = np.array([0, -1, 1, -0.1, -0.2]), "rollout_rs_token_k1"
+    assert metrics[f"{name}_mean"] == pytest.approx(values.mean(), rel=1e-5)
+    assert metrics[f"{name}_max"] == pytest.approx(1) and metrics[f"{name}_min"] == pytest.approx(-1)
+    assert metrics[f"{name}_std"] == pytest.approx(values.clip(-np.log(2), np.log(2)).std(), rel=1e-5)
+    assert metrics[f"{name}_fraction_high"] == metrics[f"{name}_fraction_low"] == pytest.approx(1 / 5)
+    assert metrics[f"{name}_masked_fraction"] == pytest.approx(2 / 5)
+    assert metrics[f"{name}_seq_masked_fraction"] == pytest.approx(1 / 2)
+    assert metrics[f"{name}_seq_mean"] == pytest.approx(-0.15 / 2, abs=1e-6)
+    assert metrics[f"{name}_seq_std"] == pytest.approx(0.075, abs=1e-6)
+    assert metrics[f"{name}_seq_max"] == pytest.approx(0, abs=1e-6)
+    assert metrics[f"{name}_seq_min"] == pytest.approx(-0.15)
+    assert metrics[f"{name}_seq_max_deviation"] == pytest.approx(0.15)
+    assert metrics[f"{name}_seq_fraction_high"] == metrics[f"{name}_seq_fraction_low"] == 0
+
+
+def test_statistics_of_a_criterion_on_responses():
+    metrics = rejected(seq_sum_k2="0.5")[1]
+    sums, name = [1.0, 0.025], "rollout_rs_seq_sum_k2"
+    assert metrics[f"{name}_mean"] == pytest.approx((3 * sums[0] + 2 * sums[1]) / 5, rel=1e-5)
+    assert metrics[f"{name}_std"] == pytest.approx(np.std([0.5] * 3 + [0.025] * 2), rel=1e-5)
+    assert metrics[f"{name}_max"] == metrics[f"{name}_seq_max"] == pytest.approx(1)
+    assert metrics[f"{name}_min"] == metrics[f"{name}_seq_min"] == pytest.approx(0.025, rel=1e-5)
+    assert metrics[f"{name}_seq_mean"] == pytest.approx(np.mean(sums), rel=1e-5)
+    assert metrics[f"{name}_seq_std"] == pytest.approx(np.std(sums), rel=1e-5)
+    assert metrics[f"{name}_fraction_high"] == metrics[f"{name}_seq_fraction_high"] == 0.5
+    assert metrics[f"{name}_fraction_low"] == metrics[f"{name}_seq_fraction_low"] == 0
+    assert metrics[f"{name}_masked_fraction"] == pytest.approx(3 / 5)
+    assert metrics[f"{name}_seq_masked_fraction"] == metrics["rollout_rs_seq_masked_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_row_without_a_token_is_in_no_statistic(name):
+    criteria = ((name, Band(None, 1.5)),)
+    _, whole = rejection_mask(OLD, ROLLOUT, MASK, criteria=criteria)
+    _, without = rejection_mask(OLD[:2], ROLLOUT[:2], MASK[:2], criteria=criteria)
+    assert {key: float(value) for key, value in whole.items()} == pytest.approx(
+        {key: float(value) for key, value in without.items()}, nan_ok=False
+    )
 
 
 @pytest.mark.parametrize("name", CRITERIA)
@@ -115,3 +188,13 @@ def test_mismatch_metrics():
     assert metrics["ppl_ratio"] == pytest.approx((1 + np.exp(-0.15)) / 2)
     assert metrics["chi2_token"] == pytest.approx(np.exp(2 * real).mean() - 1, rel=1e-5)
     assert metrics["chi2_seq"] == pytest.approx((1 + np.exp(0.6)) / 2 - 1, rel=1e-5)
+
+
+def test_policies_that_are_far_apart_have_finite_metrics():
+    far = ROLLOUT.at[0, 0].add(-60.0)
+    _, weighed = importance_weights(
+        ROLLOUT, far, MASK, rollout_is="sequence", threshold=Band(0.5, 2.0), batch_normalize=True
+    )
+    _, rejecting = rejection_mask(ROLLOUT, far, MASK, criteria=(("token_k3", Band(None, 1.0)),))
+    chi2 = mismatch_metrics(ROLLOUT, far, MASK)["chi2_token"]
+    assert np.isfinite([*weighed.values(), *rejecting.values(), chi2]).all()

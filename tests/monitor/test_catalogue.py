@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 WITH_CRITIC = {
     "algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True, "algorithm.overlong_filtering": True,
     "actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_is_threshold": "0.5_2.0",
     "algorithm.rollout_correction.rollout_is_batch_normalize": True,
     "algorithm.rollout_correction.rollout_rs": ("token_k1", "seq_mean_k3"),
     "algorithm.rollout_correction.rollout_rs_threshold": ("2.0", "2.0"),
@@ -51,6 +52,8 @@ def test_names_are_matched_part_by_part():
     assert find("eval/a/acc/best@4/std") != metric and find("eval/a/acc/best@four") is None
     assert find("rollout/my.score/mean") is not None and find("rollout/score") is None
     assert not matches("perf/throughput", "perf/throughputs") and not matches("a.b", "aXb")
+    criterion = find("rollout_corr/rollout_rs_seq_mean_k1_seq_mean")
+    assert criterion is not None and criterion.name.endswith("{criterion}_seq_{mean|max|min|std}")
 
 
 @pytest.mark.slow
