@@ -2,8 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from dapo_jax.containers import Batch
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import learning_rate
 from dapo_jax.learner.update import (
+    Finish,
     UpdateSettings,
     sequence_lengths,
     tokens_of_devices,
@@ -21,15 +21,13 @@ from dapo_jax.learner.update import (
 )
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.records import NoRecords, RunRecords
-from dapo_jax.monitor.tensorboard import histogram
+from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run
 from dapo_jax.training_batch import make_batch, micro_batches
 
 logger = logging.getLogger(__name__)
 
-Finish = Callable[[], dict[str, float]]
-Histograms = dict[str, dict[str, Any]]  # by name, see monitor/tensorboard.py
 
 
 def train_on(
@@ -39,14 +37,14 @@ def train_on(
     experience: Experience | None,
     progress: Progress,
     step: int,
-) -> tuple[Models, Finish, Histograms]:
+) -> tuple[Models, Finish]:
     """Begins all updates on the accepted groups: the models after them; nothing happens without groups.
 
-    The result's second part waits for the updates and returns the metrics; the third tells how the advantages are
-    distributed. A batch whose loss or gradient is not finite is kept for inspection.
+    The result's second part waits for the updates and returns metrics and histograms. A batch whose loss or gradient
+    is not finite is kept for inspection.
     """
     if experience is None:
-        return models, dict, {}
+        return models, lambda: ({}, {})
     batch, batch_metrics = make_batch(
         run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
     )
@@ -56,20 +54,22 @@ def train_on(
     )
     models, wait = update(run, models, batch, step)
 
-    def finish() -> dict[str, float]:
-        metrics = wait() | batch_metrics
+    def finish() -> tuple[dict[str, float], Histograms]:
+        metrics, histograms = wait()
+        metrics |= batch_metrics
+        histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
         if not is_finite(metrics):
             logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
             records.write_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
-        return metrics
+        return metrics, histograms
 
-    return models, finish, {"critic/advantages": histogram(batch.advantages[batch.loss_mask])}
+    return models, finish
 
 
 def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
     """Begins all optimizer steps of a training step: the critic's, then after trainer.critic_warmup the policy's.
 
-    The result's second part waits for them and returns the metrics.
+    The result's second part waits for them and returns metrics and histograms.
     """
     parts: list[tuple[str, Finish, dict[str, float]]] = []
     if run.critic is not None:
@@ -90,12 +90,15 @@ def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, F
             known["actor/kl_coef"] = run.config.actor.kl_loss_coef
         parts.append(("update_actor", finish, known))
 
-    def finish_all() -> dict[str, float]:
+    def finish_all() -> tuple[dict[str, float], Histograms]:
         metrics: dict[str, float] = {}
+        histograms: Histograms = {}
         for name, finish, known in parts:
             with run.stage(name):
-                metrics |= finish() | known
-        return metrics
+                found, distributions = finish()
+            metrics |= found | known
+            histograms |= distributions
+        return metrics, histograms
 
     return models, finish_all
 

@@ -202,10 +202,11 @@ def train_step(
     ahead, weights = None, None
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
         weights = run.decode_weights(state.models.actor.params)  # before the update takes their memory
-    models, finish, histograms = train_on(run, records, state.models, batch.experience, progress, step)
+    models, finish = train_on(run, records, state.models, batch.experience, progress, step)
     if weights is not None:  # other devices sample while these train
         ahead, stream = next_batch(run, weights, stream, progress, step + 1)
-    metrics = batch.metrics | finish()
+    found, histograms = finish()
+    metrics = batch.metrics | found
     progress = advance(config, progress, batch, metrics)
     metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
     row = {

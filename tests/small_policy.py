@@ -124,7 +124,7 @@ def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, 
 
 def step(actor, state, batch, mesh, **changes):
     state, finish = update_policy(actor, state, batch, update_settings(**changes), mesh)
-    return state, finish()
+    return state, finish()[0]
 
 
 @functools.cache

@@ -44,8 +44,8 @@ def one_after_the_other(config):
             params = jax.device_put(policies[max(step - 2, 0)], run.actor.trainable.shardings)
             seen = dataclasses.replace(progress, step=max(step - 2, 0))
             batch, stream = next_batch(run, run.decode_weights(params), stream, seen, step)
-            models, finish, _ = train_on(run, NoRecords(), models, batch.experience, progress, step)
-            metrics = batch.metrics | finish()
+            models, finish = train_on(run, NoRecords(), models, batch.experience, progress, step)
+            metrics = batch.metrics | finish()[0]
             progress = advance(config, progress, batch, metrics)
             policies.append(jax.device_get(models.actor.params))
             found.append(metrics)

@@ -46,11 +46,11 @@ def test_every_chart_shows_a_metric_of_a_run(run):
 
 def test_histograms_count_what_was_trained(run):
     rows, values = read_metrics(run)[1:], shown(run)
-    for row, lengths, advantages, logprobs in zip(
-        rows, values["response_length"], values["critic/advantages"], values["rollout/logprob"], strict=True
-    ):
+    names = ("response_length", "critic/advantages", "rollout/logprob", "actor/ratio")
+    for row, lengths, advantages, logprobs, ratios in zip(rows, *(values[name] for name in names), strict=True):
         tokens = row["dynamic_sampling/trained_tokens"]
-        assert lengths.histo.sum == advantages.histo.num == logprobs.histo.num == tokens
+        assert lengths.histo.sum == advantages.histo.num == logprobs.histo.num == ratios.histo.num == tokens
+        assert ratios.histo.min < 1 < ratios.histo.max
         assert lengths.histo.min <= row["response_length/min"] and row["response_length/max"] <= lengths.histo.max
     scores = [value.histo.sum / value.histo.num for value in values["critic/score"]]
     assert scores == pytest.approx([row["critic/score/mean"] for row in rows])

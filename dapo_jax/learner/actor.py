@@ -1,5 +1,6 @@
 """Device: the policy's loss and its compiled functions. Splitting a mini-batch changes nothing: each piece is a sum."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from dapo_jax.models.weights import cast_matrices, init_params, weight_shardings
 from dapo_jax.parallel.sharding import DECODE_RULES, replicated
 
 OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
+RATIO_STEP, RATIO_BUCKETS = 0.01, 201  # importance ratios are counted rounded to a step: 0, 0.01 ... 2 and above
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,25 @@ def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> 
         "logprob_outliers": Mean.of(jnp.abs(difference) > OUTLIER, batch.mask),
         "ratio": Mean.of(ratio, batch.mask),
         "squared_ratio": Mean.of(jnp.square(ratio), batch.mask),
+        "ratio_counts": Mean(count_ratios(ratio, batch.loss_mask), jnp.float32(0)),
     }
     return total, jax.lax.stop_gradient(metrics)
+
+
+def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
+    """How many ratios [B, R] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
+
+    The last bucket also has all above it. What is not a number is in none. The two digits of a bucket's number are
+    marked each by itself, so that a product of two small matrices counts the pairs.
+    """
+    bucket = jnp.minimum(jnp.round(ratio / RATIO_STEP), RATIO_BUCKETS - 1)
+    base = math.ceil(math.sqrt(RATIO_BUCKETS))
+    tens = jnp.floor(bucket / base)
+    ones = bucket - base * tens
+    first = (tens[..., None] == jnp.arange(base)) & mask[..., None]
+    second = ones[..., None] == jnp.arange(base)
+    counts = jnp.einsum("brt,bro->to", first, second, preferred_element_type=jnp.float32)
+    return counts.reshape(-1)[:RATIO_BUCKETS]
 
 
 def policy_token_loss(logprobs: jax.Array, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:

@@ -12,17 +12,18 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import token_weights
 from dapo_jax.containers import Batch, Max, Mean
-from dapo_jax.learner.actor import Actor
+from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.learner.trainable import Metrics, Trainable
+from dapo_jax.monitor.tensorboard import Histograms, counted
 from dapo_jax.parallel.processes import settle
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
 
 # what is of use in the first optimizer step alone
 MISMATCH = ("logprob_abs_diff", "logprob_abs_diff_max", "logprob_k3", "logprob_outliers", "ratio", "squared_ratio")
-Finish = Callable[[], dict[str, float]]
+Finish = Callable[[], tuple[dict[str, float], Histograms]]  # waits for an update: its metrics and histograms
 jitted_token_weights = jax.jit(token_weights, static_argnames=("mode", "scale_factor"))
 
 
@@ -44,9 +45,9 @@ def update_policy(
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order).
 
-    The result's second part waits for them and returns their metrics. In the first optimizer step the parameters are
-    still those that sampled, unless that was done ahead: there the difference between the two log-probabilities is the
-    mismatch between sampling and training.
+    The result's second part waits for them. In the first optimizer step the parameters are still those that sampled,
+    unless that was done ahead: there the difference between the two log-probabilities is the mismatch between sampling
+    and training. The histogram `actor/ratio` is of all optimizer steps, and of the tokens that are trained on.
     """
 
     def select(state: TrainState, mini_batch: Batch) -> Batch:
@@ -57,15 +58,23 @@ def update_policy(
 
     prepare = select if actor.select is not None else None
     state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
-    return state, lambda: _policy_summary(fetch(steps), clips=actor.select is None)
+
+    def finish() -> tuple[dict[str, float], Histograms]:
+        found = fetch(steps)
+        ratios = np.sum([metrics.pop("ratio_counts").total for metrics, _ in found], axis=0)
+        low, high = -RATIO_STEP / 2, (RATIO_BUCKETS - 0.5) * RATIO_STEP
+        histograms = {"actor/ratio": counted(ratios, low=low, high=high)}
+        return _policy_summary(found, clips=actor.select is None), histograms
+
+    return state, finish
 
 
 def update_critic(
     critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh
 ) -> tuple[TrainState, Finish]:
-    """Begins all optimizer steps of the critic on `batch`; what is returned is as for the policy."""
+    """Begins all optimizer steps of the critic on `batch`; as for the policy, but there are no histograms."""
     state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh)
-    return state, lambda: _summary("critic", fetch(steps))
+    return state, lambda: (_summary("critic", fetch(steps)), {})
 
 
 def compute_logprobs(

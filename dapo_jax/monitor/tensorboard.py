@@ -14,6 +14,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 _BUCKETS = 30
+Histograms = dict[str, dict[str, Any]]  # made by `histogram` and `counted`, by name
 
 
 def _chart(*tags: str) -> list[Any]:
@@ -95,7 +96,7 @@ class TensorBoard:
                          for name, value in values.items()])
 
     def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
-        """Histograms made by `histogram`, by name."""
+        """Histograms made by `histogram` or `counted`, by name."""
         self._add(step, [_histogram_summary(name, parts) for name, parts in histograms.items()])
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -132,6 +133,24 @@ def histogram(values: np.ndarray) -> dict[str, Any]:
         "edges": [float(edges[0]), float(edges[-1])],
         "counts": counts.tolist(),
         "moments": [float(values.sum()), float(np.sum(values**2))],
+    }
+
+
+def counted(counts: np.ndarray, *, low: float, high: float) -> dict[str, Any]:
+    """As `histogram`, of counts [K] in equal buckets from `low` to `high`; empty ends are cut off.
+
+    The moments are those of the buckets' middles.
+    """
+    filled = np.flatnonzero(counts)
+    if not filled.size:
+        return {}
+    first, end = int(filled[0]), int(filled[-1]) + 1
+    edges = np.linspace(low, high, len(counts) + 1)
+    middles, kept = (edges[first:end] + edges[first + 1 : end + 1]) / 2, counts[first:end]
+    return {
+        "edges": [float(edges[first]), float(edges[end])],
+        "counts": kept.astype(int).tolist(),
+        "moments": [float(kept @ middles), float(kept @ middles**2)],
     }
 
 

@@ -9,7 +9,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.layout_pb2 import Layout
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from dapo_jax.monitor.tensorboard import LAYOUT, TensorBoard, histogram
+from dapo_jax.monitor.tensorboard import LAYOUT, TensorBoard, counted, histogram
 
 
 def values_of(folder):
@@ -90,6 +90,18 @@ def test_a_histogram_of_equal_values_has_a_width(equal):
     parts = histogram(np.full((4, 2), equal, np.float32))
     low, high = parts["edges"]
     assert low < equal < high and sum(parts["counts"]) == 8
+
+
+def test_counts_are_a_histogram_without_their_empty_ends(tmp_path):
+    counts = np.array([0, 0, 3, 0, 1, 0, 0, 0], np.float32)
+    board = TensorBoard(tmp_path, first_step=0)
+    nothing = counted(0 * counts, low=0.0, high=2.0)
+    board.add_histograms(1, {"ratio": counted(counts, low=0.0, high=2.0), "nothing": nothing})
+    board.close()
+    [shown] = [value for _, value in values_of(tmp_path) if value.HasField("histo")]
+    assert shown.tag == "ratio" and (shown.histo.min, shown.histo.max, shown.histo.num) == (0.5, 1.25, 4)
+    assert list(shown.histo.bucket_limit) == [0.75, 1.0, 1.25] and list(shown.histo.bucket) == [3, 0, 1]
+    assert shown.histo.sum == 3 * 0.625 + 1.125
 
 
 def test_each_kind_of_sample_is_a_text_of_its_own(tmp_path):

@@ -240,7 +240,7 @@ def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
             assert (compute_values(critic, state.params, batch, rows(micro), mesh) == 0).all()  # a zero head
             for _ in range(2):  # the head learns first, then what is below it
                 state, finish = update_critic(critic, state, batch, update_settings(mini=32, micro=micro), mesh)
-                metrics = finish()
+                metrics, _ = finish()
             values = compute_values(critic, state.params, batch, rows(micro), mesh)
             results.append((jax.device_get(state.moments[0].mu), values, metrics))
     for moments, values, metrics in results[1:]:

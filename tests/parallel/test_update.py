@@ -26,7 +26,7 @@ from small_policy import (
 )
 
 from dapo_jax.containers import Batch
-from dapo_jax.learner.actor import build_actor, loss_fn
+from dapo_jax.learner.actor import RATIO_BUCKETS, build_actor, count_ratios, loss_fn
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.update import compute_logprobs, update_policy
@@ -67,13 +67,13 @@ def compiled_accumulate(actor, state, batch, mesh):
     return actor.trainable.accumulate.lower(state.params, gradients, placed).compile()
 
 
-def largest_all_reduce(compiled):
-    """Elements of the largest array that is added up over devices."""
+def all_reduced(compiled):
+    """Elements of the arrays that are added up over devices."""
     sizes = [0]
     for result in re.findall(r" = (.*?) (?:all-reduce|reduce-scatter)(?:-start)?\(", compiled.as_text()):
         for shape in re.findall(r"f32\[([\d,]*)\]", result):
             sizes.append(math.prod(int(size) for size in shape.split(",") if size))
-    return max(sizes)
+    return set(sizes)
 
 
 def test_gradients_cross_the_data_axis_once_an_optimizer_step():
@@ -83,11 +83,43 @@ def test_gradients_cross_the_data_axis_once_an_optimizer_step():
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         gradients = actor.trainable.zero_gradients(state.params)
-        assert largest_all_reduce(compiled_accumulate(actor, state, batch, mesh)) <= 8  # sums of the metrics
+        sums = all_reduced(compiled_accumulate(actor, state, batch, mesh))
+        assert max(sums - {RATIO_BUCKETS}) <= 8  # the metrics
         applied = jax.jit(actor.trainable.apply).lower(state, gradients, np.float32(1e-3)).compile()
-    assert largest_all_reduce(applied) >= ARCH.hidden_size * ARCH.intermediate_size
+    assert max(all_reduced(applied)) >= ARCH.hidden_size * ARCH.intermediate_size
     for leaf in jax.tree.leaves(gradients):
         assert leaf.dtype == jnp.float32 and leaf.addressable_shards[0].data.size * 8 == leaf.size
+
+
+def test_ratios_are_counted_by_hundredths():
+    ratio = jnp.array([[0.0, 0.004, 0.006, 0.999999], [1.000001, 1.994, 1.996, 70.0], [jnp.nan, jnp.inf, 1.0, 1.0]])
+    mask = jnp.ones((3, 4), bool).at[2, 3].set(False)
+    counts = np.asarray(count_ratios(ratio, mask))
+    filled = {int(bucket): int(counts[bucket]) for bucket in np.flatnonzero(counts)}
+    assert filled == {0: 2, 1: 1, 100: 3, 199: 1, 200: 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "clip_cov"])
+def test_ratios_of_trained_tokens_are_counted_alike_in_every_piece_and_on_every_mesh(loss):
+    rollout, _, _ = reference()
+    batch = batch_of(rollout, sharing=1)
+    drawn = np.random.default_rng(0).choice([0.3, 0.8, 1.0, 1.28, 1.5, 4.0], rollout.mask.shape).astype(np.float32)
+    trained = batch.mask & (np.arange(batch.mask.shape[1]) % 3 != 0)
+    expected = {value: int(np.sum(drawn[trained] == np.float32(value))) for value in (0.3, 0.8, 1.0, 1.28, 1.5)}
+    expected[2.0] = int(np.sum(drawn[trained] == 4))
+    for micro, shape in ((32, (1, 1, 1)), (6, (1, 1, 1)), (16, (2, 2, 2)), (16, (8, 1, 1))):
+        mesh = mesh_of(shape)
+        with jax.set_mesh(mesh):
+            actor = actor_on(mesh, loss_mode=loss)
+            state = actor.trainable.init_random(0)
+            logprobs, _ = compute_logprobs(actor, state.params, batch, rows(32), mesh)
+            changed = batch.replace(old_logprobs=logprobs - np.log(drawn), loss_mask=trained)
+            _, finish = update_policy(actor, state, changed, update_settings(mini=32, micro=micro), mesh)
+            ratios = finish()[1]["actor/ratio"]
+        low, high = ratios["edges"]
+        middles = np.round(np.linspace(low, high, 2 * len(ratios["counts"]) + 1)[1::2], 6)
+        assert {at: count for at, count in zip(middles, ratios["counts"], strict=True) if count} == expected, shape
 
 
 def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
