@@ -62,9 +62,10 @@ def collect(
             experience = finish_rewards(run, wait())
             if config.algorithm.use_kl_in_reward:
                 experience = penalize_kl(run, experience, kl_coef)
-            if not groups.enable:
-                return keep_all(experience)
-            return filter_groups(experience, groups.metric, rule, run.rollout_mesh)
+            with run.stage("filter"):
+                if not groups.enable:
+                    return keep_all(experience)
+                return filter_groups(experience, groups.metric, rule, run.rollout_mesh)
 
         return finish
 

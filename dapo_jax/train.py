@@ -155,8 +155,10 @@ def conclude_step(
     progress = dataclasses.replace(progress, unrecorded=None)
     if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
         progress = dataclasses.replace(progress, best=quality, best_step=step)
-    records.write_samples(step, row["samples"])
-    records.write_histograms(step, row.get("histograms", {}))  # none of step 0
+    if step:  # nothing has been trained on before
+        with run.stage("write"):
+            records.write_samples(step, row["samples"])
+            records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
     saved_before = checkpoints.latest_step() == step  # when the run was stopped in the middle of this

@@ -58,7 +58,8 @@ def make_batch(
     """
     config, metrics = run.config, {"actor/recomputed_logprobs": float(recompute)}
     estimator = ESTIMATORS[config.algorithm.adv_estimator]
-    batch = rows_of(run, experience)
+    with run.stage("batch"):
+        batch = rows_of(run, experience)
     extra: dict[str, np.ndarray] = {}
     if recompute or needs(estimator, "entropy") or needs(estimator, "hint_logprobs"):
         with run.stage("old_log_prob"):
@@ -189,7 +190,8 @@ def finish_rewards(run: Run, experience: Experience) -> Experience:
     if run.scorer is not None:
         with run.stage("reward"):
             experience = add_model_scores(experience, run.train_set, run.scorer, run.config)
-    return shape(experience, run.config, run.rollout_mesh)
+    with run.stage("shape"):
+        return shape(experience, run.config, run.rollout_mesh)
 
 
 def final_rewards(experience: Experience) -> np.ndarray:

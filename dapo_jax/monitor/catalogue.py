@@ -16,6 +16,7 @@ _PLACEHOLDERS = {
 VERL, TRINITY, OWN = "verl", "Trinity-RFT", "own"
 DYNAMIC = "DAPO forks of verl and EasyR1"
 UPDATE, EVALUATION, ALWAYS = "a batch was trained on", "an evaluation was due", "always"
+SAMPLED = "groups were sampled before the row was written"
 WEIGHED, REJECTED = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
 ACCELERATOR = "accelerator"
 
@@ -231,9 +232,12 @@ CATALOGUE = (
            "the device tells", ACCELERATOR),
     Metric("perf/cpu_memory_used_gb", "GiB", "memory of process 0's host that is in use", VERL, "Linux"),
     Metric("timing_s/step", "s", "as perf/time_per_step", VERL, ALWAYS),
-    Metric("timing_s/{gen|reward}", "s", "sampling, and waiting for verdicts", VERL, ALWAYS),
+    Metric("timing_s/{gen|reward}", "s", "sampling, and waiting for verdicts", VERL, SAMPLED),
     Metric("timing_s/{old_log_prob|ref|values|adv|update_critic|update_actor}", "s", "stages of training", VERL,
            "the step has the stage"),
+    Metric("timing_s/{shape|filter}", "s", "overlong penalty and group filter of all sampled groups", OWN, SAMPLED),
+    Metric("timing_s/batch", "s", "accepted groups to padded rows", OWN),
+    Metric("timing_s/write", "s", "responses and histograms to disk, by process 0, outside of the step", OWN, ALWAYS),
     Metric("timing_s/testing", "s", "evaluation, outside of the step", VERL, EVALUATION),
     Metric("timing_s/save_checkpoint", "s",
            "saving the last checkpoint, outside of the step; in the row of the next step", VERL,
@@ -242,9 +246,16 @@ CATALOGUE = (
            VERL),
     Metric("timing_per_token_ms/{old_log_prob|ref|values|adv|update_critic|update_actor}", "ms",
            "timing_s / perf/total_num_tokens", VERL, "the step has the stage"),
-    Metric("time/wait_explore_step", "s", "timing_s/gen + timing_s/reward", TRINITY, ALWAYS),
+    Metric("time/wait_explore_step", "s", "timing_s/gen + timing_s/reward", TRINITY, SAMPLED),
     Metric("time/train_step", "s", "sum of the stages of training", TRINITY),
-    Metric("time/experience_pipeline/total", "s", "as timing_s/adv", TRINITY),
+    Metric("time/experience_pipeline/operator/{0_RewardShaping|1_GroupFilter}", "s",
+           "as timing_s/shape and timing_s/filter, each with the wait for its result", TRINITY, SAMPLED),
+    Metric("time/experience_pipeline/operator/{2_BatchAssembly|3_GroupAdvantage}", "s",
+           "as timing_s/batch and timing_s/adv; adv waits for the advantages", TRINITY),
+    Metric("time/experience_pipeline/write", "s", "as timing_s/write: there is no buffer of experiences to write to",
+           TRINITY, ALWAYS),
+    Metric("time/experience_pipeline/total", "s", "sum of operators and write; forward passes are not among them",
+           TRINITY, ALWAYS),
     Metric("time/eval", "s", "as timing_s/testing", TRINITY, EVALUATION),
     Metric("time/save_checkpoint", "s", "as timing_s/save_checkpoint", TRINITY, "the step before was saved"),
     Metric("time/bench", "s", "of loading and measuring a model", TRINITY, "the evaluation command"),

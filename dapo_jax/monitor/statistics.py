@@ -6,6 +6,9 @@ import numpy as np
 
 from dapo_jax.monitor.best_of_k import Answers, pass_at, problem_statistics, subset_sizes
 
+OPERATORS = {  # stages by Trinity-RFT's name of what they do between sampling and training, in its order
+    "0_RewardShaping": "shape", "1_GroupFilter": "filter", "2_BatchAssembly": "batch", "3_GroupAdvantage": "adv",
+}  # fmt: skip
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them
 
 
@@ -78,7 +81,9 @@ def time_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         "time/eval": ("testing",),
         "time/save_checkpoint": ("save_checkpoint",),
         "time/wait_explore_step": ("gen", "reward"),
-        "time/experience_pipeline/total": ("adv",),
+        **{f"time/experience_pipeline/operator/{name}": (stage,) for name, stage in OPERATORS.items()},
+        "time/experience_pipeline/write": ("write",),
+        "time/experience_pipeline/total": (*OPERATORS.values(), "write"),
         "time/train_step": TRAINING_STAGES,
     }
     for name, stages in sums.items():

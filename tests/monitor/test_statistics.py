@@ -106,11 +106,17 @@ def test_balance_is_before_and_after_rows_are_divided():
 
 def test_times_are_per_token_and_under_both_names():
     seconds = {"gen": 2.0, "reward": 1.0, "adv": 0.5, "update_actor": 3.0, "testing": 4.0, "step": 9.0}
+    seconds |= {"shape": 0.1, "filter": 0.2, "batch": 0.3, "write": 0.4}
     row = {f"timing_s/{stage}": value for stage, value in seconds.items()}
     row |= {"perf/total_num_tokens": 500, "dynamic_sampling/generated_tokens": 1000}
     assert time_metrics(row) == {
         "timing_per_token_ms/gen": 2.0, "timing_per_token_ms/adv": 1.0, "timing_per_token_ms/update_actor": 6.0,
-        "time/eval": 4.0, "time/wait_explore_step": 3.0, "time/experience_pipeline/total": 0.5, "time/train_step": 3.5,
+        "time/eval": 4.0, "time/wait_explore_step": 3.0, "time/train_step": 3.5,
+        "time/experience_pipeline/operator/0_RewardShaping": 0.1,
+        "time/experience_pipeline/operator/1_GroupFilter": 0.2,
+        "time/experience_pipeline/operator/2_BatchAssembly": 0.3,
+        "time/experience_pipeline/operator/3_GroupAdvantage": 0.5,
+        "time/experience_pipeline/write": 0.4, "time/experience_pipeline/total": pytest.approx(1.5),
     }  # fmt: skip
     assert time_metrics({"timing_s/testing": 1.0}) == {"time/eval": 1.0}, "the row before the first step"
     nothing = {"timing_s/gen": 1.0, "dynamic_sampling/generated_tokens": 0}
