@@ -13,6 +13,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import orbax.checkpoint as ocp
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.evaluation import Receive, evaluate
+from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.policies import Trained, find_trained, load_base, load_trained
 from dapo_jax.rollout.experience import Experience
@@ -29,13 +31,14 @@ from dapo_jax.run import Run, describe, open_run
 from dapo_jax.task_sets import TaskSet
 from dapo_jax.validation import validate
 
-METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's output
+METRICS, GENERATIONS, CURVES = "metrics.json", "generations.jsonl", "tensorboard"  # of the command's output
 
 
 def bench(config: Config, output: str | Path, *, step: int | None = None, all_steps: bool = False) -> list[dict]:
     """Measures one model, or checkpoints of a run, and writes metrics and generations to the directory `output`.
 
-    Every process must call it; process 0 writes.
+    Of checkpoints, TensorBoard is given the metrics as curves over their steps. Every process must call it; process 0
+    writes.
 
     Args:
         step: of a checkpoint to measure.
@@ -58,13 +61,18 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
             config, model=dataclasses.replace(config.model, path=checkpoints[0].config.workdir)
         )
     results: list[dict] = []
-    with open_run(_without_training(config), training=False) as run:
+    with ExitStack() as stack:
+        run = stack.enter_context(open_run(_without_training(config), training=False))
         if not run.task_sets:
             raise ValueError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
         if is_first():
             output.mkdir(parents=True, exist_ok=True)
             print(describe(run))
-        for trained in checkpoints or [find_trained(config.model.path)]:
+        models = checkpoints or [find_trained(config.model.path)]
+        curves = None
+        if is_first() and models[0] is not None:
+            curves = stack.enter_context(closing(TensorBoard(output / CURVES, first_step=0)))
+        for trained in models:
             start = time.perf_counter()
             params = (
                 load_trained(trained, run.arch, run.mesh) if trained else load_base(run.config, run.arch, run.mesh)
@@ -73,9 +81,12 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
             metrics = evaluate(run, params, prefix="bench", receive=_writer(run, output, known))
             run.decode_weights.drop()
             del params
-            results.append({**known, "metrics": metrics | {"time/bench": time.perf_counter() - start}})
+            metrics["time/bench"] = time.perf_counter() - start
+            results.append({**known, "metrics": metrics})
             if is_first():
                 (output / METRICS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            if curves is not None:
+                curves.add_scalars(known["step"], metrics)
     return results
 
 

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from event_files import values_of
 from small_run import small_config
 from test_task_sets import write_rows
 
@@ -79,6 +80,11 @@ def test_the_checkpoints_measure_as_the_run_did(trained, tmp_path):
     for result, row in zip(results, rows, strict=True):
         assert {name: value for name, value in result["metrics"].items() if name != "time/bench"} == as_bench(row)
     assert json.loads((tmp_path / "out/metrics.json").read_text()) == results
+    shown = {(step, value.tag): value.simple_value for step, value in values_of(tmp_path / "out/tensorboard")}
+    for result in results:
+        for name, value in result["metrics"].items():
+            assert shown[result["step"], name.replace("@", "_")] == pytest.approx(value), name
+    assert {step for step, tag in shown if tag.startswith("bench/")} == {1, 2}
     lines = [json.loads(line) for line in (tmp_path / "out/generations.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * (4 * 4 + 3 * 2 + 3)
     for result in results:

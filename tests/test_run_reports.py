@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import re
-import struct
 
 import pytest
+from event_files import values_of
 from small_run import small_config
-from tensorboardX.proto.event_pb2 import Event
 
 from dapo_jax.config import Config
 from dapo_jax.monitor.records import read_metrics
@@ -27,13 +26,8 @@ def run(tmp_path_factory):
 def shown(workdir):
     """The values of all events by tag."""
     values: dict = {}
-    for path in (workdir / "tensorboard").iterdir():
-        data = path.read_bytes()
-        while data:
-            (size,) = struct.unpack_from("<Q", data)
-            for value in Event.FromString(data[12 : 12 + size]).summary.value:
-                values.setdefault(value.tag, []).append(value)
-            data = data[16 + size :]
+    for _, value in values_of(workdir / "tensorboard"):
+        values.setdefault(value.tag, []).append(value)
     return values
 
 

@@ -24,7 +24,7 @@ def _chart(*tags: str) -> list[Any]:
 
 LAYOUT = {
     "Overview": {
-        "held-out accuracy": _chart(r"eval/.*/acc/mean_\d+"),
+        "held-out accuracy": _chart(r"(eval|bench)/.*/acc/mean_\d+"),
         "training accuracy, means of groups": _chart("rollout/acc/mean"),
         "reward of trained responses": _chart("critic/rewards/mean"),
         "response length, tokens": _chart("response_length/(mean|max)"),

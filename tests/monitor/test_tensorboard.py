@@ -1,26 +1,14 @@
 """Host: what TensorBoard is given: charts of metrics that exist, histograms, texts, the config; all at once on disk."""
 
 import json
-import struct
 
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from event_files import values_of
 from tensorboardX.proto.layout_pb2 import Layout
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from dapo_jax.monitor.tensorboard import LAYOUT, TensorBoard, counted, histogram
-
-
-def values_of(folder):
-    """(step, value) of all event files; a record is length, crc, bytes, crc."""
-    for path in sorted(folder.iterdir()):
-        data = path.read_bytes()
-        while data:
-            (size,) = struct.unpack_from("<Q", data)
-            event = Event.FromString(data[12 : 12 + size])
-            yield from ((event.step, value) for value in event.summary.value)
-            data = data[16 + size :]
 
 
 def hparams_of(folder):

@@ -1,0 +1,19 @@
+"""What TensorBoard would read from a folder of event files."""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.proto.event_pb2 import Event
+
+
+def values_of(folder: Path) -> Iterator[tuple[int, Any]]:
+    """(step, value) of all event files; a record is length, crc, bytes, crc."""
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack_from("<Q", data)
+            event = Event.FromString(data[12 : 12 + size])
+            yield from ((event.step, value) for value in event.summary.value)
+            data = data[16 + size :]
