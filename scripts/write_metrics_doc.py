@@ -3,9 +3,10 @@
     python scripts/write_metrics_doc.py
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from dapo_jax.monitor.catalogue import sections
+from dapo_jax.monitor.catalogue import HISTOGRAMS, Metric, sections
 
 HEAD = """# Metrics
 
@@ -23,8 +24,19 @@ TAIL = """
 
 Where there is one policy, one turn and no waiting, some metrics of verl and Trinity-RFT would be constants, and are
 left out: `num_turns/`, `tool_call_counts/`, `response_length_non_aborted/`, `response/aborted_ratio`,
-`time/sync_weight`, `sample/model_version_drift`. `rollout_corr/logprob_*` stands for verl's
-`training/rollout_probs_diff_*`, `step` and `data/epoch` for `training/global_step` and `training/epoch`.
+`timing_s/{gen_max|update_weights}`, `time/{sync_weight|explorer_sync_interval|trainer_sync_interval|read_experience}`,
+`rollout/time/{run|task}_execution`, `sample/model_version_drift`. Others have another name here:
+
+| there | here |
+| --- | --- |
+| `val-core/`, `val-aux/` | `eval/`; `best@k/mean` is `best@k`, `best@k/std` is `best@k/bootstrap_std` |
+| `training/rollout_probs_diff_*` | `rollout_corr/logprob_*`, of log-probabilities |
+| `training/global_step`, `training/epoch` | `step`, `data/epoch` |
+| `training/off_policy/trajectory_staleness/*` | `sample/staleness/*` |
+| `timing_s/dump_rollout_generations` | `timing_s/write` |
+| `actor/final_loss` | `actor/loss` |
+| `critic/kl`, `critic/kl_coef` (KL in the reward) | `actor/reward_kl_penalty`, `actor/reward_kl_penalty_coeff` |
+| `critic/loss` | `critic/vf_loss` |
 """
 
 
@@ -32,13 +44,19 @@ def document() -> str:
     """The text of docs/metrics.md."""
     parts = [HEAD]
     for section, metrics in sections():
-        title = section.strip("{}").replace("|", "/, ") + "/"
-        parts += [f"\n## {title}\n", "| metric | unit | formula | as | there when |", "| --- | --- | --- | --- | --- |"]
-        for metric in metrics:
-            when = f"{metric.when} ({metric.needs})" if metric.needs else metric.when
-            cells = (f"`{metric.name}`", metric.unit, metric.formula, metric.source, when)
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts += [f"\n## {section.strip('{}').replace('|', '/, ')}/\n", *table(metrics)]
+    parts += ["\n## Histograms, in TensorBoard alone\n", *table(HISTOGRAMS)]
     return "\n".join(parts) + "\n" + TAIL
+
+
+def table(metrics: Iterable[Metric]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = ["| metric | unit | formula | as | there when |", "| --- | --- | --- | --- | --- |"]
+    for metric in metrics:
+        when = f"{metric.when} ({metric.needs})" if metric.needs else metric.when
+        cells = (f"`{metric.name}`", metric.unit, metric.formula, metric.source, when)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
 
 
 if __name__ == "__main__":

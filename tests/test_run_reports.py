@@ -9,6 +9,7 @@ from event_files import values_of
 from small_run import small_config
 
 from dapo_jax.config import Config
+from dapo_jax.monitor.catalogue import HISTOGRAMS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.tensorboard import LAYOUT
 from dapo_jax.reports import options
@@ -36,6 +37,11 @@ def test_every_chart_shows_a_metric_of_a_run(run):
     for category in LAYOUT.values():
         for title, (_, patterns) in category.items():
             assert any(re.match(pattern, tag) for pattern in patterns for tag in tags), title
+
+
+def test_the_histograms_are_those_of_the_catalogue(run):
+    names = {tag for tag, values in shown(run).items() if values[0].HasField("histo")}
+    assert names == {metric.name for metric in HISTOGRAMS}
 
 
 def test_histograms_count_what_was_trained(run):

@@ -1,4 +1,6 @@
-"""Host: every metric of a run: name, unit, formula, source, and when it is there. docs/metrics.md is written from it.
+"""Host: every metric and histogram of a run: name, unit, formula, source, and when it is there.
+
+docs/metrics.md is written from it.
 
 In a name, {a|b} is one of several parts, and {score}, {task}, {k} or {criterion} stands for what the run has.
 """
@@ -16,7 +18,8 @@ _PLACEHOLDERS = {
 VERL, TRINITY, OWN = "verl", "Trinity-RFT", "own"
 DYNAMIC = "DAPO forks of verl and EasyR1"
 UPDATE, EVALUATION, ALWAYS = "a batch was trained on", "an evaluation was due", "always"
-SAMPLED = "groups were sampled before the row was written"
+POLICY = "the policy was updated: a batch was trained on, after trainer.critic_warmup"
+SAMPLED = "groups were sampled"
 WEIGHED, REJECTED = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
 ACCELERATOR = "accelerator"
 
@@ -67,9 +70,9 @@ _PROBLEM = "{eval|bench}/{task}/{score}"
 CATALOGUE = (
     # The samples of a step, before and after the group filter.
     Metric(f"rollout/{{score}}/{_SPREAD}", "the score's", "over all sampled groups, of the mean over a group's samples",
-           TRINITY, "always; one for each number that the verifier returns, and overlong_reward, seq_reward"),
-    Metric("rollout/finished_task_count", "groups", "groups that were sampled and verified", TRINITY),
-    Metric("rollout/model_version", "steps", "training steps that the sampling policy had seen", TRINITY),
+           TRINITY, f"{SAMPLED}; one for each number that the verifier returns, and overlong_reward, seq_reward"),
+    Metric("rollout/finished_task_count", "groups", "groups that were sampled and verified", TRINITY, ALWAYS),
+    Metric("rollout/model_version", "steps", "training steps that the sampling policy had seen", TRINITY, SAMPLED),
     Metric("train/num_gen_batches", "rounds", "generation rounds until the batch was full", VERL, ALWAYS),
     Metric("train/filter_rate", "share", "dropped groups / sampled groups", DYNAMIC, ALWAYS),
     Metric("train/mean_metric_std", "the metric's",
@@ -88,7 +91,7 @@ CATALOGUE = (
            ALWAYS),
     Metric("dynamic_sampling/num_aborted", "groups", "groups that were begun and not finished: 0", OWN, ALWAYS),
     Metric("dynamic_sampling/num_stale", "groups", "carried groups that were too old to train on", OWN, ALWAYS),
-    Metric("dynamic_sampling/uniform_share", "share", "groups whose samples have one acc / sampled", OWN, ALWAYS),
+    Metric("dynamic_sampling/uniform_share", "share", "groups whose samples have one acc / sampled", OWN, SAMPLED),
     Metric("dynamic_sampling/num_skipped_uniform", "prompts", "prompts left out as their groups used to be uniform",
            OWN, ALWAYS),
     Metric("dynamic_sampling/partial_step", "0 or 1", "1 if the batch is not the whole one that was asked for", OWN,
@@ -101,8 +104,8 @@ CATALOGUE = (
     Metric("dynamic_sampling/accepted_len_over_finished_kept_len", "ratio",
            "mean response length of accepted groups / of all kept ones; not 1 in the mean is a bias", OWN, ALWAYS),
     Metric("dynamic_sampling/first_release_s", "s", "from the step's begin until its batch is there", OWN, ALWAYS),
-    Metric("experience_pipeline/experience_count", "responses", "responses that are trained on", TRINITY),
-    Metric("experience_pipeline/filtered_count", "responses", "responses of dropped groups", TRINITY),
+    Metric("experience_pipeline/experience_count", "responses", "responses that are trained on", TRINITY, ALWAYS),
+    Metric("experience_pipeline/filtered_count", "responses", "responses of dropped groups", TRINITY, ALWAYS),
     Metric(f"experience_pipeline/group_advantages/reward_{{mean|std}}/{_SPREAD}", "reward",
            "over accepted groups, of the mean and standard deviation of a group's rewards", TRINITY),
     Metric(f"sample/model_version/{_SPREAD}", "steps", "training steps that the policy of each accepted group had seen",
@@ -112,9 +115,9 @@ CATALOGUE = (
     Metric("data/prompts_consumed", "prompts", "number of the next prompt", OWN, ALWAYS),
     Metric("data/epoch", "epochs", "prompts_consumed / prompts of the data", OWN, ALWAYS),
     Metric("reward/unfiltered_mean", "reward", "mean reward of all sampled responses, to compare with critic/score",
-           OWN),
-    Metric("reward/num_errors", "responses", "responses whose verification failed: they count as wrong", OWN),
-    Metric("reward/error_share", "share", "num_errors / sampled responses", OWN),
+           OWN, SAMPLED),
+    Metric("reward/num_errors", "responses", "responses whose verification failed: they count as wrong", OWN, ALWAYS),
+    Metric("reward/error_share", "share", "num_errors / sampled responses", OWN, SAMPLED),
     Metric("reward/workers_replaced", "processes", "verifier processes that died or hung in the step", OWN, ALWAYS),
     # The batch.
     Metric(f"response_length/{_SPREAD}", "tokens", "of trained responses, end-of-sequence token included", VERL),
@@ -142,15 +145,15 @@ CATALOGUE = (
     Metric("critic/advantages_processed/{mean|max|min|std}", "1", "over the tokens of the samples that are kept", OWN,
            "algorithm.keep_pos_ratio or keep_neg_ratio below 1"),
     # The update.
-    Metric("actor/pg_loss", "1", "policy loss, mean over optimizer steps", VERL),
-    Metric("actor/loss", "1", "pg_loss + kl_loss_coef KL - entropy_coeff entropy", VERL),
+    Metric("actor/pg_loss", "1", "policy loss, mean over optimizer steps", VERL, POLICY),
+    Metric("actor/loss", "1", "pg_loss + kl_loss_coef KL - entropy_coeff entropy", VERL, POLICY),
     Metric("actor/pg_clipfrac", "share", "tokens whose loss is the clipped one", VERL, "the policy loss clips"),
     Metric("actor/pg_clipfrac_lower", "share", "tokens whose loss is that of the dual clip", VERL,
            "policy_loss.loss_mode=vanilla or geo_mean"),
-    Metric("actor/ppo_kl", "nats", "mean over tokens of old_logprob - logprob", VERL),
+    Metric("actor/ppo_kl", "nats", "mean over tokens of old_logprob - logprob", VERL, POLICY),
     Metric("actor/ppo_kl_abs", "nats", "mean over tokens of |old_logprob - logprob|", VERL,
            "policy_loss.loss_mode=kl_cov"),
-    Metric("actor/entropy", "nats", "mean token entropy, over optimizer steps", VERL),
+    Metric("actor/entropy", "nats", "mean token entropy, over optimizer steps", VERL, POLICY),
     Metric("actor/entropy_loss", "nats", "entropy, aggregated as the loss", VERL, "actor.entropy_coeff above 0"),
     Metric("actor/kl_loss", "nats", "mean over tokens of the KL divergence to the reference", VERL,
            "actor.use_kl_loss"),
@@ -158,20 +161,21 @@ CATALOGUE = (
     Metric("actor/reward_kl_penalty", "nats", "mean over responses of their mean KL divergence", VERL,
            "algorithm.use_kl_in_reward"),
     Metric("actor/reward_kl_penalty_coeff", "1", "its coefficient in the step", VERL, "algorithm.use_kl_in_reward"),
-    Metric("actor/grad_norm", "1", "global norm before clipping, mean over optimizer steps", VERL),
-    Metric("actor/lr", "1", "learning rate", VERL),
-    Metric("actor/{num_updates|skipped_updates}", "updates", "optimizer steps, and those that were not finite", OWN),
+    Metric("actor/grad_norm", "1", "global norm before clipping, mean over optimizer steps", VERL, POLICY),
+    Metric("actor/lr", "1", "learning rate", VERL, POLICY),
+    Metric("actor/{num_updates|skipped_updates}", "updates", "optimizer steps, and those that were not finite", OWN,
+           POLICY),
     Metric("actor/recomputed_logprobs", "0 or 1", "1 if old log-probabilities are those of the training pass", OWN),
     Metric("actor/kept_samples", "share", "samples that are trained on", OWN,
            "algorithm.keep_pos_ratio or keep_neg_ratio below 1"),
     Metric("actor/overlong_filtered", "share", "responses that are left out as they were cut off", OWN,
            "algorithm.overlong_filtering"),
     # Sampling against training. d is the training pass' log-probability less the sampler's.
-    Metric("rollout_corr/logprob_abs_diff", "nats", "mean over tokens of |d|", OWN),
-    Metric("rollout_corr/logprob_abs_diff_max", "nats", "largest |d|", OWN),
-    Metric("rollout_corr/logprob_outliers", "share", "tokens with |d| above 0.05", OWN),
-    Metric("rollout_corr/k3_kl", "nats", "mean over tokens of exp(d) - 1 - d", VERL),
-    Metric("rollout_corr/eff_sample_size", "share", "mean(exp(d))^2 / mean(exp(d)^2)", OWN),
+    Metric("rollout_corr/logprob_abs_diff", "nats", "mean over tokens of |d|", OWN, POLICY),
+    Metric("rollout_corr/logprob_abs_diff_max", "nats", "largest |d|", OWN, POLICY),
+    Metric("rollout_corr/logprob_outliers", "share", "tokens with |d| above 0.05", OWN, POLICY),
+    Metric("rollout_corr/k3_kl", "nats", "mean over tokens of exp(d) - 1 - d", VERL, POLICY),
+    Metric("rollout_corr/eff_sample_size", "share", "mean(exp(d))^2 / mean(exp(d)^2)", OWN, POLICY),
     Metric("rollout_corr/first_clipfrac", "share", "clipped tokens in the first optimizer step", OWN,
            "the policy loss clips, and draws no tokens"),
     Metric("rollout_corr/kl", "nats", "mean over tokens of -d", VERL, "recomputed log-probabilities"),
@@ -283,4 +287,14 @@ CATALOGUE = (
            EVALUATION),
     Metric("{eval|bench}/num_errors", "responses", "samples whose verification failed: they count as wrong", OWN,
            EVALUATION),
+)  # fmt: skip
+
+HISTOGRAMS = (  # of the trained batch, for TensorBoard alone
+    Metric("critic/score", "reward", "score of each response, with the overlong penalty", OWN),
+    Metric("critic/advantages", "1", "of each token that is trained on", OWN),
+    Metric("response_length", "tokens", "of each response", OWN),
+    Metric("rollout/logprob", "nats", "the sampler's, of each token", OWN),
+    Metric("actor/ratio", "ratio",
+           "exp(logprob - old_logprob) of each token that is trained on in each optimizer step, rounded to hundredths; "
+           "2 is all above", OWN, POLICY),
 )  # fmt: skip
