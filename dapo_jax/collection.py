@@ -84,41 +84,48 @@ def measure(run: Run, accepted: Accepted) -> Collected:
 
 
 def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
-    """`rollout/` of all evaluated groups; rewards and lengths of the trained ones."""
-    data, trained = run.config.data, accepted.experience
-    evaluated = [round_.experience for round_ in accepted.rounds]
-    progress = {
+    """What was sampled, and rewards and lengths of what is trained on, each if there is any."""
+    trained, sampled = accepted.experience, [round_.experience for round_ in accepted.rounds]
+    metrics = {
         "data/prompts_consumed": accepted.state.next_prompt,
         "data/epoch": run.order.epoch(accepted.state.next_prompt),
+        "rollout/finished_task_count": sum(map(len, sampled)),
+        "reward/num_errors": sum(experience.num_errors for experience in sampled),  # carried groups' were told before
+        "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
+        "experience_pipeline/filtered_count": sum(
+            int((~round_.keep).sum()) * round_.experience.finished.shape[1] for round_ in accepted.rounds
+        ),
     }
-    if trained is None:
-        return progress | ({"dynamic_sampling/uniform_share": 1.0} if evaluated else {})
-    evaluated = evaluated or [trained]  # all of them carried from earlier steps
-    names = set.intersection(*(set(experience.scores) for experience in evaluated))
-    scores = {name: np.concatenate([part.scores[name] for part in evaluated]) for name in sorted(names)}
-    prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
-    num_errors = sum(round_.experience.num_errors for round_ in accepted.rounds)  # carried groups' were told before
+    if sampled:
+        metrics |= _sampled_metrics(sampled)
+        metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.finished.size for part in sampled)
+    return metrics if trained is None else metrics | _trained_metrics(run, trained)
+
+
+def _sampled_metrics(sampled: Sequence[Experience]) -> dict[str, float]:
+    """Of all groups that were sampled, also those that the filter drops."""
+    names = set.intersection(*(set(experience.scores) for experience in sampled))
+    scores = {name: np.concatenate([part.scores[name] for part in sampled]) for name in sorted(names)}
     compared = scores.get("acc", scores["seq_reward"])
     return {
         **statistics.score_metrics(scores),
+        "rollout/model_version": int(max(experience.versions.max() for experience in sampled)),
+        "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
+        "dynamic_sampling/uniform_share": float(np.mean(compared.max(axis=1) == compared.min(axis=1))),
+    }
+
+
+def _trained_metrics(run: Run, trained: Experience) -> dict[str, float]:
+    data, prompt_lengths = run.config.data, np.array([len(prompt) for prompt in trained.prompts])
+    return {
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
         **statistics.spread("critic/rewards", final_rewards(trained)),
         **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         **statistics.spread("sample/model_version", trained.versions),
-        "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
-        "dynamic_sampling/uniform_share": float(np.mean(compared.max(axis=1) == compared.min(axis=1))),
-        "reward/num_errors": num_errors,
-        "reward/error_share": num_errors / sum(experience.finished.size for experience in evaluated),
-        "rollout/finished_task_count": sum(len(round_.experience) for round_ in accepted.rounds),
-        "rollout/model_version": int(max(experience.versions.max() for experience in evaluated)),
         "sample/task_count": len(np.unique(trained.rows)),
-        "experience_pipeline/experience_count": trained.finished.size,
-        "experience_pipeline/filtered_count": sum(
-            int((~round_.keep).sum()) * round_.experience.finished.shape[1] for round_ in accepted.rounds
-        ),
         **statistics.group_reward_metrics(final_rewards(trained)),
-    } | progress
+    }
 
 
 def collected_arrays(collected: Collected) -> dict[str, Any]:

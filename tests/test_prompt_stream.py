@@ -66,6 +66,10 @@ def test_a_step_without_groups_updates_nothing(tmp_path):
     rows = read_metrics(tmp_path / "skip")
     assert [row["step"] for row in rows] == [0, 1, 2] and rows[2]["data/prompts_consumed"] == 16
     assert rows[2]["dynamic_sampling/partial_step"] == 1 and "actor/pg_loss" not in rows[2]
+    assert rows[2]["rollout/acc/max"] == 0 and rows[2]["reward/unfiltered_mean"] <= 0
+    assert rows[2]["dynamic_sampling/uniform_share"] == rows[2]["train/filter_rate"] == 1
+    assert rows[2]["reward/num_errors"] == rows[2]["reward/error_share"] == rows[2]["alarm/reward_errors"] == 0
+    assert rows[2]["rollout/finished_task_count"] == 8 and rows[2]["experience_pipeline/experience_count"] == 0
     models = train(small_config(tmp_path / "train", **hopeless, **{f"{FILTER}.on_empty": "train_unfiltered"}))
     assert int(models.actor.updates) == 4
     assert read_metrics(tmp_path / "train")[-1]["actor/pg_loss"] == 0

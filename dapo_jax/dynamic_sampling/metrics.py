@@ -18,7 +18,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
     trained = accepted.experience.num_tokens if accepted.experience is not None else 0
     return {
         "train/num_gen_batches": accepted.num_gen_batches,
-        "train/filter_rate": 1 - float(keep.sum()) / max(evaluated, 1),
+        "train/filter_rate": float(np.mean(~keep)) if evaluated else 0.0,
         "train/mean_metric_std": float(std.mean()) if evaluated else 0.0,
         "train/num_kept_prompts": kept,
         "dynamic_sampling/num_gen_batches": accepted.num_gen_batches,

@@ -105,6 +105,8 @@ def test_metrics_are_over_all_evaluated_groups():
     assert metrics["dynamic_sampling/overgen_ratio"] == pytest.approx(8 / 3)
     assert metrics["dynamic_sampling/partial_step"] == 0
     assert metrics["dynamic_sampling/accepted_len_over_finished_kept_len"] == 1
+    carried_alone = sampling_metrics(dataclasses.replace(accepted, rounds=[]))
+    assert carried_alone["train/filter_rate"] == 0, "nothing was sampled, so nothing was dropped"
 
 
 def test_the_first_kept_groups_in_prompt_order_are_accepted():
