@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 TOOLS = Path(sys.executable).parent
 NAMES = ["host-0", "host-1"]
+PAGE = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/pods.md").read_text(), re.M | re.S)
 
 # Stands in for `gcloud compute tpus tpu-vm`: a worker is a folder, its shell a bash whose home is that folder.
 GCLOUD = """
@@ -94,6 +95,20 @@ def runs(pid: int) -> bool:
     """Whether a stand-in for training has this number and has not ended."""
     file = Path(f"/proc/{pid}/cmdline")
     return file.exists() and b"dapo_jax.train" in file.read_bytes()
+
+
+def block(name: str) -> str:
+    """The commands of docs/pods.md that speak of `name`."""
+    [found] = [block for block in PAGE if name in block]
+    return found
+
+
+def shell(commands: str, folder: Path, tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs commands in `folder` as someone would type them, with the commands of `tools` before others."""
+    env = {name: value for name, value in os.environ.items() if name not in ("TPU_NAME", "ZONE", "PROJECT")}
+    env |= {"PATH": f"{tools}{os.pathsep}{env['PATH']}", **variables}
+    command = ["bash", "-euc", commands]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -214,6 +229,19 @@ def test_one_worker_is_followed_and_commands_are_run_as_given(pod):
     ]
 
 
+def test_the_way_to_a_tpu_vm_is_as_the_page_says(pod):
+    script(pod.root / "bin/ssh-add", 'echo "$@"')
+    for home in pod.homes:
+        script(home / "bin/sudo", 'echo "$@" >>~/sudo.log')
+    done = shell(block("launch_tpu_vm.sh"), ROOT, pod.root / "bin", TMPDIR=str(pod.root))
+    assert done.returncode == 0, done.stderr
+    for home in pod.homes:
+        assert (home / "sudo.log").read_text().splitlines()[1:] == ["mkdir -p /shared", "mount 10.0.0.2:/share /shared"]
+        assert [f"{home.name}: {what} process" in done.stdout for what in ("started", "stopped")] == [True, True]
+    assert all("--zone=europe-west4-b" in call and "my-slice" in str(call) for call in pod.calls())
+    assert not any(map(runs, pod.pids()))
+
+
 @pytest.mark.parametrize("arguments", [(), ("start",), ("exec",)])
 def test_a_command_it_does_not_know_touches_no_worker(pod, arguments):
     done = pod.launch(*arguments)
@@ -270,6 +298,20 @@ def test_a_slurm_job_without_an_environment_is_refused(cluster):
     assert not (cluster / "calls").exists()
 
 
+def test_the_way_to_slurm_is_as_the_page_says(cluster):
+    (cluster / "scripts").symlink_to(SCRIPTS)
+    script(cluster / "python3.12", "mkdir -p $3/bin; cp $0 $3/bin/python; cp $(dirname $0)/pip $3/bin")
+    script(cluster / "pip", 'echo "pip $*" >>"$CALLS"')
+    script(cluster / "sbatch", 'echo "sbatch $1" >>"$CALLS"; shift; exec bash "$@"')
+    done = shell(block("sbatch"), cluster, cluster, CALLS=str(cluster / "calls"), STATUS="0", SLURM_CPUS_PER_TASK="8")
+    assert done.returncode == 0, done.stderr
+    install, submitted, step = (cluster / "calls").read_text().splitlines()
+    assert install == "pip install -e .[cuda12]" and '"cuda12": [' in (ROOT / "setup.py").read_text()
+    assert submitted == "sbatch --nodes=2"
+    options = "<--config> <configs/dapo_qwen2.5_7b_math.py> <--config.workdir=/shared/runs/math> <--config.mesh.fsdp=4>"
+    assert step == f"{STEP.replace('python3', '.venv/bin/python')} {options}"
+
+
 def test_slurm_is_asked_for_a_process_per_gpu_that_sees_all_gpus():
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", (SCRIPTS / "slurm_gpu.sbatch").read_text(), re.M))
     assert options["gres"] == f"gpu:{options['ntasks-per-node']}" and "gpus-per-task" not in options
@@ -294,6 +336,18 @@ def test_the_jobset_has_a_pod_per_host_of_its_slice_and_restarts_whole():
     assert volume["name"] == mount["name"] and "persistentVolumeClaim" in volume
     options = dict(argument.removeprefix("--").split("=", 1) for argument in container["args"])
     assert (ROOT / options["config"]).exists() and options["config.workdir"].startswith(mount["mountPath"])
+
+
+def test_the_way_to_gke_is_as_the_page_says(tmp_path):
+    for tool in ("docker", "kubectl"):
+        script(tmp_path / tool, f'echo "{tool} $*" >>"$CALLS"')
+    assert shell(block("kubectl"), ROOT, tmp_path, CALLS=str(tmp_path / "calls")).returncode == 0
+    build, push, apply = (tmp_path / "calls").read_text().splitlines()
+    manifest = yaml.safe_load((ROOT / apply.removeprefix("kubectl apply -f ")).read_text())
+    [job] = manifest["spec"]["replicatedJobs"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert build == f"docker build --build-arg EXTRA=tpu -t {container['image']} ."
+    assert push == f"docker push {container['image']}"
 
 
 def test_the_container_file_passes_hadolint():
