@@ -31,7 +31,7 @@ if sys.argv[1:3] == ["-m", "venv"]:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder with our scripts and `python`; `checkout(script, arguments)` runs one and returns what Python was asked."""
+    """Runs one of our scripts in a folder of its own, and returns what Python was asked to do."""
     for name in ("scripts/quickstart.sh", "scripts/environment.sh", "scripts/preflight_reports.sh", "setup.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

