@@ -8,11 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from scripts.test_prepare_data import published_dapo
 from test_data_guide import blocks
 
-from dapo_jax import evaluate, export, preflight, train
+from dapo_jax import evaluate, export, train
 from dapo_jax.command_line import read_config
+from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.validation import validate
 
@@ -20,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAM = re.compile(r"(python3?|bash|pip|tensorboard|xprof|sbatch|docker|kubectl) ")
 
+MATH = "tests/scripts/test_run_dapo_math.py::"
 SET_UP = "tests/scripts/test_set_up.py::"
 LAUNCHERS = "tests/scripts/test_launchers.py::"
 TPU_VM = f"{LAUNCHERS}test_the_way_to_a_tpu_vm_is_as_the_page_says"
@@ -34,6 +39,9 @@ RUN_BY = {
     "bash scripts/quickstart.sh": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
     "bash scripts/test.sh": ".ci/run",
     "bash scripts/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
+    "export DAPO_FILE=": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
+    "bash scripts/run_dapo_math.sh": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
+    "python scripts/prepare_": HERE,
     "bash scripts/launch_tpu_vm.sh": TPU_VM,
     "export TPU_NAME=": TPU_VM,
     "ssh-add": TPU_VM,
@@ -51,7 +59,7 @@ RUN_BY = {
         "tests/parallel/test_training_processes.py::test_processes_train_alike",
     "python -m dapo_jax.evaluate": HERE,
     "python -m dapo_jax.export": HERE,
-    "python -m dapo_jax.preflight": HERE,
+    "python -m dapo_jax.preflight --config FILE": "tests/test_preflight.py::test_the_report_for_a_cpu",
     "python -m dapo_jax.preflight --config FILE --topology v5p": SLICE,
     "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,
     "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
@@ -67,7 +75,7 @@ RUN_BY = {
 # What a command line says -> what is run.
 SMALL = {
     "--config.trainer.total_training_steps": "2", "--config.trainer.profile_steps": "(2,)", "--step": "2",
-    "--steps": "8", "--repeats": "1",
+    "--steps": "5", "--repeats": "1",
 }  # fmt: skip
 FILES = {"FILE": "configs/tiny.py", "configs/quickstart.py": "configs/tiny.py", "WORKDIR": "runs/tiny"}
 TRAIN = [f"--config.{option}" for option in (
@@ -193,12 +201,11 @@ def run_training(options: list[str], patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", {tuple(small(one, 0)): one for one in MINE if "dapo_jax.train --" in one}.values())
+@pytest.mark.parametrize("command", {str(small(one, 0)): one for one in MINE if "dapo_jax.train --" in one}.values())
 def test_training(command, checkout, monkeypatch, capsys):
-    number = MINE.index(command)
-    options = small(command, number)[3:]
-    if not any(option.startswith("--config.workdir=") for option in options):
-        options.append(f"--config.workdir=runs/{number}")
+    options = small(command, 0)[3:]
+    if "profile_steps" in command:  # of runs/tiny they are done
+        options.append("--config.workdir=runs/profile")
     if "countdown" in command:  # a random model never reaches the target
         options += ["--config.algorithm.filter_groups.enable=False", "--config.data.max_response_length=8"]
         monkeypatch.setattr(sys.modules[__name__], "TRAIN", [*TRAIN, "--config.data.gen_batch_size=4"])
@@ -234,11 +241,24 @@ def test_export(command, checkout):
     assert written >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in MINE if "dapo_jax.preflight" in command])
-def test_preflight(command, checkout, capsys):
-    preflight.main([*small(command, 0)[3:], *TRAIN, "--quick"])
-    assert "It fits" in capsys.readouterr().out
+@pytest.mark.parametrize("command", [command for command in MINE if "scripts/prepare_" in command])
+def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    files = {"train.jsonl": "gsm8k_train", "test.jsonl": "gsm8k_test", "aime-2024.parquet": "aime24"}
+    files |= {"singleop.jsonl": "mawps", "addsub.jsonl": "mawps", "multiarith.jsonl": "mawps"}
+    for name, source in files.items():
+        rows = [json.loads(line) for line in (ROOT / f"tests/scripts/data/{source}.jsonl").read_text().splitlines()]
+        if name.endswith(".jsonl"):
+            Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), name)
+    published_dapo(Path("dapo-math-17k.parquet"), [("What is 0 + 1?", "1")] * 3)
+    _, script, *words = shlex.split(command)
+    module = importlib.import_module(Path(script).stem)
+    importlib.import_module("data_preparation").command(module.main, words)
+    output = words[words.index("--output") + 1]
+    assert read_prompt_files([str(file) for file in Path().glob(output.replace("{split}", "*"))])
 
 
 @pytest.mark.parametrize("command", [command for command in MINE if "plan_dynamic_sampling" in command])
@@ -252,7 +272,7 @@ def test_the_plan_of_dynamic_sampling(command, capsys, monkeypatch):
 @pytest.mark.parametrize("command", [command for command in MINE if "soak" in command])
 def test_soak(command, checkout, capsys):
     assert importlib.import_module("soak").main([*small(command, 0)[2:], *TRAIN[2:]]) in (0, 1)  # so short, caches grow
-    assert "grown after 8 steps" in capsys.readouterr().out
+    assert "grown after 5 steps" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -12,12 +12,16 @@ from dapo_jax.config import freeze
 from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.devices import GIB, Limits
 from dapo_jax.parallel.hlo_costs import Collective, Costs
-from dapo_jax.preflight import Measured, preflight, read_shape, refused, seconds, summary, tables
+from dapo_jax.preflight import Measured, main, read_shape, refused, seconds, summary, tables
 from dapo_jax.preflight_advice import advise
 from dapo_jax.step_programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--config", "configs/tiny.py", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
+SMALL = (
+    "data.train_batch_size=4", "data.gen_batch_size=8", "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_device=4",
+)  # fmt: skip
 STAGES = ["weights", "prefill", "decode", "log-probabilities", "update"]
 
 
@@ -36,12 +40,14 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
     assert {one["kind"] for one in report["stages"]["weights"]["collectives"]} == {"all-gather"}
 
 
-def test_the_report_for_a_cpu():
-    config = small_config("unused", **{"mesh.fsdp": 4, "mesh.tensor": 2})
-    report = preflight(config, "cpu")
+def test_the_report_for_a_cpu(monkeypatch, capsys):
+    """The command without a topology, which prints the tables and, in a line of its own, the report."""
+    monkeypatch.chdir(ROOT)
+    main([*TINY, *(f"--config.{name}" for name in SMALL)])
+    printed, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
+    report = json.loads(line)
     check(report)
-    json.dumps(report)
-    assert report["step_seconds"] is None and "s products" in tables(report)
+    assert report["step_seconds"] is None and printed == tables(report).rstrip() and "s products" in printed
 
 
 def check(report):
