@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -81,6 +82,10 @@ class Checkpoints:
             return worst if value is None else value
 
         best = BestN(get_metric_fn=quality, reverse=mode == "min", n=keep_best, keep_checkpoints_without_metrics=False)
+        log = absl.logging.get_absl_logger()
+        level = log.level
+        if read_only:
+            log.setLevel("ERROR")  # Orbax warns of what it is asked for
         try:
             self._manager = ocp.CheckpointManager(
                 epath.Path(directory),
@@ -107,6 +112,8 @@ class Checkpoints:
                 f"a checkpoint in {directory} is damaged ({_first_line(error)}): look for an empty or broken file "
                 f"{directory}/*/metrics/metrics and move its checkpoint away"
             ) from error
+        finally:
+            log.setLevel(level)
 
     def latest_step(self) -> int | None:
         """The newest step that was written completely."""

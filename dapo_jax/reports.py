@@ -145,13 +145,13 @@ def results(run: Run) -> list[str]:
 def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
     """The table at the end of a run; seconds per stage are those since it was started."""
     workdir = Path(run.config.workdir)
-    accuracies = [mean_accuracy(row) for row in read_metrics(workdir)]
-    evaluated = [accuracy for accuracy in accuracies if accuracy is not None] or [None]
+    accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
+    evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
     problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
     seconds = dict(sorted(run.timers.totals.items(), key=lambda item: -item[1]))
     return [
-        ("held-out accuracy before", evaluated[0]),
-        ("held-out accuracy after", evaluated[-1]),
+        ("held-out accuracy before", accuracies.get(0)),
+        ("held-out accuracy after", accuracies[evaluated[-1]] if evaluated else None),
         ("best", progress.best),
         ("best after step", None if progress.best is None else progress.best_step),
         ("held-out problems x samples", problems or None),

@@ -3,6 +3,7 @@
 import shutil
 from types import SimpleNamespace
 
+import absl.logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,17 @@ def test_what_is_saved_comes_back(tmp_path):
     checkpoints.close()
     assert progress == Progress(step=3) and stream["next_prompt"] == 3
     np.testing.assert_array_equal(restored.actor.params["w"], 3.0)
+
+
+def test_reading_warns_of_nothing(tmp_path, caplog):
+    write(tmp_path, {3: None}).close()
+    log = absl.logging.get_absl_logger()
+    log.addHandler(caplog.handler)
+    try:
+        Checkpoints(str(tmp_path), read_only=True).close()
+    finally:
+        log.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_a_half_written_checkpoint_does_not_count_and_is_no_obstacle(tmp_path):

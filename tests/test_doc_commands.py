@@ -162,6 +162,8 @@ def test_what_runs_a_command_exists(name):
 @pytest.mark.parametrize("command", [command for command in MINE if command.startswith("pip install ")])
 def test_what_is_installed_is_an_extra_of_the_package(command):
     *_, target = shlex.split(command)
+    if target in ("tensorboard", "xprof"):
+        return  # of others
     if extra := re.fullmatch(r"(?:\.|dapo_jax)\[([\w-]+)\]", target):
         assert f'"{extra[1]}": [' in (ROOT / "setup.py").read_text()
     else:

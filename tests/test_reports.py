@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,10 @@ from small_policy import ARCH
 from small_run import small_config
 
 from dapo_jax import reports
+from dapo_jax.checkpoint import Progress
 from dapo_jax.parallel.devices import limits_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.reports import forward_flops, memory_metrics, utilisation
+from dapo_jax.reports import forward_flops, memory_metrics, summary, utilisation
 
 ROW = {"perf/forward_tflop": 2.0, "timing_s/update_actor": 3.0, "timing_s/old_log_prob": 0.5}
 
@@ -59,3 +61,15 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
     assert memory_metrics(fake) == {"perf/max_memory_allocated_gb": 3.0, "perf/cpu_memory_used_gb": 0.5}
     monkeypatch.setattr(reports, "used_host_bytes", lambda: None)
     assert "perf/cpu_memory_used_gb" not in memory_metrics(fake)
+
+
+@pytest.mark.parametrize(
+    ("measured", "before", "after"),
+    [({0: 0.2, 2: 0.5, 4: 0.7}, 0.2, 0.7), ({2: 0.5, 4: 0.7}, None, 0.7), ({0: 0.2}, 0.2, None), ({}, None, None)],
+)  # fmt: skip
+def test_before_and_after_are_of_the_untrained_and_the_trained_policy(tmp_path, measured, before, after):
+    rows = [{"step": step} | ({"eval/a/acc/mean@4": measured[step]} if step in measured else {}) for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run: Any = SimpleNamespace(config=small_config(tmp_path), task_sets=[], timers=SimpleNamespace(totals={}))
+    table = dict(summary(run, Progress()))
+    assert (table["held-out accuracy before"], table["held-out accuracy after"]) == (before, after)
