@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns to add up two to four numbers step by step, with all of DAPO, on a laptop's CPU.
+"""SmolLM2-135M-Instruct learns to add up two and three numbers step by step, with all of DAPO, on a laptop's CPU.
 
     python scripts/download_smollm2.py
     python scripts/prepare_sums.py
@@ -26,9 +26,9 @@ def get_config() -> Any:
     config.data.train_files = ("data/sums/train.parquet",)
     config.data.val_files = ("data/sums/heldout.parquet",)
     config.data.system_prompt = ""
-    config.data.train_batch_size = 8
+    config.data.train_batch_size = 6
     config.data.gen_batch_size = 12
-    config.data.max_prompt_length = 80
+    config.data.max_prompt_length = 66
     config.data.max_response_length = 32
     config.rollout.n = 8
     config.rollout.max_num_seqs = 128
@@ -37,8 +37,7 @@ def get_config() -> Any:
     config.reward.overlong_buffer.len = 8
     config.algorithm.overlong_filtering = True
     config.actor.ppo_mini_batch_size = 2
-    config.actor.use_dynamic_bsz = True
-    config.actor.ppo_max_token_len_per_device = 1536
+    config.actor.ppo_micro_batch_size_per_device = 16
     config.actor.optim.lr = 1.2e-5
     config.actor.optim.lr_scheduler_type = "cosine"
     config.actor.optim.min_lr_ratio = 0.1

@@ -16,7 +16,7 @@ class Comparison:
     shared: Options = field(default_factory=dict)  # options of all arms
 
 
-NO_FILTER = {"algorithm.filter_groups.enable": "False", "data.gen_batch_size": "8"}
+NO_FILTER = {"algorithm.filter_groups.enable": "False", "data.gen_batch_size": "6"}
 GRPO = {
     **NO_FILTER,
     "algorithm.overlong_filtering": "False",
@@ -76,6 +76,9 @@ COMPARISONS = {
     "mini_batches": Comparison(
         "configs/sums.py",
         {str(16 // size): {"actor.ppo_mini_batch_size": str(size)} for size in (16, 4, 1)},
-        shared={"data.train_batch_size": "16", "data.gen_batch_size": "24", "rollout.n": "4"},
+        shared={
+            "data.train_batch_size": "16", "data.gen_batch_size": "24", "rollout.n": "4",
+            "actor.ppo_micro_batch_size_per_device": "4",
+        },  # fmt: skip
     ),
 }

@@ -1,4 +1,4 @@
-"""Host: generated sums of two to four numbers, to be worked out step by step, as prompt files.
+"""Host: generated sums of two and three numbers, to be worked out step by step, as prompt files.
 
     python scripts/prepare_sums.py --output 'data/sums/{split}.parquet'
 
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from data_preparation import Row, command, make_row, parser_of, split_path, write_rows
 
-LOW, HIGH = 1, 12
-NUM_TERMS = (2, 3, 4)
+LOW, HIGH = 1, 20
+NUM_TERMS = (2, 3)
 EXAMPLE = (8, 5, 6)
 Terms = tuple[int, ...]
 
@@ -82,7 +82,7 @@ def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--num-train", type=int, default=240, help="default: %(default)s")
+    parser.add_argument("--num-train", type=int, default=400, help="default: %(default)s")
     parser.add_argument("--num-heldout", type=int, default=96, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
