@@ -15,6 +15,7 @@ from dapo_jax.algorithms.rollout_correction import (
     importance_weights,
     mismatch_metrics,
     parse_threshold,
+    probability_metrics,
     rejection_mask,
 )
 from dapo_jax.config import Config, micro_batch_size, mini_batch_size, token_budget
@@ -41,6 +42,7 @@ jitted_keep_samples = jax.jit(
     keep_samples, static_argnames=("num_groups", "compute_new_adv", "norm_adv_by_std_in_grpo")
 )
 jitted_mismatch_metrics = jax.jit(mismatch_metrics)
+jitted_probability_metrics = jax.jit(probability_metrics)
 jitted_importance_weights = jax.jit(
     importance_weights, static_argnames=("rollout_is", "threshold", "batch_normalize")
 )
@@ -261,7 +263,7 @@ def correct_rollout(run: Run, batch: Batch, sampled: np.ndarray) -> tuple[Batch,
     if run.config.actor.old_logprob == "auto":
         settings = dataclasses.replace(settings, rollout_is="token", rollout_is_threshold=FALLBACK_THRESHOLD)
     arrays = put((batch.old_logprobs, sampled, batch.mask), replicated(run.mesh))
-    metrics = fetch(jitted_mismatch_metrics(*arrays))
+    metrics, probabilities = fetch((jitted_mismatch_metrics(*arrays), jitted_probability_metrics(*arrays)))
     if settings.rollout_is != "none":
         weights, found = fetch(
             jitted_importance_weights(
@@ -279,7 +281,9 @@ def correct_rollout(run: Run, batch: Batch, sampled: np.ndarray) -> tuple[Batch,
         kept, found = fetch(jitted_rejection_mask(*arrays, criteria=criteria))
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & kept)
         metrics |= found
-    return batch, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()}
+    named = {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    named |= {f"training/{name}": value for name, value in probabilities.items()}
+    return batch, {name: float(value) for name, value in named.items()}
 
 
 def hint_logprobs(run: Run, experience: Experience, models: Models, batch: Batch) -> np.ndarray:

@@ -30,7 +30,6 @@ left out: `num_turns/`, `tool_call_counts/`, `response_length_non_aborted/`, `re
 | there | here |
 | --- | --- |
 | `val-core/`, `val-aux/` | `eval/`; `best@k/mean` is `best@k`, `best@k/std` is `best@k/bootstrap_std` |
-| `training/rollout_probs_diff_*` | `rollout_corr/logprob_*`, of log-probabilities |
 | `training/global_step`, `training/epoch` | `step`, `data/epoch` |
 | `training/off_policy/trajectory_staleness/*` | `sample/staleness/*` |
 | `timing_s/dump_rollout_generations` | `timing_s/write` |

@@ -206,6 +206,23 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
     }
 
 
+def probability_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask: jax.Array) -> Metrics:
+    """verl's comparison of the two by probability: |difference| over tokens, and Pearson's correlation coefficient.
+
+    The coefficient is 0 where one of the two does not vary.
+    """
+    training, rollout = jnp.exp(old_logprobs), jnp.exp(rollout_logprobs)
+    difference = jnp.abs(training - rollout)
+    covariance = _mean((training - _mean(training, mask)) * (rollout - _mean(rollout, mask)), mask)
+    scale = _deviation(training, mask) * _deviation(rollout, mask)
+    return {
+        "rollout_probs_diff_mean": _mean(difference, mask),
+        "rollout_probs_diff_max": _max(difference, mask),
+        "rollout_probs_diff_std": _deviation(difference, mask),
+        "rollout_actor_probs_pearson_corr": jnp.where(scale > 0, covariance / jnp.where(scale > 0, scale, 1), 0.0),
+    }
+
+
 def _criterion(difference: jax.Array, kind: str) -> jax.Array:
     if kind == "k1":
         return -difference

@@ -222,6 +222,10 @@ CATALOGUE = (
            VERL, REJECTED),
     Metric("rollout_corr/rollout_rs_{criterion}_seq_fraction_{high|low}", "share",
            "responses whose mean value is beyond a threshold", VERL, REJECTED),
+    Metric("training/rollout_probs_diff_{mean|max|std}", "probability",
+           "over tokens, |probability of the training pass - sampler's|", VERL, "recomputed log-probabilities"),
+    Metric("training/rollout_actor_probs_pearson_corr", "1", "Pearson's correlation of the two over tokens", VERL,
+           "recomputed log-probabilities"),
     Metric(f"alarm/{{{'|'.join(_ALARMS)}}}", "0 or 1", "1 while the step looks wrong (monitor/alarms.py)", OWN, ALWAYS),
     # Time and devices.
     Metric("perf/total_num_tokens", "tokens", "tokens of the trained sequences, each with its prompt", VERL),

@@ -8,13 +8,15 @@ from dapo_jax.algorithms.rollout_correction import (
     importance_weights,
     mismatch_metrics,
     parse_threshold,
+    probability_metrics,
     rejection_mask,
-)  # fmt: skip
+)
 
 MASK = jnp.array([[True, True, True], [True, True, False], [False, False, False]])
 DIFFERENCE = np.array([[0.0, 1.0, -1.0], [0.1, 0.2, np.nan], [np.nan] * 3])
 ROLLOUT = jnp.full((3, 3), -2.0)
 OLD = ROLLOUT + DIFFERENCE
+OTHER = jnp.array([[-1.0, -0.5, -3.0], [-0.1, -2.0, -1.0], [-1.0] * 3])
 
 
 def weights(kind, threshold, *, normalize=False):
@@ -188,6 +190,18 @@ def test_mismatch_metrics():
     assert metrics["ppl_ratio"] == pytest.approx((1 + np.exp(-0.15)) / 2)
     assert metrics["chi2_token"] == pytest.approx(np.exp(2 * real).mean() - 1, rel=1e-5)
     assert metrics["chi2_seq"] == pytest.approx((1 + np.exp(0.6)) / 2 - 1, rel=1e-5)
+
+
+def test_probabilities_are_compared_as_numpy_does():
+    training, rollout = (np.exp(np.asarray(logprobs))[np.asarray(MASK)] for logprobs in (OLD, OTHER))
+    metrics = probability_metrics(OLD, OTHER, MASK)
+    difference = np.abs(training - rollout)
+    assert metrics["rollout_probs_diff_mean"] == pytest.approx(difference.mean(), rel=1e-5)
+    assert metrics["rollout_probs_diff_max"] == pytest.approx(difference.max(), rel=1e-5)
+    assert metrics["rollout_probs_diff_std"] == pytest.approx(difference.std(), rel=1e-5)
+    correlation = np.corrcoef(training, rollout)[0, 1]
+    assert metrics["rollout_actor_probs_pearson_corr"] == pytest.approx(correlation, rel=1e-5)
+    assert probability_metrics(OLD, jnp.full_like(OLD, -2.0), MASK)["rollout_actor_probs_pearson_corr"] == 0
 
 
 def test_policies_that_are_far_apart_have_finite_metrics():
