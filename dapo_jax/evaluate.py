@@ -167,8 +167,8 @@ def table(results: Sequence[dict]) -> str:
                 named.setdefault(found[1], {})[f"{found[2]}/{found[3]}"] = value
         for task, values in named.items():
             score = "acc/" if any(name.startswith("acc/") for name in values) else "score/"
-            cells = {name.removeprefix(score): value for name, value in values.items() if name.startswith(score)}
-            cells |= {"tokens": values["response_length/mean"], "cut off": values["response_length/clip_ratio"]}
+            cells = {"tokens": values["response_length/mean"], "cut off": values["response_length/clip_ratio"]}
+            cells |= {name.removeprefix(score): value for name, value in values.items() if name.startswith(score)}
             step = "-" if result["step"] is None else str(result["step"])
             rows.append({"step": step, "task set": task} | {name: f"{value:.3f}" for name, value in cells.items()})
     names = list(dict.fromkeys(name for row in rows for name in row))
