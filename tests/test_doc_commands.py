@@ -68,6 +68,11 @@ RUN_BY = {
     "python scripts/benchmark_": HERE,
     "python scripts/soak.py": HERE,
     "python scripts/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
+    "python scripts/plot_run.py": "tests/scripts/test_plot_run.py::test_a_picture_of_two_runs",
+    "python scripts/run_ablation.py":
+        "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again",
+    "python scripts/compare_trl.py": "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported",
+    "python scripts/write_results_doc.py": "tests/scripts/test_write_results_doc.py::test_the_page_is_up_to_date",
     "tensorboard": TENSORBOARD,
     "xprof": "tests/monitor/test_profile_viewers.py::test_xprof_shows_the_step",
 }  # fmt: skip

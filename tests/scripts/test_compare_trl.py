@@ -1,0 +1,69 @@
+"""The comparison with TRL, whose trainer is not installed here: what it is told, and what is made of its records."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.command_line import read_config
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+compare_trl, prepare_sums, run_ablation = (
+    importlib.import_module(name) for name in ("compare_trl", "prepare_sums", "run_ablation")
+)
+ROWS = (
+    '{"step": 0, "eval/sums/acc/mean@2": 0.25}\n{"step": 1, "eval/sums/acc/mean@2": 0.5, '
+    '"dynamic_sampling/generated_tokens": 200, "actor/entropy": 0.5, "timing_s/step": 3.0}\n'
+)
+
+
+def test_trl_is_told_our_settings():
+    config = read_config(["train", f"--config={ROOT / 'configs/sums.py'}"])
+    settings = compare_trl.settings_of(config, seed=7)
+    assert settings["updates_per_step"] * settings["rows_per_update"] == 6 * 8
+    assert (settings["rows_per_update"], settings["samples"], settings["max_tokens"]) == (16, 8, 32)
+    assert (settings["clip_low"], settings["clip_high"], settings["mask_truncated"]) == (0.2, 0.28, True)
+    assert settings["overlong_buffer"] == 8 and settings["warmup_updates"] == 2 * 3 and settings["seed"] == 7
+
+
+def test_problems_are_asked_as_here(tmp_path):
+    prepare_sums.main([f"--output={tmp_path}/{{split}}.parquet", "--num-train=4", "--num-heldout=2"])
+    rows = compare_trl.rows_of([str(tmp_path / "heldout.parquet")])
+    assert len(rows) == 2 and [turn["role"] for turn in rows[0]["prompt"]] == ["system", "user", "assistant", "user"]
+    assert rows[0]["prompt"][0]["content"] == ""
+    assert compare_trl.is_right("8 + 5 = 13, 13 + 6 = 19", "19") == 1 and compare_trl.is_right("19 - 1 = 18", "19") == 0
+    assert [len(batch) for batch in compare_trl.batches(rows * 3, 4)] == [4, 2]
+
+
+def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    commands = []
+
+    class Done:
+        returncode = 0
+
+    def run(command, **_):
+        commands.append(command)
+        if "--child" in command:
+            workdir = Path(command[-1])
+            settings = json.loads((workdir / "settings.json").read_text())
+            assert settings["seed"] == 3 and settings["steps"] == 2
+            (workdir / "versions.json").write_text('{"trl": "1.0"}')
+        else:
+            [workdir] = [Path(part.partition("=")[2]) for part in command if part.startswith("--config.workdir=")]
+        (workdir / "metrics.jsonl").write_text(ROWS)
+        return Done
+
+    monkeypatch.setattr(run_ablation.subprocess, "run", run)
+    output = tmp_path / "results"
+    compare_trl.main(
+        ["--trl", "torch/bin/python", "--seeds", "3", f"--runs={tmp_path}", f"--output={output}",
+         "--config.trainer.total_training_steps=2"]
+    )  # fmt: skip
+    assert [command[0] == "torch/bin/python" for command in commands] == [False, True]
+    report = json.loads((output / "compare_trl.json").read_text())
+    assert report["versions"]["trl"] == "1.0" and [line["arm"] for line in report["table"]] == ["dapo_jax", "TRL"]
+    assert (output / "compare_trl.png").exists() and "| TRL | 1 | 0.250" in capsys.readouterr().out

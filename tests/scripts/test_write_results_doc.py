@@ -1,0 +1,29 @@
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+write_results_doc = importlib.import_module("write_results_doc")
+
+
+def test_the_page_is_up_to_date():
+    page = write_results_doc.PAGE.read_text()
+    assert write_results_doc.TABLE.search(page)
+    assert page == write_results_doc.document(), "run python scripts/write_results_doc.py"
+
+
+def test_a_table_comes_from_its_file(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    report = {
+        "table": [{"arm": "a", "after": "0.500"}], "runs": [{"seed": 1}, {"seed": 0}], "command": "python run.py a",
+        "versions": {"jax": "1.2"}, "machine": "1 x cpu",
+    }  # fmt: skip
+    (tmp_path / "results" / "ours.json").write_text(json.dumps(report))
+    (tmp_path / "results.md").write_text("Before\n<!-- ours -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(write_results_doc, "DOCS", tmp_path)
+    monkeypatch.setattr(write_results_doc, "PAGE", tmp_path / "results.md")
+    text = write_results_doc.document()
+    assert text.startswith("Before\n<!-- ours -->\n| arm | after |") and text.endswith("<!-- end -->\nafter\n")
+    assert "| a | 0.500 |" in text and "old" not in text
+    assert "`python run.py a`; seeds 0, 1; jax 1.2; 1 x cpu; [figures](results/ours.json)." in text
