@@ -112,7 +112,10 @@ def child(workdir: Path) -> None:
     (workdir / "versions.json").write_text(json.dumps(versions))
     folder, file = os.path.split(given["model"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)  # of plain weights
+    model.load_state_dict(loaded.state_dict())
+    del loaded
     train, heldout = rows_of(given["train_files"]), rows_of(given["val_files"])
     updates = given["updates_per_step"]
     config = trl.GRPOConfig(

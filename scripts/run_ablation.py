@@ -11,8 +11,8 @@ OUTPUT/NAME.json gets the curves of all finished runs, from their metrics.jsonl,
     before, after    accuracy on held-out problems before the first and after the last step, (least to most)
     equal tokens     the same after as many sampled tokens as the thriftiest of all runs took in the end, interpolated
     tokens, seconds  sampled, and taken by training steps (evaluation is not in them)
-    length, cut off, entropy, filtered    of the last quarter of the steps: tokens of a trained response, share of
-                     the sampled ones that ran into the limit, nats per token, share of groups dropped
+    length, cut off, entropy, uniform    of the last quarter of the steps: tokens of a trained response, share of
+                     those that ran into the limit, nats per token, share of sampled groups that are all right or wrong
 """
 
 import argparse
@@ -39,7 +39,8 @@ from dapo_jax.monitor.records import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "step", "dynamic_sampling/generated_tokens", "timing_s/step", "rollout/acc/mean", "response_length/mean",
-    "response_length/clip_ratio", "actor/entropy", "train/filter_rate", "actor/pg_clipfrac", "actor/grad_norm",
+    "response_length/clip_ratio", "actor/entropy", "dynamic_sampling/uniform_share", "train/filter_rate",
+    "actor/pg_clipfrac", "actor/grad_norm",
     "rollout_corr/kl", "critic/score/mean",
 )  # fmt: skip
 PANELS = {  # title -> metric (None: held-out accuracy), axis
@@ -50,7 +51,7 @@ PANELS = {  # title -> metric (None: held-out accuracy), axis
     "entropy, nats per token": ("actor/entropy", "steps"),
     "response length, tokens": ("response_length/mean", "steps"),
     "share of responses cut off": ("response_length/clip_ratio", "steps"),
-    "share of groups dropped": ("train/filter_rate", "steps"),
+    "share of sampled groups that are uniform": ("dynamic_sampling/uniform_share", "steps"),
 }
 Row = dict[str, float]
 Run = dict[str, Any]  # arm, seed, rows
@@ -167,7 +168,7 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "length": f"{mean_of(ends, 'response_length/mean'):.1f}",
                 "cut off": f"{mean_of(ends, 'response_length/clip_ratio'):.3f}",
                 "entropy": f"{mean_of(ends, 'actor/entropy'):.3f}",
-                "filtered": f"{mean_of(ends, 'train/filter_rate'):.3f}",
+                "uniform": f"{mean_of(ends, 'dynamic_sampling/uniform_share'):.3f}",
             }
         )
     return lines

@@ -53,7 +53,7 @@ def write_run(folder: Path, arm: str, seed: int, accuracies: list[float], tokens
         rows.append(
             {"step": step, "eval/sums/acc/mean@2": accuracy, "dynamic_sampling/generated_tokens": num_tokens,
              "timing_s/step": 2.0, "actor/entropy": 1.0 / step, "response_length/mean": 10.0, "perf/throughput": 1.0,
-             "response_length/clip_ratio": 0.5, "train/filter_rate": None, "rollout/acc/mean": 0.5}
+             "response_length/clip_ratio": 0.5, "dynamic_sampling/uniform_share": None, "rollout/acc/mean": 0.5}
         )  # fmt: skip
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (workdir / "finished").touch()
@@ -73,7 +73,7 @@ def test_the_table_reads_the_curves(folder):
     assert [(run["arm"], run["seed"]) for run in runs] == [
         ("naive GRPO", 0), ("naive GRPO", 1), ("+ dynamic sampling", 0),
     ]  # fmt: skip
-    assert "perf/throughput" not in runs[0]["rows"][1] and "train/filter_rate" not in runs[0]["rows"][1]
+    assert "perf/throughput" not in runs[0]["rows"][1] and "dynamic_sampling/uniform_share" not in runs[0]["rows"][1]
     naive, full = run_ablation.table(runs)
     assert (naive["seeds"], naive["before"], naive["after"]) == (
         2, "0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)",
@@ -81,7 +81,7 @@ def test_the_table_reads_the_curves(folder):
     assert full["after"] == "1.000 (1.000 to 1.000)"
     # the thriftiest run took 200 tokens; there this one is a third of the way from 0.5 at 100 to 1.0 at 400
     assert full["equal tokens"] == "0.667 (0.667 to 0.667)"
-    assert (full["tokens"], full["seconds"], full["entropy"], full["filtered"]) == ("400", "4", "0.500", "nan")
+    assert (full["tokens"], full["seconds"], full["entropy"], full["uniform"]) == ("400", "4", "0.500", "nan")
 
 
 def test_finished_runs_are_reported_and_not_run_again(folder, monkeypatch, capsys):
