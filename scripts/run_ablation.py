@@ -13,6 +13,7 @@ OUTPUT/NAME.json gets the curves of all finished runs, from their metrics.jsonl,
     tokens, seconds  sampled, and taken by training steps (evaluation is not in them)
     length, cut off, entropy, uniform    of the last quarter of the steps: tokens of a trained response, share of
                      those that ran into the limit, nats per token, share of sampled groups that are all right or wrong
+    mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps
 """
 
 import argparse
@@ -31,7 +32,7 @@ import jax
 import numpy as np
 from comparisons import COMPARISONS, Comparison
 from markdown_table import markdown_table
-from plot_run import points
+from plot_run import AXES, points
 
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import read_metrics
@@ -40,19 +41,19 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "step", "dynamic_sampling/generated_tokens", "timing_s/step", "rollout/acc/mean", "response_length/mean",
     "response_length/clip_ratio", "actor/entropy", "dynamic_sampling/uniform_share", "train/filter_rate",
-    "actor/pg_clipfrac", "actor/grad_norm",
-    "rollout_corr/kl", "critic/score/mean",
+    "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_abs_diff", "rollout_corr/k3_kl",
+    "critic/score/mean", "perf/cpu_memory_used_gb",
 )  # fmt: skip
-PANELS = {  # title -> metric (None: held-out accuracy), axis
-    "held-out accuracy": (None, "steps"),
-    "held-out accuracy ": (None, "tokens"),
-    "held-out accuracy  ": (None, "seconds"),
-    "training accuracy": ("rollout/acc/mean", "steps"),
-    "entropy, nats per token": ("actor/entropy", "steps"),
-    "response length, tokens": ("response_length/mean", "steps"),
-    "share of responses cut off": ("response_length/clip_ratio", "steps"),
-    "share of sampled groups that are uniform": ("dynamic_sampling/uniform_share", "steps"),
-}
+PANELS = (  # title, metric (None: held-out accuracy), axis
+    ("held-out accuracy", None, "steps"),
+    ("held-out accuracy", None, "tokens"),
+    ("held-out accuracy", None, "seconds"),
+    ("training accuracy", "rollout/acc/mean", "steps"),
+    ("entropy, nats per token", "actor/entropy", "steps"),
+    ("response length, tokens", "response_length/mean", "steps"),
+    ("share of responses cut off", "response_length/clip_ratio", "steps"),
+    ("share of sampled groups that are uniform", "dynamic_sampling/uniform_share", "steps"),
+)
 Row = dict[str, float]
 Run = dict[str, Any]  # arm, seed, rows
 
@@ -169,6 +170,7 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "cut off": f"{mean_of(ends, 'response_length/clip_ratio'):.3f}",
                 "entropy": f"{mean_of(ends, 'actor/entropy'):.3f}",
                 "uniform": f"{mean_of(ends, 'dynamic_sampling/uniform_share'):.3f}",
+                "mismatch": f"{mean_of(of_arm, 'rollout_corr/logprob_abs_diff'):.1e}",
             }
         )
     return lines
@@ -198,13 +200,13 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, grid = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
-    for (title, (metric, axis)), axes in zip(PANELS.items(), grid.flat, strict=True):
+    for (title, metric, axis), axes in zip(PANELS, grid.flat, strict=True):
         for arm in dict.fromkeys(run["arm"] for run in runs):
             places, values = mean_curve([run["rows"] for run in runs if run["arm"] == arm], metric, axis)
             if values.size:
                 [line] = axes.plot(places, values.mean(0), marker="." if metric is None else None, label=arm)
                 axes.fill_between(places, values.min(0), values.max(0), alpha=0.12, color=line.get_color())
-        axes.set(title=title.strip(), xlabel={"steps": "training steps", "tokens": "tokens sampled"}.get(axis, axis))
+        axes.set(title=title, xlabel=AXES[axis][0])
         axes.grid(alpha=0.3)
     grid.flat[0].legend(fontsize=8)
     figure.savefig(path, dpi=90)
