@@ -6,7 +6,7 @@ configs/sums.py states the task and the settings; the trainer of TRL is given th
 higher, truncated completions left out, its soft overlong punishment, four updates a generation, a cosine that falls per
 update (here: per step). What it does not have is dynamic sampling, so each of its steps samples the batch alone. It
 loads the same GGUF file, and its accuracy is measured on the same held-out problems with transformers' generate, two
-samples each at temperature 1. Runs take turns, are kept, and are reported as run_ablation.py does; seconds are those of
+samples each at temperature 1. Runs are kept and reported as by run_ablation.py; seconds are those of
 training steps, without loading, evaluation and checkpoints; compilation here and warm-up there are in them.
 
 TORCH_ENV: pip install torch trl gguf pyarrow.
@@ -26,17 +26,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/sums.py"
-ARMS = ("dapo_jax", "TRL")
 EVALUATION_BATCH = 64  # responses
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from comparisons import Comparison
-    from run_ablation import report, train, workdir_of
+    from comparison_report import report
+    from run_ablation import folder_of, train
 
     from dapo_jax.command_line import read_config
-    from dapo_jax.evaluation import mean_accuracy
-    from dapo_jax.monitor.records import read_metrics
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", type=Path, required=True, help="Python interpreter that has torch, trl and gguf")
@@ -44,25 +41,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare_trl", help="folder of the workdirs")
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
-    comparison = Comparison(CONFIG, {arm: {} for arm in ARMS})
+    configured = [f"--config={ROOT / CONFIG}", *options]
+    config = read_config(["compare_trl", *configured])
+    ours = folder_of(given.runs, configured)
+    theirs = ours.with_name(f"{ours.name}_trl")
     for seed in given.seeds:
-        train(comparison, ARMS[0], seed, given.runs, options)
-        workdir = workdir_of(given.runs, ARMS[1], seed)
-        if not (workdir / "finished").exists():
-            config = read_config(["compare", f"--config={ROOT / CONFIG}", *options])
-            workdir.mkdir(parents=True, exist_ok=True)
-            (workdir / "settings.json").write_text(json.dumps(settings_of(config, seed)))
-            command = [str(given.trl), __file__, "--child", str(workdir)]
-            print(f"{ARMS[1]}, seed {seed}: ", end="", flush=True)
-            with open(workdir / "output.txt", "w") as output:
-                code = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT).returncode
-            if code:
-                sys.exit(f"TRL's run failed with exit code {code}, see {workdir / 'output.txt'}")
-            (workdir / "finished").touch()
-            print(f"{mean_accuracy(read_metrics(workdir)[-1])} held-out", flush=True)
-    versions = json.loads((workdir_of(given.runs, ARMS[1], given.seeds[0]) / "versions.json").read_text())
-    command = " ".join(["python scripts/compare_trl.py --trl TORCH_ENV/bin/python", *options])
-    report("compare_trl", comparison, given.runs, given.output, command=command, versions=versions)
+        train("dapo_jax", configured, ours, seed)
+        train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
+    about = {
+        "command": " ".join(["python scripts/compare_trl.py --trl TORCH_ENV/bin/python", *options]),
+        "config": CONFIG,
+        "versions": json.loads((theirs / f"seed{given.seeds[0]}" / "versions.json").read_text()),
+    }
+    report("compare_trl", {"dapo_jax": ours, "TRL": theirs}, given.output, about)
+
+
+def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
+    """Runs TRL's side in its environment to its end, unless that is done."""
+    if (workdir / "finished").exists():
+        return
+    print(f"TRL, seed {seed}", flush=True)
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "settings.json").write_text(json.dumps(settings_of(config, seed)))
+    with open(workdir / "output.txt", "w") as output:
+        command = [str(python), __file__, "--child", str(workdir)]
+        code = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT).returncode
+    if code:
+        sys.exit(f"TRL's run failed with exit code {code}, see {workdir / 'output.txt'}")
+    (workdir / "finished").touch()
 
 
 def settings_of(config: Any, seed: int) -> dict[str, Any]:

@@ -63,12 +63,12 @@ COMPARISONS = {
     ),
     "old_logprob": Comparison(
         "configs/sums.py",
-        {"rollout": {"actor.old_logprob": "rollout"}, "recompute": {"actor.old_logprob": "recompute"}},
+        {"auto": {}, "recompute": {"actor.old_logprob": "recompute"}},  # auto: the sampler's, while they agree
     ),
     "dtype": Comparison(
         "configs/sums.py",
         {
-            "float32": {},
+            "auto": {},  # float32 on a CPU
             "bfloat16, rollout": {"model.dtype": "bfloat16", "actor.old_logprob": "rollout"},
             "bfloat16, recompute": {"model.dtype": "bfloat16", "actor.old_logprob": "recompute"},
         },

@@ -2,60 +2,31 @@
 
     python scripts/run_ablation.py [dapo] [--seeds 0 1 2] [--output docs/results] [--config.key=value ...]
 
-comparisons.py lists the comparisons; `dapo` is the table of the paper, from naive GRPO to all parts. A run that is
-finished is not run again, and one that was interrupted goes on after its last checkpoint: seeds can be added later.
-Checkpoints of finished runs are deleted.
-OUTPUT/NAME.json gets the curves of all finished runs, from their metrics.jsonl, OUTPUT/NAME.png their picture
-(pip install 'dapo_jax[plots]'). Columns of the table, each a mean over the seeds:
-
-    before, after    accuracy on held-out problems before the first and after the last step, (least to most)
-    equal tokens     the same after as many sampled tokens as the thriftiest of all runs took in the end, interpolated
-    tokens, seconds  sampled, and taken by training steps (evaluation is not in them)
-    length, cut off, entropy, uniform    of the last quarter of the steps: tokens of a trained response, share of
-                     those that ran into the limit, nats per token, share of sampled groups that are all right or wrong
-    mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps
+comparisons.py lists the comparisons; `dapo` is the table of the paper, from naive GRPO to all parts. Equal configs are
+run once, whatever arm they belong to; a run that is finished is not run again, and one that was interrupted goes on
+after its last checkpoint: seeds can be added later. Checkpoints of finished runs are deleted. The reports are
+comparison_report.py's, whose docstring explains the table; pictures need pip install -e '.[plots]'.
 """
 
 import argparse
+import dataclasses
+import hashlib
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-import numpy as np
+from comparison_report import report
 from comparisons import COMPARISONS, Comparison
-from markdown_table import markdown_table
-from plot_run import AXES, points
 
+from dapo_jax.command_line import read_config
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = (  # of metrics.jsonl; with the accuracies on task sets
-    "step", "dynamic_sampling/generated_tokens", "timing_s/step", "rollout/acc/mean", "response_length/mean",
-    "response_length/clip_ratio", "actor/entropy", "dynamic_sampling/uniform_share", "train/filter_rate",
-    "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_abs_diff", "rollout_corr/k3_kl",
-    "critic/score/mean", "perf/cpu_memory_used_gb",
-)  # fmt: skip
-PANELS = (  # title, metric (None: held-out accuracy), axis
-    ("held-out accuracy", None, "steps"),
-    ("held-out accuracy", None, "tokens"),
-    ("held-out accuracy", None, "seconds"),
-    ("training accuracy", "rollout/acc/mean", "steps"),
-    ("entropy, nats per token", "actor/entropy", "steps"),
-    ("response length, tokens", "response_length/mean", "steps"),
-    ("share of responses cut off", "response_length/clip_ratio", "steps"),
-    ("share of sampled groups that are uniform", "dynamic_sampling/uniform_share", "steps"),
-)
-Row = dict[str, float]
-Run = dict[str, Any]  # arm, seed, rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,55 +36,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "ablation", help="folder of the workdirs")
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
-    comparison, folder = COMPARISONS[given.name], given.runs / given.name
+    comparison = COMPARISONS[given.name]
+    configured = {arm: command_options(comparison, arm, options) for arm in comparison.arms}
+    folders = {arm: folder_of(given.runs, configured[arm]) for arm in comparison.arms}
     for seed in given.seeds:
         for arm in comparison.arms:
-            train(comparison, arm, seed, folder, options)
-    command = " ".join(["python scripts/run_ablation.py", given.name, *options])
-    report(given.name, comparison, folder, given.output, command=command)
-
-
-def report(
-    name: str,
-    comparison: Comparison,
-    folder: Path,
-    output: Path | None,
-    *,
-    command: str,
-    versions: Mapping[str, str] | None = None,
-) -> None:
-    """Prints the table of the finished runs in `folder`; writes OUTPUT/NAME.json and .png, if there is an output.
-
-    Args:
-        versions: of other libraries than ours that took part.
-    """
-    runs = finished_runs(comparison, folder)
-    print(markdown_table(table(runs)))
-    if output is None:
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    found = {
-        "command": command,
+            train(arm, configured[arm], folders[arm], seed)
+    about = {
+        "command": " ".join(["python scripts/run_ablation.py", given.name, *options]),
         "config": comparison.config,
         "shared": dict(comparison.shared),
         "arms": {arm: dict(changed) for arm, changed in comparison.arms.items()},
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, **(versions or {})},
-        "machine": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores",
-        "table": table(runs),
-        "runs": runs,
     }
-    (output / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
-    draw(runs, output / f"{name}.png")
+    report(given.name, folders, given.output, about)
 
 
-def train(comparison: Comparison, arm: str, seed: int, folder: Path, options: Sequence[str]) -> None:
-    """Runs one arm to its end, unless it is there already."""
-    workdir = workdir_of(folder, arm, seed)
+def command_options(comparison: Comparison, arm: str, options: Sequence[str] = ()) -> list[str]:
+    """The options of the training command, but for seed and workdir; those of the arm count more than `options`."""
+    changed = {**comparison.shared, **comparison.arms[arm]}
+    return [
+        f"--config={ROOT / comparison.config}", *options, *(f"--config.{key}={value}" for key, value in changed.items())
+    ]  # fmt: skip
+
+
+def folder_of(runs: Path, options: Sequence[str]) -> Path:
+    """Where the runs of a config are kept, one folder a seed: the same one for equal configs, however they are said."""
+    config = dataclasses.asdict(read_config(["run_ablation", *options]))
+    del config["seed"], config["workdir"]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    return runs / digest[:12]
+
+
+def train(arm: str, options: Sequence[str], folder: Path, seed: int) -> None:
+    """Runs one config with one seed to its end, unless that is done."""
+    workdir = folder / f"seed{seed}"
     if (workdir / "finished").exists():
         return
-    changed = {**comparison.shared, **comparison.arms[arm], "seed": str(seed), "workdir": str(workdir)}
-    command = [sys.executable, "-m", "dapo_jax.train", f"--config={ROOT / comparison.config}", *options]
-    command += [f"--config.{key}={value}" for key, value in changed.items()]
+    command = [sys.executable, "-m", "dapo_jax.train", *options, f"--config.seed={seed}", f"--config.workdir={workdir}"]
     print(f"{arm}, seed {seed}: ", end="", flush=True)
     start = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
@@ -124,100 +83,6 @@ def train(comparison: Comparison, arm: str, seed: int, folder: Path, options: Se
     (workdir / "finished").touch()
     shutil.rmtree(workdir / "checkpoints", ignore_errors=True)  # gigabytes, and what is measured is in metrics.jsonl
     print(f"{mean_accuracy(read_metrics(workdir)[-1])} held-out after {time.monotonic() - start:.0f} s", flush=True)
-
-
-def workdir_of(folder: Path, arm: str, seed: int) -> Path:
-    """Where the run of an arm with a seed is kept."""
-    return folder / f"{''.join(letter if letter.isalnum() else '_' for letter in arm).strip('_')}_seed{seed}"
-
-
-def finished_runs(comparison: Comparison, folder: Path) -> list[Run]:
-    """Every run in the folder that came to its end, arm by arm."""
-    runs = []
-    for arm in comparison.arms:
-        for marker in sorted(folder.glob(f"{workdir_of(folder, arm, 0).name.removesuffix('0')}*/finished")):
-            rows = [
-                {key: float(f"{value:.6g}") for key, value in row.items() if value is not None and is_kept(key)}
-                for row in read_metrics(marker.parent)
-            ]
-            runs.append({"arm": arm, "seed": int(marker.parent.name.rpartition("_seed")[2]), "rows": rows})
-    return runs
-
-
-def is_kept(metric: str) -> bool:
-    """Whether a metric of metrics.jsonl is part of the report."""
-    return metric in KEPT or (metric.startswith("eval/") and "/acc/mean@" in metric)
-
-
-def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row an arm; main's docstring explains the columns."""
-    budget = min(points(run["rows"], None, "tokens")[0][-1] for run in runs)
-    lines = []
-    for arm in dict.fromkeys(run["arm"] for run in runs):
-        of_arm = [run["rows"] for run in runs if run["arm"] == arm]
-        curves = [points(rows, None, "tokens") for rows in of_arm]
-        ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
-        lines.append(
-            {
-                "arm": arm,
-                "seeds": len(of_arm),
-                "before": spread([values[0] for _, values in curves]),
-                "after": spread([values[-1] for _, values in curves]),
-                "equal tokens": spread([float(np.interp(budget, *curve)) for curve in curves]),
-                "tokens": f"{np.mean([total(rows, 'dynamic_sampling/generated_tokens') for rows in of_arm]):.0f}",
-                "seconds": f"{np.mean([total(rows, 'timing_s/step') for rows in of_arm]):.0f}",
-                "length": f"{mean_of(ends, 'response_length/mean'):.1f}",
-                "cut off": f"{mean_of(ends, 'response_length/clip_ratio'):.3f}",
-                "entropy": f"{mean_of(ends, 'actor/entropy'):.3f}",
-                "uniform": f"{mean_of(ends, 'dynamic_sampling/uniform_share'):.3f}",
-                "mismatch": f"{mean_of(of_arm, 'rollout_corr/logprob_abs_diff'):.1e}",
-            }
-        )
-    return lines
-
-
-def spread(values: Sequence[float]) -> str:
-    """The mean, and the least and the most."""
-    return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-
-def total(rows: Sequence[Row], metric: str) -> float:
-    """Sum over the steps."""
-    return sum(row.get(metric, 0.0) for row in rows)
-
-
-def mean_of(runs: Sequence[Sequence[Row]], metric: str) -> float:
-    """Mean over all steps of all runs that have the metric; NaN without any."""
-    found = [row[metric] for rows in runs for row in rows if metric in row]
-    return float(np.mean(found)) if found else float("nan")
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """The curves of all arms: means over seeds, with bands from the least to the most."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, grid = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
-    for (title, metric, axis), axes in zip(PANELS, grid.flat, strict=True):
-        for arm in dict.fromkeys(run["arm"] for run in runs):
-            places, values = mean_curve([run["rows"] for run in runs if run["arm"] == arm], metric, axis)
-            if values.size:
-                [line] = axes.plot(places, values.mean(0), marker="." if metric is None else None, label=arm)
-                axes.fill_between(places, values.min(0), values.max(0), alpha=0.12, color=line.get_color())
-        axes.set(title=title, xlabel=AXES[axis][0])
-        axes.grid(alpha=0.3)
-    grid.flat[0].legend(fontsize=8)
-    figure.savefig(path, dpi=90)
-
-
-def mean_curve(runs: Sequence[Sequence[Mapping[str, float]]], metric: str | None, axis: str) -> tuple[Any, Any]:
-    """Places [N], means over the runs, and values [runs, N] of the steps that all runs have."""
-    curves = [points(rows, metric, axis) for rows in runs]
-    length = min(len(values) for _, values in curves)
-    places = np.mean([places[:length] for places, _ in curves], 0)
-    return places, np.array([values[:length] for _, values in curves])
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from dapo_jax.validation import validate
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-comparisons, run_ablation = (importlib.import_module(name) for name in ("comparisons", "run_ablation"))
+comparison_report, comparisons, run_ablation = (
+    importlib.import_module(name) for name in ("comparison_report", "comparisons", "run_ablation")
+)
 ARMS = [(name, arm) for name, found in comparisons.COMPARISONS.items() for arm in found.arms]
 
 
 def configured(name: str, arm: str):
-    comparison = comparisons.COMPARISONS[name]
-    options = [f"--config.{key}={value}" for key, value in {**comparison.shared, **comparison.arms[arm]}.items()]
-    return read_config(["train", f"--config={ROOT / comparison.config}", *options])
+    return read_config(["train", *run_ablation.command_options(comparisons.COMPARISONS[name], arm)])
 
 
 @pytest.mark.parametrize(("name", "arm"), ARMS)
@@ -45,8 +45,20 @@ def test_the_paper_s_table_adds_one_part_a_line():
     assert found[-1] == recipe, "the last line is the recipe itself"
 
 
-def write_run(folder: Path, arm: str, seed: int, accuracies: list[float], tokens: list[int]) -> None:
-    workdir = run_ablation.workdir_of(folder, arm, seed)
+def test_equal_configs_share_their_runs(tmp_path):
+    def folder(name: str, arm: str, *options: str) -> Path:
+        chosen = run_ablation.command_options(comparisons.COMPARISONS[name], arm, options)
+        return run_ablation.folder_of(tmp_path, chosen)
+
+    whole = folder("dapo", "+ dynamic sampling")
+    assert whole == folder("leftover", "batch, requeue") == folder("dtype", "auto")
+    assert len({folder("dapo", arm) for arm in comparisons.PARTS}) == 6
+    assert whole != folder("dapo", "+ dynamic sampling", "--config.rollout.top_p=0.9")
+    assert whole == folder("dapo", "+ dynamic sampling", "--config.seed=3", "--config.workdir=elsewhere")
+
+
+def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int]) -> None:
+    workdir = folder / f"seed{seed}"
     workdir.mkdir(parents=True)
     rows = [{"step": 0, "eval/sums/acc/mean@2": 0.25}]
     for step, (accuracy, num_tokens) in enumerate(zip(accuracies, tokens, strict=True), start=1):
@@ -60,21 +72,25 @@ def write_run(folder: Path, arm: str, seed: int, accuracies: list[float], tokens
 
 
 @pytest.fixture
-def folder(tmp_path):
-    write_run(tmp_path / "dapo", "naive GRPO", 0, [0.5, 0.75], [100, 100])
-    write_run(tmp_path / "dapo", "naive GRPO", 1, [0.5, 0.25], [100, 100])
-    write_run(tmp_path / "dapo", "+ dynamic sampling", 0, [0.5, 1.0], [100, 300])
-    return tmp_path
-
-
-def test_the_table_reads_the_curves(folder):
+def arms(tmp_path):
     comparison = comparisons.COMPARISONS["dapo"]
-    runs = run_ablation.finished_runs(comparison, folder / "dapo")
+    found = {
+        arm: run_ablation.folder_of(tmp_path, run_ablation.command_options(comparison, arm)) for arm in comparison.arms
+    }
+    write_run(found["naive GRPO"], 0, [0.5, 0.75], [100, 100])
+    write_run(found["naive GRPO"], 10, [0.5, 0.25], [100, 100])
+    write_run(found["+ dynamic sampling"], 0, [0.5, 1.0], [100, 300])
+    (found["naive GRPO"] / "seed3").mkdir()  # still running
+    return found
+
+
+def test_the_table_reads_the_curves(arms):
+    runs = comparison_report.finished_runs(arms)
     assert [(run["arm"], run["seed"]) for run in runs] == [
-        ("naive GRPO", 0), ("naive GRPO", 1), ("+ dynamic sampling", 0),
+        ("naive GRPO", 0), ("naive GRPO", 10), ("+ dynamic sampling", 0),
     ]  # fmt: skip
     assert "perf/throughput" not in runs[0]["rows"][1] and "dynamic_sampling/uniform_share" not in runs[0]["rows"][1]
-    naive, full = run_ablation.table(runs)
+    naive, full = comparison_report.table(runs)
     assert (naive["seeds"], naive["before"], naive["after"]) == (
         2, "0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)",
     )  # fmt: skip
@@ -84,7 +100,7 @@ def test_the_table_reads_the_curves(folder):
     assert (full["tokens"], full["seconds"], full["entropy"], full["uniform"]) == ("400", "4", "0.500", "nan")
 
 
-def test_finished_runs_are_reported_and_not_run_again(folder, monkeypatch, capsys):
+def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     commands = []
 
@@ -101,9 +117,9 @@ def test_finished_runs_are_reported_and_not_run_again(folder, monkeypatch, capsy
         return Done
 
     monkeypatch.setattr(run_ablation.subprocess, "run", run)
-    output = folder / "results"
-    run_ablation.main(["dapo", "--seeds", "0", f"--runs={folder}", f"--output={output}", "--config.rollout.n=4"])
-    assert len(commands) == 4 and all("--config.rollout.n=4" in command for command in commands)
+    output = tmp_path / "results"
+    run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}", f"--output={output}"])
+    assert len(commands) == 4 and all("--config.seed=0" in command for command in commands)
     assert (output / "dapo.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((output / "dapo.json").read_text())
     assert len(report["runs"]) == 7 and len(report["table"]) == 6
@@ -118,4 +134,4 @@ def test_a_run_that_fails_ends_the_script(tmp_path, monkeypatch):
     monkeypatch.setattr(run_ablation.subprocess, "run", lambda *_, **__: Failed)
     with pytest.raises(SystemExit, match="exit code 1"):
         run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}"])
-    assert not list(tmp_path.glob("*/*/finished"))
+    assert list(tmp_path.glob("*/seed0/output.txt")) and not list(tmp_path.glob("*/*/finished"))

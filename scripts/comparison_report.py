@@ -1,0 +1,159 @@
+"""Host: what becomes of finished runs: curves from their metrics.jsonl, a table and a picture of several arms.
+
+Columns of the table, each a mean over the seeds:
+
+    before, after    accuracy on held-out problems before the first and after the last step, (least to most)
+    equal tokens     the same after as many sampled tokens as the thriftiest of all runs took in the end, interpolated
+    tokens, seconds  sampled, and taken by training steps (evaluation is not in them)
+    length, cut off, entropy, uniform    of the last quarter of the steps: tokens of a trained response, share of
+                     those that ran into the limit, nats per token, share of sampled groups that are all right or wrong
+    mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from markdown_table import markdown_table
+from plot_run import AXES, points
+
+from dapo_jax.monitor.records import read_metrics
+
+KEPT = (  # of metrics.jsonl; with the accuracies on task sets
+    "step", "dynamic_sampling/generated_tokens", "timing_s/step", "rollout/acc/mean", "response_length/mean",
+    "response_length/clip_ratio", "actor/entropy", "dynamic_sampling/uniform_share", "train/filter_rate",
+    "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_abs_diff", "rollout_corr/k3_kl",
+    "critic/score/mean", "perf/cpu_memory_used_gb",
+)  # fmt: skip
+PANELS = (  # title, metric (None: held-out accuracy), axis
+    ("held-out accuracy", None, "steps"),
+    ("held-out accuracy", None, "tokens"),
+    ("held-out accuracy", None, "seconds"),
+    ("training accuracy", "rollout/acc/mean", "steps"),
+    ("entropy, nats per token", "actor/entropy", "steps"),
+    ("response length, tokens", "response_length/mean", "steps"),
+    ("share of responses cut off", "response_length/clip_ratio", "steps"),
+    ("share of sampled groups that are uniform", "dynamic_sampling/uniform_share", "steps"),
+)
+Row = dict[str, float]
+Run = dict[str, Any]  # arm, seed, rows
+
+
+def report(name: str, arms: Mapping[str, Path], output: Path | None, about: Mapping[str, Any]) -> None:
+    """Prints the table of all finished runs; writes OUTPUT/NAME.json and OUTPUT/NAME.png, if there is an output.
+
+    Args:
+        arms: name -> folder of its runs, `seed0` and so on; a run that has come to its end has a file `finished`.
+        about: further entries of the JSON object, such as the command; `versions` of other libraries than ours.
+    """
+    runs = finished_runs(arms)
+    print(markdown_table(table(runs)))
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    ours = {"python": platform.python_version(), "jax": jax.__version__}
+    found = {
+        **about,
+        "versions": {**ours, **about.get("versions", {})},
+        "machine": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+        "table": table(runs),
+        "runs": runs,
+    }
+    (output / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    draw(runs, output / f"{name}.png")
+
+
+def finished_runs(arms: Mapping[str, Path]) -> list[Run]:
+    """Every run that has come to its end, arm by arm."""
+    runs = []
+    for arm, folder in arms.items():
+        for seed, workdir in sorted((int(path.name.removeprefix("seed")), path) for path in folder.glob("seed*")):
+            if not (workdir / "finished").exists():
+                continue
+            rows = [
+                {key: float(f"{value:.6g}") for key, value in row.items() if value is not None and is_kept(key)}
+                for row in read_metrics(workdir)
+            ]
+            runs.append({"arm": arm, "seed": seed, "rows": rows})
+    return runs
+
+
+def is_kept(metric: str) -> bool:
+    """Whether a metric of metrics.jsonl is part of the report."""
+    return metric in KEPT or (metric.startswith("eval/") and "/acc/mean@" in metric)
+
+
+def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One row an arm; main's docstring explains the columns."""
+    budget = min(points(run["rows"], None, "tokens")[0][-1] for run in runs)
+    lines = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        of_arm = [run["rows"] for run in runs if run["arm"] == arm]
+        curves = [points(rows, None, "tokens") for rows in of_arm]
+        ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
+        lines.append(
+            {
+                "arm": arm,
+                "seeds": len(of_arm),
+                "before": spread([values[0] for _, values in curves]),
+                "after": spread([values[-1] for _, values in curves]),
+                "equal tokens": spread([float(np.interp(budget, *curve)) for curve in curves]),
+                "tokens": f"{np.mean([total(rows, 'dynamic_sampling/generated_tokens') for rows in of_arm]):.0f}",
+                "seconds": f"{np.mean([total(rows, 'timing_s/step') for rows in of_arm]):.0f}",
+                "length": f"{mean_of(ends, 'response_length/mean'):.1f}",
+                "cut off": f"{mean_of(ends, 'response_length/clip_ratio'):.3f}",
+                "entropy": f"{mean_of(ends, 'actor/entropy'):.3f}",
+                "uniform": f"{mean_of(ends, 'dynamic_sampling/uniform_share'):.3f}",
+                "mismatch": f"{mean_of(of_arm, 'rollout_corr/logprob_abs_diff'):.1e}",
+            }
+        )
+    return lines
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean, and the least and the most."""
+    return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def total(rows: Sequence[Row], metric: str) -> float:
+    """Sum over the steps."""
+    return sum(row.get(metric, 0.0) for row in rows)
+
+
+def mean_of(runs: Sequence[Sequence[Row]], metric: str) -> float:
+    """Mean over all steps of all runs that have the metric; NaN without any."""
+    found = [row[metric] for rows in runs for row in rows if metric in row]
+    return float(np.mean(found)) if found else float("nan")
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """The curves of all arms: means over seeds, with bands from the least to the most."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    figure, grid = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
+    for (title, metric, axis), axes in zip(PANELS, grid.flat, strict=True):
+        for arm in dict.fromkeys(run["arm"] for run in runs):
+            places, values = mean_curve([run["rows"] for run in runs if run["arm"] == arm], metric, axis)
+            if values.size:
+                [line] = axes.plot(places, values.mean(0), marker="." if metric is None else None, label=arm)
+                axes.fill_between(places, values.min(0), values.max(0), alpha=0.12, color=line.get_color())
+        axes.set(title=title, xlabel=AXES[axis][0])
+        axes.grid(alpha=0.3)
+    grid.flat[0].legend(fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def mean_curve(runs: Sequence[Sequence[Mapping[str, float]]], metric: str | None, axis: str) -> tuple[Any, Any]:
+    """Places [N], means over the runs, and values [runs, N] of the steps that all runs have."""
+    curves = [points(rows, metric, axis) for rows in runs]
+    length = min(len(values) for _, values in curves)
+    places = np.mean([places[:length] for places, _ in curves], 0)
+    return places, np.array([values[:length] for _, values in curves])
