@@ -116,8 +116,9 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, and the least and the most."""
-    return f"{np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    """The mean, and of several values the least and the most."""
+    mean = f"{np.mean(values):.3f}"
+    return f"{mean} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else mean
 
 
 def total(rows: Sequence[Row], metric: str) -> float:
