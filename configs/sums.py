@@ -5,8 +5,7 @@
     python -m dapo_jax.train --config configs/sums.py
 
 Hardware: two CPU cores and 12 GiB of memory. Expect: docs/results.md, which compares DAPO's parts in this setting: in
-the beginning most groups are all wrong and some are mixed, answers take 9 to 32 tokens, and half of them run into the
-limit of 32.
+the beginning some groups are all wrong and others mixed, and half of the answers run into the limit of 32 tokens.
 """
 
 import os

@@ -3,11 +3,11 @@
     python scripts/compare_trl.py --trl TORCH_ENV/bin/python [--seeds 0] [--output docs/results]
 
 configs/sums.py states the task and the settings; the trainer of TRL is given the same ones: loss_type "dapo", clip-
-higher, truncated completions left out, its soft overlong punishment, four updates a generation, a cosine that falls per
-update (here: per step). What it does not have is dynamic sampling, so each of its steps samples the batch alone. It
+higher, truncated completions left out, its soft overlong punishment, as many updates a generation, a cosine that falls
+per update (here: per step). What it does not have is dynamic sampling, so each of its steps samples the batch alone. It
 loads the same GGUF file, and its accuracy is measured on the same held-out problems with transformers' generate, two
-samples each at temperature 1. Runs are kept and reported as by run_ablation.py; seconds are those of
-training steps, without loading, evaluation and checkpoints; compilation here and warm-up there are in them.
+samples each at temperature 1. Runs are kept and reported as by run_ablation.py; seconds are those of training steps,
+without loading, evaluation and checkpoints; compilation here and warm-up there are in them.
 
 TORCH_ENV: pip install torch trl gguf pyarrow.
 """

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from markdown_table import markdown_table
-from plot_run import AXES, points
+from plot_run import AXES, points, pyplot
 
 from dapo_jax.monitor.records import read_metrics
 
@@ -52,7 +52,8 @@ def report(name: str, arms: Mapping[str, Path], output: Path | None, about: Mapp
         about: further entries of the JSON object, such as the command; `versions` of other libraries than ours.
     """
     runs = finished_runs(arms)
-    print(markdown_table(table(runs)))
+    lines = table(runs)
+    print(markdown_table(lines))
     if output is None:
         return
     output.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def report(name: str, arms: Mapping[str, Path], output: Path | None, about: Mapp
         **about,
         "versions": {**ours, **about.get("versions", {})},
         "machine": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores",
-        "table": table(runs),
+        "table": lines,
         "runs": runs,
     }
     (output / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
@@ -89,7 +90,7 @@ def is_kept(metric: str) -> bool:
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row an arm; main's docstring explains the columns."""
+    """One row an arm; the docstring of this file explains the columns."""
     budget = min(points(run["rows"], None, "tokens")[0][-1] for run in runs)
     lines = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
@@ -134,12 +135,7 @@ def mean_of(runs: Sequence[Sequence[Row]], metric: str) -> float:
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """The curves of all arms: means over seeds, with bands from the least to the most."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, grid = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
+    figure, grid = pyplot().subplots(2, 4, figsize=(18, 8), layout="constrained")
     for (title, metric, axis), axes in zip(PANELS, grid.flat, strict=True):
         for arm in dict.fromkeys(run["arm"] for run in runs):
             places, values = mean_curve([run["rows"] for run in runs if run["arm"] == arm], metric, axis)

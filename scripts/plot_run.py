@@ -2,7 +2,7 @@
 
     python scripts/plot_run.py WORKDIR [NAME=WORKDIR ...] --output FILE.png [--x steps|tokens|seconds]
 
-Needs matplotlib: pip install 'dapo_jax[plots]'. Held-out accuracy is the mean over task sets of eval/*/acc/mean@k.
+Needs matplotlib: pip install -e '.[plots]'. Held-out accuracy is the mean over task sets of eval/*/acc/mean@k.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import read_metrics
@@ -36,14 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--x", choices=AXES, default="steps")
     given = parser.parse_args(arguments)
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        sys.exit("matplotlib is missing: pip install 'dapo_jax[plots]'")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, grid = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    figure, grid = pyplot().subplots(2, 3, figsize=(12, 6), layout="constrained")
     for run in given.runs:
         name, _, workdir = run.rpartition("=")
         rows = read_metrics(workdir)
@@ -55,6 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         grid.flat[0].legend()
     given.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.output, dpi=100)
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, for files; without matplotlib the script ends with a message."""
+    try:
+        import matplotlib  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        sys.exit("matplotlib is missing: pip install -e '.[plots]'")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    return pyplot
 
 
 def points(rows: Sequence[Row], metric: str | None, x: str) -> tuple[list[float], list[float]]:
