@@ -18,4 +18,26 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it from the process 
     _CACHE = tempfile.mkdtemp(prefix="jax_cache_")
     atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _equal_policies_are_traced_once():
+    """The runs of one process share the functions of a policy where settings and mesh are equal."""
+    from dapo_jax import run
+
+    build_actor, built = run.build_actor, {}
+
+    def shared(settings, mesh, frozen=None):
+        if frozen is not None:
+            return build_actor(settings, mesh, frozen)
+        key = repr(settings), mesh
+        if key not in built:
+            built[key] = build_actor(settings, mesh)
+        return built[key]
+
+    run.build_actor = shared
+    yield built
+    run.build_actor = build_actor

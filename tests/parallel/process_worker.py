@@ -1,6 +1,8 @@
 """One of several processes of test_processes.py: collects some batches and prints what each of them holds.
 
-    python process_worker.py PORT NUM_PROCESSES PROCESS_ID WORKDIR [key=value ...]
+    python process_worker.py PORT NUM_PROCESSES PROCESS_ID WORKDIR CHANGES ...
+
+CHANGES: a JSON object of config keys and values; each is collected for by itself, one after the other.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from small_run import small_config  # noqa: E402
 
 from dapo_jax.collection import collect  # noqa: E402
+from dapo_jax.config import Config  # noqa: E402
 from dapo_jax.run import open_run  # noqa: E402
 from dapo_jax.run_state import first_state  # noqa: E402
 
@@ -23,7 +26,12 @@ def main() -> None:
     port, num_processes, process_id, workdir, *changes = sys.argv[1:]
     if int(num_processes) > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", int(num_processes), int(process_id))
-    config = small_config(workdir, **{name: json.loads(value) for name, value in (c.split("=", 1) for c in changes)})
+    for number, text in enumerate(changes):
+        collect_batches(small_config(f"{workdir}.{number}", **json.loads(text)))
+
+
+def collect_batches(config: Config) -> None:
+    """Prints a line for each of three batches."""
     with open_run(config, initial_step=0) as run:
         state = first_state(run)
         models, progress, stream = state.models, state.progress, state.stream

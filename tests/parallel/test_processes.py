@@ -19,15 +19,22 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def collected(tmp_path, *, processes, devices, **changes):
-    """What each process says of its batches."""
+VARIANTS = (
+    {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream"},
+    # rows become fewer and the cache grows
+    {f"{FILTER}.leftover": "carry", "mesh.fsdp": 2, "mesh.tensor": 2, "data.max_response_length": 80},
+)
+BATCHES = 3
+
+
+def collected(tmp_path, *, processes, devices):
+    """What each process says of its batches, variant by variant."""
     port = str(free_port())
-    changes = {"model.random.num_layers": 1, **changes}
-    options = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+    changes = [json.dumps({"model.random.num_layers": 1, **variant}) for variant in VARIANTS]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(WORKER.parents[2])}
     running = [
         subprocess.Popen(
-            [sys.executable, WORKER, port, str(processes), str(i), tmp_path / f"{processes}.{i}", *options],
+            [sys.executable, WORKER, port, str(processes), str(i), tmp_path / f"{processes}.{i}", *changes],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for i in range(processes)
@@ -45,18 +52,10 @@ def collected(tmp_path, *, processes, devices, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream"},
-        # rows become fewer and the cache grows
-        {f"{FILTER}.leftover": "carry", "mesh.fsdp": 2, "mesh.tensor": 2, "data.max_response_length": 80},
-    ],
-)
-def test_processes_sample_and_keep_alike(tmp_path, changes):
-    one = collected(tmp_path, processes=1, devices=8, **changes)[0]
-    first, second = collected(tmp_path, processes=2, devices=4, **changes)
-    assert len(one) == 3 and first == second
+def test_processes_sample_and_keep_alike(tmp_path):
+    one = collected(tmp_path, processes=1, devices=8)[0]
+    first, second = collected(tmp_path, processes=2, devices=4)
+    assert len(one) == BATCHES * len(VARIANTS) and first == second
     for found, expected in zip(first, one, strict=True):
         assert found.pop("logprob") == pytest.approx(expected.pop("logprob"), abs=1e-3)
         assert found == expected

@@ -130,6 +130,15 @@ def wait_for_rows(workdir: Path, count: int) -> None:
     raise AssertionError(f"{path} never had {count} rows")
 
 
+def wait_for_line(output: TextIO, text: str) -> None:
+    """Until a process has printed `text` into its output."""
+    for _ in range(1200):
+        if text in Path(output.name).read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{output.name} never had {text}")
+
+
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
     return tmp_path_factory.mktemp("logs")
@@ -205,23 +214,23 @@ def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, 
     assert rows[5]["rollout_corr/logprob_abs_diff"] < 1e-4 and rows[5]["actor/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two, killed):
+def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two):
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
-    running = start(tmp_path, logs, **where)
-    try:
-        wait_for_rows(tmp_path, 4)  # step 3 is done and step 2 saved
-        running[killed].process.kill()
-        running[killed].process.wait(10)
-        (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
-    finally:
-        for started in running:
-            started.process.kill()
-    assert code != 0
-    if killed == 1:
-        assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\s*1\b", errors), errors[-2000:]
-    else:
-        assert re.search("the leader|coordination service", errors), errors[-2000:]
+    for killed in (1, 0):
+        running = start(tmp_path, logs, **where)
+        try:
+            wait_for_line(running[0].out, "step 3/4")  # and step 2 is saved
+            running[killed].process.kill()
+            running[killed].process.wait(10)
+            (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
+        finally:
+            for started in running:
+                started.process.kill()
+        assert code != 0
+        if killed == 1:
+            assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\s*1\b", errors), errors[-2000:]
+        else:
+            assert re.search("the leader|coordination service", errors), errors[-2000:]
     trained(tmp_path, logs, **where)
     assert rows_without_clock(tmp_path) == rows_without_clock(two[0])
     for found, wanted in zip(jax.tree.leaves(policy(tmp_path)), jax.tree.leaves(policy(two[0])), strict=True):
