@@ -24,8 +24,8 @@ import pytest  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _equal_policies_are_traced_once():
-    """The runs of one process share the functions of a policy where settings and mesh are equal."""
+def traced_policies():
+    """The functions of policies, which the runs of one process share where settings and mesh are equal."""
     from dapo_jax import run
 
     build_actor, built = run.build_actor, {}

@@ -167,8 +167,10 @@ def test_bfloat16_trains_and_its_mismatch_is_small(tmp_path):
         assert 0 < row["rollout_corr/logprob_abs_diff"] and row["rollout_corr/k3_kl"] < 1e-4
 
 
-def test_a_run_of_one_shape_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch):
+def test_a_run_of_one_shape_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, traced_policies):
     """Responses of one chunk: keep rates and samples change from step to step, shapes do not."""
+    traced_policies.clear()
+    jax.clear_caches()
     compiled, after_step = [], []
     recorded = train_module.record
     monkeypatch.setattr(train_module, "record", lambda *given: (recorded(*given), after_step.append(len(compiled))))
