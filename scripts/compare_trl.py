@@ -3,11 +3,13 @@
     python scripts/compare_trl.py --trl TORCH_ENV/bin/python [--seeds 0] [--output docs/results]
 
 configs/sums.py states the task and the settings; the trainer of TRL is given the same ones: loss_type "dapo", clip-
-higher, truncated completions left out, its soft overlong punishment, as many updates a generation, a cosine that falls
-per update (here: per step). What it does not have is dynamic sampling, so each of its steps samples the batch alone. It
-loads the same GGUF file, and its accuracy is measured on the same held-out problems with transformers' generate, two
-samples each at temperature 1. Runs are kept and reported as by run_ablation.py; seconds are those of training steps,
-without loading, evaluation and checkpoints; compilation here and warm-up there are in them.
+higher, truncated completions left out, its soft overlong punishment, as many updates a generation, the same learning
+rate at each step. What it does not have is dynamic sampling, so each of its steps samples the batch alone; a second arm
+here has none either. It loads the same GGUF file, samples with transformers' generate (not vLLM), and its accuracy is
+measured on the same held-out problems, two samples each at temperature 1. It mixes the rows of all groups before it
+divides them into updates; here an update has whole groups. Runs are kept and reported as by run_ablation.py; seconds
+are those of training steps, without loading, evaluation and checkpoints; compilation here and warm-up there are in
+them.
 
 TORCH_ENV: pip install torch trl gguf pyarrow.
 """
@@ -24,14 +26,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from comparisons import NO_FILTER, Comparison
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/sums.py"
+OURS = {"dapo_jax": {}, "dapo_jax, no filter": NO_FILTER}
 EVALUATION_BATCH = 64  # responses
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     from comparison_report import report
-    from run_ablation import folder_of, train
+    from run_ablation import command_options, folder_of, train
 
     from dapo_jax.command_line import read_config
 
@@ -41,19 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare_trl", help="folder of the workdirs")
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
-    configured = [f"--config={ROOT / CONFIG}", *options]
-    config = read_config(["compare_trl", *configured])
-    ours = folder_of(given.runs, configured)
-    theirs = ours.with_name(f"{ours.name}_trl")
+    comparison = Comparison(CONFIG, OURS)
+    configured = {arm: command_options(comparison, arm, options) for arm in OURS}
+    folders = {arm: folder_of(given.runs, options_of_arm) for arm, options_of_arm in configured.items()}
+    config = read_config(["compare_trl", *configured["dapo_jax"]])
+    theirs = folders["dapo_jax"].with_name(f"{folders['dapo_jax'].name}_trl")
     for seed in given.seeds:
-        train("dapo_jax", configured, ours, seed)
+        for arm in OURS:
+            train(arm, configured[arm], folders[arm], seed)
         train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
     about = {
         "command": " ".join(["python scripts/compare_trl.py --trl TORCH_ENV/bin/python", *options]),
         "config": CONFIG,
         "versions": json.loads((theirs / f"seed{given.seeds[0]}" / "versions.json").read_text()),
     }
-    report("compare_trl", {"dapo_jax": ours, "TRL": theirs}, given.output, about)
+    report("compare_trl", {**folders, "TRL": theirs}, given.output, about)
 
 
 def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
@@ -89,15 +96,24 @@ def settings_of(config: Any, seed: int) -> dict[str, Any]:
         "mask_truncated": config.algorithm.overlong_filtering,
         "clip_low": actor.clip_ratio_low,
         "clip_high": actor.clip_ratio_high,
-        "learning_rate": optim.lr,
-        "min_lr_ratio": optim.min_lr_ratio,
-        "warmup_updates": optim.lr_warmup_steps * updates,
+        "learning_rates": [learning_rate_of(config, 1 + done) for done in range(config.trainer.total_training_steps)],
         "betas": list(optim.betas),
         "weight_decay": optim.weight_decay,
         "grad_clip": actor.grad_clip,
         "test_freq": config.trainer.test_freq,
         "evaluation_samples": config.evaluate.n,
     }
+
+
+def learning_rate_of(config: Any, step: int) -> float:
+    """The learning rate of the policy in a training step, from 1."""
+    from dapo_jax.learner.optimizer import learning_rate
+
+    optim = config.actor.optim
+    return learning_rate(
+        step, lr=optim.lr, warmup_steps=optim.lr_warmup_steps, scheduler=optim.lr_scheduler_type,
+        total_steps=config.trainer.total_training_steps, min_ratio=optim.min_lr_ratio,
+    )  # fmt: skip
 
 
 def child(workdir: Path) -> None:
@@ -130,13 +146,20 @@ def child(workdir: Path) -> None:
         steps_per_generation=updates, max_steps=given["steps"] * updates, num_generations=given["samples"],
         max_completion_length=given["max_tokens"], temperature=1.0, top_p=1.0, top_k=0, loss_type="dapo",
         epsilon=given["clip_low"], epsilon_high=given["clip_high"], beta=0.0,
-        mask_truncated_completions=given["mask_truncated"], learning_rate=given["learning_rate"],
-        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": given["min_lr_ratio"]},
-        warmup_steps=given["warmup_updates"], adam_beta1=given["betas"][0], adam_beta2=given["betas"][1],
+        mask_truncated_completions=given["mask_truncated"], learning_rate=1.0,  # times that of the step
+        adam_beta1=given["betas"][0], adam_beta2=given["betas"][1],
         weight_decay=given["weight_decay"], max_grad_norm=given["grad_clip"], gradient_checkpointing=False,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
+    rates = [rate for rate in given["learning_rates"] for _ in range(updates)]  # of each update
     accuracies: list[float] = []  # of the step that is going on
+
+    class Trainer(trl.GRPOTrainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda update: rates[min(update, len(rates) - 1)]
+            )
+            return self.lr_scheduler
 
     def accuracy(completions: list[list[dict[str, str]]], ground_truth: list[str], **_: Any) -> list[float]:
         found = [is_right(turns[0]["content"], truth) for turns, truth in zip(completions, ground_truth, strict=True)]
@@ -146,7 +169,7 @@ def child(workdir: Path) -> None:
     rewards: list[Any] = [accuracy]
     if given["overlong_buffer"]:
         rewards.append(get_soft_overlong_punishment(given["max_tokens"], given["overlong_buffer"]))
-    trainer = trl.GRPOTrainer(
+    trainer = Trainer(
         model=model, reward_funcs=rewards, args=config, processing_class=tokenizer,
         train_dataset=Dataset.from_list(train),
     )  # fmt: skip
@@ -158,11 +181,18 @@ def child(workdir: Path) -> None:
         return found
 
     trainer._generate_single_turn = counted
-    seconds, entropies = [0.0, 0.0], []  # of the step, and when the update began
+    seconds, of_updates = [0.0, 0.0], []  # of the step, and when the update began; what each update logs
 
     def evaluated() -> dict[str, float]:
-        accuracy = heldout_accuracy(trainer.model, tokenizer, heldout, given)
-        return {f"eval/sums/acc/mean@{given['evaluation_samples']}": accuracy}
+        return {f"eval/sums/{name}": value for name, value in measure(trainer.model, tokenizer, heldout, given).items()}
+
+    def uniform_share() -> float:
+        samples = given["samples"]
+        groups = [accuracies[start : start + samples] for start in range(0, len(accuracies), samples)]
+        return sum(len(set(group)) == 1 for group in groups) / len(groups)
+
+    def mean_of_updates(name: str) -> float:
+        return sum(logs[name] for logs in of_updates) / updates
 
     def write(row: dict[str, float]) -> None:
         with open(workdir / "metrics.jsonl", "a") as records:
@@ -178,14 +208,16 @@ def child(workdir: Path) -> None:
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
             if logs is None or "entropy" not in logs:
                 return
-            entropies.append(logs["entropy"])
+            of_updates.append(logs)
             if state.global_step % updates:
                 return
             step = state.global_step // updates
             row = {
                 "step": step, "dynamic_sampling/generated_tokens": sum(lengths), "timing_s/step": seconds[0],
-                "rollout/acc/mean": sum(accuracies) / len(accuracies), "actor/entropy": sum(entropies) / updates,
-                "response_length/mean": sum(lengths) / len(lengths), "actor/grad_norm": logs["grad_norm"],
+                "rollout/acc/mean": sum(accuracies) / len(accuracies),
+                "dynamic_sampling/uniform_share": uniform_share(),
+                "actor/entropy": mean_of_updates("entropy"), "actor/grad_norm": mean_of_updates("grad_norm"),
+                "response_length/mean": sum(lengths) / len(lengths), "actor/lr": logs["learning_rate"],
                 "response_length/clip_ratio": sum(n == given["max_tokens"] for n in lengths) / len(lengths),
             }  # fmt: skip
             if step % given["test_freq"] == 0 or step == given["steps"]:
@@ -194,7 +226,7 @@ def child(workdir: Path) -> None:
             seconds[0] = 0.0
             accuracies.clear()
             lengths.clear()
-            entropies.clear()
+            of_updates.clear()
 
     (workdir / "metrics.jsonl").unlink(missing_ok=True)
     write({"step": 0, **evaluated()})
@@ -220,13 +252,13 @@ def is_right(completion: str, ground_truth: str) -> float:
     return score("arithmetic", completion, ground_truth, {})["score"]
 
 
-def heldout_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, Any]], given: dict[str, Any]) -> float:
-    """The mean over all problems and samples."""
+def measure(model: Any, tokenizer: Any, rows: list[dict[str, Any]], given: dict[str, Any]) -> dict[str, float]:
+    """Accuracy, length in tokens and share of cut-off answers: means over all held-out problems and samples."""
     import torch  # pyright: ignore[reportMissingImports]
 
     was_training = model.training
     model.eval()
-    right = []
+    right, lengths = [], []
     for batch in batches(rows, EVALUATION_BATCH // given["evaluation_samples"]):
         inputs = tokenizer.apply_chat_template(
             [row["prompt"] for row in batch], add_generation_prompt=True, padding=True, return_tensors="pt",
@@ -236,12 +268,22 @@ def heldout_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, Any]], giv
             tokens = model.generate(
                 **inputs, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=given["max_tokens"],
                 num_return_sequences=given["evaluation_samples"], pad_token_id=tokenizer.pad_token_id,
-            )  # fmt: skip
-        texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            )[:, inputs["input_ids"].shape[1] :]  # fmt: skip
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         truths = [row["ground_truth"] for row in batch for _ in range(given["evaluation_samples"])]
         right += [is_right(text, truth) for text, truth in zip(texts, truths, strict=True)]
+        lengths += [length_of(row, tokenizer.eos_token_id, given["max_tokens"]) for row in tokens.tolist()]
     model.train(was_training)
-    return sum(right) / len(right)
+    return {
+        f"acc/mean@{given['evaluation_samples']}": sum(right) / len(right),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/clip_ratio": sum(length == given["max_tokens"] for length in lengths) / len(lengths),
+    }
+
+
+def length_of(tokens: Sequence[int], eos: int, most: int) -> int:
+    """Tokens of a completion with its end; `most` where it has none."""
+    return tokens.index(eos) + 1 if eos in tokens else most
 
 
 def batches(rows: list[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:

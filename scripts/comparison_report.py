@@ -1,12 +1,13 @@
 """Host: what becomes of finished runs: curves from their metrics.jsonl, a table and a picture of several arms.
 
-Columns of the table, each a mean over the seeds:
+Columns of the table, each a mean over the seeds, and "-" where nothing was measured:
 
     before, after    accuracy on held-out problems before the first and after the last step, (least to most)
     equal tokens     the same after as many sampled tokens as the thriftiest of all runs took in the end, interpolated
     tokens, seconds  sampled, and taken by training steps (evaluation is not in them)
-    length, cut off, entropy, uniform    of the last quarter of the steps: tokens of a trained response, share of
-                     those that ran into the limit, nats per token, share of sampled groups that are all right or wrong
+    length, cut off  of the answers to held-out problems after the last step: tokens, and share that ran into the limit
+    entropy, uniform    of the last quarter of the steps: nats per token, share of sampled groups that are all right or
+                     all wrong
     mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps
 """
 
@@ -30,14 +31,15 @@ KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_abs_diff", "rollout_corr/k3_kl",
     "critic/score/mean", "perf/cpu_memory_used_gb",
 )  # fmt: skip
+KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
 PANELS = (  # title, metric (None: held-out accuracy), axis
     ("held-out accuracy", None, "steps"),
     ("held-out accuracy", None, "tokens"),
     ("held-out accuracy", None, "seconds"),
     ("training accuracy", "rollout/acc/mean", "steps"),
     ("entropy, nats per token", "actor/entropy", "steps"),
-    ("response length, tokens", "response_length/mean", "steps"),
-    ("share of responses cut off", "response_length/clip_ratio", "steps"),
+    ("length of trained responses, tokens", "response_length/mean", "steps"),
+    ("share of trained responses cut off", "response_length/clip_ratio", "steps"),
     ("share of sampled groups that are uniform", "dynamic_sampling/uniform_share", "steps"),
 )
 Row = dict[str, float]
@@ -61,12 +63,22 @@ def report(name: str, arms: Mapping[str, Path], output: Path | None, about: Mapp
     found = {
         **about,
         "versions": {**ours, **about.get("versions", {})},
-        "machine": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+        "machine": f"{jax.device_count()} x {device_name()}, {os.cpu_count()} cores",
         "table": lines,
         "runs": runs,
     }
     (output / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
     draw(runs, output / f"{name}.png")
+
+
+def device_name() -> str:
+    """The kind of device; of a CPU, what Linux calls it."""
+    kind = jax.devices()[0].device_kind
+    described = Path("/proc/cpuinfo")
+    if kind != "cpu" or not described.exists():
+        return kind
+    names = (line.partition(":")[2].strip() for line in described.read_text().splitlines() if "model name" in line)
+    return next(names, kind)
 
 
 def finished_runs(arms: Mapping[str, Path]) -> list[Run]:
@@ -86,7 +98,7 @@ def finished_runs(arms: Mapping[str, Path]) -> list[Run]:
 
 def is_kept(metric: str) -> bool:
     """Whether a metric of metrics.jsonl is part of the report."""
-    return metric in KEPT or (metric.startswith("eval/") and "/acc/mean@" in metric)
+    return metric in KEPT or (metric.startswith("eval/") and any(part in metric for part in KEPT_OF_EVALUATION))
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -97,6 +109,7 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
         of_arm = [run["rows"] for run in runs if run["arm"] == arm]
         curves = [points(rows, None, "tokens") for rows in of_arm]
         ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
+        answers = [[last_answers(rows)] for rows in of_arm]
         lines.append(
             {
                 "arm": arm,
@@ -106,11 +119,11 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "equal tokens": spread([float(np.interp(budget, *curve)) for curve in curves]),
                 "tokens": f"{np.mean([total(rows, 'dynamic_sampling/generated_tokens') for rows in of_arm]):.0f}",
                 "seconds": f"{np.mean([total(rows, 'timing_s/step') for rows in of_arm]):.0f}",
-                "length": f"{mean_of(ends, 'response_length/mean'):.1f}",
-                "cut off": f"{mean_of(ends, 'response_length/clip_ratio'):.3f}",
-                "entropy": f"{mean_of(ends, 'actor/entropy'):.3f}",
-                "uniform": f"{mean_of(ends, 'dynamic_sampling/uniform_share'):.3f}",
-                "mismatch": f"{mean_of(of_arm, 'rollout_corr/logprob_abs_diff'):.1e}",
+                "length": measured(answers, "response_length/mean", ".1f"),
+                "cut off": measured(answers, "response_length/clip_ratio", ".3f"),
+                "entropy": measured(ends, "actor/entropy", ".3f"),
+                "uniform": measured(ends, "dynamic_sampling/uniform_share", ".3f"),
+                "mismatch": measured(of_arm, "rollout_corr/logprob_abs_diff", ".1e"),
             }
         )
     return lines
@@ -127,10 +140,22 @@ def total(rows: Sequence[Row], metric: str) -> float:
     return sum(row.get(metric, 0.0) for row in rows)
 
 
-def mean_of(runs: Sequence[Sequence[Row]], metric: str) -> float:
-    """Mean over all steps of all runs that have the metric; NaN without any."""
+def last_answers(rows: Sequence[Row]) -> Row:
+    """Length and cut-off share of the last evaluation that measured them, means over the task sets; or nothing."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        here: dict[str, list[float]] = {}
+        for name, value in row.items():
+            if name.startswith("eval/") and "/response_length/" in name:
+                here.setdefault("response_length/" + name.rpartition("/")[2], []).append(value)
+        found = here or found
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def measured(runs: Sequence[Sequence[Row]], metric: str, form: str) -> str:
+    """Mean over all steps of all runs that have the metric; "-" without any."""
     found = [row[metric] for rows in runs for row in rows if metric in row]
-    return float(np.mean(found)) if found else float("nan")
+    return format(float(np.mean(found)), form) if found else "-"
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

@@ -28,7 +28,7 @@ def _section(name: str) -> str:
     return (
         f"{markdown_table(report['table'])}\n\n"
         f"`{report['command']}`; seeds {seeds}; {versions}; {report['machine']}; "
-        f"[figures](results/{name}.json).\n\n![Curves of this table](results/{name}.png)"
+        f"[numbers](results/{name}.json).\n\n![Curves of this table](results/{name}.png)"
     )
 
 

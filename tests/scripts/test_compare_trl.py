@@ -26,7 +26,10 @@ def test_trl_is_told_our_settings():
     assert settings["updates_per_step"] * settings["rows_per_update"] == 6 * 8
     assert (settings["rows_per_update"], settings["samples"], settings["max_tokens"]) == (16, 8, 32)
     assert (settings["clip_low"], settings["clip_high"], settings["mask_truncated"]) == (0.2, 0.28, True)
-    assert settings["overlong_buffer"] == 8 and settings["warmup_updates"] == 2 * 3 and settings["seed"] == 7
+    assert settings["overlong_buffer"] == 8 and settings["seed"] == 7
+    rates = settings["learning_rates"]
+    assert len(rates) == 16 and rates[:2] == [6e-6, 1.2e-5] and rates[-1] == pytest.approx(1.2e-6)
+    assert compare_trl.length_of([5, 2, 2], eos=2, most=3) == 2 and compare_trl.length_of([5, 6, 7], eos=2, most=3) == 3
 
 
 def test_problems_are_asked_as_here(tmp_path):
@@ -63,7 +66,8 @@ def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
         ["--trl", "torch/bin/python", "--seeds", "3", f"--runs={tmp_path}", f"--output={output}",
          "--config.trainer.total_training_steps=2"]
     )  # fmt: skip
-    assert [command[0] == "torch/bin/python" for command in commands] == [False, True]
+    assert [command[0] == "torch/bin/python" for command in commands] == [False, False, True]
     report = json.loads((output / "compare_trl.json").read_text())
-    assert report["versions"]["trl"] == "1.0" and [line["arm"] for line in report["table"]] == ["dapo_jax", "TRL"]
+    assert report["versions"]["trl"] == "1.0"
+    assert [line["arm"] for line in report["table"]] == ["dapo_jax", "dapo_jax, no filter", "TRL"]
     assert (output / "compare_trl.png").exists() and "| TRL | 1 | 0.250" in capsys.readouterr().out

@@ -63,7 +63,8 @@ def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int
     rows = [{"step": 0, "eval/sums/acc/mean@2": 0.25}]
     for step, (accuracy, num_tokens) in enumerate(zip(accuracies, tokens, strict=True), start=1):
         rows.append(
-            {"step": step, "eval/sums/acc/mean@2": accuracy, "dynamic_sampling/generated_tokens": num_tokens,
+            {"step": step, "eval/sums/acc/mean@2": accuracy, "eval/sums/response_length/mean": 10.0 * step,
+             "eval/sums/response_length/clip_ratio": 0.25, "dynamic_sampling/generated_tokens": num_tokens,
              "timing_s/step": 2.0, "actor/entropy": 1.0 / step, "response_length/mean": 10.0, "perf/throughput": 1.0,
              "response_length/clip_ratio": 0.5, "dynamic_sampling/uniform_share": None, "rollout/acc/mean": 0.5}
         )  # fmt: skip
@@ -97,7 +98,8 @@ def test_the_table_reads_the_curves(arms):
     assert full["after"] == "1.000"
     # the thriftiest run took 200 tokens; there this one is a third of the way from 0.5 at 100 to 1.0 at 400
     assert full["equal tokens"] == "0.667"
-    assert (full["tokens"], full["seconds"], full["entropy"], full["uniform"]) == ("400", "4", "0.500", "nan")
+    assert (full["tokens"], full["seconds"], full["entropy"], full["uniform"]) == ("400", "4", "0.500", "-")
+    assert (full["length"], full["cut off"]) == ("20.0", "0.250")
 
 
 def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, monkeypatch, capsys):
