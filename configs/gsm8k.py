@@ -3,9 +3,10 @@
     python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl
     python -m dapo_jax.train --config configs/gsm8k.py
 
-Hardware: one GPU of 80 GB, or with --config.mesh.fsdp=4 a v5e:2x2 slice, by arithmetic: not run here, so no time is
-known. Published: from 49.6% of the test problems to 56.7 with PPO and 54.3 with GRPO on adapters (verl,
-docs/algo/baseline.md); that is the bar, not a result of this file.
+Hardware: with --config.mesh.fsdp=4 a v5e:2x2 slice, where the preflight counts 7.7 of 16 GiB a device and a least time
+of 36 s a step (docs/preflight.md); or one GPU of 80 GB, by arithmetic. Not run, so no time is known. Larger ones are
+taken by --config.model.path, such as models/Qwen2.5-1.5B-Instruct. Published: from 49.6% of the test problems to 56.7
+with PPO and 54.3 with GRPO on adapters (verl, docs/algo/baseline.md); that is the bar, not a result of this file.
 
 Model: Qwen/Qwen2.5-0.5B-Instruct of the Hugging Face hub. Sizes are those of verl's examples: prompts of 512 tokens,
 256 prompts a step, 64 an optimizer step, learning rate 1e-6. Different from them: DAPO's filter, clip and token mean,
