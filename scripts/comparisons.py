@@ -24,11 +24,13 @@ GRPO = {
     "reward.overlong_buffer.enable": "False",
     "actor.loss_agg_mode": "seq-mean-token-mean",
 }
+CLIP_HIGHER = {**GRPO, "actor.clip_ratio_high": "0.28"}
+PUNISHMENT = {"reward.overlong_buffer.enable": "True"}
 PARTS = {  # DAPO, table 1: each line has all that the lines above it have
     "naive GRPO": GRPO,
     "+ overlong filtering": {"algorithm.overlong_filtering": "True"},
     "+ clip-higher": {"actor.clip_ratio_high": "0.28"},
-    "+ soft overlong punishment": {"reward.overlong_buffer.enable": "True"},
+    "+ soft overlong punishment": PUNISHMENT,
     "+ token-level loss": {"actor.loss_agg_mode": "token-mean"},
     "+ dynamic sampling": {"algorithm.filter_groups.enable": "True", "data.gen_batch_size": "12"},
 }
@@ -42,6 +44,15 @@ COMPARISONS = {
     "dapo": Comparison(
         "configs/sums.py",
         dict(zip(PARTS, accumulate(PARTS.values(), lambda above, part: {**above, **part}), strict=True)),
+    ),
+    "mawps": Comparison("configs/mawps.py", {"DAPO": {}}),
+    "punishment": Comparison(  # whether overlong filtering is what makes the punishment harmful
+        "configs/sums.py",
+        {
+            "overlong filtering": {**CLIP_HIGHER, "algorithm.overlong_filtering": "True"},
+            "punishment": {**CLIP_HIGHER, **PUNISHMENT},
+            "both": {**CLIP_HIGHER, **PUNISHMENT, "algorithm.overlong_filtering": "True"},
+        },
     ),
     "filter_metric": Comparison(
         "configs/sums.py",

@@ -52,6 +52,8 @@ def test_equal_configs_share_their_runs(tmp_path):
 
     whole = folder("dapo", "+ dynamic sampling")
     assert whole == folder("leftover", "batch, requeue") == folder("dtype", "auto")
+    assert folder("punishment", "overlong filtering") == folder("dapo", "+ clip-higher")
+    assert folder("punishment", "both") == folder("dapo", "+ soft overlong punishment")
     assert len({folder("dapo", arm) for arm in comparisons.PARTS}) == 6
     assert whole != folder("dapo", "+ dynamic sampling", "--config.rollout.top_p=0.9")
     assert whole == folder("dapo", "+ dynamic sampling", "--config.seed=3", "--config.workdir=elsewhere")
