@@ -1,15 +1,13 @@
-"""SmolLM2-135M-Instruct learns word problems of one and two steps (MAWPS) with DAPO, on a laptop's CPU.
+"""SmolLM2-135M-Instruct learns word problems of one and two steps (MAWPS) with DAPO, on two CPU cores.
 
     python scripts/download_smollm2.py
     python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl
     python -m dapo_jax.train --config configs/mawps.py
 
-Hardware: two CPU cores and 12 GiB of memory (4.6 used); the time has not been measured. Expect: 0.125 of the first
-64 held-out problems right before training, greedily decoded (measured). Where it ends has not been: no run has
-gone to the end. Held-out problems have templates that none of the 1261 training problems has (docs/data.md).
-
-What the model is asked: at temperature 1, "Answer with the number only." was right for 1.5% of the held-out problems;
-three worked examples as turns of the chat, with the equation as the answer, for 8% of 24 of them.
+Hardware: two CPU cores and 12 GiB of memory; 45 minutes with evaluation. Expect (docs/results.md): answers that end and
+a training accuracy that rises from .03 to between .07 and .20; held-out problems, greedily answered, from .065 to
+.093, with a standard error of .02. Held-out problems have templates that none of the 1261 training problems has
+(docs/data.md).
 """
 
 import os
