@@ -20,7 +20,21 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it from the process 
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+import dataclasses  # noqa: E402
+
 import pytest  # noqa: E402
+
+
+def of_frozen(actor, frozen):
+    """The same functions with other weights beside the adapters."""
+
+    def bound(function):
+        return dataclasses.replace(function, frozen=frozen)
+
+    trainable = dataclasses.replace(actor.trainable, accumulate=bound(actor.trainable.accumulate))
+    return dataclasses.replace(
+        actor, trainable=trainable, decode_weights=bound(actor.decode_weights), logprobs=bound(actor.logprobs)
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,12 +45,10 @@ def traced_policies():
     build_actor, built = run.build_actor, {}
 
     def shared(settings, mesh, frozen=None):
-        if frozen is not None:
-            return build_actor(settings, mesh, frozen)
         key = repr(settings), mesh
         if key not in built:
-            built[key] = build_actor(settings, mesh)
-        return built[key]
+            built[key] = build_actor(settings, mesh, frozen)
+        return of_frozen(built[key], frozen)
 
     run.build_actor = shared
     yield built
