@@ -103,20 +103,26 @@ def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, F
     return models, finish_all
 
 
+def learning_rate_of(config: Config, name: str, step: int) -> float:
+    """The learning rate of the "actor" or the "critic" in training step `step`, from 1."""
+    optim = getattr(config, name).optim
+    waited = config.trainer.critic_warmup if name == "actor" else 0
+    return learning_rate(
+        step - waited,
+        lr=optim.lr,
+        warmup_steps=optim.lr_warmup_steps,
+        scheduler=optim.lr_scheduler_type,
+        total_steps=config.trainer.total_training_steps - waited,
+        min_ratio=optim.min_lr_ratio,
+    )
+
+
 def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
     """How training step `step` passes over its batch, for the "actor" or the "critic"."""
     config = run.config
     section: ActorConfig | CriticConfig = getattr(config, name)
-    waited = config.trainer.critic_warmup if name == "actor" else 0
     return UpdateSettings(
-        learning_rate=learning_rate(
-            step - waited,
-            lr=section.optim.lr,
-            warmup_steps=section.optim.lr_warmup_steps,
-            scheduler=section.optim.lr_scheduler_type,
-            total_steps=config.trainer.total_training_steps - waited,
-            min_ratio=section.optim.min_lr_ratio,
-        ),
+        learning_rate=learning_rate_of(config, name, step),
         mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
         micro_batches=micro_batches(config, run.mesh, name),
         epochs=section.ppo_epochs,

@@ -80,14 +80,16 @@ def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
 
 def settings_of(config: Any, seed: int) -> dict[str, Any]:
     """What TRL's side is told: numbers and strings of our config."""
-    actor, optim = config.actor, config.actor.optim
+    from dapo_jax.learning import learning_rate_of
+
+    actor, optim, steps = config.actor, config.actor.optim, config.trainer.total_training_steps
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size
     return {
         "seed": seed,
         "model": config.model.path,
         "train_files": list(config.data.train_files),
         "val_files": list(config.data.val_files),
-        "steps": config.trainer.total_training_steps,
+        "steps": steps,
         "updates_per_step": updates,
         "rows_per_update": actor.ppo_mini_batch_size * config.rollout.n,
         "samples": config.rollout.n,
@@ -96,24 +98,13 @@ def settings_of(config: Any, seed: int) -> dict[str, Any]:
         "mask_truncated": config.algorithm.overlong_filtering,
         "clip_low": actor.clip_ratio_low,
         "clip_high": actor.clip_ratio_high,
-        "learning_rates": [learning_rate_of(config, 1 + done) for done in range(config.trainer.total_training_steps)],
+        "learning_rates": [learning_rate_of(config, "actor", 1 + done) for done in range(steps)],
         "betas": list(optim.betas),
         "weight_decay": optim.weight_decay,
         "grad_clip": actor.grad_clip,
         "test_freq": config.trainer.test_freq,
         "evaluation_samples": config.evaluate.n,
     }
-
-
-def learning_rate_of(config: Any, step: int) -> float:
-    """The learning rate of the policy in a training step, from 1."""
-    from dapo_jax.learner.optimizer import learning_rate
-
-    optim = config.actor.optim
-    return learning_rate(
-        step, lr=optim.lr, warmup_steps=optim.lr_warmup_steps, scheduler=optim.lr_scheduler_type,
-        total_steps=config.trainer.total_training_steps, min_ratio=optim.min_lr_ratio,
-    )  # fmt: skip
 
 
 def child(workdir: Path) -> None:

@@ -142,14 +142,12 @@ def total(rows: Sequence[Row], metric: str) -> float:
 
 def last_answers(rows: Sequence[Row]) -> Row:
     """Length and cut-off share of the last evaluation that measured them, means over the task sets; or nothing."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        here: dict[str, list[float]] = {}
-        for name, value in row.items():
-            if name.startswith("eval/") and "/response_length/" in name:
-                here.setdefault("response_length/" + name.rpartition("/")[2], []).append(value)
-        found = here or found
-    return {name: float(np.mean(values)) for name, values in found.items()}
+    answers = ({name: value for name, value in row.items() if "/response_length/" in name} for row in reversed(rows))
+    last = next(filter(None, answers), {})
+    metrics = {"response_length/" + name.rpartition("/")[2] for name in last}
+    return {
+        metric: float(np.mean([value for name, value in last.items() if name.endswith(metric)])) for metric in metrics
+    }
 
 
 def measured(runs: Sequence[Sequence[Row]], metric: str, form: str) -> str:

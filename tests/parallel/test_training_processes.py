@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -121,22 +122,13 @@ def files(workdir: Path) -> set[str]:
     return {name for name in names if not name.startswith(("checkpoints", "tensorboard"))}
 
 
-def wait_for_rows(workdir: Path, count: int) -> None:
-    path = workdir / "metrics.jsonl"
+def wait_for(path: str | Path, condition: Callable[[str], bool]) -> None:
+    """Until the text of a file fulfils a condition."""
     for _ in range(1200):
-        if path.exists() and len(path.read_bytes().splitlines()) >= count:
+        if os.path.exists(path) and condition(Path(path).read_text()):
             return
         time.sleep(0.1)
-    raise AssertionError(f"{path} never had {count} rows")
-
-
-def wait_for_line(output: TextIO, text: str) -> None:
-    """Until a process has printed `text` into its output."""
-    for _ in range(1200):
-        if text in Path(output.name).read_text():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{output.name} never had {text}")
+    raise AssertionError(f"{path} never had what was waited for")
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +211,7 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
     for killed in (1, 0):
         running = start(tmp_path, logs, **where)
         try:
-            wait_for_line(running[0].out, "step 3/4")  # and step 2 is saved
+            wait_for(running[0].out.name, lambda text: "step 3/4" in text)  # and step 2 is saved
             running[killed].process.kill()
             running[killed].process.wait(10)
             (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
@@ -241,7 +233,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two)
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.save_freq": -1}
     running = start(tmp_path, logs, **where)
     try:
-        wait_for_rows(tmp_path, 2)
+        wait_for(tmp_path / "metrics.jsonl", lambda text: len(text.splitlines()) >= 2)
         running[1].process.send_signal(signal.SIGTERM)
     finally:
         ended = finish(running, limit_s=120)
