@@ -7,9 +7,9 @@ higher, truncated completions left out, its soft overlong punishment, as many up
 rate at each step. What it does not have is dynamic sampling, so each of its steps samples the batch alone; a second arm
 here has none either. It loads the same GGUF file, samples with transformers' generate (not vLLM), and its accuracy is
 measured on the same held-out problems, two samples each at temperature 1. It mixes the rows of all groups before it
-divides them into updates; here an update has whole groups. Runs are kept and reported as by run_ablation.py; seconds
-are those of training steps, without loading, evaluation and checkpoints; compilation here and warm-up there are in
-them.
+divides them into updates; here an update has whole groups. Runs are kept and reported as by run_ablation.py, but never
+taken from another comparison, since seconds count: those of training steps, without loading, evaluation and
+checkpoints; compilation here and warm-up there are in them.
 
 TORCH_ENV: pip install torch trl gguf pyarrow.
 """
@@ -36,6 +36,7 @@ EVALUATION_BATCH = 64  # responses
 
 def main(arguments: Sequence[str] | None = None) -> None:
     from comparison_report import report
+    from finished_runs import finished_runs, reported_runs
     from run_ablation import command_options, folder_of, train
 
     from dapo_jax.command_line import read_config
@@ -51,21 +52,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folders = {arm: folder_of(given.runs, options_of_arm) for arm, options_of_arm in configured.items()}
     config = read_config(["compare_trl", *configured["dapo_jax"]])
     theirs = folders["dapo_jax"].with_name(f"{folders['dapo_jax'].name}_trl")
+    reports = [given.output / "compare_trl.json"] if given.output else []
+    reported = reported_runs(reports)
     for seed in given.seeds:
-        for arm in OURS:
-            train(arm, configured[arm], folders[arm], seed)
-        train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
-    about = {
-        "command": " ".join(["python scripts/compare_trl.py --trl TORCH_ENV/bin/python", *options]),
-        "config": CONFIG,
-        "versions": json.loads((theirs / f"seed{given.seeds[0]}" / "versions.json").read_text()),
-    }
-    report("compare_trl", {**folders, "TRL": theirs}, given.output, about)
+        for arm, folder in folders.items():
+            if (folder.name, seed) not in reported:
+                train(arm, configured[arm], folder, seed)
+        if (theirs.name, seed) not in reported:
+            train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
+    command = " ".join(["python scripts/compare_trl.py --trl TORCH_ENV/bin/python", *options])
+    runs = finished_runs({**folders, "TRL": theirs}, reports)
+    report("compare_trl", runs, given.output, {"command": command, "config": CONFIG})
 
 
 def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
     """Runs TRL's side in its environment to its end, unless that is done."""
-    if (workdir / "finished").exists():
+    from finished_runs import is_finished, mark_finished
+
+    if is_finished(workdir):
         return
     print(f"TRL, seed {seed}", flush=True)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -75,7 +79,7 @@ def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
         code = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT).returncode
     if code:
         sys.exit(f"TRL's run failed with exit code {code}, see {workdir / 'output.txt'}")
-    (workdir / "finished").touch()
+    mark_finished(workdir, json.loads((workdir / "versions.json").read_text()))
 
 
 def settings_of(config: Any, seed: int) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def child(workdir: Path) -> None:
     given = json.loads((workdir / "settings.json").read_text())
     versions = {
         "trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__,
-        "trl's python": platform.python_version(),
+        "python": platform.python_version(),
     }  # fmt: skip
     (workdir / "versions.json").write_text(json.dumps(versions))
     folder, file = os.path.split(given["model"])

@@ -12,26 +12,17 @@ Columns of the table, each a mean over the seeds, and "-" where nothing was meas
 """
 
 import json
-import os
-import platform
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
+from finished_runs import Row, Run, reported_runs
 from markdown_table import markdown_table
 from plot_run import AXES, points, pyplot
 
-from dapo_jax.monitor.records import read_metrics
-
-KEPT = (  # of metrics.jsonl; with the accuracies on task sets
-    "step", "dynamic_sampling/generated_tokens", "timing_s/step", "rollout/acc/mean", "response_length/mean",
-    "response_length/clip_ratio", "actor/entropy", "dynamic_sampling/uniform_share", "train/filter_rate",
-    "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_abs_diff", "rollout_corr/k3_kl",
-    "critic/score/mean", "perf/cpu_memory_used_gb",
-)  # fmt: skip
-KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
 PANELS = (  # title, metric (None: held-out accuracy), axis
     ("held-out accuracy", None, "steps"),
     ("held-out accuracy", None, "tokens"),
@@ -42,71 +33,33 @@ PANELS = (  # title, metric (None: held-out accuracy), axis
     ("share of trained responses cut off", "response_length/clip_ratio", "steps"),
     ("share of sampled groups that are uniform", "dynamic_sampling/uniform_share", "steps"),
 )
-Row = dict[str, float]
-Run = dict[str, Any]  # arm, seed, rows
 
 
-def report(name: str, arms: Mapping[str, Path], output: Path | None, about: Mapping[str, Any]) -> None:
-    """Prints the table of all finished runs; writes OUTPUT/NAME.json and OUTPUT/NAME.png, if there is an output.
+def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[str, Any]) -> None:
+    """Prints the table of finished runs; writes OUTPUT/NAME.json and OUTPUT/NAME.png, if there is an output.
 
     Args:
-        arms: name -> folder of its runs, `seed0` and so on; a run that has come to its end has a file `finished`.
-        about: further entries of the JSON object, such as the command; `versions` of other libraries than ours.
+        about: further entries of the JSON object, such as the command.
     """
-    runs = finished_runs(arms)
     lines = table(runs)
     print(markdown_table(lines))
     if output is None:
         return
     output.mkdir(parents=True, exist_ok=True)
-    ours = {"python": platform.python_version(), "jax": jax.__version__}
-    found = {
-        **about,
-        "versions": {**ours, **about.get("versions", {})},
-        "machine": f"{jax.device_count()} x {device_name()}, {os.cpu_count()} cores",
-        "table": lines,
-        "runs": runs,
-    }
-    (output / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    path = output / f"{name}.json"
+    if gone := reported_runs([path]).keys() - {(run.config, run.seed) for run in runs}:
+        print(f"no arm has the config of {len(gone)} runs that {path} had; they are left out", file=sys.stderr)
+    found = {**about, "table": lines, "runs": [asdict(run) for run in runs]}
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
     draw(runs, output / f"{name}.png")
-
-
-def device_name() -> str:
-    """The kind of device; of a CPU, what Linux calls it."""
-    kind = jax.devices()[0].device_kind
-    described = Path("/proc/cpuinfo")
-    if kind != "cpu" or not described.exists():
-        return kind
-    names = (line.partition(":")[2].strip() for line in described.read_text().splitlines() if "model name" in line)
-    return next(names, kind)
-
-
-def finished_runs(arms: Mapping[str, Path]) -> list[Run]:
-    """Every run that has come to its end, arm by arm."""
-    runs = []
-    for arm, folder in arms.items():
-        for seed, workdir in sorted((int(path.name.removeprefix("seed")), path) for path in folder.glob("seed*")):
-            if not (workdir / "finished").exists():
-                continue
-            rows = [
-                {key: float(f"{value:.6g}") for key, value in row.items() if value is not None and is_kept(key)}
-                for row in read_metrics(workdir)
-            ]
-            runs.append({"arm": arm, "seed": seed, "rows": rows})
-    return runs
-
-
-def is_kept(metric: str) -> bool:
-    """Whether a metric of metrics.jsonl is part of the report."""
-    return metric in KEPT or (metric.startswith("eval/") and any(part in metric for part in KEPT_OF_EVALUATION))
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row an arm; the docstring of this file explains the columns."""
-    budget = min(points(run["rows"], None, "tokens")[0][-1] for run in runs)
+    budget = min(points(run.rows, None, "tokens")[0][-1] for run in runs)
     lines = []
-    for arm in dict.fromkeys(run["arm"] for run in runs):
-        of_arm = [run["rows"] for run in runs if run["arm"] == arm]
+    for arm in dict.fromkeys(run.arm for run in runs):
+        of_arm = [run.rows for run in runs if run.arm == arm]
         curves = [points(rows, None, "tokens") for rows in of_arm]
         ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
         answers = [[last_answers(rows)] for rows in of_arm]
@@ -160,8 +113,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     """The curves of all arms: means over seeds, with bands from the least to the most."""
     figure, grid = pyplot().subplots(2, 4, figsize=(18, 8), layout="constrained")
     for (title, metric, axis), axes in zip(PANELS, grid.flat, strict=True):
-        for arm in dict.fromkeys(run["arm"] for run in runs):
-            places, values = mean_curve([run["rows"] for run in runs if run["arm"] == arm], metric, axis)
+        for arm in dict.fromkeys(run.arm for run in runs):
+            places, values = mean_curve([run.rows for run in runs if run.arm == arm], metric, axis)
             if values.size:
                 [line] = axes.plot(places, values.mean(0), marker="." if metric is None else None, label=arm)
                 axes.fill_between(places, values.min(0), values.max(0), alpha=0.12, color=line.get_color())

@@ -3,8 +3,9 @@
     python scripts/run_ablation.py [dapo] [--seeds 0 1 2] [--output docs/results] [--config.key=value ...]
 
 comparisons.py lists the comparisons; `dapo` is the table of the paper, from naive GRPO to all parts. Equal configs are
-run once, whatever arm they belong to; a run that is finished is not run again, and one that was interrupted goes on
-after its last checkpoint: seeds can be added later. Checkpoints of finished runs are deleted. The reports are
+run once, whatever arm they belong to; a run that is finished is not run again, nor one that a report in the output
+folder has, and one that was interrupted goes on after its last checkpoint: so seeds can be added later. To repeat what
+docs/results has, choose another output. Checkpoints of finished runs are deleted. The reports are
 comparison_report.py's, whose docstring explains the table; pictures need pip install -e '.[plots]'.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from comparison_report import report
 from comparisons import COMPARISONS, Comparison
+from finished_runs import finished_runs, is_finished, mark_finished, reported_runs
 
 from dapo_jax.command_line import read_config
 from dapo_jax.evaluation import mean_accuracy
@@ -39,16 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     comparison = COMPARISONS[given.name]
     configured = {arm: command_options(comparison, arm, options) for arm in comparison.arms}
     folders = {arm: folder_of(given.runs, configured[arm]) for arm in comparison.arms}
+    reports = sorted(given.output.glob("*.json")) if given.output else []
+    reported = reported_runs(reports)
     for seed in given.seeds:
-        for arm in comparison.arms:
-            train(arm, configured[arm], folders[arm], seed)
+        for arm, folder in folders.items():
+            if (folder.name, seed) not in reported:
+                train(arm, configured[arm], folder, seed)
     about = {
         "command": " ".join(["python scripts/run_ablation.py", given.name, *options]),
         "config": comparison.config,
         "shared": dict(comparison.shared),
         "arms": {arm: dict(changed) for arm, changed in comparison.arms.items()},
     }
-    report(given.name, folders, given.output, about)
+    report(given.name, finished_runs(folders, reports), given.output, about)
 
 
 def command_options(comparison: Comparison, arm: str, options: Sequence[str] = ()) -> list[str]:
@@ -60,9 +65,13 @@ def command_options(comparison: Comparison, arm: str, options: Sequence[str] = (
 
 
 def folder_of(runs: Path, options: Sequence[str]) -> Path:
-    """Where the runs of a config are kept, one folder a seed: the same one for equal configs, however they are said."""
+    """Where the runs of a config are kept, one folder a seed: the same one for equal configs, however they are said.
+
+    The folder that the model's file lies in does not count.
+    """
     config = dataclasses.asdict(read_config(["run_ablation", *options]))
     del config["seed"], config["workdir"]
+    config["model"]["path"] = Path(config["model"]["path"]).name
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     return runs / digest[:12]
 
@@ -70,7 +79,7 @@ def folder_of(runs: Path, options: Sequence[str]) -> Path:
 def train(arm: str, options: Sequence[str], folder: Path, seed: int) -> None:
     """Runs one config with one seed to its end, unless that is done."""
     workdir = folder / f"seed{seed}"
-    if (workdir / "finished").exists():
+    if is_finished(workdir):
         return
     command = [sys.executable, "-m", "dapo_jax.train", *options, f"--config.seed={seed}", f"--config.workdir={workdir}"]
     print(f"{arm}, seed {seed}: ", end="", flush=True)
@@ -80,7 +89,7 @@ def train(arm: str, options: Sequence[str], folder: Path, seed: int) -> None:
         code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output).returncode
     if code:
         sys.exit(f"failed with exit code {code}, see {workdir / 'output.txt'}")
-    (workdir / "finished").touch()
+    mark_finished(workdir)
     shutil.rmtree(workdir / "checkpoints", ignore_errors=True)  # gigabytes, and what is measured is in metrics.jsonl
     print(f"{mean_accuracy(read_metrics(workdir)[-1])} held-out after {time.monotonic() - start:.0f} s", flush=True)
 

@@ -23,11 +23,13 @@ def document() -> str:
 
 def _section(name: str) -> str:
     report = json.loads((DOCS / "results" / f"{name}.json").read_text())
-    seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in report["runs"]}))
-    versions = ", ".join(f"{library} {version}" for library, version in report["versions"].items())
+    runs = report["runs"]
+    seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
+    found = dict.fromkeys(f"{library} {version}" for run in runs for library, version in run["versions"].items())
+    machines = " or ".join(dict.fromkeys(run["machine"] for run in runs))
     return (
         f"{markdown_table(report['table'])}\n\n"
-        f"`{report['command']}`; seeds {seeds}; {versions}; {report['machine']}; "
+        f"`{report['command']}`; seeds {seeds}; {', '.join(found)}; {machines}; "
         f"[numbers](results/{name}.json).\n\n![Curves of this table](results/{name}.png)"
     )
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,7 +61,8 @@ def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
         (workdir / "metrics.jsonl").write_text(ROWS)
         return Done
 
-    monkeypatch.setattr(run_ablation.subprocess, "run", run)
+    for module in (run_ablation, compare_trl):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))  # matplotlib runs commands too
     output = tmp_path / "results"
     compare_trl.main(
         ["--trl", "torch/bin/python", "--seeds", "3", f"--runs={tmp_path}", f"--output={output}",
@@ -68,6 +70,6 @@ def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     assert [command[0] == "torch/bin/python" for command in commands] == [False, False, True]
     report = json.loads((output / "compare_trl.json").read_text())
-    assert report["versions"]["trl"] == "1.0"
+    assert ["trl" in run["versions"] for run in report["runs"]] == [False, False, True]
     assert [line["arm"] for line in report["table"]] == ["dapo_jax", "dapo_jax, no filter", "TRL"]
     assert (output / "compare_trl.png").exists() and "| TRL | 1 | 0.250" in capsys.readouterr().out

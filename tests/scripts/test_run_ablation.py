@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,8 @@ from dapo_jax.validation import validate
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-comparison_report, comparisons, run_ablation = (
-    importlib.import_module(name) for name in ("comparison_report", "comparisons", "run_ablation")
+comparison_report, comparisons, finished_runs, run_ablation = (
+    importlib.import_module(name) for name in ("comparison_report", "comparisons", "finished_runs", "run_ablation")
 )
 ARMS = [(name, arm) for name, found in comparisons.COMPARISONS.items() for arm in found.arms]
 
@@ -57,6 +58,9 @@ def test_equal_configs_share_their_runs(tmp_path):
     assert len({folder("dapo", arm) for arm in comparisons.PARTS}) == 6
     assert whole != folder("dapo", "+ dynamic sampling", "--config.rollout.top_p=0.9")
     assert whole == folder("dapo", "+ dynamic sampling", "--config.seed=3", "--config.workdir=elsewhere")
+    model = read_config(["train", f"--config={ROOT / 'configs/sums.py'}"]).model.path
+    assert whole == folder("dapo", "+ dynamic sampling", f"--config.model.path=elsewhere/{Path(model).name}")
+    assert whole != folder("dapo", "+ dynamic sampling", "--config.model.path=another.gguf")
 
 
 def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int]) -> None:
@@ -71,7 +75,7 @@ def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int
              "response_length/clip_ratio": 0.5, "dynamic_sampling/uniform_share": None, "rollout/acc/mean": 0.5}
         )  # fmt: skip
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (workdir / "finished").touch()
+    finished_runs.mark_finished(workdir)
 
 
 @pytest.fixture
@@ -88,11 +92,12 @@ def arms(tmp_path):
 
 
 def test_the_table_reads_the_curves(arms):
-    runs = comparison_report.finished_runs(arms)
-    assert [(run["arm"], run["seed"]) for run in runs] == [
+    runs = finished_runs.finished_runs(arms)
+    assert [(run.arm, run.seed) for run in runs] == [
         ("naive GRPO", 0), ("naive GRPO", 10), ("+ dynamic sampling", 0),
     ]  # fmt: skip
-    assert "perf/throughput" not in runs[0]["rows"][1] and "dynamic_sampling/uniform_share" not in runs[0]["rows"][1]
+    assert "perf/throughput" not in runs[0].rows[1] and "dynamic_sampling/uniform_share" not in runs[0].rows[1]
+    assert "jax" in runs[0].versions and "cores" in runs[0].machine
     naive, full = comparison_report.table(runs)
     assert (naive["seeds"], naive["before"], naive["after"]) == (
         2, "0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)",
@@ -104,8 +109,9 @@ def test_the_table_reads_the_curves(arms):
     assert (full["length"], full["cut off"]) == ("20.0", "0.250")
 
 
-def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
+@pytest.fixture
+def trained(monkeypatch):
+    """Commands that would have trained; each leaves the metrics of a run."""
     commands = []
 
     class Done:
@@ -120,10 +126,15 @@ def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, monkeypatc
         )
         return Done
 
-    monkeypatch.setattr(run_ablation.subprocess, "run", run)
+    monkeypatch.setattr(run_ablation, "subprocess", SimpleNamespace(run=run))  # matplotlib runs commands too
+    return commands
+
+
+def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, trained, capsys):
+    pytest.importorskip("matplotlib")
     output = tmp_path / "results"
     run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}", f"--output={output}"])
-    assert len(commands) == 4 and all("--config.seed=0" in command for command in commands)
+    assert len(trained) == 4 and all("--config.seed=0" in command for command in trained)
     assert (output / "dapo.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((output / "dapo.json").read_text())
     assert len(report["runs"]) == 7 and len(report["table"]) == 6
@@ -131,11 +142,32 @@ def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, monkeypatc
     assert "+ clip-higher" in capsys.readouterr().out
 
 
+def test_runs_that_a_report_has_are_not_run_again(arms, tmp_path, trained, capsys):
+    pytest.importorskip("matplotlib")
+    output, elsewhere = tmp_path / "results", f"--runs={tmp_path / 'elsewhere'}"
+    run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}", f"--output={output}"])
+    before = json.loads((output / "dapo.json").read_text())
+    trained.clear()
+    run_ablation.main(["dapo", "--seeds", "0", "1", elsewhere, f"--output={output}"])
+    assert len(trained) == 6 and all("--config.seed=1" in command for command in trained)
+    after = json.loads((output / "dapo.json").read_text())
+    assert [run for run in after["runs"] if run["seed"] != 1] == before["runs"]
+    trained.clear()
+    run_ablation.main(["leftover", "--seeds", "0", elsewhere, f"--output={output}"])
+    assert len(trained) == 3, "the first arm is the whole of DAPO"
+    [first, *_] = json.loads((output / "leftover.json").read_text())["runs"]
+    [same] = [run for run in before["runs"] if run["arm"] == "+ dynamic sampling"]
+    assert first == {**same, "arm": "batch, requeue"}
+    assert not capsys.readouterr().err
+    run_ablation.main(["leftover", "--seeds", "0", elsewhere, f"--output={output}", "--config.rollout.top_p=0.9"])
+    assert "no arm has the config of 5 runs" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_ends_the_script(tmp_path, monkeypatch):
     class Failed:
         returncode = 1
 
-    monkeypatch.setattr(run_ablation.subprocess, "run", lambda *_, **__: Failed)
+    monkeypatch.setattr(run_ablation, "subprocess", SimpleNamespace(run=lambda *_, **__: Failed))
     with pytest.raises(SystemExit, match="exit code 1"):
         run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}"])
     assert list(tmp_path.glob("*/seed0/output.txt")) and not list(tmp_path.glob("*/*/finished"))

@@ -15,10 +15,11 @@ def test_the_page_is_up_to_date():
 
 def test_a_table_comes_from_its_file(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
-    report = {
-        "table": [{"arm": "a", "after": "0.500"}], "runs": [{"seed": 1}, {"seed": 0}], "command": "python run.py a",
-        "versions": {"jax": "1.2"}, "machine": "1 x cpu",
-    }  # fmt: skip
+    runs = [
+        {"seed": 1, "versions": {"jax": "1.2"}, "machine": "1 x cpu"},
+        {"seed": 0, "versions": {"jax": "1.2", "torch": "3"}, "machine": "2 x gpu"},
+    ]
+    report = {"table": [{"arm": "a", "after": "0.500"}], "runs": runs, "command": "python run.py a"}
     (tmp_path / "results" / "ours.json").write_text(json.dumps(report))
     (tmp_path / "results.md").write_text("Before\n<!-- ours -->\nold\n<!-- end -->\nafter\n")
     monkeypatch.setattr(write_results_doc, "DOCS", tmp_path)
@@ -26,4 +27,4 @@ def test_a_table_comes_from_its_file(tmp_path, monkeypatch):
     text = write_results_doc.document()
     assert text.startswith("Before\n<!-- ours -->\n| arm | after |") and text.endswith("<!-- end -->\nafter\n")
     assert "| a | 0.500 |" in text and "old" not in text
-    assert "`python run.py a`; seeds 0, 1; jax 1.2; 1 x cpu; [numbers](results/ours.json)." in text
+    assert "`python run.py a`; seeds 0, 1; jax 1.2, torch 3; 1 x cpu or 2 x gpu; [numbers](results/ours.json)." in text
