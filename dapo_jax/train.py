@@ -25,6 +25,7 @@ from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, train_on
 from dapo_jax.monitor.alarms import raise_alarms
+from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.workdir import open_workdir
@@ -97,6 +98,7 @@ def open_records(config: Config, progress: Progress | None) -> RunRecords | NoRe
     if not is_first():
         return NoRecords()
     write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
+    write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     return RunRecords(config.workdir, resume_step=last_row)
 

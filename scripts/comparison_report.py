@@ -12,14 +12,13 @@ Columns of the table, each a mean over the seeds, and "-" where nothing was meas
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from finished_runs import Row, Run, reported_runs
+from finished_runs import Row, Run
 from markdown_table import markdown_table
 from plot_run import AXES, points, pyplot
 
@@ -32,6 +31,7 @@ PANELS = (  # title, metric (None: held-out accuracy), axis
     ("length of trained responses, tokens", "response_length/mean", "steps"),
     ("share of trained responses cut off", "response_length/clip_ratio", "steps"),
     ("share of sampled groups that are uniform", "dynamic_sampling/uniform_share", "steps"),
+    ("filter rate: share of sampled groups dropped", "train/filter_rate", "steps"),
 )
 
 
@@ -47,8 +47,6 @@ def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[s
         return
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"{name}.json"
-    if gone := reported_runs([path]).keys() - {(run.config, run.seed) for run in runs}:
-        print(f"no arm has the config of {len(gone)} runs that {path} had; they are left out", file=sys.stderr)
     found = {**about, "table": lines, "runs": [asdict(run) for run in runs]}
     path.write_text(json.dumps(found) + "\n", encoding="utf-8")
     draw(runs, output / f"{name}.png")
@@ -111,7 +109,7 @@ def measured(runs: Sequence[Sequence[Row]], metric: str, form: str) -> str:
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """The curves of all arms: means over seeds, with bands from the least to the most."""
-    figure, grid = pyplot().subplots(2, 4, figsize=(18, 8), layout="constrained")
+    figure, grid = pyplot().subplots(3, 3, figsize=(15, 11), layout="constrained")
     for (title, metric, axis), axes in zip(PANELS, grid.flat, strict=True):
         for arm in dict.fromkeys(run.arm for run in runs):
             places, values = mean_curve([run.rows for run in runs if run.arm == arm], metric, axis)

@@ -1,19 +1,17 @@
 """Host: training runs that have come to their end: in folders, and in the reports that were written of them before.
 
 A run is known by its config (the name of its folder, the same for equal configs) and its seed, whatever arm of whatever
-comparison it was made for. So runs of another day or machine count wherever their report is at hand; machine and
-versions are written down with each.
+comparison it was made for. So runs of another day or machine count wherever their report is at hand; each says its
+machine and versions, and no run of a report is lost unseen.
 """
 
 import json
-import os
-import platform
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
-
+from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
 
 KEPT = (  # of metrics.jsonl; with the accuracies on task sets
@@ -23,7 +21,8 @@ KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "critic/score/mean", "perf/cpu_memory_used_gb",
 )  # fmt: skip
 KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
-FINISHED = "finished"  # file in the workdir of a run that has come to its end: machine and versions
+VERSIONS = "python", "jax", "torch", "transformers", "trl"  # that are reported
+FINISHED = "finished"  # file in the workdir of a run that has come to its end
 Row = dict[str, float]
 
 
@@ -39,10 +38,9 @@ class Run:
     rows: list[Row]  # of metrics.jsonl, step by step, with the metrics that are KEPT
 
 
-def mark_finished(workdir: Path, versions: Mapping[str, str] | None = None) -> None:
-    """Writes down that a run has come to its end on this machine; `versions` instead of those of our libraries."""
-    ours = {"python": platform.python_version(), "jax": jax.__version__}
-    (workdir / FINISHED).write_text(json.dumps({"machine": machine(), "versions": versions or ours}))
+def mark_finished(workdir: Path) -> None:
+    """Says that a run has come to its end."""
+    (workdir / FINISHED).touch()
 
 
 def is_finished(workdir: Path) -> bool:
@@ -50,19 +48,19 @@ def is_finished(workdir: Path) -> bool:
     return (workdir / FINISHED).exists()
 
 
-def finished_runs(arms: Mapping[str, Path], reports: Iterable[Path] = ()) -> list[Run]:
-    """Every run of some configs that has come to its end, arm by arm, by seed.
+def finished_runs(arms: Mapping[str, Path], seeds: Collection[int], reports: Iterable[Path] = ()) -> list[Run]:
+    """The runs of some configs and seeds that have come to their end, arm by arm, by seed.
 
     Args:
         arms: name -> folder of the runs of its config, `seed0` and so on.
-        reports: files of earlier reports, whose runs count where the folders do not have them.
+        reports: files of earlier reports, whose runs count where the folders do not have them; the last one's most.
     """
     reported = reported_runs(reports)
     found = []
     for arm, folder in arms.items():
-        of_arm = {seed: replace(run, arm=arm) for (config, seed), run in reported.items() if config == folder.name}
+        of_arm = {seed: run for (config, seed), run in reported.items() if config == folder.name}
         of_arm |= {run.seed: run for run in runs_of_folder(arm, folder)}
-        found += [of_arm[seed] for seed in sorted(of_arm)]
+        found += [replace(of_arm[seed], arm=arm) for seed in sorted(of_arm.keys() & set(seeds))]
     return found
 
 
@@ -76,30 +74,29 @@ def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
     """The finished runs of a config."""
     for workdir in folder.glob("seed*"):
         if is_finished(workdir):
-            seed = int(workdir.name.removeprefix("seed"))
-            where = json.loads((workdir / FINISHED).read_text())
+            where = recorded_environment(workdir)
             rows = [
                 {key: float(f"{value:.6g}") for key, value in row.items() if value is not None and is_kept(key)}
                 for row in read_metrics(workdir)
             ]
-            yield Run(arm, folder.name, seed, where["machine"], where["versions"], rows)
+            yield Run(
+                arm=arm,
+                config=folder.name,
+                seed=int(workdir.name.removeprefix("seed")),
+                machine=f"{where['devices']} on {where['host']}",
+                versions={name: where["versions"][name] for name in VERSIONS if name in where["versions"]},
+                rows=rows,
+            )
+
+
+def check_nothing_is_lost(report: Path, arms: Mapping[str, Path], seeds: Collection[int]) -> None:
+    """Ends the script if a report is about to be written anew without some of its runs."""
+    kept = {(folder.name, seed) for folder in arms.values() for seed in seeds}
+    if lost := reported_runs([report]).keys() - kept:
+        runs = ", ".join(f"config {config} with seed {seed}" for config, seed in sorted(lost))
+        sys.exit(f"{report} has runs that would be lost: {runs}; name their seeds too, or choose another --output")
 
 
 def is_kept(metric: str) -> bool:
     """Whether a metric of metrics.jsonl is part of the report."""
     return metric in KEPT or (metric.startswith("eval/") and any(part in metric for part in KEPT_OF_EVALUATION))
-
-
-def machine() -> str:
-    """Devices and cores."""
-    return f"{jax.device_count()} x {device_name()}, {os.cpu_count()} cores"
-
-
-def device_name() -> str:
-    """The kind of device; of a CPU, what Linux calls it."""
-    kind = jax.devices()[0].device_kind
-    described = Path("/proc/cpuinfo")
-    if kind != "cpu" or not described.exists():
-        return kind
-    names = (line.partition(":")[2].strip() for line in described.read_text().splitlines() if "model name" in line)
-    return next(names, kind)

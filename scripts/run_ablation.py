@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,12 @@ from pathlib import Path
 
 from comparison_report import report
 from comparisons import COMPARISONS, Comparison
-from finished_runs import finished_runs, is_finished, mark_finished, reported_runs
+from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
 
 from dapo_jax.command_line import read_config
+from dapo_jax.config import default_config, freeze
 from dapo_jax.evaluation import mean_accuracy
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.records import flatten, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,19 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     comparison = COMPARISONS[given.name]
     configured = {arm: command_options(comparison, arm, options) for arm in comparison.arms}
     folders = {arm: folder_of(given.runs, configured[arm]) for arm in comparison.arms}
-    reports = sorted(given.output.glob("*.json")) if given.output else []
+    reports = []
+    if given.output:
+        own = given.output / f"{given.name}.json"
+        check_nothing_is_lost(own, folders, given.seeds)
+        reports = [*sorted(set(given.output.glob("*.json")) - {own}), own]
     reported = reported_runs(reports)
     for seed in given.seeds:
         for arm, folder in folders.items():
             if (folder.name, seed) not in reported:
                 train(arm, configured[arm], folder, seed)
     about = {
-        "command": " ".join(["python scripts/run_ablation.py", given.name, *options]),
+        "command": shlex.join(["python", "scripts/run_ablation.py", given.name, *options]),
         "config": comparison.config,
         "shared": dict(comparison.shared),
         "arms": {arm: dict(changed) for arm, changed in comparison.arms.items()},
     }
-    report(given.name, finished_runs(folders, reports), given.output, about)
+    report(given.name, finished_runs(folders, given.seeds, reports), given.output, about)
 
 
 def command_options(comparison: Comparison, arm: str, options: Sequence[str] = ()) -> list[str]:
@@ -67,12 +73,15 @@ def command_options(comparison: Comparison, arm: str, options: Sequence[str] = (
 def folder_of(runs: Path, options: Sequence[str]) -> Path:
     """Where the runs of a config are kept, one folder a seed: the same one for equal configs, however they are said.
 
-    The folder that the model's file lies in does not count.
+    What has its default does not count, so that a key that is new leaves old runs what they are; nor does the folder
+    that the model's file lies in.
     """
-    config = dataclasses.asdict(read_config(["run_ablation", *options]))
-    del config["seed"], config["workdir"]
-    config["model"]["path"] = Path(config["model"]["path"]).name
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+    config = dataclasses.replace(read_config(["run_ablation", *options]), seed=0, workdir="")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=Path(config.model.path).name))
+    given = flatten(dataclasses.asdict(config))
+    default = flatten(dataclasses.asdict(freeze(default_config())))
+    changed = {key: value for key, value in given.items() if value != default[key]}
+    digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
     return runs / digest[:12]
 
 

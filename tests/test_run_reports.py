@@ -10,6 +10,7 @@ from small_run import small_config
 
 from dapo_jax.config import Config
 from dapo_jax.monitor.catalogue import HISTOGRAMS
+from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.tensorboard import LAYOUT
 from dapo_jax.reports import options
@@ -22,6 +23,10 @@ def run(tmp_path_factory):
     changes = {"trainer.total_training_steps": 2, "monitor.num_samples": 6, "monitor.console": "json"}
     train(small_config(workdir, **changes))
     return workdir
+
+
+def test_a_run_writes_down_what_it_ran_on(run):
+    assert recorded_environment(run)["devices"] == "8 x cpu"
 
 
 def shown(workdir):

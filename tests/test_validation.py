@@ -284,9 +284,9 @@ SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": Tru
             "metric=seq_final_reward contains the overlong penalty",
             {f"{FILTER}.metric": "score"},
         ),
-        (BOTH, "penalty of responses that are cut off lowers the mean", {f"{FILTER}.enable": True}),
-        (BOTH, "penalty of responses that are cut off lowers the mean", {"reward.overlong_buffer.enable": False}),
-        (BOTH, "penalty of responses that are cut off lowers the mean", {"algorithm.overlong_filtering": False}),
+        (BOTH, "responses that are cut off lower the mean", {f"{FILTER}.enable": True}),
+        (BOTH, "responses that are cut off lower the mean", {"reward.overlong_buffer.enable": False}),
+        (BOTH, "responses that are cut off lower the mean", {"algorithm.overlong_filtering": False}),
         (
             {"trainer.critic_warmup": 100, "algorithm.adv_estimator": "gae"},
             "critic_warmup leaves no step that updates the policy",

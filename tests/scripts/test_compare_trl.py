@@ -12,9 +12,10 @@ from dapo_jax.command_line import read_config
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-compare_trl, prepare_sums, run_ablation = (
-    importlib.import_module(name) for name in ("compare_trl", "prepare_sums", "run_ablation")
+compare_trl, prepare_sums, run_ablation, trl_task = (
+    importlib.import_module(name) for name in ("compare_trl", "prepare_sums", "run_ablation", "trl_task")
 )
+OURS = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor, 2 cores"}
 ROWS = (
     '{"step": 0, "eval/sums/acc/mean@2": 0.25}\n{"step": 1, "eval/sums/acc/mean@2": 0.5, '
     '"dynamic_sampling/generated_tokens": 200, "actor/entropy": 0.5, "timing_s/step": 3.0}\n'
@@ -30,16 +31,16 @@ def test_trl_is_told_our_settings():
     assert settings["overlong_buffer"] == 8 and settings["seed"] == 7
     rates = settings["learning_rates"]
     assert len(rates) == 16 and rates[:2] == [6e-6, 1.2e-5] and rates[-1] == pytest.approx(1.2e-6)
-    assert compare_trl.length_of([5, 2, 2], eos=2, most=3) == 2 and compare_trl.length_of([5, 6, 7], eos=2, most=3) == 3
+    assert trl_task.length_of([5, 2, 2], eos=2, most=3) == 2 and trl_task.length_of([5, 6, 7], eos=2, most=3) == 3
 
 
 def test_problems_are_asked_as_here(tmp_path):
     prepare_sums.main([f"--output={tmp_path}/{{split}}.parquet", "--num-train=4", "--num-heldout=2"])
-    rows = compare_trl.rows_of([str(tmp_path / "heldout.parquet")])
+    rows = trl_task.rows_of([str(tmp_path / "heldout.parquet")])
     assert len(rows) == 2 and [turn["role"] for turn in rows[0]["prompt"]] == ["system", "user", "assistant", "user"]
     assert rows[0]["prompt"][0]["content"] == ""
-    assert compare_trl.is_right("8 + 5 = 13, 13 + 6 = 19", "19") == 1 and compare_trl.is_right("19 - 1 = 18", "19") == 0
-    assert [len(batch) for batch in compare_trl.batches(rows * 3, 4)] == [4, 2]
+    assert trl_task.is_right("8 + 5 = 13, 13 + 6 = 19", "19") == 1 and trl_task.is_right("19 - 1 = 18", "19") == 0
+    assert [len(batch) for batch in trl_task.batches(rows * 3, 4)] == [4, 2]
 
 
 def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
@@ -51,13 +52,15 @@ def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
 
     def run(command, **_):
         commands.append(command)
-        if "--child" in command:
+        where = OURS
+        if "train_with_trl.py" in command[1]:
             workdir = Path(command[-1])
             settings = json.loads((workdir / "settings.json").read_text())
             assert settings["seed"] == 3 and settings["steps"] == 2
-            (workdir / "versions.json").write_text('{"trl": "1.0"}')
+            where = {**OURS, "versions": {"trl": "1.0"}}
         else:
             [workdir] = [Path(part.partition("=")[2]) for part in command if part.startswith("--config.workdir=")]
+        (workdir / "environment.json").write_text(json.dumps(where))
         (workdir / "metrics.jsonl").write_text(ROWS)
         return Done
 
@@ -70,6 +73,8 @@ def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     assert [command[0] == "torch/bin/python" for command in commands] == [False, False, True]
     report = json.loads((output / "compare_trl.json").read_text())
-    assert ["trl" in run["versions"] for run in report["runs"]] == [False, False, True]
+    ours = {"python": "3", "jax": "2"}
+    assert [run["versions"] for run in report["runs"]] == [ours, ours, {"trl": "1.0"}]
+    assert {run["machine"] for run in report["runs"]} == {"8 x cpu on a processor, 2 cores"}
     assert [line["arm"] for line in report["table"]] == ["dapo_jax", "dapo_jax, no filter", "TRL"]
     assert (output / "compare_trl.png").exists() and "| TRL | 1 | 0.250" in capsys.readouterr().out

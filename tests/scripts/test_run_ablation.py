@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 comparison_report, comparisons, finished_runs, run_ablation = (
     importlib.import_module(name) for name in ("comparison_report", "comparisons", "finished_runs", "run_ablation")
 )
+ENVIRONMENT = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor"}
 ARMS = [(name, arm) for name, found in comparisons.COMPARISONS.items() for arm in found.arms]
 
 
@@ -75,6 +76,7 @@ def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int
              "response_length/clip_ratio": 0.5, "dynamic_sampling/uniform_share": None, "rollout/acc/mean": 0.5}
         )  # fmt: skip
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (workdir / "environment.json").write_text(json.dumps(ENVIRONMENT))
     finished_runs.mark_finished(workdir)
 
 
@@ -92,12 +94,13 @@ def arms(tmp_path):
 
 
 def test_the_table_reads_the_curves(arms):
-    runs = finished_runs.finished_runs(arms)
+    runs = finished_runs.finished_runs(arms, range(11))
     assert [(run.arm, run.seed) for run in runs] == [
         ("naive GRPO", 0), ("naive GRPO", 10), ("+ dynamic sampling", 0),
     ]  # fmt: skip
     assert "perf/throughput" not in runs[0].rows[1] and "dynamic_sampling/uniform_share" not in runs[0].rows[1]
-    assert "jax" in runs[0].versions and "cores" in runs[0].machine
+    assert (runs[0].versions, runs[0].machine) == ({"python": "3", "jax": "2"}, "8 x cpu on a processor")
+    assert [run.seed for run in finished_runs.finished_runs(arms, [10, 3])] == [10]
     naive, full = comparison_report.table(runs)
     assert (naive["seeds"], naive["before"], naive["after"]) == (
         2, "0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)",
@@ -120,6 +123,7 @@ def trained(monkeypatch):
     def run(command, **_):
         commands.append(command)
         [workdir] = [part.partition("=")[2] for part in command if part.startswith("--config.workdir=")]
+        (Path(workdir) / "environment.json").write_text(json.dumps(ENVIRONMENT))
         (Path(workdir) / "metrics.jsonl").write_text(
             '{"step": 0, "eval/sums/acc/mean@2": 0.5}\n{"step": 1, "eval/sums/acc/mean@2": 0.5, '
             '"dynamic_sampling/generated_tokens": 200, "actor/entropy": 0.5}\n'
@@ -137,12 +141,12 @@ def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, trained, c
     assert len(trained) == 4 and all("--config.seed=0" in command for command in trained)
     assert (output / "dapo.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((output / "dapo.json").read_text())
-    assert len(report["runs"]) == 7 and len(report["table"]) == 6
+    assert len(report["runs"]) == 6 and len(report["table"]) == 6
     assert report["arms"]["+ dynamic sampling"]["algorithm.filter_groups.enable"] == "True"
     assert "+ clip-higher" in capsys.readouterr().out
 
 
-def test_runs_that_a_report_has_are_not_run_again(arms, tmp_path, trained, capsys):
+def test_runs_that_a_report_has_are_not_run_again(arms, tmp_path, trained):
     pytest.importorskip("matplotlib")
     output, elsewhere = tmp_path / "results", f"--runs={tmp_path / 'elsewhere'}"
     run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}", f"--output={output}"])
@@ -158,9 +162,17 @@ def test_runs_that_a_report_has_are_not_run_again(arms, tmp_path, trained, capsy
     [first, *_] = json.loads((output / "leftover.json").read_text())["runs"]
     [same] = [run for run in before["runs"] if run["arm"] == "+ dynamic sampling"]
     assert first == {**same, "arm": "batch, requeue"}
-    assert not capsys.readouterr().err
-    run_ablation.main(["leftover", "--seeds", "0", elsewhere, f"--output={output}", "--config.rollout.top_p=0.9"])
-    assert "no arm has the config of 5 runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--seeds", "1"], ["--seeds", "0", "--config.rollout.top_p=0.9"]])
+def test_no_run_of_a_report_is_lost(options, arms, tmp_path, trained):
+    pytest.importorskip("matplotlib")
+    where = [f"--runs={tmp_path}", f"--output={tmp_path / 'results'}"]
+    run_ablation.main(["leftover", "--seeds", "0", *where])
+    trained.clear()
+    with pytest.raises(SystemExit, match="leftover.json has runs that would be lost: .* with seed 0"):
+        run_ablation.main(["leftover", *options, *where])
+    assert not trained
 
 
 def test_a_run_that_fails_ends_the_script(tmp_path, monkeypatch):

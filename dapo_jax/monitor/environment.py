@@ -1,0 +1,57 @@
+"""Host: what a run ran on and with, `environment.json`: so that its numbers can be compared and repeated."""
+
+import json
+import os
+import platform
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_FILE = "environment.json"
+_LIBRARIES = (
+    "dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu", "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """The libraries' versions, the devices of all processes, and the host of this one."""
+    kinds = Counter(device.device_kind for device in jax.devices())
+    return {
+        "versions": {"python": platform.python_version(), **_versions()},
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "processes": jax.process_count(),
+        "host": host(),
+    }
+
+
+def host() -> str:
+    """What Linux calls the processor (elsewhere its architecture), and how many cores there are."""
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text(encoding="utf-8").splitlines() if described.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
+
+
+def write_environment(workdir: str | os.PathLike[str]) -> None:
+    """Writes the `environment` of this start of a run to `environment.json`."""
+    (Path(workdir) / _FILE).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+
+
+def recorded_environment(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the last start of a run has written to `environment.json`."""
+    return json.loads((Path(workdir) / _FILE).read_text(encoding="utf-8"))
+
+
+def _versions() -> dict[str, str]:
+    """Of those libraries that are installed."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
