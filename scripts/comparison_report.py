@@ -22,6 +22,7 @@ from finished_runs import Row, Run
 from markdown_table import markdown_table
 from plot_run import AXES, points, pyplot
 
+COLUMNS = 3  # of the picture
 PANELS = (  # title, metric (None: held-out accuracy), axis
     ("held-out accuracy", None, "steps"),
     ("held-out accuracy", None, "tokens"),
@@ -36,7 +37,9 @@ PANELS = (  # title, metric (None: held-out accuracy), axis
 
 
 def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[str, Any]) -> None:
-    """Prints the table of finished runs; writes OUTPUT/NAME.json and OUTPUT/NAME.png, if there is an output.
+    """Prints the table of finished runs; if there is an output, writes OUTPUT/NAME.json and the curves, NAME.png.
+
+    NAME_accuracy.png has the first row of the curves: held-out accuracy.
 
     Args:
         about: further entries of the JSON object, such as the command.
@@ -49,7 +52,8 @@ def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[s
     path = output / f"{name}.json"
     found = {**about, "table": lines, "runs": [asdict(run) for run in runs]}
     path.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    draw(runs, output / f"{name}.png")
+    draw(runs, PANELS, output / f"{name}.png")
+    draw(runs, PANELS[:COLUMNS], output / f"{name}_accuracy.png")
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -107,10 +111,11 @@ def measured(runs: Sequence[Sequence[Row]], metric: str, form: str) -> str:
     return format(float(np.mean(found)), form) if found else "-"
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[Run], panels: Sequence[tuple[str, str | None, str]], path: Path) -> None:
     """The curves of all arms: means over seeds, with bands from the least to the most."""
-    figure, grid = pyplot().subplots(3, 3, figsize=(15, 11), layout="constrained")
-    for (title, metric, axis), axes in zip(PANELS, grid.flat, strict=True):
+    rows = len(panels) // COLUMNS
+    figure, grid = pyplot().subplots(rows, COLUMNS, figsize=(15, 3.7 * rows), layout="constrained")
+    for (title, metric, axis), axes in zip(panels, grid.flat, strict=True):
         for arm in dict.fromkeys(run.arm for run in runs):
             places, values = mean_curve([run.rows for run in runs if run.arm == arm], metric, axis)
             if values.size:

@@ -30,7 +30,8 @@ def _section(name: str) -> str:
     return (
         f"{markdown_table(report['table'])}\n\n"
         f"`{report['command']}`; seeds {seeds}; {', '.join(found)}; {machines}; "
-        f"[numbers](results/{name}.json).\n\n![Curves of this table](results/{name}.png)"
+        f"[numbers](results/{name}.json), [all curves](results/{name}.png).\n\n"
+        f"![Held-out accuracy against steps, tokens and seconds](results/{name}_accuracy.png)"
     )
 
 

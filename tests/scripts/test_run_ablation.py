@@ -139,7 +139,8 @@ def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, trained, c
     output = tmp_path / "results"
     run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}", f"--output={output}"])
     assert len(trained) == 4 and all("--config.seed=0" in command for command in trained)
-    assert (output / "dapo.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("dapo.png", "dapo_accuracy.png"):
+        assert (output / name).read_bytes().startswith(b"\x89PNG")
     report = json.loads((output / "dapo.json").read_text())
     assert len(report["runs"]) == 6 and len(report["table"]) == 6
     assert report["arms"]["+ dynamic sampling"]["algorithm.filter_groups.enable"] == "True"

@@ -27,4 +27,5 @@ def test_a_table_comes_from_its_file(tmp_path, monkeypatch):
     text = write_results_doc.document()
     assert text.startswith("Before\n<!-- ours -->\n| arm | after |") and text.endswith("<!-- end -->\nafter\n")
     assert "| a | 0.500 |" in text and "old" not in text
-    assert "`python run.py a`; seeds 0, 1; jax 1.2, torch 3; 1 x cpu or 2 x gpu; [numbers](results/ours.json)." in text
+    sources = "[numbers](results/ours.json), [all curves](results/ours.png)"
+    assert f"`python run.py a`; seeds 0, 1; jax 1.2, torch 3; 1 x cpu or 2 x gpu; {sources}." in text
