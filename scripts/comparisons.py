@@ -45,6 +45,14 @@ COMPARISONS = {
         "configs/sums.py",
         dict(zip(PARTS, accumulate(PARTS.values(), lambda above, part: {**above, **part}), strict=True)),
     ),
+    "equal_tokens": Comparison(  # as many tokens as dynamic sampling takes, the schedule of the learning rate included
+        "configs/sums.py",
+        {
+            "naive GRPO, 16 steps": GRPO,
+            "naive GRPO, 41 steps": {**GRPO, "trainer.total_training_steps": "41", "trainer.test_freq": "8"},
+            "DAPO, 16 steps": {},
+        },
+    ),
     "mawps": Comparison("configs/mawps.py", {"DAPO": {}}),
     "punishment": Comparison(  # whether overlong filtering is what makes the punishment harmful
         "configs/sums.py",
@@ -86,7 +94,7 @@ COMPARISONS = {
     ),
     "mini_batches": Comparison(
         "configs/sums.py",
-        {str(16 // size): {"actor.ppo_mini_batch_size": str(size)} for size in (16, 4, 1)},
+        {f"updates a step: {16 // size}": {"actor.ppo_mini_batch_size": str(size)} for size in (16, 4, 1)},
         shared={
             "data.train_batch_size": "16", "data.gen_batch_size": "24", "rollout.n": "4",
             "actor.ppo_micro_batch_size_per_device": "4",
