@@ -448,12 +448,6 @@ def warnings(config: Config) -> list[str]:
             f"algorithm.filter_groups.metric={algorithm.filter_groups.metric} contains the overlong penalty: groups "
             "whose answers are all wrong pass the filter for their lengths; acc is the paper's"
         )
-    if algorithm.overlong_filtering and config.reward.overlong_buffer.enable and not algorithm.filter_groups.enable:
-        found.append(
-            "algorithm.overlong_filtering=True with reward.overlong_buffer.enable=True and no group filter: responses "
-            "that are cut off lower the mean of their group by their penalty and are not trained on, so where all "
-            "answers are wrong those that end are taught as good"
-        )
     groups = algorithm.filter_groups
     if groups.enable and groups.backfill == "stream" and groups.leftover != "requeue":
         found.append(

@@ -258,7 +258,6 @@ def test_truncated_sampling_and_single_samples_are_warned_of():
     assert_one(warnings(config_with({"rollout.top_k": 20})), "rollout.top_p=1.0, rollout.top_k=20: .* truncated")
 
 
-BOTH = {"algorithm.overlong_filtering": True, "reward.overlong_buffer.enable": True, f"{FILTER}.enable": False}
 SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": True}
 
 
@@ -284,9 +283,6 @@ SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": Tru
             "metric=seq_final_reward contains the overlong penalty",
             {f"{FILTER}.metric": "score"},
         ),
-        (BOTH, "responses that are cut off lower the mean", {f"{FILTER}.enable": True}),
-        (BOTH, "responses that are cut off lower the mean", {"reward.overlong_buffer.enable": False}),
-        (BOTH, "responses that are cut off lower the mean", {"algorithm.overlong_filtering": False}),
         (
             {"trainer.critic_warmup": 100, "algorithm.adv_estimator": "gae"},
             "critic_warmup leaves no step that updates the policy",
