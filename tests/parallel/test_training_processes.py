@@ -33,6 +33,7 @@ SMALL = {
     "actor.ppo_mini_batch_size": 2, "actor.ppo_micro_batch_size_per_device": 4, "trainer.total_training_steps": 4,
     "trainer.test_freq": 2, "trainer.save_freq": 2, "trainer.heartbeat_timeout_s": 10,
     "algorithm.filter_groups.max_num_gen_batches": 0, "reward.num_workers": 1, "actor.optim.lr": 1e-3,
+    "actor.optim.eps": 1e-6,  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
 }  # fmt: skip
 
 
