@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (theirs.name, seed) not in reported:
             train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
     command = shlex.join(["python", "scripts/compare_trl.py", "--trl", "TORCH_ENV/bin/python", *options])
-    runs = finished_runs(arms, given.seeds, reports)
+    runs = finished_runs(arms, given.seeds, reported)
     report("compare_trl", runs, given.output, {"command": command, "config": CONFIG})
 
 

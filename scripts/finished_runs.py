@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
@@ -48,14 +49,15 @@ def is_finished(workdir: Path) -> bool:
     return (workdir / FINISHED).exists()
 
 
-def finished_runs(arms: Mapping[str, Path], seeds: Collection[int], reports: Iterable[Path] = ()) -> list[Run]:
+def finished_runs(
+    arms: Mapping[str, Path], seeds: Collection[int], reported: Mapping[tuple[str, int], Run] = MappingProxyType({})
+) -> list[Run]:
     """The runs of some configs and seeds that have come to their end, arm by arm, by seed.
 
     Args:
         arms: name -> folder of the runs of its config, `seed0` and so on.
-        reports: files of earlier reports, whose runs count where the folders do not have them; the last one's most.
+        reported: `reported_runs`, which count where the folders do not have them.
     """
-    reported = reported_runs(reports)
     found = []
     for arm, folder in arms.items():
         of_arm = {seed: run for (config, seed), run in reported.items() if config == folder.name}
@@ -65,7 +67,7 @@ def finished_runs(arms: Mapping[str, Path], seeds: Collection[int], reports: Ite
 
 
 def reported_runs(reports: Iterable[Path]) -> dict[tuple[str, int], Run]:
-    """Config and seed -> run, of all reports of runs among some files."""
+    """Config and seed -> run, of all reports of runs among some files; the last one's where several have it."""
     runs = [run for path in reports if path.exists() for run in json.loads(path.read_text()).get("runs", ())]
     return {(run["config"], run["seed"]): Run(**run) for run in runs}
 

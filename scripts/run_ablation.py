@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "shared": dict(comparison.shared),
         "arms": {arm: dict(changed) for arm, changed in comparison.arms.items()},
     }
-    report(given.name, finished_runs(folders, given.seeds, reports), given.output, about)
+    report(given.name, finished_runs(folders, given.seeds, reported), given.output, about)
 
 
 def command_options(comparison: Comparison, arm: str, options: Sequence[str] = ()) -> list[str]:

@@ -122,14 +122,14 @@ class Records(transformers.TrainerCallback):
         """The metrics of the step that ends, under our names."""
         samples, number = self.given["samples"], len(self.accuracies)
         groups = [set(self.accuracies[start : start + samples]) for start in range(0, number, samples)]
-        tokens = sum(map(len, self.completions))
+        generated = sum(map(len, self.completions))
         return {
             "timing_s/step": self.seconds,
-            "dynamic_sampling/generated_tokens": tokens,
+            "dynamic_sampling/generated_tokens": generated,
             "dynamic_sampling/uniform_share": sum(len(group) == 1 for group in groups) / len(groups),
             "rollout/acc/mean": sum(self.accuracies) / number,
-            "response_length/mean": tokens / number,
-            "response_length/clip_ratio": sum(self.is_cut_off(tokens) for tokens in self.completions) / number,
+            "response_length/mean": generated / number,
+            "response_length/clip_ratio": sum(map(self.is_cut_off, self.completions)) / number,
             "actor/entropy": sum(logs["entropy"] for logs in self.updates) / len(self.updates),
             "actor/grad_norm": sum(logs["grad_norm"] for logs in self.updates) / len(self.updates),
             "actor/lr": self.updates[-1]["learning_rate"],
