@@ -10,7 +10,7 @@ measured on the same held-out problems, two samples each at temperature 1. It mi
 divides them into updates; here an update has whole groups. train_with_trl.py is its side.
 
 Runs are kept and reported as by run_ablation.py, but never taken from another comparison, since seconds count: those of
-training steps, without loading, evaluation and checkpoints; compilation here and warm-up there are in them.
+training steps, without loading, evaluation and checkpoints; compilation (of each run anew) and warm-up are in them.
 
 TORCH_ENV: pip install torch trl gguf pyarrow.
 """
@@ -35,8 +35,11 @@ from dapo_jax.learning import learning_rate_of
 from dapo_jax.monitor.environment import host
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = "configs/sums.py"
-OURS = {"dapo_jax": {}, "dapo_jax, no filter": NO_FILTER}
+COMPARISON = Comparison(
+    "configs/sums.py",
+    {"dapo_jax": {}, "dapo_jax, no filter": NO_FILTER},
+    shared={"trainer.compilation_cache_dir": "", "trainer.test_freq": "2"},  # each run compiles for itself
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare_trl", help="folder of the workdirs")
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
-    comparison = Comparison(CONFIG, OURS)
-    configured = {arm: command_options(comparison, arm, options) for arm in OURS}
+    configured = {arm: command_options(COMPARISON, arm, options) for arm in COMPARISON.arms}
     folders = {arm: folder_of(given.runs, options_of_arm) for arm, options_of_arm in configured.items()}
     config = read_config(["compare_trl", *configured["dapo_jax"]])
     theirs = folders["dapo_jax"].with_name(f"{folders['dapo_jax'].name}_trl")
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
     command = shlex.join(["python", "scripts/compare_trl.py", "--trl", "TORCH_ENV/bin/python", *options])
     runs = finished_runs(arms, given.seeds, reported)
-    report("compare_trl", runs, given.output, {"command": command, "config": CONFIG})
+    report("compare_trl", runs, given.output, {"command": command, "config": COMPARISON.config})
 
 
 def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
