@@ -40,7 +40,13 @@ LENGTH_TERM = {  # every response loses up to 0.3 points, in proportion to its l
     "reward.overlong_buffer.len": "32",
     "reward.overlong_buffer.penalty_factor": "0.3",
 }
+FILTERS = {
+    "no filter": NO_FILTER,
+    "filter on the shaped reward": {"algorithm.filter_groups.metric": "seq_reward"},
+    "filter on accuracy": {"algorithm.filter_groups.metric": "acc"},
+}
 COMPARISONS = {
+    "quickstart": Comparison("configs/quickstart.py", {"DAPO": {}}),
     "dapo": Comparison(
         "configs/sums.py",
         dict(zip(PARTS, accumulate(PARTS.values(), lambda above, part: {**above, **part}), strict=True)),
@@ -62,14 +68,14 @@ COMPARISONS = {
             "both": {**CLIP_HIGHER, **PUNISHMENT, "algorithm.overlong_filtering": "True"},
         },
     ),
-    "filter_metric": Comparison(
+    "filter_metric": Comparison("configs/sums.py", FILTERS, shared=LENGTH_TERM),
+    "filter_metric_full": Comparison(  # up to a whole point: still, every right answer is above every wrong one
         "configs/sums.py",
-        {
-            "no filter": NO_FILTER,
-            "filter on the shaped reward": {"algorithm.filter_groups.metric": "seq_reward"},
-            "filter on accuracy": {"algorithm.filter_groups.metric": "acc"},
-        },
-        shared=LENGTH_TERM,
+        FILTERS,
+        shared={
+            **LENGTH_TERM, "reward.overlong_buffer.penalty_factor": "1.0",
+            "actor.ppo_mini_batch_size": "1", "actor.ppo_micro_batch_size_per_device": "8",
+        },  # fmt: skip
     ),
     "leftover": Comparison(
         "configs/sums.py",
