@@ -16,35 +16,35 @@ def resolve_aliases(config: Config) -> Config:
     - algorithm.online_filtering, filter_key, filter_low, filter_high, trainer.max_try_make_batch (EasyR1): the filter
       by the mean of a metric; the limit (20 rounds unless given) is an error, surplus groups are dropped. Unlike there,
       one round that keeps nothing is no error.
+    - False turns the filter off, unless the other of the two is True.
 
     Raises:
-        ValueError: an alias without the one that it belongs to, or two that contradict each other.
+        ValueError: an alias without the one that it belongs to, or one that contradicts another or an option of
+            algorithm.filter_groups.
     """
-    algorithm = config.algorithm
+    algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
     if algorithm.use_dynamic_sample and algorithm.online_filtering:
         raise ValueError("algorithm.use_dynamic_sample and algorithm.online_filtering exclude each other: choose one")
-    groups = algorithm.filter_groups
-    if algorithm.use_dynamic_sample is not None:
-        groups = _dynamic_sample(algorithm)
-    elif algorithm.dynamic_sample_max_gen_batches is not None:
+    if algorithm.use_dynamic_sample is None and algorithm.dynamic_sample_max_gen_batches is not None:
         raise ValueError("algorithm.dynamic_sample_max_gen_batches needs algorithm.use_dynamic_sample=True")
-    if algorithm.online_filtering is not None:
-        groups = _online_filtering(config)
-    else:
+    if algorithm.online_filtering is None:
         given = [f"algorithm.{name}" for name in _ONLINE if getattr(algorithm, name) is not None]
-        given += ["trainer.max_try_make_batch"] * (config.trainer.max_try_make_batch is not None)
+        given += ["trainer.max_try_make_batch"] * (limit is not None)
         if given:
             raise ValueError(f"{', '.join(given)} need algorithm.online_filtering=True")
+    groups = algorithm.filter_groups
+    if algorithm.use_dynamic_sample:
+        groups = _changed(groups, "use_dynamic_sample", _dynamic_sample(algorithm))
+    elif algorithm.online_filtering:
+        groups = _changed(groups, "online_filtering", _online_filtering(algorithm, limit))
+    elif algorithm.use_dynamic_sample is not None or algorithm.online_filtering is not None:
+        groups = dataclasses.replace(groups, enable=False)
     data = config.data
+    sizes = {"train_batch_size": data.rollout_batch_size, "gen_batch_size": data.mini_rollout_batch_size}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
     return dataclasses.replace(
         config,
-        data=dataclasses.replace(
-            data,
-            train_batch_size=data.rollout_batch_size or data.train_batch_size,
-            gen_batch_size=data.mini_rollout_batch_size or data.gen_batch_size,
-            rollout_batch_size=None,
-            mini_rollout_batch_size=None,
-        ),
+        data=dataclasses.replace(data, **sizes, rollout_batch_size=None, mini_rollout_batch_size=None),
         algorithm=dataclasses.replace(algorithm, filter_groups=groups, **dict.fromkeys(_ALGORITHM)),
         trainer=dataclasses.replace(config.trainer, max_try_make_batch=None),
     )
@@ -54,35 +54,41 @@ _ONLINE = ("filter_key", "filter_low", "filter_high")
 _ALGORITHM = ("use_dynamic_sample", "dynamic_sample_max_gen_batches", "online_filtering", *_ONLINE)
 
 
-def _dynamic_sample(algorithm: AlgorithmConfig) -> FilterGroupsConfig:
+def _changed(groups: FilterGroupsConfig, alias: str, changes: dict[str, Any]) -> FilterGroupsConfig:
+    """`groups` with what an alias sets, unless something else was chosen there."""
+    default = FilterGroupsConfig()
+    for name, value in changes.items():
+        chosen = getattr(groups, name)
+        if chosen not in (getattr(default, name), value):
+            raise ValueError(
+                f"algorithm.{alias}=True sets algorithm.filter_groups.{name}={value}, and {chosen} was chosen: "
+                f"leave out one of them, or use the options of algorithm.filter_groups without algorithm.{alias}"
+            )
+    return dataclasses.replace(groups, enable=True, **changes)
+
+
+def _dynamic_sample(algorithm: AlgorithmConfig) -> dict[str, Any]:
     limit = algorithm.dynamic_sample_max_gen_batches
-    return dataclasses.replace(
-        algorithm.filter_groups,
-        enable=bool(algorithm.use_dynamic_sample),
-        metric="seq_reward",
-        rule="std",
-        max_num_gen_batches=3 if limit is None else limit,
-        on_limit="partial",
-        on_exhausted="partial",
-        on_empty="train_unfiltered",
-        leftover="discard",
-    )
-
-
-def _online_filtering(config: Config) -> FilterGroupsConfig:
-    algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
-    changes: dict[str, Any] = {
-        name: getattr(algorithm, name) for name in ("filter_low", "filter_high") if getattr(algorithm, name) is not None
+    return {
+        "metric": "seq_reward",
+        "rule": "std",
+        "max_num_gen_batches": 3 if limit is None else limit,
+        "on_limit": "partial",
+        "on_exhausted": "partial",
+        "on_empty": "train_unfiltered",
+        "leftover": "discard",
     }
+
+
+def _online_filtering(algorithm: AlgorithmConfig, limit: int | None) -> dict[str, Any]:
+    given = {name: getattr(algorithm, name) for name in ("filter_low", "filter_high")}
     key = algorithm.filter_key or "overall"
-    return dataclasses.replace(
-        algorithm.filter_groups,
-        enable=bool(algorithm.online_filtering),
-        metric="score" if key == "overall" else key,
-        rule="mean_range",
-        max_num_gen_batches=20 if limit is None else limit,
-        on_limit="error",
-        on_exhausted="next_epoch",
-        leftover="discard",
-        **changes,
-    )
+    return {
+        "metric": "score" if key == "overall" else key,
+        "rule": "mean_range",
+        "max_num_gen_batches": 20 if limit is None else limit,
+        "on_limit": "error",
+        "on_exhausted": "next_epoch",
+        "leftover": "discard",
+        **{name: value for name, value in given.items() if value is not None},
+    }

@@ -43,6 +43,19 @@ def test_online_filtering_is_the_range_of_the_mean():
     assert keyed.metric == "format"
 
 
+@pytest.mark.parametrize(("on", "metric"), [("use_dynamic_sample", "seq_reward"), ("online_filtering", "score")])
+def test_the_filter_that_is_on_counts_more_than_the_one_that_is_off(on, metric):
+    aliases = {f"algorithm__{name}": name == on for name in ("use_dynamic_sample", "online_filtering")}
+    groups = resolved(**aliases).algorithm.filter_groups
+    assert groups.enable and groups.metric == metric
+    assert not resolved(**dict.fromkeys(aliases, False)).algorithm.filter_groups.enable
+
+
+def test_a_size_of_zero_is_not_taken_for_none():
+    data = resolved(data__rollout_batch_size=0, data__mini_rollout_batch_size=0).data
+    assert data.train_batch_size == data.gen_batch_size == 0  # which validation refuses
+
+
 def test_no_alias_is_left_over():
     config = resolved(algorithm__use_dynamic_sample=True, data__rollout_batch_size=64)
     assert resolve_aliases(config) == config and config.algorithm.use_dynamic_sample is None
@@ -55,6 +68,14 @@ def test_no_alias_is_left_over():
         ({"algorithm__filter_low": 0.1}, "algorithm.filter_low need algorithm.online_filtering=True"),
         ({"trainer__max_try_make_batch": 3}, "trainer.max_try_make_batch need algorithm.online_filtering=True"),
         ({"algorithm__use_dynamic_sample": True, "algorithm__online_filtering": True}, "exclude each other"),
+        (
+            {"algorithm__use_dynamic_sample": True, "algorithm__filter_groups__max_num_gen_batches": 25},
+            "sets algorithm.filter_groups.max_num_gen_batches=3, and 25 was chosen",
+        ),
+        (
+            {"algorithm__online_filtering": True, "algorithm__filter_groups__leftover": "carry"},
+            "sets algorithm.filter_groups.leftover=discard, and carry was chosen",
+        ),
     ],
 )
 def test_aliases_that_do_not_belong_together_are_refused(changes, message):
