@@ -152,7 +152,7 @@ EXPERIENCE = Experience(
     mask=np.arange(4) < np.array([[[1], [2]], [[3], [4]]]), logprobs=np.zeros((2, 2, 4), np.float32),
     finished=np.ones((2, 2), bool), texts=[["x", "xx"], ["xxx", "xxxx"]],
     scores={"score": np.array([[1.0, 0.0], [1.0, -1.0]]), "acc": np.eye(2), "length": np.ones((2, 2))},
-    versions=np.zeros(2, np.int64), num_errors=0,
+    versions=np.zeros(2, np.int64), failed=np.zeros((2, 2), bool),
 )  # fmt: skip
 
 

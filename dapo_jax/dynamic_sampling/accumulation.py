@@ -22,6 +22,7 @@ from dapo_jax.rollout.experience import Experience, concatenate
 
 logger = logging.getLogger(__name__)
 
+FILTER = "algorithm.filter_groups"
 MAX_IN_FLIGHT = 2  # waves: one is decoded while the one before is verified
 
 
@@ -323,16 +324,21 @@ def _log_round(attempt: _Attempt, *, last: bool) -> None:
 
 
 def _message(attempt: _Attempt, exhausted: bool) -> str:
-    counts = filtered_counts(attempt.rounds)
-    reason = (
-        "at the end of the epoch (algorithm.filter_groups.on_exhausted=error)"
-        if exhausted
-        else f"after {attempt.num_rounds} generation rounds (algorithm.filter_groups.max_num_gen_batches)"
-    )
+    counts, limits = filtered_counts(attempt.rounds), attempt.policies.limits
+    if exhausted:
+        reason, first, policy = "at the end of the epoch", "set on_exhausted=next_epoch", "on_exhausted"
+    else:
+        bound, option = "max_num_gen_batches", "max_num_gen_batches"
+        if attempt.limit < fixed_limit(limits):
+            bound, option = "adaptive_limit", "adaptive_limit.slack"
+        reason = f"after {attempt.num_rounds} generation rounds ({FILTER}.{bound})"
+        first, policy = f"raise {option}", "on_limit"
+    last = f"{FILTER}.{policy}=partial"
+    if getattr(attempt.policies, policy) == "partial":  # there is no group to train on
+        last = f"{FILTER}.on_empty=skip_step"
     return (
         f"only {attempt.kept} of data.train_batch_size={attempt.policies.target} groups kept {reason}: of "
         f"{attempt.evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
-        f"{counts['other']} uniform otherwise. Three ways out: raise max_num_gen_batches, lower "
-        "data.train_batch_size, or set algorithm.filter_groups.on_limit=partial; or change the difficulty of the "
-        "data (or raise rollout.n), so that more groups hold both right and wrong answers"
+        f"{counts['other']} uniform otherwise. Three ways out: {first}, lower data.train_batch_size, or set {last}; or "
+        "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong answers"
     )

@@ -52,26 +52,38 @@ def shape_rewards(
 def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: Mesh) -> Round:
     """Marks the groups that `rule` keeps by their `metric`.
 
+    A sample whose verification failed and that therefore lacks the metric counts like the lowest of its group; where
+    the whole group lacks it, the values are 0.
+
     Raises:
-        ValueError: the metric was not measured for every sample.
+        ValueError: the metric was not measured for a sample whose verification succeeded.
     """
     available = dict(experience.scores)
     if "seq_reward" in available:
         available |= dict.fromkeys(FINAL_REWARD, available.get("seq_final_reward", available["seq_reward"]))
-    if metric not in available or np.isnan(available[metric]).any():
+    measured = {name: _without_failed(values, experience.failed) for name, values in available.items()}
+    if experience.failed.all():
+        measured.setdefault(metric, np.zeros(experience.failed.shape))
+    if metric not in measured or np.isnan(measured[metric]).any():
         raise ValueError(
             f"algorithm.filter_groups.metric={metric!r} is not measured for every sample: choose one of "
-            f"{sorted(name for name, values in available.items() if not np.isnan(values).any())}, "
+            f"{sorted(name for name, values in measured.items() if not np.isnan(values).any())}, "
             "or let the reward function return it"
         )
-    num_groups, num_samples = available[metric].shape
-    values = put_rows(available[metric].astype(np.float32).reshape(-1), mesh)
+    num_groups, num_samples = measured[metric].shape
+    values = put_rows(measured[metric].astype(np.float32).reshape(-1), mesh)
     group_ids = np.arange(values.shape[0], dtype=np.int32) // num_samples  # rows of padding come after the groups
     statistics = group_statistics(
         values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1
     )
     keep, std = fetch((keep_groups(statistics, rule), statistics.std))
     return Round(experience, keep[:num_groups], std[:num_groups])
+
+
+def _without_failed(values: np.ndarray, failed: np.ndarray) -> np.ndarray:
+    """Values [Q, G] with the lowest of the group where a failed verification left none; 0 if the group has none."""
+    lowest = np.min(values, axis=1, keepdims=True, initial=np.inf, where=~np.isnan(values))
+    return np.where(failed & np.isnan(values), np.where(np.isinf(lowest), 0.0, lowest), values)
 
 
 def keep_all(experience: Experience) -> Round:
@@ -82,11 +94,7 @@ def keep_all(experience: Experience) -> Round:
 
 def filtered_counts(rounds: Sequence[Round]) -> dict[str, int]:
     """How many dropped groups were all right, all wrong, and uniform in another way (or without `acc`)."""
-    unknown = [np.full(round_.experience.finished.shape, np.nan) for round_ in rounds]
-    dropped = [
-        round_.experience.scores.get("acc", missing)[~round_.keep]
-        for round_, missing in zip(rounds, unknown, strict=True)
-    ]
+    dropped = [round_.experience.score("acc")[~round_.keep] for round_ in rounds]
     accuracy = np.concatenate(dropped) if dropped else np.zeros((0, 1))
     correct = int(np.sum(np.all(accuracy == 1, axis=1)))
     wrong = int(np.sum(np.all(accuracy <= 0, axis=1)))

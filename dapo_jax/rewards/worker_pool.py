@@ -60,7 +60,7 @@ class Verdict:
 
     numbers: dict[str, float]  # "score", "acc" and what else the verifier returns
     pred: str | None  # the answer that it read, at most 1000 characters
-    error: str | None  # None, or why there is no verdict; then the score is the lowest and acc is 0
+    error: str | None  # None, or why there is no verdict; then acc is 0, and score and acc are all there is
 
 
 class VerifierPool:
@@ -70,7 +70,15 @@ class VerifierPool:
         ValueError: the verifier cannot be loaded, or an argument is out of range.
     """
 
-    def __init__(self, verifier: str, *, num_workers: int, timeout_s: float, memory_limit_mb: int = 0) -> None:
+    def __init__(
+        self,
+        verifier: str,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_limit_mb: int = 0,
+        error_score: float | None = None,
+    ) -> None:
         """Starts the workers and waits for the first.
 
         Args:
@@ -78,6 +86,7 @@ class VerifierPool:
             timeout_s: seconds for one sample, after which its worker is killed and replaced.
             memory_limit_mb: MiB that a worker may write to (enforced on Linux); a sample that needs more is wrong,
                 and its worker is replaced. 0 = none.
+            error_score: of a sample without a verdict; None = `verifiers.wrong_score`.
         """
         if num_workers < 1:
             raise ValueError(f"reward.num_workers={num_workers} must be at least 1: raise it")
@@ -88,6 +97,7 @@ class VerifierPool:
         self._verifier = verifier
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
+        self._error_score = error_score
         self._num_replaced = self._taken = 0
         self._counting = threading.Lock()
         self._workers: set[_Worker] = set()
@@ -184,7 +194,10 @@ class VerifierPool:
         return self._wrong(request, error)
 
     def _wrong(self, request: ScoreRequest, error: str) -> Verdict:
-        return Verdict({"score": wrong_score(self._verifier, request.data_source), "acc": 0.0}, None, error)
+        score = self._error_score
+        if score is None:
+            score = wrong_score(self._verifier, request.data_source)
+        return Verdict({"score": score, "acc": 0.0}, None, error)
 
     def _replace(self, worker: "_Worker") -> tuple["_Worker", int | None]:
         """A new worker, and the exit code of the old one."""

@@ -24,7 +24,7 @@ class Experience:
     texts: list[list[str]]  # decoded responses
     scores: dict[str, np.ndarray]  # [Q, G] float64 each: acc, score and whatever else was measured
     versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
-    num_errors: int  # verifications that failed, this Experience's samples or not
+    failed: np.ndarray  # [Q, G] bool, verification failed; False in what a checkpoint restores
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
     answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None once groups are chosen
 
@@ -32,9 +32,18 @@ class Experience:
         return len(self.numbers)
 
     @property
+    def num_errors(self) -> int:
+        """Verifications that failed."""
+        return int(self.failed.sum())
+
+    @property
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return int(self.mask.sum())
+
+    def score(self, name: str) -> np.ndarray:
+        """The values [Q, G] of a score, NaN where there is none."""
+        return self.scores.get(name, np.full(self.finished.shape, np.nan))
 
     def with_scores(self, **scores: np.ndarray) -> "Experience":
         """The same with further values [Q, G]."""
@@ -53,7 +62,7 @@ class Experience:
             [self.texts[group] for group in groups],
             {name: values[groups] for name, values in self.scores.items()},
             self.versions[groups],
-            self.num_errors,
+            self.failed[groups],
             None if self.kl is None else self.kl[groups],
         )
 
@@ -61,9 +70,6 @@ class Experience:
 def concatenate(parts: Sequence[Experience]) -> Experience:
     """The groups of all parts, one after the other. A score that a part lacks is NaN there."""
     names = {name: None for part in parts for name in part.scores}
-
-    def scores(part: Experience, name: str) -> np.ndarray:
-        return part.scores.get(name, np.full(part.finished.shape, np.nan))
 
     def join(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])
@@ -77,9 +83,9 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
         join("logprobs"),
         join("finished"),
         [texts for part in parts for texts in part.texts],
-        {name: np.concatenate([scores(part, name) for part in parts]) for name in names},
+        {name: np.concatenate([part.score(name) for part in parts]) for name in names},
         join("versions"),
-        sum(part.num_errors for part in parts),
+        join("failed"),
         None if any(part.kl is None for part in parts) else join("kl"),
     )
 
@@ -107,5 +113,5 @@ def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokeniz
         prompts=[prompt_set.tokens[row] for row in fields["rows"]],
         texts=texts,
         scores={name.removeprefix("score "): np.asarray(v) for name, v in arrays.items() if name.startswith("score ")},
-        num_errors=0,
+        failed=np.zeros(fields["finished"].shape, bool),
     )

@@ -98,7 +98,7 @@ class Sampler:
                 [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
                 {name: values.reshape(shape) for name, values in scores.items()},
                 np.full(len(prompts), version, np.int64),
-                sum(verdict.error is not None for verdict in verdicts),
+                np.array([verdict.error is not None for verdict in verdicts]).reshape(shape),
                 answers=[answers[i : i + num_samples] for i in range(0, len(answers), num_samples)],
             )
 

@@ -20,7 +20,8 @@ def experience(acc, *, lengths=2) -> Experience:
     mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
     return Experience(
         numbers, numbers, [[1]] * shape[0], np.zeros((*shape, 4), np.int32), mask, np.zeros((*shape, 4), np.float32),
-        np.ones(shape, bool), [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, numbers, 0,
+        np.ones(shape, bool), [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, numbers,
+        np.zeros(shape, bool),
     )  # fmt: skip
 
 
@@ -49,6 +50,22 @@ def test_a_missing_metric_lists_what_there_is(mesh):
     half = groups.with_scores(quality=np.array([[1.0, np.nan]]))
     with pytest.raises(ValueError, match=r"metric='quality' is not measured for every sample.*\['acc', 'score'\]"):
         filter_groups(half, "quality", STD, mesh)
+
+
+def test_a_failed_verification_counts_like_the_lowest_of_its_group(mesh):
+    groups = experience(np.zeros((4, 3)))
+    failed = np.array([[True, False, False], [True, False, False], [True, True, False], [True, True, True]])
+    nan = np.nan
+    measured = np.array([[nan, 2.0, 2.0], [nan, 3.0, 1.0], [nan, nan, 5.0], [nan, nan, nan]])
+    groups = dataclasses.replace(groups.with_scores(quality=measured), failed=failed)
+    found = filter_groups(groups, "quality", STD, mesh)
+    assert found.keep.tolist() == [False, True, False, False]
+    np.testing.assert_allclose(found.metric_std, [0, (8 / 9) ** 0.5, 0, 0], rtol=1e-6)
+    np.testing.assert_array_equal(found.experience.scores["quality"], measured)
+    nothing = dataclasses.replace(experience(np.zeros((2, 3))), failed=np.ones((2, 3), bool))
+    assert not filter_groups(nothing, "quality", STD, mesh).keep.any()
+    with pytest.raises(ValueError, match="metric='quality' is not measured"):  # the one that did not fail has none
+        filter_groups(dataclasses.replace(groups, failed=failed & (np.arange(3) < 1)), "quality", STD, mesh)
 
 
 def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):

@@ -13,7 +13,7 @@ def experience(first: int, num_groups: int, *, kl: bool = True, **scores) -> Exp
         numbers=numbers, rows=numbers + 100, prompts=[[number] for number in numbers.tolist()],
         responses=tokens.astype(np.int32), mask=tokens % 2 == 0, logprobs=-tokens.astype(np.float32),
         finished=tokens[..., 0] % 3 == 0, texts=[[str(number)] * 2 for number in numbers.tolist()],
-        scores={"score": tokens[..., 0] / 2, **scores}, versions=numbers // 2, num_errors=1,
+        scores={"score": tokens[..., 0] / 2, **scores}, versions=numbers // 2, failed=tokens[..., 0] % 4 == 1,
         kl=tokens / 10 if kl else None,
     )  # fmt: skip
 
@@ -26,8 +26,8 @@ def assert_equal(found: Experience, expected: Experience) -> None:
 def test_parts_of_consecutive_groups_make_up_the_whole():
     whole = experience(0, 5)
     joined = concatenate([experience(0, 2), experience(2, 3)])
-    assert_equal(joined, dataclasses.replace(whole, num_errors=2))
-    assert len(joined) == 5 and joined.num_tokens == whole.num_tokens == 18
+    assert_equal(joined, whole)
+    assert len(joined) == 5 and joined.num_tokens == whole.num_tokens == 18 and joined.num_errors == 2
 
 
 def test_selected_groups_keep_all_that_is_known_of_them():
