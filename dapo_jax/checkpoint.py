@@ -30,6 +30,7 @@ class Progress:
 
     step: int = 0  # training steps done
     recompute_logprobs: bool = False  # whether old_logprob=auto has fallen back to recomputing
+    recompute_dtype: str = ""  # the model.dtype with which it has
     kl_coef: float = 0.0  # of the KL divergence in the reward
     groups_kept: int = 0
     groups_dropped: int = 0
@@ -41,6 +42,7 @@ class Progress:
     alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
     best: float | None = None  # trainer.best_metric at its best
     best_step: int = 0  # when it was
+    best_of: str = ""  # the metric that it is, and whether more or less is better
     unrecorded: dict[str, Any] | None = None  # metrics and samples of the step, as long as they are not recorded
 
 

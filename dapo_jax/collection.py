@@ -104,15 +104,17 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
 
 def _sampled_metrics(sampled: Sequence[Experience]) -> dict[str, float]:
     """Of all groups that were sampled, also those that the filter drops."""
-    names = set.intersection(*(set(experience.scores) for experience in sampled))
-    scores = {name: np.concatenate([part.scores[name] for part in sampled]) for name in sorted(names)}
+    names = sorted({name for part in sampled for name in part.scores})
+    scores = {name: np.concatenate([part.score(name) for part in sampled]) for name in names}
     compared = scores.get("acc", scores["seq_reward"])
-    return {
+    metrics = {
         **statistics.score_metrics(scores),
         "rollout/model_version": int(max(experience.versions.max() for experience in sampled)),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
-        "dynamic_sampling/uniform_share": float(np.mean(compared.max(axis=1) == compared.min(axis=1))),
     }
+    if compared.shape[1] > 1:  # one sample has nothing to be equal to
+        metrics["dynamic_sampling/uniform_share"] = float(np.mean(compared.max(axis=1) == compared.min(axis=1)))
+    return metrics
 
 
 def _trained_metrics(run: Run, trained: Experience) -> dict[str, float]:

@@ -96,7 +96,7 @@ class ModelConfig:
     path: str = ""  # Hugging Face directory, .gguf file, or "random"
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
-    attention: str = "xla"  # of training: xla | cudnn (NVIDIA GPUs, bfloat16) | splash (TPUs)
+    attention: str = "xla"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (which of them fits)
     remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
@@ -105,7 +105,7 @@ class ModelConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     n: int = 16  # samples per prompt
-    temperature: float = 1.0  # 0 = greedy
+    temperature: float = 1.0  # above 0
     top_p: float = 1.0  # 1 = off
     top_k: int = -1  # -1 = off
     min_response_length: int = 0  # tokens before which no end-of-sequence token is drawn; not in evaluation
@@ -141,6 +141,7 @@ class RewardConfig:
     num_workers: int = 2  # verifier processes
     timeout_s: float = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: int = 4096  # MiB that a verifier process may write to (Linux); 0 = none
+    error_score: float | None = None  # of a failed verification; null = the verifier's lowest, 0 for your own function
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
@@ -288,7 +289,7 @@ class ActorConfig:
     ppo_micro_batch_size_per_device: int = 8  # responses per forward and backward pass on one device
     use_dynamic_bsz: bool = False  # micro-batches, the critic's too, by tokens instead of by responses
     ppo_max_token_len_per_device: int = 16384  # tokens of one with use_dynamic_bsz, with all padding
-    share_prompts: bool = True  # run a prompt once for several of its responses; only with model.attention=xla
+    share_prompts: bool = True  # run a prompt once for several of its responses; not with a fused kernel
     ppo_epochs: int = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     clip_ratio_low: float = 0.2  # the ratio is clipped below 1 - clip_ratio_low
@@ -301,7 +302,7 @@ class ActorConfig:
     use_kl_loss: bool = False  # add the KL divergence to the reference to the loss
     kl_loss_coef: float = 0.001  # of that divergence
     kl_loss_type: str = "low_var_kl"  # a name of PENALTIES in dapo_jax/algorithms/kl.py
-    old_logprob: str = "auto"  # rollout | recompute | auto (rollout; if the training pass differs, see algorithms.md)
+    old_logprob: str = "auto"  # rollout | recompute | auto (rollout, until the training pass differs: docs/update.md)
     logprob_chunk_size: int = 4096  # tokens per device whose logits exist at a time
     grad_clip: float = 1.0  # global norm
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -353,7 +354,7 @@ class TrainerConfig:
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
     resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)
-    stopped_exit_code: int = 0  # of a run that SIGTERM or SIGINT has stopped; for schedulers that start 0 never again
+    stopped_exit_code: int = 0  # after SIGTERM or SIGINT; not 0 where a scheduler does not restart what ended with 0
     max_nonfinite_steps: int = 3  # steps in a row with a loss or gradient that is not finite, after which a run ends
     profile_steps: tuple[int, ...] = ()  # training steps whose trace JAX's profiler writes to workdir/profile
     max_try_make_batch: int | None = None  # EasyR1's name of filter_groups.max_num_gen_batches; null = not given

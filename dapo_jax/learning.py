@@ -135,7 +135,8 @@ def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
 def recomputes(config: Config, progress: Progress) -> bool:
     """Whether old log-probabilities come from the training forward pass instead of the sampler."""
     mode = config.actor.old_logprob
-    fallen_back = progress.recompute_logprobs and not config.trainer.rollout_ahead
+    fallen_back = progress.recompute_logprobs and progress.recompute_dtype in ("", config.model.dtype)
+    fallen_back = fallen_back and not config.trainer.rollout_ahead
     return mode == "recompute" or (mode == "auto" and fallen_back)
 
 

@@ -30,6 +30,7 @@ def policies(config: Config) -> Policies:
     adaptive = groups.adaptive_limit
     at_once = config.rollout.max_num_seqs or gen_batch_size(config) * config.rollout.n
     most = max(at_once // config.rollout.n, 1)
+    streams = groups.enable and groups.backfill == "stream"  # without a filter a round is all that a step needs
     return Policies(
         target=config.data.train_batch_size,
         gen_batch_size=gen_batch_size(config),
@@ -43,7 +44,7 @@ def policies(config: Config) -> Policies:
         on_empty=groups.on_empty,
         leftover=groups.leftover,
         leftover_max_staleness=groups.leftover_max_staleness,
-        stream=Stream(slack=groups.stream.slack, max_prompts=most) if groups.backfill == "stream" else None,
+        stream=Stream(slack=groups.stream.slack, max_prompts=most) if streams else None,
         keep_rate_ema=groups.stream.keep_rate_ema,
         metric=groups.metric if groups.enable else None,
     )

@@ -250,7 +250,11 @@ def verifier_pool(config: Config, function: str) -> VerifierPool:
     """The processes that verify with `function`."""
     reward = config.reward
     return VerifierPool(
-        function, num_workers=reward.num_workers, timeout_s=reward.timeout_s, memory_limit_mb=reward.memory_limit_mb
+        function,
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        memory_limit_mb=reward.memory_limit_mb,
+        error_score=reward.error_score,
     )
 
 
@@ -397,6 +401,9 @@ def attention_kernel(config: Config, mesh: Mesh) -> AttentionKernel | None:
     Raises ValueError where it can not run.
     """
     name, backend = config.model.attention, platform(mesh)
+    if name == "fused":
+        on_gpu = "cudnn" if compute_dtype(config, mesh) == jnp.bfloat16 else "xla"
+        name = {"gpu": on_gpu, "tpu": "splash"}.get(backend, "xla")
     if name == "xla":
         return None
     needed = {"cudnn": "gpu", "splash": "tpu"}[name]

@@ -128,6 +128,9 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     models, progress, arrays = source.restore(origin.step, shape)
     if not own:
         source.close()
+    control = run.config.algorithm.kl_ctrl
+    if control.type == "fixed":  # the config decides; an adapted coefficient is part of the state
+        progress = dataclasses.replace(progress, kl_coef=control.kl_coef)
     logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     engine = run.sampler.engine
     engine.restore(arrays["engine"])

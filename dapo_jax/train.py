@@ -23,7 +23,7 @@ from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
-from dapo_jax.learning import is_finite, train_on
+from dapo_jax.learning import is_finite, recomputes, train_on
 from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
@@ -154,6 +154,9 @@ def conclude_step(
         logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step,
                        ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*")  # fmt: skip
     better = max if trainer.best_metric_mode == "max" else min
+    best_of = f"{trainer.best_metric_mode} {trainer.best_metric}"
+    if progress.best_of != best_of:  # one of another metric says nothing
+        progress = dataclasses.replace(progress, best=None, best_step=0, best_of=best_of)
     progress = dataclasses.replace(progress, unrecorded=None)
     if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
         progress = dataclasses.replace(progress, best=quality, best_step=step)
@@ -247,13 +250,16 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
     )
     older_policy = config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
     mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
-    if mismatch and config.actor.old_logprob == "auto" and not progress.recompute_logprobs:
+    falls_back = mismatch and config.actor.old_logprob == "auto"
+    if falls_back and not recomputes(config, progress):
         logger.warning(
             "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
             "recomputed from the next step on; model.dtype=float32 avoids the difference",
             metrics["rollout_corr/k3_kl"],
             metrics.get("rollout_corr/first_clipfrac", 0.0),
         )
+    if falls_back:
+        progress = dataclasses.replace(progress, recompute_logprobs=True, recompute_dtype=config.model.dtype)
     kl_coef = progress.kl_coef
     if config.algorithm.use_kl_in_reward and batch.experience is not None:
         kl = sequence_kl(batch.experience)
@@ -273,7 +279,6 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
     return dataclasses.replace(
         progress,
         step=progress.step + 1,
-        recompute_logprobs=progress.recompute_logprobs or mismatch,
         kl_coef=kl_coef,
         groups_kept=progress.groups_kept + batch.num_kept,
         groups_dropped=progress.groups_dropped + batch.num_evaluated - batch.num_kept,

@@ -31,7 +31,7 @@ from dapo_jax.rewards.assembly import place_rewards
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import BASELINE, SELECT, Sampling, position_noise
 from dapo_jax.rollout.shapes import bucket, pad_prompts
-from dapo_jax.run import Run
+from dapo_jax.run import Run, attention_kernel
 from dapo_jax.scoring import add_model_scores, shape
 from dapo_jax.validation import keeps_some, trained, uses_critic
 
@@ -140,7 +140,7 @@ def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[
 
 def rows_of_a_prompt(config: Config, mesh: Mesh) -> int:
     """How many samples of a group share one prompt in training."""
-    if not config.actor.share_prompts or config.model.attention != "xla":
+    if not config.actor.share_prompts or attention_kernel(config, mesh) is not None:
         return 1
     smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
     return sharing_rows(

@@ -27,7 +27,7 @@ CHOICES = {
     "data.task": ("files", "arithmetic", "reasoning_gym"),
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("auto", "float32", "bfloat16"),
-    "model.attention": ("xla", "cudnn", "splash"),
+    "model.attention": ("xla", "fused", "cudnn", "splash"),
     "actor.optim.moments_dtype": ("float32", "bfloat16"),
     "critic.optim.moments_dtype": ("float32", "bfloat16"),
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
@@ -449,6 +449,13 @@ def warnings(config: Config) -> list[str]:
             "whose answers are all wrong pass the filter for their lengths; acc is the paper's"
         )
     groups = algorithm.filter_groups
+    signed = ("math_dapo", "math_dapo_lenient", *["auto"] * (config.data.task == "files"))
+    by_mean = groups.enable and groups.rule == "mean_range" and (groups.metric == "score" or shaped)
+    if by_mean and groups.filter_low >= 0 and config.reward.function in signed:
+        found.append(
+            f"algorithm.filter_groups.rule=mean_range with metric={groups.metric}: scores of math_dapo are -1 and 1, "
+            f"so filter_low={groups.filter_low} drops groups that are mostly wrong; acc is 0 and 1"
+        )
     if groups.enable and groups.backfill == "stream" and groups.leftover != "requeue":
         found.append(
             f"algorithm.filter_groups.leftover={groups.leftover} with backfill=stream: which groups are left over "

@@ -33,6 +33,8 @@ left out: `num_turns/`, `tool_call_counts/`, `response_length_non_aborted/`, `re
 | `training/global_step`, `training/epoch` | `step`, `data/epoch` |
 | `training/off_policy/trajectory_staleness/*` | `sample/staleness/*` |
 | `timing_s/dump_rollout_generations` | `timing_s/write` |
+| `rollout/accuracy/*`, `eval/{task}/accuracy/*` | `rollout/acc/*`, `eval/{task}/acc/*` |
+| `overlong` (verl, with `overlong_buffer.log`) | `rollout/overlong_reward/*`, always there |
 | `actor/final_loss` | `actor/loss` |
 | `critic/kl`, `critic/kl_coef` (KL in the reward) | `actor/reward_kl_penalty`, `actor/reward_kl_penalty_coeff` |
 | `critic/loss` | `critic/vf_loss` |

@@ -129,7 +129,7 @@ def test_what_the_compiler_refuses_does_not_fit():
 @pytest.mark.parametrize(
     ("taken", "changes", "advice"),
     [
-        (measured(temporaries=11), {"data.max_response_length": 4096}, "set model.attention=splash"),
+        (measured(temporaries=11), {"data.max_response_length": 4096}, "set model.attention=fused"),
         (measured(temporaries=11), {}, "set model.enable_gradient_checkpointing=True"),
         (
             measured(temporaries=11),

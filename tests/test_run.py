@@ -1,5 +1,8 @@
+import dataclasses
+import functools
 import re
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 from reward_model_files import write_reward_model
 from small_run import small_config
 
+from dapo_jax import run
 from dapo_jax.checkpoint import Progress
 from dapo_jax.collection import Collected
 from dapo_jax.learner.actor import build_actor
@@ -67,6 +71,32 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
         read_model(small_config("unused", **{"model.path": str(path)}))
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype", "kernel"),
+    [("tpu", "float32", "splash"), ("gpu", "auto", "cudnn"), ("gpu", "float32", None), ("cpu", "bfloat16", None)],
+)
+def test_fused_attention_is_the_kernel_that_the_devices_have(monkeypatch, backend, dtype, kernel):
+    monkeypatch.setattr(run, "platform", lambda mesh: backend)
+    config = small_config("unused", **{"model.attention": "fused", "model.dtype": dtype})
+    chosen = run.attention_kernel(config, make_mesh(8, 1, 1))
+    assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
+
+
+@pytest.mark.parametrize(
+    ("backend", "attention", "message"),
+    [
+        ("cpu", "splash", "model.attention=splash needs a TPU, and JAX has cpu: choose xla"),
+        ("tpu", "cudnn", "model.attention=cudnn needs a GPU, and JAX has tpu: choose xla"),
+        ("gpu", "cudnn", "model.attention=cudnn needs model.dtype=bfloat16, not float32"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused(monkeypatch, backend, attention, message):
+    monkeypatch.setattr(run, "platform", lambda mesh: backend)
+    config = small_config("unused", **{"model.attention": attention, "model.dtype": "float32"})
+    with pytest.raises(ValueError, match=message):
+        run.attention_kernel(config, make_mesh(8, 1, 1))
+
+
 @pytest.mark.parametrize(("leftover", "falls_back"), [("requeue", True), ("carry", False)])
 def test_a_mismatch_makes_auto_recompute_unless_groups_are_carried(tmp_path, leftover, falls_back):
     config = small_config(tmp_path, **{"algorithm.filter_groups.leftover": leftover})
@@ -75,3 +105,5 @@ def test_a_mismatch_makes_auto_recompute_unless_groups_are_carried(tmp_path, lef
     progress = advance(config, Progress(), accepted, metrics)
     assert recomputes(config, progress) == falls_back and progress.step == 1
     assert not recomputes(config, advance(config, Progress(), accepted, {**metrics, "rollout_corr/k3_kl": 1e-5}))
+    cured = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))
+    assert not recomputes(cured, progress)

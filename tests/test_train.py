@@ -118,10 +118,13 @@ def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path, 
         "    return {'score': float('1' in solution), 'ones': solution.count('1')}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    changes = {"reward.function": "my_reward.score", "trainer.total_training_steps": 1, "rollout.n": 16}
+    changes = {
+        "reward.function": "my_reward.score", "trainer.total_training_steps": 1, "rollout.n": 16,
+        "algorithm.filter_groups.metric": "ones", "reward.error_score": -2.0,
+    }  # fmt: skip
     train(small_config(tmp_path / "run", **changes))
     row = read_metrics(tmp_path / "run")[-1]
-    assert row["reward/num_errors"] > 0
+    assert row["reward/num_errors"] > 0 and row["rollout/score/min"] < 0
 
 
 def test_resuming_needs_permission_and_another_config_is_named(reference, caplog):
@@ -142,6 +145,19 @@ def test_the_overlong_penalty_reaches_the_reward(tmp_path):
     )
 
 
+def test_a_batch_without_a_token_to_train_on_changes_nothing(tmp_path):
+    """All answers are cut off, and left out of the loss for that."""
+    changes = {
+        "algorithm.filter_groups.enable": False, "algorithm.overlong_filtering": True, "data.gen_batch_size": 4,
+        "data.max_response_length": 2, "rollout.min_response_length": 2,
+    }  # fmt: skip
+    models = train(small_config(tmp_path, **changes))
+    assert int(models.actor.updates) == 0 and not np.any(jax.tree.leaves(models.actor.moments)[1])
+    for row in read_metrics(tmp_path)[1:]:
+        assert row["actor/overlong_filtered"] == 1 and row["actor/num_updates"] == row["actor/skipped_updates"] == 0
+        assert "actor/entropy" not in row and row["alarm/entropy_collapse"] == 0
+
+
 def test_a_mesh_of_eight_trains_like_any(tmp_path):
     changes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.total_training_steps": 1}
     models = train(small_config(tmp_path, **changes))
@@ -149,14 +165,17 @@ def test_a_mesh_of_eight_trains_like_any(tmp_path):
     assert query.addressable_shards[0].data.size * 4 == query.size
 
 
-def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path):
+@pytest.mark.parametrize("backfill", ["batch", "stream"])
+def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path, backfill):
     changes = {
         "algorithm.filter_groups.enable": False, "data.gen_batch_size": 4, "trainer.total_training_steps": 2,
+        "algorithm.filter_groups.backfill": backfill,
     }  # fmt: skip
     train(small_config(tmp_path, **changes))
     rows = read_metrics(tmp_path)[1:]
     assert [row["data/prompts_consumed"] for row in rows] == [4, 8]
     assert all(row["train/filter_rate"] == 0 and row["train/num_gen_batches"] == 1 for row in rows)
+    assert [row["rollout/finished_task_count"] for row in rows] == [4, 4]
     assert "Filter groups enabled" not in (tmp_path / "train.log").read_text()
 
 

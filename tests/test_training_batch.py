@@ -8,6 +8,7 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import run as run_module
+from dapo_jax import train as train_module
 from dapo_jax import training_batch
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
@@ -79,6 +80,25 @@ def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path
     assert abs(rows[1]["actor/reward_kl_penalty"]) < 1e-6 < rows[4]["actor/reward_kl_penalty"]
     for row in rows[3:]:
         assert row["rollout/seq_final_reward/mean"] < row["rollout/seq_reward/mean"]
+
+
+def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_it(tmp_path, monkeypatch):
+    progress = []
+    monkeypatch.setattr(train_module, "summary", lambda run, last: progress.append(last) or [])
+    fixed = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1, "trainer.total_training_steps": 1}
+    train(small_config(tmp_path, **fixed, **{"trainer.best_metric": "eval/arithmetic/acc/mean@4"}))
+    changed = {"algorithm.kl_ctrl.kl_coef": 0.4, "trainer.total_training_steps": 2}
+    least = {"trainer.best_metric": "eval/arithmetic/response_length/mean", "trainer.best_metric_mode": "min"}
+    train(small_config(tmp_path, **{**fixed, **changed, **least}))
+    rows = read_metrics(tmp_path)
+    assert [row["actor/reward_kl_penalty_coeff"] for row in rows[1:]] == [0.1, 0.4]
+    assert progress[1].best == rows[2][least["trainer.best_metric"]] and progress[1].best_step == 2
+
+
+def test_with_a_critic_alone_a_step_needs_no_rate_of_the_policy(tmp_path):
+    changes = {"actor.optim.lr_warmup_steps": 0, "trainer.total_training_steps": 2}
+    train(small_config(tmp_path, **{**PPO, **changes}))
+    assert ["actor/lr" in row for row in read_metrics(tmp_path)[1:]] == [False, True]
 
 
 def test_the_reference_is_loaded_only_when_a_kl_divergence_is_on(tmp_path, monkeypatch):

@@ -259,6 +259,7 @@ def test_truncated_sampling_and_single_samples_are_warned_of():
 
 
 SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": True}
+MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "reward.function": "math_dapo"}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +292,13 @@ SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": Tru
         ({"evaluate.n": 1}, "evaluate.n=1 .* noisy", {"evaluate.temperature": 0.0}),
         ({"evaluate.temperature": 0.0}, "all samples of a problem are equal", {"evaluate.n": 1}),
         ({"rollout.n": 1}, "rollout.n=1: a group of one", {f"{FILTER}.enable": False}),
+        *(
+            (MEAN_OF_SCORES, "filter_low=0.01 drops groups that are mostly wrong", usual)
+            for usual in (
+                {f"{FILTER}.metric": "acc"}, {f"{FILTER}.filter_low": -0.99}, {"reward.function": "gsm8k"},
+                {f"{FILTER}.rule": "std"}, {f"{FILTER}.enable": False},
+            )
+        ),
     ],
 )  # fmt: skip
 def test_what_is_rarely_meant_is_allowed_with_a_warning(unusual, message, usual):

@@ -94,8 +94,10 @@ def learning_rate(
 ) -> float:
     """Learning rate of training step `step`, from 1: linear warm-up from lr / warmup_steps, then the scheduler.
 
-    All mini-batches of a training step share it.
+    All mini-batches of a training step share it. Before step 1 it is 0: nothing is trained.
     """
+    if step < 1:
+        return 0.0
     if step <= warmup_steps:
         return lr * step / warmup_steps
     if scheduler == "constant":

@@ -60,6 +60,8 @@ def update_policy(
     state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
 
     def finish() -> tuple[dict[str, float], Histograms]:
+        if not steps:
+            return _no_updates("actor"), {}
         found = fetch(steps)
         ratios = np.sum([metrics.pop("ratio_counts").total for metrics, _ in found], axis=0)
         low, high = -RATIO_STEP / 2, (RATIO_BUCKETS - 0.5) * RATIO_STEP
@@ -74,7 +76,7 @@ def update_critic(
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the critic on `batch`; as for the policy, but there are no histograms."""
     state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh)
-    return state, lambda: (_summary("critic", fetch(steps)), {})
+    return state, lambda: (_summary("critic", fetch(steps)) if steps else _no_updates("critic"), {})
 
 
 def compute_logprobs(
@@ -147,13 +149,16 @@ def _optimizer_steps(
     mesh: Mesh,
     prepare: Callable[[TrainState, Batch], Batch] | None = None,
 ) -> tuple[TrainState, list[tuple[Metrics, jax.Array]]]:
-    """One step a mini-batch: the new state, and each step's metrics and gradient norm, still on the devices.
+    """One step a mini-batch that has a token to train on: the new state, and each step's metrics and gradient norm,
+    still on the devices.
 
     Mini-batch j is the j-th run of consecutive rows; which rows it holds never depends on their lengths.
     """
     steps = []
     for _ in range(settings.epochs):
         for mini_batch in mini_batches(batch, settings.mini_batch_rows):
+            if not mini_batch.loss_mask.any():  # nothing to learn from: momentum alone is no reason to move
+                continue
             if prepare is not None:
                 mini_batch = prepare(state, mini_batch)
             mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings, mesh))
@@ -215,6 +220,10 @@ def _summary(prefix: str, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
     summary[f"{prefix}/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
     summary[f"{prefix}/num_updates"] = float(len(steps))
     return summary
+
+
+def _no_updates(prefix: str) -> dict[str, float]:
+    return {f"{prefix}/skipped_updates": 0.0, f"{prefix}/num_updates": 0.0}
 
 
 def _is_sum(part: Mean | Max) -> bool:

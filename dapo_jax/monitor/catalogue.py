@@ -60,6 +60,7 @@ def sections() -> Iterator[tuple[str, list[Metric]]]:
         yield section, list(metrics)
 
 
+_UPDATES = "optimizer steps (none for a mini-batch without a token to train on), and those that were not finite"
 _ALARMS = (  # of alarms.py
     *("entropy_collapse", "entropy_explosion", "kl_jump", "kl_loss_jump", "mismatch_growth", "all_uniform"),
     *("truncation", "reward_errors", "reward_workers"),
@@ -91,7 +92,8 @@ CATALOGUE = (
            ALWAYS),
     Metric("dynamic_sampling/num_aborted", "groups", "groups that were begun and not finished: 0", OWN, ALWAYS),
     Metric("dynamic_sampling/num_stale", "groups", "carried groups that were too old to train on", OWN, ALWAYS),
-    Metric("dynamic_sampling/uniform_share", "share", "groups whose samples have one acc / sampled", OWN, SAMPLED),
+    Metric("dynamic_sampling/uniform_share", "share", "groups whose samples have one acc / sampled", OWN,
+           f"{SAMPLED}, of more than one sample"),
     Metric("dynamic_sampling/num_skipped_uniform", "prompts", "prompts left out as their groups used to be uniform",
            OWN, ALWAYS),
     Metric("dynamic_sampling/partial_step", "0 or 1", "1 if the batch is not the whole one that was asked for", OWN,
@@ -107,7 +109,8 @@ CATALOGUE = (
     Metric("experience_pipeline/experience_count", "responses", "responses that are trained on", TRINITY, ALWAYS),
     Metric("experience_pipeline/filtered_count", "responses", "responses of dropped groups", TRINITY, ALWAYS),
     Metric(f"experience_pipeline/group_advantages/reward_{{mean|std}}/{_SPREAD}", "reward",
-           "over accepted groups, of the mean and standard deviation of a group's rewards", TRINITY),
+           "over accepted groups, of the mean and standard deviation of a group's rewards (Trinity's: of the sample)",
+           TRINITY),
     Metric(f"sample/model_version/{_SPREAD}", "steps", "training steps that the policy of each accepted group had seen",
            TRINITY),
     Metric(f"sample/staleness/{_SPREAD}", "steps", "step - 1 - model_version, of accepted groups", OWN),
@@ -140,7 +143,7 @@ CATALOGUE = (
            "adv_estimator=gae"),
     Metric("critic/{grad_norm|lr}", "1", "global norm before clipping, mean over optimizer steps; learning rate", VERL,
            "adv_estimator=gae"),
-    Metric("critic/{num_updates|skipped_updates}", "updates", "optimizer steps, and those that were not finite", OWN,
+    Metric("critic/{num_updates|skipped_updates}", "updates", _UPDATES, OWN,
            "adv_estimator=gae"),
     Metric("critic/advantages_processed/{mean|max|min|std}", "1", "over the tokens of the samples that are kept", OWN,
            "algorithm.keep_pos_ratio or keep_neg_ratio below 1"),
@@ -163,7 +166,7 @@ CATALOGUE = (
     Metric("actor/reward_kl_penalty_coeff", "1", "its coefficient in the step", VERL, "algorithm.use_kl_in_reward"),
     Metric("actor/grad_norm", "1", "global norm before clipping, mean over optimizer steps", VERL, POLICY),
     Metric("actor/lr", "1", "learning rate", VERL, POLICY),
-    Metric("actor/{num_updates|skipped_updates}", "updates", "optimizer steps, and those that were not finite", OWN,
+    Metric("actor/{num_updates|skipped_updates}", "updates", _UPDATES, OWN,
            POLICY),
     Metric("actor/recomputed_logprobs", "0 or 1", "1 if old log-probabilities are those of the training pass", OWN),
     Metric("actor/kept_samples", "share", "samples that are trained on", OWN,

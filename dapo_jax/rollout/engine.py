@@ -6,12 +6,14 @@ it is full (shapes.windows). None of this changes a token: every draw has an add
 """
 
 import dataclasses
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dapo_jax.containers import Prompts, Rollout
 from dapo_jax.models.transformer import Params
@@ -33,6 +35,7 @@ from dapo_jax.rollout.shapes import (
 )
 from dapo_jax.rollout.wave_programs import EngineSettings, cache_dtype, lower_chunk, rows_at_once
 
+LENGTHS = "lengths "  # before the number of a purpose, in a checkpoint
 
 class Engine:
     """Samples responses. To be used under `jax.set_mesh(settings.mesh)`.
@@ -45,8 +48,8 @@ class Engine:
         self.settings = settings
         self.check = check
         self.programs = Programs(settings.mesh)
-        self.history = LengthHistory(settings.max_response_length)
-        self._free_bytes: float | None = None
+        self._histories: dict[int, LengthHistory] = {}  # by purpose: evaluation may end sooner than training
+        self._free_bytes: float | None = None  # on each device, before the first wave
         self._param_shapes: Params | None = None
 
     def generate(
@@ -73,7 +76,8 @@ class Engine:
             on_finished: told of responses as they end, while others are still being decoded.
         """
         shards = num_batch_shards(self.settings.mesh)
-        max_rows = self._rows_at_once(params, num_samples)
+        history = self.history(purpose)
+        max_rows = self._rows_at_once(params, num_samples, history)
         size = wave_size(len(prompts), num_samples, max_rows=max_rows, shards=shards)
         longest, num_rows = self.settings.max_response_length, len(prompts) * num_samples
         responses = Responses(
@@ -87,26 +91,38 @@ class Engine:
         for first in range(0, len(prompts), size):
             self.check()
             wave = _Decoding(self, params, prompts[first : first + size], size, num_samples, sampling, responses,
-                             first * num_samples)  # fmt: skip
+                             first * num_samples, history)  # fmt: skip
             wave.run(numbers[first : first + size], purpose)
-            self.history.add(responses.lengths(wave.first_row, wave.end_row))
+            history.add(responses.lengths(wave.first_row, wave.end_row))
         return responses.rollout()
 
-    def _rows_at_once(self, params: Params, num_samples: int) -> int:
+    def history(self, purpose: int) -> LengthHistory:
+        """How long the responses of a purpose have been."""
+        return self._histories.setdefault(purpose, LengthHistory(self.settings.max_response_length))
+
+    def _rows_at_once(self, params: Params, num_samples: int, history: LengthHistory) -> int:
         settings = self.settings
         if self._free_bytes is None and not settings.max_num_seqs:
-            self._free_bytes = free_bytes(settings.mesh) * settings.memory_share
-        return rows_at_once(settings, cache_dtype(params), self.history, num_samples, self._free_bytes or 0.0)
+            self._free_bytes = free_bytes(settings.mesh)
+        free = (self._free_bytes or 0.0) * settings.memory_share
+        return rows_at_once(settings, cache_dtype(params), history, num_samples, free)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """What the size of the next wave depends on, for a checkpoint."""
-        return {"lengths": self.history.to_array(), "free_bytes": np.array(self._free_bytes or -1.0)}
+        return {
+            **{f"{LENGTHS}{purpose}": history.to_array() for purpose, history in self._histories.items()},
+            "free_bytes": np.array(-1.0 if self._free_bytes is None else self._free_bytes),
+            "devices": np.array(_checksum(self.settings.mesh)),
+        }
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
-        """The inverse of `to_arrays`."""
-        self.history.restore(np.asarray(arrays["lengths"]))
+        """The inverse of `to_arrays`; how much memory other devices had left is of no use."""
+        for name, array in arrays.items():
+            if name.startswith(LENGTHS):
+                self.history(int(name.removeprefix(LENGTHS))).restore(np.asarray(array))
         free = float(arrays["free_bytes"])
-        self._free_bytes = None if free < 0 else free
+        same = int(arrays.get("devices", -1)) == _checksum(self.settings.mesh)
+        self._free_bytes = free if same and free >= 0 else None
 
     def param_shapes(self, params: Params) -> Params:
         """Shapes and shardings of the decoding weights, which are the same in every call."""
@@ -121,14 +137,20 @@ class Engine:
         self.programs.close()
 
 
+def _checksum(mesh: Mesh) -> int:
+    """Equal for equal numbers of the same devices, divided alike."""
+    return zlib.crc32(f"{mesh.devices.flat[0].device_kind} {dict(mesh.shape)}".encode())
+
+
 class _Decoding:
     """One wave. Prompts missing to `size` are filled with copies of the last that start finished."""
 
     def __init__(self, engine: Engine, params: Params, prompts: Sequence[Sequence[int]], size: int, num_samples: int,
-                 sampling: Sampling, responses: Responses, first_row: int) -> None:  # fmt: skip
+                 sampling: Sampling, responses: Responses, first_row: int, history: LengthHistory) -> None:  # fmt: skip
         settings = engine.settings
         self.engine, self.settings, self.params, self.sampling = engine, settings, params, sampling
         self.prompts, self.size, self.num_samples, self.responses = prompts, size, num_samples, responses
+        self.history = history
         self.first_row, self.end_row = first_row, first_row + len(prompts) * num_samples
         self.shards = num_batch_shards(settings.mesh)
         self.ladder = settings.ladder
@@ -215,14 +237,13 @@ class _Decoding:
     def _prepare(self) -> None:
         """Begins to compile the shapes that the wave is expected to go through."""
         rows = self.size * self.num_samples
-        history = self.engine.history
         path = [(rows // self.shards, self.window)]
-        if history.known:
+        if self.history.known:
             path = expected_path(
                 self._rungs(rows // self.shards),
                 self.settings.tokens_per_chunk,
                 self.ladder,
-                history.alive,
+                self.history.alive,
                 lookahead=self.settings.lookahead,
             )
         for per_device, window in path:

@@ -42,6 +42,7 @@ def rate(step, **changes):
 def test_the_warm_up_starts_above_zero():
     assert [rate(step) for step in (1, 2, 4, 5, 12)] == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert rate(1, warmup_steps=0) == 1.0
+    assert rate(0, warmup_steps=0) == rate(-1) == 0.0  # before the policy's first step
 
 
 def test_cosine_ends_at_the_smallest_rate():

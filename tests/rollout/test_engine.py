@@ -20,7 +20,7 @@ from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout import wave_programs
 from dapo_jax.rollout.engine import Engine, EngineSettings
-from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 ARCH = Architecture(
@@ -119,21 +119,49 @@ def test_waves_of_any_size_give_the_same_tokens():
     whole = {"smallest_rows": 1000, "chunk_length": 30}  # rows that stay
     assert_same(sample(make_engine(max_num_seqs=20, **whole)), reference())
     engine = make_engine(max_num_seqs=0, **whole)
-    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
     assert_same(sample(engine), reference())
     assert max(rows for rows, *_ in shapes_of(engine)) < len(PROMPTS) * SAMPLES  # several waves
 
 
 def test_a_restored_engine_sizes_its_waves_as_before():
     engine, again = (make_engine(max_num_seqs=0, smallest_rows=1000, chunk_length=30) for _ in range(2))
-    engine.restore({"lengths": engine.history.to_array(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
     sample(engine)
     again.restore(engine.to_arrays())
     sample(engine)
     sample(again)
     rows = lambda shapes: [shape[0] for shape in shapes]  # noqa: E731
     assert set(rows(shapes_of(again))) <= set(rows(shapes_of(engine)))
-    assert again.to_arrays()["lengths"].tolist() == engine.to_arrays()["lengths"].tolist()
+    found, expected = again.to_arrays(), engine.to_arrays()
+    assert found.keys() == expected.keys() and len(found) == 3  # one purpose
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
+def test_short_answers_of_one_purpose_do_not_make_waves_of_another_larger():
+    engine = make_engine(max_num_seqs=0)
+    engine.history(EVALUATE).add(np.ones(64, np.int64))
+    assert engine.history(EVALUATE).alive(1) == 0.0 and engine.history(TRAIN).alive(LENGTH - 1) == 1.0
+    again = make_engine(max_num_seqs=0)
+    again.restore(engine.to_arrays())
+    assert again.history(EVALUATE).alive(1) == 0.0 and not again.history(TRAIN).known
+
+
+def test_the_memory_for_keys_and_values_is_the_present_share_of_the_present_devices(monkeypatch):
+    measured = []
+    monkeypatch.setattr(engine_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
+    saved = {**make_engine(max_num_seqs=0).to_arrays(), "free_bytes": np.array(6e5)}
+
+    def rows(shape, share):
+        engine = make_engine(mesh_of(*shape), max_num_seqs=0, smallest_rows=1000, chunk_length=30, memory_share=share)
+        engine.restore(saved)
+        sample(engine)
+        return max(rows for rows, *_ in shapes_of(engine))
+
+    assert rows((1, 1, 1), 0.5) < rows((1, 1, 1), 1.0) and not measured
+    rows((8, 1, 1), 1.0)
+    assert len(measured) == 1
 
 
 def test_the_same_shapes_are_compiled_once_whatever_the_sampling():
