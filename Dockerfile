@@ -1,6 +1,6 @@
 # An image that trains: the arguments of the container are those of dapo_jax.train.
 #
-#   docker build --build-arg EXTRA=tpu -t dapo_jax:tpu .
+#   docker build --build-arg EXTRA=cuda12 -t dapo_jax:cuda12 .
 #   docker run --gpus all -v /shared:/shared dapo_jax:cuda12 --config=configs/tiny.py --config.workdir=/shared/runs/tiny
 #
 # EXTRA is tpu, cuda12 or cuda13: the wheels bring CUDA, the host brings the driver.

@@ -2,17 +2,18 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_32b_math.py
 
-Hardware: 64 devices of 141 GB, by arithmetic: neither run nor compiled on ours, so no time is known. They fill several
-hosts, and a command is one process so far: until that changes, this file is a reference.
+Hardware: 128 devices of 95 GB on several hosts (docs/pods.md). Compiled for a v5p:4x4x8 slice, where the preflight
+counts 72 GiB a device and a least time of 2.5 hours a step if every response runs to its limit (docs/preflight.md). Not
+run.
 Published: AIME-2024 avg@32 of 50 after 5280 optimizer steps, 330 training steps (the paper's table 1 and figure 1), on
 128 GPUs; 52 in verl's reproduction, 50 without dynamic sampling, 44 also without the token-level loss (verl,
 recipe/dapo/README.md).
 
 Model: Qwen/Qwen2.5-32B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
-Memory: attention scores are kept whole, heads x tokens x tokens in float32, 67 GB a layer for one longest response, so
-mesh.tensor divides the 40 heads (8 key-value heads) by 8; key-value caches of 96 responses on each eighth of the mesh
-take about 64 GB a device.
+Memory: mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8; key-value caches of 96
+responses on each sixteenth of the mesh take 61 GiB a device. The fused attention keeps no scores, heads x tokens x
+tokens in float32, which would be 81 GB a layer for one longest response.
 
 Differences from the published run: surplus groups are sampled again by the next policy (there discarded); token-mean
 is exact over the mini-batch (there a mean over GPUs and micro-batches); old log-probabilities are the sampler's (there
@@ -29,13 +30,14 @@ def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/dapo_qwen2.5_32b_math"
     config.model.path = "models/Qwen2.5-32B"
+    config.model.attention = "fused"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.gen_batch_size = 1536
     config.data.max_prompt_length = 2048
     config.data.max_response_length = 20480
     config.data.truncation = "left"
-    config.rollout.max_num_seqs = 768
+    config.rollout.max_num_seqs = 1536
     config.reward.num_workers = 16
     config.reward.overlong_buffer.enable = True
     config.reward.overlong_buffer.len = 4096
@@ -44,7 +46,7 @@ def get_config() -> Any:
     config.trainer.total_training_steps = 330
     config.trainer.test_freq = 5
     config.trainer.save_freq = 5
-    config.mesh.fsdp = 8
+    config.mesh.fsdp = 16
     config.mesh.tensor = 8
     config.evaluate.n = 32
     config.evaluate.top_p = 0.7

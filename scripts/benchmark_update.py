@@ -150,7 +150,7 @@ class Ours:
             responses=make_responses(self.args).astype(np.int32).reshape(groups, size, length),
             mask=np.ones((groups, size, length), bool), finished=np.ones((groups, size), bool), texts=[], scores={},
             logprobs=np.full((groups, size, length), -math.log(self.run.arch.vocab_size), np.float32),
-            versions=np.zeros(groups, np.int64), num_errors=0,
+            versions=np.zeros(groups, np.int64), failed=np.zeros((groups, size), bool),
         ))  # fmt: skip
         advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
         return dataclasses.replace(batch, advantages=advantages.astype(np.float32))

@@ -16,10 +16,10 @@ report() { # name, arguments of the preflight
 }
 
 chosen="$*"
-recipe=(--config configs/dapo_qwen2.5_7b_math.py --config.model.attention=splash --config.rollout.max_num_seqs=0
+recipe=(--config configs/dapo_qwen2.5_7b_math.py --config.rollout.max_num_seqs=0
   --config.rollout.kv_memory_share=0.8)
-report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py --topology v5p:4x4x8 --config.model.attention=splash \
-  --config.mesh.fsdp=16 --config.rollout.max_num_seqs=1536
+report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py --topology v5p:4x4x8
+report 7b_v5p_8 --config configs/dapo_qwen2.5_7b_math.py --topology v5p:2x2x2
 report 0.5b_v5e "${recipe[@]}" --topology v5e:4x4 --config.model.path=models/Qwen2.5-0.5B --config.mesh.fsdp=16 \
   --config.mesh.tensor=1
 report 7b_v5e "${recipe[@]}" --topology v5e:8x8 --config.mesh.fsdp=16 --config.mesh.tensor=4 \

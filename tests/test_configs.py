@@ -28,7 +28,7 @@ QWEN_7B = Architecture(
 QWEN_32B = Architecture(
     hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40, num_kv_heads=8, **QWEN
 )
-LARGE = [(DAPO_7B, QWEN_7B, 8), (DAPO_32B, QWEN_32B, 64), (CLIP_COV, QWEN_7B, 8), (KL_COV, QWEN_7B, 8)]
+LARGE = [(DAPO_7B, QWEN_7B, 8), (DAPO_32B, QWEN_32B, 128), (CLIP_COV, QWEN_7B, 8), (KL_COV, QWEN_7B, 8)]
 
 
 def load(name: str) -> Config:

@@ -37,6 +37,7 @@ SLICE = "tests/test_preflight.py::test_the_report_for_a_slice_that_is_not_here"
 HERE = "here"
 RUN_BY = {
     "bash scripts/quickstart.sh": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
+    "source .venv/bin/activate": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
     "bash scripts/test.sh": ".ci/run",
     "bash scripts/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
     "export DAPO_FILE=": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
