@@ -2,7 +2,8 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b_math.py
 
-Hardware: 8 devices of 80 GB in one host, by arithmetic: neither run nor compiled on ours, so no time is known.
+Hardware: 8 devices of 80 GB in one host. Compiled for a v5p:2x2x2 slice, where the preflight counts 43 GiB a device and
+a least time of 64 minutes a step if every response runs to its limit (docs/preflight.md). Not run.
 Published: AIME-2024 avg@32 of 36.3 within 200 steps, with verl on 64 GPUs (verl, docs/algo/baseline.md).
 
 Model: Qwen/Qwen2.5-Math-7B of the Hugging Face hub. Data: BytedTsinghua-SIA/DAPO-Math-17k and
@@ -15,7 +16,7 @@ right, since evaluate.n draws the 32 samples and the prompts go on for any numbe
 scripts/run_dapo_math.sh does all: data, preflight, training, export, evaluation.
 
 Memory: mesh.tensor divides the 28 heads (4 key-value heads) by 4; key-value caches of 256 responses on each half of the
-mesh take about 35 GiB a device. The fused attention keeps no scores.
+mesh take 29 GiB a device. The fused attention keeps no scores.
 
 Differences from the published run: token-mean is exact over the mini-batch (there a mean over GPUs and micro-batches);
 old log-probabilities are the sampler's (there recomputed); the first of 10 warm-up steps has lr / 10 (there 0; the

@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/entropy_clip_cov.py
 
-Hardware: 8 devices of 80 GB in one host, by arithmetic: neither run nor compiled on ours, so no time is known.
+Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. Not run, so no time is known.
 Published: AIME-2024 22.1, mean of seven benchmarks 40.4; GRPO 21.2 and 38.6 (verl, recipe/entropy/README.md).
 
 Model: Qwen/Qwen2.5-7B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
