@@ -16,7 +16,7 @@ def resolve_aliases(config: Config) -> Config:
     - algorithm.online_filtering, filter_key, filter_low, filter_high, trainer.max_try_make_batch (EasyR1): the filter
       by the mean of a metric; the limit (20 rounds unless given) is an error, surplus groups are dropped. Unlike there,
       one round that keeps nothing is no error.
-    - False turns the filter off, unless the other of the two is True.
+    - True turns the filter on; False turns it off, unless the other of the two is True.
 
     Raises:
         ValueError: an alias without the one that it belongs to, or one that contradicts another or an option of

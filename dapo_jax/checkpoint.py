@@ -32,6 +32,7 @@ class Progress:
     recompute_logprobs: bool = False  # whether old_logprob=auto has fallen back to recomputing
     recompute_dtype: str = ""  # the model.dtype with which it has
     kl_coef: float = 0.0  # of the KL divergence in the reward
+    kl_coef_of: str = ""  # the options that it began with
     groups_kept: int = 0
     groups_dropped: int = 0
     tokens_generated: int = 0
@@ -64,6 +65,7 @@ class Checkpoints:
         max_to_keep: the newest.
         keep_best: those that were saved with the best `metric`, beside the newest.
         mode: which of two metrics is better: "max" or "min".
+        metric: its name; a checkpoint that was saved with another one, or mode, counts as the worst. "" = accuracy.
         read_only: of another run, which may be under way: nothing is created, cleaned up or written.
     """
 
@@ -74,13 +76,15 @@ class Checkpoints:
         max_to_keep: int = 1,
         keep_best: int = 0,
         mode: str = "max",
+        metric: str = "",
         read_only: bool = False,
     ) -> None:
         self._directory = directory
         worst = -math.inf if mode == "max" else math.inf
+        self._metric = measure = _METRIC if (metric, mode) == ("", "max") else f"{_METRIC} of {mode} {metric}"
 
         def quality(metrics: dict[str, float | None]) -> float:
-            value = metrics[_METRIC]
+            value = metrics.get(measure)
             return worst if value is None else value
 
         best = BestN(get_metric_fn=quality, reverse=mode == "min", n=keep_best, keep_checkpoints_without_metrics=False)
@@ -156,7 +160,7 @@ class Checkpoints:
                     progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
                     stream=ocp.args.StandardSave(stream),
                 ),
-                metrics={_METRIC: metric if metric is not None and math.isfinite(metric) else None},
+                metrics={self._metric: metric if metric is not None and math.isfinite(metric) else None},
             )
 
     def restore(self, step: int, shape: Models) -> tuple[Models, Progress, dict[str, Any]]:

@@ -61,7 +61,7 @@ def _ending(error: BaseException) -> tuple[int, str | None]:
         return FAILED, (
             f"a device has too little memory ({first}): lower actor.ppo_micro_batch_size_per_device, "
             "rollout.max_num_seqs or data.max_response_length, set model.attention=fused, or raise mesh.fsdp; "
-            f"`python -m dapo_jax.preflight --topology {jax.default_backend()}` with the same options says what fits"
+            "`python -m dapo_jax.preflight` with the same options and --topology gpu, tpu or a slice says what fits"
         )
     if isinstance(error, MemoryError):
         return FAILED, f"this machine has too little memory ({error}): use a smaller model or data, or free memory"

@@ -96,7 +96,7 @@ class ModelConfig:
     path: str = ""  # Hugging Face directory, .gguf file, or "random"
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
-    attention: str = "xla"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (which of them fits)
+    attention: str = "xla"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (what can run)
     remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
@@ -354,7 +354,7 @@ class TrainerConfig:
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
     resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)
-    stopped_exit_code: int = 0  # after SIGTERM or SIGINT; not 0 where a scheduler does not restart what ended with 0
+    stopped_exit_code: int = 0  # exit code after SIGTERM or SIGINT; 1 where a scheduler takes 0 for done
     max_nonfinite_steps: int = 3  # steps in a row with a loss or gradient that is not finite, after which a run ends
     profile_steps: tuple[int, ...] = ()  # training steps whose trace JAX's profiler writes to workdir/profile
     max_try_make_batch: int | None = None  # EasyR1's name of filter_groups.max_num_gen_batches; null = not given

@@ -67,7 +67,7 @@ def _smaller_passes(config: Config, arch: Architecture, mesh: Mapping[str, int])
     """Temporaries of forward and backward passes."""
     cures, model, actor, data = [], config.model, config.actor, config.data
     if model.attention == "xla" and data.max_prompt_length + data.max_response_length >= 2048:
-        cures.append("set model.attention=fused, which keeps no attention scores")
+        cures.append("set model.attention=fused, which keeps no attention scores (on a TPU, or a GPU in bfloat16)")
     if not model.enable_gradient_checkpointing or model.remat_policy != "full":
         cures.append("set model.enable_gradient_checkpointing=True and model.remat_policy=full")
     longest, budget = data.max_prompt_length + data.max_response_length, token_budget(config)

@@ -89,11 +89,29 @@ def _check_not_moved(config: Config) -> None:
 def first_state(run: Run) -> RunState:
     """A run before its first step."""
     progress = Progress(
-        kl_coef=run.config.algorithm.kl_ctrl.kl_coef,
         unrecorded={"metrics": {}, "samples": []} if run.config.trainer.val_before_train else None,
         prompts=run.train_set.checksum(),
     )
+    progress = first_coefficient(run.config, progress)
     return RunState(run.init_models(), progress, _first_stream(run), run.sampler.engine.to_arrays())
+
+
+def first_coefficient(config: Config, progress: Progress) -> Progress:
+    """`progress` with the coefficient of the KL divergence that the config begins with."""
+    return dataclasses.replace(progress, kl_coef=config.algorithm.kl_ctrl.kl_coef, kl_coef_of=kl_coef_of(config))
+
+
+def resumed_coefficient(config: Config, progress: Progress) -> Progress:
+    """`progress` with the coefficient to go on with: the saved one if it was adapted as the config says."""
+    if config.algorithm.kl_ctrl.type == "adaptive" and progress.kl_coef_of in ("", kl_coef_of(config)):
+        return progress
+    return first_coefficient(config, progress)
+
+
+def kl_coef_of(config: Config) -> str:
+    """What a coefficient of the KL divergence has been adapted from, and how."""
+    control = config.algorithm.kl_ctrl
+    return f"{control.type} {control.kl_coef} {config.algorithm.use_kl_in_reward}"
 
 
 def _first_stream(run: Run) -> StreamState:
@@ -128,9 +146,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     models, progress, arrays = source.restore(origin.step, shape)
     if not own:
         source.close()
-    control = run.config.algorithm.kl_ctrl
-    if control.type == "fixed":  # the config decides; an adapted coefficient is part of the state
-        progress = dataclasses.replace(progress, kl_coef=control.kl_coef)
+    progress = resumed_coefficient(run.config, progress)
     logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     engine = run.sampler.engine
     engine.restore(arrays["engine"])

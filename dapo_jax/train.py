@@ -75,6 +75,7 @@ def _train(config: Config) -> Models:
         max_to_keep=trainer.max_ckpt_to_keep,
         keep_best=trainer.keep_best_ckpt,
         mode=trainer.best_metric_mode,
+        metric=trainer.best_metric,
     )
     with StopRequest() as stop:
         try:
@@ -155,8 +156,9 @@ def conclude_step(
                        ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*")  # fmt: skip
     better = max if trainer.best_metric_mode == "max" else min
     best_of = f"{trainer.best_metric_mode} {trainer.best_metric}"
-    if progress.best_of != best_of:  # one of another metric says nothing
-        progress = dataclasses.replace(progress, best=None, best_step=0, best_of=best_of)
+    if progress.best_of not in ("", best_of):  # one of another metric says nothing
+        progress = dataclasses.replace(progress, best=None, best_step=0)
+    progress = dataclasses.replace(progress, best_of=best_of)
     progress = dataclasses.replace(progress, unrecorded=None)
     if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
         progress = dataclasses.replace(progress, best=quality, best_step=step)

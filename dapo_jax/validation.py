@@ -453,7 +453,7 @@ def warnings(config: Config) -> list[str]:
     by_mean = groups.enable and groups.rule == "mean_range" and (groups.metric == "score" or shaped)
     if by_mean and groups.filter_low >= 0 and config.reward.function in signed:
         found.append(
-            f"algorithm.filter_groups.rule=mean_range with metric={groups.metric}: scores of math_dapo are -1 and 1, "
+            f"algorithm.filter_groups.rule=mean_range with metric={groups.metric}: a score of math_dapo is -1 or 1, "
             f"so filter_low={groups.filter_low} drops groups that are mostly wrong; acc is 0 and 1"
         )
     if groups.enable and groups.backfill == "stream" and groups.leftover != "requeue":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DAPO-Math-17k from end to end (the recipe decides about the group filter: see docs/data.md): prepare the data, see that it fits, train, export, measure. In the environment with the
-# package: on one host, or the same command on every host of a pod.
+# DAPO-Math-17k from end to end: prepare the data, see that it fits, train, export, measure. CONFIG decides about the
+# group filter (docs/data.md). In the environment with the package: on one host, or the same command on every host of a pod.
 #
 #   bash scripts/run_dapo_math.sh [--config.model.path=DIR] [--config.workdir=DIR] [--config.key=value ...]
 #

@@ -45,6 +45,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path, mode, best):
     assert steps(tmp_path / mode) == [best, 7, 8]
 
 
+def test_the_best_by_another_metric_is_not_the_best(tmp_path):
+    write(tmp_path, {1: 0.9, 2: 0.1, 3: 0.2}, max_to_keep=1, keep_best=1).close()
+    assert steps(tmp_path) == [1, 3]
+    length = {"metric": "eval/sums/response_length/mean", "mode": "min"}
+    write(tmp_path, {4: 6.0, 5: 7.0, 6: 8.0}, max_to_keep=1, keep_best=1, **length).close()
+    assert steps(tmp_path) == [4, 6]
+
+
 def test_what_is_saved_comes_back(tmp_path):
     write(tmp_path, {3: None}).close()
     checkpoints = Checkpoints(str(tmp_path), read_only=True)

@@ -21,6 +21,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import load_policy, load_reference, read_model
 from dapo_jax.run import actor_settings
 from dapo_jax.train import advance
+from dapo_jax.training_batch import rows_of_a_prompt
 
 DATA = Path(__file__).parent / "models" / "data"
 LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")
@@ -80,6 +81,7 @@ def test_fused_attention_is_the_kernel_that_the_devices_have(monkeypatch, backen
     config = small_config("unused", **{"model.attention": "fused", "model.dtype": dtype})
     chosen = run.attention_kernel(config, make_mesh(8, 1, 1))
     assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
+    assert (rows_of_a_prompt(config, make_mesh(8, 1, 1)) > 1) == (kernel is None)  # XLA's attention shares prompts
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from dapo_jax import train as train_module
 from dapo_jax import training_batch
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
-from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.run import open_run
+from dapo_jax.run_state import kl_coef_of, resumed_coefficient
 from dapo_jax.train import train
 from dapo_jax.training_batch import make_batch
 
@@ -92,7 +93,18 @@ def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_
     train(small_config(tmp_path, **{**fixed, **changed, **least}))
     rows = read_metrics(tmp_path)
     assert [row["actor/reward_kl_penalty_coeff"] for row in rows[1:]] == [0.1, 0.4]
+    assert progress[1].kl_coef_of == "fixed 0.4 True"
     assert progress[1].best == rows[2][least["trainer.best_metric"]] and progress[1].best_step == 2
+
+
+def test_an_adapted_coefficient_goes_on_unless_the_config_says_another(tmp_path):
+    config = small_config(tmp_path, **PPO)
+    adapted = Progress(kl_coef=0.3, kl_coef_of=kl_coef_of(config))
+    other = small_config(tmp_path, **{**PPO, "algorithm.kl_ctrl.kl_coef": 0.4})
+    fixed = small_config(tmp_path, **{**PPO, "algorithm.kl_ctrl.type": "fixed"})
+    assert [resumed_coefficient(changed, adapted).kl_coef for changed in (config, other, fixed)] == [0.3, 0.4, 0.1]
+    before = Progress(kl_coef=0.3)  # of a checkpoint that does not say
+    assert [resumed_coefficient(changed, before).kl_coef for changed in (config, other, fixed)] == [0.3, 0.3, 0.1]
 
 
 def test_with_a_critic_alone_a_step_needs_no_rate_of_the_policy(tmp_path):

@@ -52,8 +52,8 @@ def shape_rewards(
 def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: Mesh) -> Round:
     """Marks the groups that `rule` keeps by their `metric`.
 
-    A sample whose verification failed and that therefore lacks the metric counts like the lowest of its group; where
-    the whole group lacks it, the values are 0.
+    A sample whose verification failed and that therefore lacks the metric counts like the lowest of its group; a group
+    that has none is not kept.
 
     Raises:
         ValueError: the metric was not measured for a sample whose verification succeeded.
@@ -77,7 +77,8 @@ def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: M
         values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1
     )
     keep, std = fetch((keep_groups(statistics, rule), statistics.std))
-    return Round(experience, keep[:num_groups], std[:num_groups])
+    unknown = np.isnan(available.get(metric, np.full(experience.failed.shape, np.nan))).all(axis=1)
+    return Round(experience, keep[:num_groups] & ~unknown, std[:num_groups])
 
 
 def _without_failed(values: np.ndarray, failed: np.ndarray) -> np.ndarray:

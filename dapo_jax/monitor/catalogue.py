@@ -18,7 +18,8 @@ _PLACEHOLDERS = {
 VERL, TRINITY, OWN = "verl", "Trinity-RFT", "own"
 DYNAMIC = "DAPO forks of verl and EasyR1"
 UPDATE, EVALUATION, ALWAYS = "a batch was trained on", "an evaluation was due", "always"
-POLICY = "the policy was updated: a batch was trained on, after trainer.critic_warmup"
+AFTER_WARMUP = "a batch was trained on, after trainer.critic_warmup"
+POLICY = f"the policy was updated: {AFTER_WARMUP}, with a token left in the loss"
 SAMPLED = "groups were sampled"
 WEIGHED, REJECTED = "rollout_correction.rollout_is", "rollout_correction.rollout_rs"
 ACCELERATOR = "accelerator"
@@ -165,9 +166,8 @@ CATALOGUE = (
            "algorithm.use_kl_in_reward"),
     Metric("actor/reward_kl_penalty_coeff", "1", "its coefficient in the step", VERL, "algorithm.use_kl_in_reward"),
     Metric("actor/grad_norm", "1", "global norm before clipping, mean over optimizer steps", VERL, POLICY),
-    Metric("actor/lr", "1", "learning rate", VERL, POLICY),
-    Metric("actor/{num_updates|skipped_updates}", "updates", _UPDATES, OWN,
-           POLICY),
+    Metric("actor/lr", "1", "learning rate", VERL, AFTER_WARMUP),
+    Metric("actor/{num_updates|skipped_updates}", "updates", _UPDATES, OWN, AFTER_WARMUP),
     Metric("actor/recomputed_logprobs", "0 or 1", "1 if old log-probabilities are those of the training pass", OWN),
     Metric("actor/kept_samples", "share", "samples that are trained on", OWN,
            "algorithm.keep_pos_ratio or keep_neg_ratio below 1"),

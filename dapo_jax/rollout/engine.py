@@ -37,6 +37,7 @@ from dapo_jax.rollout.wave_programs import EngineSettings, cache_dtype, lower_ch
 
 LENGTHS = "lengths "  # before the number of a purpose, in a checkpoint
 
+
 class Engine:
     """Samples responses. To be used under `jax.set_mesh(settings.mesh)`.
 
@@ -138,7 +139,7 @@ class Engine:
 
 
 def _checksum(mesh: Mesh) -> int:
-    """Equal for equal numbers of the same devices, divided alike."""
+    """Equal for as many devices of one kind, divided alike; the same on every process."""
     return zlib.crc32(f"{mesh.devices.flat[0].device_kind} {dict(mesh.shape)}".encode())
 
 

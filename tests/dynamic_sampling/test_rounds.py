@@ -64,6 +64,8 @@ def test_a_failed_verification_counts_like_the_lowest_of_its_group(mesh):
     np.testing.assert_array_equal(found.experience.scores["quality"], measured)
     nothing = dataclasses.replace(experience(np.zeros((2, 3))), failed=np.ones((2, 3), bool))
     assert not filter_groups(nothing, "quality", STD, mesh).keep.any()
+    below = FilterRule("mean_range", filter_low=-1.0, filter_high=9.0)
+    assert filter_groups(groups, "quality", below, mesh).keep.tolist() == [True, True, True, False]
     with pytest.raises(ValueError, match="metric='quality' is not measured"):  # the one that did not fail has none
         filter_groups(dataclasses.replace(groups, failed=failed & (np.arange(3) < 1)), "quality", STD, mesh)
 

@@ -1,13 +1,18 @@
-"""How many tokens each share of the devices is given in an epoch."""
+"""Which mini-batches have a step, and how many tokens each share of the devices is given in an epoch."""
 
-from typing import Any
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.containers import Batch
+from dapo_jax.containers import Batch, Mean
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.update import UpdateSettings, sequence_lengths, tokens_of_devices
+from dapo_jax.learner.update import UpdateSettings, _optimizer_steps, sequence_lengths, tokens_of_devices
+from dapo_jax.parallel.mesh import make_mesh
 
 PROMPTS = np.array([1, 2, 4, 8])  # tokens; two responses to each
 RESPONSES = np.array([1, 1, 16, 1, 32, 1, 1, 64])
@@ -23,12 +28,37 @@ def batch_of() -> Batch:
     )  # fmt: skip
 
 
-def tokens(shares, rows, *, mini=8, budget=None):
-    settings = UpdateSettings(
-        learning_rate=0.0, mini_batch_rows=mini, micro_batches=MicroBatches(shares, rows, budget), epochs=2,
-        loss_agg_mode="token-mean", loss_scale_factor=1.0, count_empty_sequences=False,
+def settings_of(micro_batches, mini) -> UpdateSettings:
+    return UpdateSettings(
+        learning_rate=0.0, mini_batch_rows=mini, micro_batches=micro_batches, epochs=2, loss_agg_mode="token-mean",
+        loss_scale_factor=1.0, count_empty_sequences=False,
     )  # fmt: skip
-    return tokens_of_devices(batch_of(), settings).tolist()
+
+
+def tokens(shares, rows, *, mini=8, budget=None):
+    return tokens_of_devices(batch_of(), settings_of(MicroBatches(shares, rows, budget), mini)).tolist()
+
+
+class Recorded:
+    """A learner whose state is the list of its gradients, which are the summed weights of a mini-batch."""
+
+    def zero_gradients(self, params):
+        return 0.0
+
+    def accumulate(self, params, gradients, micro_batch):
+        return gradients + float(micro_batch.loss_weights.sum()), {"loss": Mean(jnp.float32(1), jnp.float32(1))}
+
+    def apply(self, state, gradients, learning_rate):
+        return SimpleNamespace(params=None, steps=[*state.steps, gradients]), np.float32(1)
+
+
+def test_a_mini_batch_without_a_token_to_train_on_has_no_step():
+    batch = batch_of()
+    batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (np.arange(8) >= 4)[:, None])
+    settings = settings_of(MicroBatches(1, 4, None), mini=4)
+    learner, state = cast(Any, Recorded()), cast(Any, SimpleNamespace(params=None, steps=[]))
+    state, steps = _optimizer_steps(learner, state, batch, settings, make_mesh(1, 1, 1, jax.devices()[:1]))
+    assert state.steps == pytest.approx([1.0, 1.0]) and len(steps) == 2  # the second half, in each of two epochs
 
 
 def test_a_sequence_is_a_response_with_its_own_prompt():
