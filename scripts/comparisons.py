@@ -59,6 +59,11 @@ COMPARISONS = {
             "DAPO, 16 steps": {},
         },
     ),
+    "learning_rate": Comparison(  # that stays, where that of the other comparisons comes down within 16 steps
+        "configs/sums.py",
+        {"naive GRPO": GRPO, "DAPO": {}},
+        shared={"actor.optim.lr_scheduler_type": "constant"},
+    ),
     "mawps": Comparison("configs/mawps.py", {"DAPO": {}}),
     "punishment": Comparison(  # whether overlong filtering is what makes the punishment harmful
         "configs/sums.py",
