@@ -21,6 +21,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, merged, with_adapters
 from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import cast_matrices, init_params, weight_shardings, weight_table
+from dapo_jax.parallel.processes import settle
 from dapo_jax.parallel.sharding import DECODE_RULES, replicated
 
 OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
@@ -198,6 +199,7 @@ class LatestWeights:
         if self._params is not params:
             self.drop()
             self._params, self._weights = params, self._make(params)
+            settle(self._weights)
         return self._weights
 
     def drop(self) -> None:
