@@ -158,8 +158,7 @@ def conclude_step(
     best_of = f"{trainer.best_metric_mode} {trainer.best_metric}"
     if progress.best_of not in ("", best_of):  # one of another metric says nothing
         progress = dataclasses.replace(progress, best=None, best_step=0)
-    progress = dataclasses.replace(progress, best_of=best_of)
-    progress = dataclasses.replace(progress, unrecorded=None)
+    progress = dataclasses.replace(progress, best_of=best_of, unrecorded=None)
     if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
         progress = dataclasses.replace(progress, best=quality, best_step=step)
     if step:  # nothing has been trained on before

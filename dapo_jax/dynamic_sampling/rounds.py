@@ -61,30 +61,30 @@ def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: M
     available = dict(experience.scores)
     if "seq_reward" in available:
         available |= dict.fromkeys(FINAL_REWARD, available.get("seq_final_reward", available["seq_reward"]))
-    measured = {name: _without_failed(values, experience.failed) for name, values in available.items()}
-    if experience.failed.all():
-        measured.setdefault(metric, np.zeros(experience.failed.shape))
-    if metric not in measured or np.isnan(measured[metric]).any():
+    found = available.get(metric, np.full(experience.failed.shape, np.nan))
+    if _lacks_some(found, experience.failed):
         raise ValueError(
             f"algorithm.filter_groups.metric={metric!r} is not measured for every sample: choose one of "
-            f"{sorted(name for name, values in measured.items() if not np.isnan(values).any())}, "
+            f"{sorted(name for name, values in available.items() if not _lacks_some(values, experience.failed))}, "
             "or let the reward function return it"
         )
-    num_groups, num_samples = measured[metric].shape
-    values = put_rows(measured[metric].astype(np.float32).reshape(-1), mesh)
+    known = ~np.isnan(found)
+    some = known.any(axis=1)
+    lowest = np.where(some, np.min(found, axis=1, initial=np.inf, where=known), 0.0)
+    filled = np.where(known, found, lowest[:, None])
+    num_groups, num_samples = filled.shape
+    values = put_rows(filled.astype(np.float32).reshape(-1), mesh)
     group_ids = np.arange(values.shape[0], dtype=np.int32) // num_samples  # rows of padding come after the groups
     statistics = group_statistics(
         values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1
     )
     keep, std = fetch((keep_groups(statistics, rule), statistics.std))
-    unknown = np.isnan(available.get(metric, np.full(experience.failed.shape, np.nan))).all(axis=1)
-    return Round(experience, keep[:num_groups] & ~unknown, std[:num_groups])
+    return Round(experience, keep[:num_groups] & some, std[:num_groups])
 
 
-def _without_failed(values: np.ndarray, failed: np.ndarray) -> np.ndarray:
-    """Values [Q, G] with the lowest of the group where a failed verification left none; 0 if the group has none."""
-    lowest = np.min(values, axis=1, keepdims=True, initial=np.inf, where=~np.isnan(values))
-    return np.where(failed & np.isnan(values), np.where(np.isinf(lowest), 0.0, lowest), values)
+def _lacks_some(values: np.ndarray, failed: np.ndarray) -> bool:
+    """Whether values [Q, G] are missing where the verification did not fail."""
+    return bool((np.isnan(values) & ~failed).any())
 
 
 def keep_all(experience: Experience) -> Round:

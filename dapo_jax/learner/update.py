@@ -60,9 +60,9 @@ def update_policy(
     state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
 
     def finish() -> tuple[dict[str, float], Histograms]:
-        if not steps:
-            return _no_updates("actor"), {}
         found = fetch(steps)
+        if not found:
+            return _summary("actor", found), {}
         ratios = np.sum([metrics.pop("ratio_counts").total for metrics, _ in found], axis=0)
         low, high = -RATIO_STEP / 2, (RATIO_BUCKETS - 0.5) * RATIO_STEP
         histograms = {"actor/ratio": counted(ratios, low=low, high=high)}
@@ -76,7 +76,7 @@ def update_critic(
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the critic on `batch`; as for the policy, but there are no histograms."""
     state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh)
-    return state, lambda: (_summary("critic", fetch(steps)) if steps else _no_updates("critic"), {})
+    return state, lambda: (_summary("critic", fetch(steps)), {})
 
 
 def compute_logprobs(
@@ -209,21 +209,23 @@ def _policy_summary(steps: list[tuple[Metrics, Any]], *, clips: bool) -> dict[st
 
 
 def _summary(prefix: str, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
-    """Token means over all optimizer steps; sums (of count 0) and norms are averaged over the steps."""
-    merged = functools.reduce(_merge, [metrics for metrics, _ in steps])
+    """Token means over all optimizer steps; sums (of count 0) and norms are averaged over the steps.
+
+    Of no steps there are the counts alone.
+    """
     norms = np.array([norm for _, norm in steps])
+    counts = {
+        f"{prefix}/skipped_updates": float(np.sum(~np.isfinite(norms))), f"{prefix}/num_updates": float(len(steps)),
+    }  # fmt: skip
+    if not steps:
+        return counts
+    merged = functools.reduce(_merge, [metrics for metrics, _ in steps])
     summary = {
         f"{prefix}/{name}": float(part.total) / len(steps) if _is_sum(part) else _value(part)
         for name, part in merged.items()
     }
     summary[f"{prefix}/grad_norm"] = float(np.mean(norms))
-    summary[f"{prefix}/skipped_updates"] = float(np.sum(~np.isfinite(norms)))
-    summary[f"{prefix}/num_updates"] = float(len(steps))
-    return summary
-
-
-def _no_updates(prefix: str) -> dict[str, float]:
-    return {f"{prefix}/skipped_updates": 0.0, f"{prefix}/num_updates": 0.0}
+    return summary | counts
 
 
 def _is_sum(part: Mean | Max) -> bool:
