@@ -56,7 +56,7 @@ def plain(template, messages=USER):
 def test_a_template_cannot_make_what_is_too_large(template):
     refusals = "SecurityError|OverflowError: Range too big|UndefinedError: 'lipsum'|No filter named 'random'"
     message = f"the chat template failed .*({refusals}).* the model's template"
-    with ends_within(8), pytest.raises(ValueError, match=message):
+    with ends_within(25), pytest.raises(ValueError, match=message):
         plain(template)
 
 

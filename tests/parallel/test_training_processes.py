@@ -214,7 +214,7 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
         try:
             wait_for(running[0].out.name, lambda text: "step 3/4" in text)  # and step 2 is saved
             running[killed].process.kill()
-            running[killed].process.wait(10)
+            running[killed].process.wait(60)
             (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
         finally:
             for started in running:

@@ -103,7 +103,7 @@ def assert_verdict(numbers, pred):
 @cases(600)
 @given(text=TEXTS)
 def test_every_text_gets_a_verdict_and_a_right_answer_after_it_is_right(text):
-    with ends_within(10):
+    with ends_within(25):
         for name in TEXT_VERIFIERS:
             assert_verdict(*normalize_result(VERIFIERS[name]("", text, "34", {})))
             assert VERIFIERS[name]("", text + RIGHT, "34", {})["acc"], name
@@ -112,7 +112,7 @@ def test_every_text_gets_a_verdict_and_a_right_answer_after_it_is_right(text):
 @cases(200)
 @given(ground_truth=TEXTS)
 def test_any_ground_truth_gets_a_verdict_or_a_value_error(ground_truth):
-    with ends_within(10):
+    with ends_within(25):
         for name in TEXT_VERIFIERS:
             try:
                 assert_verdict(*normalize_result(VERIFIERS[name]("", RIGHT, ground_truth, {})))
@@ -122,7 +122,7 @@ def test_any_ground_truth_gets_a_verdict_or_a_value_error(ground_truth):
 
 @pytest.fixture(scope="module")
 def mathematics():
-    with VerifierPool("math_verify", num_workers=2, timeout_s=1, memory_limit_mb=500) as pool:
+    with VerifierPool("math_verify", num_workers=2, timeout_s=3, memory_limit_mb=500) as pool:
         yield pool
 
 
@@ -134,7 +134,7 @@ def test_every_text_gets_a_verdict_as_mathematics(mathematics, texts):
         verdicts = mathematics.score(requests)
     for verdict in verdicts:
         assert_verdict(verdict.numbers, verdict.pred)
-        assert verdict.error in (None, "timeout after 1 s") or verdict.error.startswith("MemoryError")
+        assert verdict.error in (None, "timeout after 3 s") or verdict.error.startswith("MemoryError")
     assert verdicts[-1].numbers["acc"] == 1.0
 
 
@@ -215,11 +215,11 @@ def test_random_bytes_are_no_answer(message):
 @given(sent=st.binary(max_size=100), claimed=st.integers(0, 2**64 - 1) | st.integers(0, 100))
 def test_random_bytes_neither_hang_nor_fill_the_pool(sent, claimed):
     here, there = socket.socketpair()
-    with here, there, ends_within(5):
+    with here, there, ends_within(25):
         there.sendall(claimed.to_bytes(8, "big") + sent)
         there.close()
         try:
-            assert receive(here, time.monotonic() + 1, limit=MAX_ANSWER) == sent[:claimed]
+            assert receive(here, time.monotonic() + 20, limit=MAX_ANSWER) == sent[:claimed]
         except (EOFError, MalformedAnswer):
             assert claimed > len(sent)
 
@@ -228,7 +228,7 @@ def test_random_bytes_neither_hang_nor_fill_the_pool(sent, claimed):
 @given(messages=st.lists(st.binary(max_size=1000), max_size=5))
 def test_messages_arrive_whole_and_in_order(messages):
     here, there = socket.socketpair()
-    with here, there, ends_within(5):
+    with here, there, ends_within(25):
         for message in messages:
             send(there, message)
-        assert [receive(here, time.monotonic() + 1, limit=1000) for _ in messages] == messages
+        assert [receive(here, time.monotonic() + 20, limit=1000) for _ in messages] == messages

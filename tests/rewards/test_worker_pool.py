@@ -32,17 +32,28 @@ def request(solution, **extra_info):
     return ScoreRequest("hostile", solution, "34", extra_info)
 
 
-@pytest.fixture(scope="module")
-def pool():
+def hostile_pool(timeout_s):
     sys.path.insert(0, str(DATA))
     try:
-        with VerifierPool("hostile_verifier.score", num_workers=2, timeout_s=0.5, memory_limit_mb=256) as shared:
+        with VerifierPool("hostile_verifier.score", num_workers=2, timeout_s=timeout_s, memory_limit_mb=256) as shared:
             yield shared
     finally:
         sys.path.remove(str(DATA))
 
 
-def has_ended(pid, within_s=2.0):
+@pytest.fixture(scope="module")
+def pool():
+    """For verifiers that come to an end of their own, however busy the machine is."""
+    yield from hostile_pool(timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def hasty_pool():
+    """For verifiers that never end."""
+    yield from hostile_pool(timeout_s=2)
+
+
+def has_ended(pid, within_s=20.0):
     """True once the process is gone, or dead and only not collected yet."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
@@ -56,7 +67,7 @@ def has_ended(pid, within_s=2.0):
     return False
 
 
-def read_pid(path, within_s=5.0):
+def read_pid(path, within_s=20.0):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if path.exists() and path.read_text():
@@ -67,7 +78,7 @@ def read_pid(path, within_s=5.0):
 
 def test_verdicts_come_in_the_order_of_the_requests():
     requests = [ScoreRequest("arithmetic", f"it is {i}", str(i - i % 2), {}) for i in range(1000)]
-    with VerifierPool("arithmetic", num_workers=2, timeout_s=5) as pool:
+    with VerifierPool("arithmetic", num_workers=2, timeout_s=30) as pool:
         verdicts = pool.score(requests)
         assert pool.score([]) == []
     assert [verdict.pred for verdict in verdicts] == [str(i) for i in range(1000)]
@@ -75,12 +86,18 @@ def test_verdicts_come_in_the_order_of_the_requests():
     assert all(verdict.error is None for verdict in verdicts)
 
 
+def assert_one_is_wrong(pool, solution, error):
+    with ends_within(25):
+        verdicts = pool.score([request(name) for name in ("right", solution, "right", "right")])
+    assert [verdict.numbers for verdict in verdicts] == [RIGHT, WRONG, RIGHT, RIGHT]
+    assert error in verdicts[1].error
+    assert len(verdicts[1].error) <= 1000
+    assert verdicts[1].pred is None
+
+
 @pytest.mark.parametrize(
     ("solution", "error"),
     [
-        ("sleep", "timeout after 0.5 s"),
-        ("loop_in_c", "timeout after 0.5 s"),
-        ("ignore_signals", "timeout after 0.5 s"),
         ("exit_hard", "worker died (exit code 3)"),
         ("kill_itself", "worker died (exit code -9)"),
         ("close_everything", "worker died"),
@@ -101,12 +118,12 @@ def test_verdicts_come_in_the_order_of_the_requests():
     ],
 )
 def test_a_failure_is_one_wrong_sample_and_the_others_are_scored(pool, solution, error):
-    with ends_within(10):
-        verdicts = pool.score([request(name) for name in ("right", solution, "right", "right")])
-    assert [verdict.numbers for verdict in verdicts] == [RIGHT, WRONG, RIGHT, RIGHT]
-    assert error in verdicts[1].error
-    assert len(verdicts[1].error) <= 1000
-    assert verdicts[1].pred is None
+    assert_one_is_wrong(pool, solution, error)
+
+
+@pytest.mark.parametrize("solution", ["sleep", "loop_in_c", "ignore_signals"])
+def test_a_verifier_without_end_is_one_wrong_sample_and_the_others_are_scored(hasty_pool, solution):
+    assert_one_is_wrong(hasty_pool, solution, "timeout after 2 s")
 
 
 @pytest.mark.parametrize("result", list(hostile_verifier.RESULTS)[:-1])
@@ -121,13 +138,21 @@ def test_a_result_with_numbers_and_names_of_any_length_is_cut(pool):
     assert verdict.numbers == RIGHT | {"n" * 1000: 1.0} and verdict.error is None and len(verdict.pred) <= 1000
 
 
+def assert_it_costs_one_worker(pool, how, error):
+    before, replaced = set(pool._workers), pool.num_replaced
+    with ends_within(25):
+        verdicts = pool.score([request("subverted", how=how), request("right"), request("right")])
+    assert [verdict.numbers for verdict in verdicts] == [WRONG, RIGHT, RIGHT]
+    assert error in verdicts[0].error
+    assert len(before & pool._workers) == 1 and pool.num_replaced == replaced + 1
+    assert not list(Path(worker.__file__).parent.glob("*.was_run"))
+
+
 @pytest.mark.parametrize(
     ("how", "error"),
     [
         ("huge", "worker died (announced 1152921504606846976 bytes"),
         ("beyond", "worker died (announced"),
-        ("unfinished", "timeout"),
-        ("drip", "timeout"),
         *((how, "worker died (sent no valid answer)") for how in (
             "pickle", "random", "empty", "nothing", "deep", "nan", "overflow", "digits", "text", "no_score", "no_text",
             "long_text", "many",
@@ -135,13 +160,12 @@ def test_a_result_with_numbers_and_names_of_any_length_is_cut(pool):
     ],
 )  # fmt: skip
 def test_a_worker_turned_against_us_costs_its_sample_alone(pool, how, error):
-    before, replaced = set(pool._workers), pool.num_replaced
-    with ends_within(10):
-        verdicts = pool.score([request("subverted", how=how), request("right"), request("right")])
-    assert [verdict.numbers for verdict in verdicts] == [WRONG, RIGHT, RIGHT]
-    assert error in verdicts[0].error
-    assert len(before & pool._workers) == 1 and pool.num_replaced == replaced + 1
-    assert not list(Path(worker.__file__).parent.glob("*.was_run"))
+    assert_it_costs_one_worker(pool, how, error)
+
+
+@pytest.mark.parametrize("how", ["unfinished", "drip"])
+def test_an_answer_that_does_not_end_costs_its_sample_alone(hasty_pool, how):
+    assert_it_costs_one_worker(hasty_pool, how, "timeout after 2 s")
 
 
 def test_a_verifier_that_forks_answers_once(pool):
@@ -153,7 +177,7 @@ def test_a_verifier_that_forks_answers_once(pool):
 
 @pytest.mark.parametrize("solution", ["print_a_flood", "start_a_thread"])
 def test_what_does_not_fail_is_scored(pool, solution):
-    with ends_within(10):
+    with ends_within(25):
         verdicts = pool.score([request(solution)] * 8)
     assert [verdict.numbers for verdict in verdicts] == [RIGHT] * 8
 
@@ -172,7 +196,7 @@ def test_exhausted_workers_are_replaced_and_counted(pool):
 @pytest.mark.parametrize("solution", ["leave_a_child", "leave_a_child_and_die"])
 def test_nothing_that_a_verifier_starts_outlives_its_worker(solution, daemon, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(DATA)
-    with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=5) as pool:
+    with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=30) as pool:
         pool.score([request(solution, path=str(tmp_path / "pid"), daemon=daemon)])
     assert has_ended(read_pid(tmp_path / "pid"))
 
@@ -199,26 +223,26 @@ def test_extra_info_without_a_form_in_json_is_a_wrong_sample(pool):
     assert all(verdict.error.startswith("extra_info must have a form in JSON: ") for verdict in verdicts)
 
 
-def test_a_worker_survives_an_exception_but_not_a_timeout(pool):
-    before = set(pool._workers)
-    pool.score([request("fail"), request("recurse"), request("function")])
-    assert pool._workers == before
-    pool.score([request("sleep")])
-    assert len(pool._workers) == len(before) and pool._workers != before
+def test_a_worker_survives_an_exception_but_not_a_timeout(hasty_pool):
+    before = set(hasty_pool._workers)
+    hasty_pool.score([request("fail"), request("recurse"), request("function")])
+    assert hasty_pool._workers == before
+    hasty_pool.score([request("sleep")])
+    assert len(hasty_pool._workers) == len(before) and hasty_pool._workers != before
 
 
-def test_the_time_limit_holds_for_each_sample_and_kills_its_children(pool, tmp_path):
+def test_the_time_limit_holds_for_each_sample_and_kills_its_children(hasty_pool, tmp_path):
     requests = [request("start_a_child", path=str(tmp_path / str(i))) for i in range(4)]
-    with ends_within(10):
-        verdicts = pool.score(requests)
-    assert [verdict.error for verdict in verdicts] == ["timeout after 0.5 s"] * 4
+    with ends_within(25):
+        verdicts = hasty_pool.score(requests)
+    assert [verdict.error for verdict in verdicts] == ["timeout after 2 s"] * 4
     if sys.platform == "linux":
         assert all(has_ended(read_pid(tmp_path / str(i))) for i in range(4))
 
 
 def test_what_a_verifier_prints_goes_to_stderr(capfd, monkeypatch):
     monkeypatch.syspath_prepend(DATA)
-    with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=1) as pool:
+    with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=30) as pool:
         verdicts = pool.score([request("close_stdout"), request("right")])
     assert [verdict.numbers for verdict in verdicts] == [RIGHT, RIGHT]
     captured = capfd.readouterr()
@@ -252,7 +276,7 @@ def test_other_results_are_errors(result):
 
 def test_hostile_solutions_reach_the_verifier():
     solutions = ["x" * 1_000_000, "\0\ud800" * 50_000, "{" * 100_000, "\\boxed{" * 10_000]
-    with VerifierPool("math_dapo", num_workers=1, timeout_s=5) as pool:
+    with VerifierPool("math_dapo", num_workers=1, timeout_s=30) as pool:
         verdicts = pool.score([ScoreRequest("math", solution, "34", {}) for solution in solutions])
     assert [verdict.numbers["score"] for verdict in verdicts] == [-1.0] * 4
     assert all(verdict.error is None for verdict in verdicts)
@@ -260,7 +284,7 @@ def test_hostile_solutions_reach_the_verifier():
 
 def test_a_worker_has_no_jax(pool):
     assert pool.score([request("modules")])[0].numbers["jax"] == 0.0
-    with VerifierPool("auto", num_workers=1, timeout_s=5) as auto:
+    with VerifierPool("auto", num_workers=1, timeout_s=30) as auto:
         verdict = auto.score([ScoreRequest("chess", "", "", {})])[0]
     assert verdict.numbers == WRONG and "data_source='chess' has no verifier" in verdict.error
 
@@ -296,15 +320,15 @@ def test_a_verifier_that_does_not_load_is_a_value_error(name, code, reason, tmp_
     monkeypatch.syspath_prepend(tmp_path)
     if code == "while True: pass":
         monkeypatch.setattr(worker_pool, "_START_LIMIT_S", 1.0)
-    with ends_within(10), pytest.raises(ValueError, match=f"reward.function='{name}'.*{reason}"):
-        VerifierPool(name, num_workers=1, timeout_s=1, memory_limit_mb=256)
+    with ends_within(25), pytest.raises(ValueError, match=f"reward.function='{name}'.*{reason}"):
+        VerifierPool(name, num_workers=1, timeout_s=30, memory_limit_mb=256)
 
 
 def test_a_verifier_that_no_longer_loads_stops_the_run(tmp_path, monkeypatch):
     module = tmp_path / "vanishing_verifier.py"
     module.write_text("import os\ndef score(*arguments): os._exit(1)")
     monkeypatch.syspath_prepend(tmp_path)
-    with VerifierPool("vanishing_verifier.score", num_workers=1, timeout_s=1) as pool:
+    with VerifierPool("vanishing_verifier.score", num_workers=1, timeout_s=30) as pool:
         module.write_text("raise ImportError('gone')")
         with pytest.raises(RuntimeError, match="a verifier process did not start.*gone"):
             pool.score([request("a"), request("b"), request("c")])
@@ -313,7 +337,7 @@ def test_a_verifier_that_no_longer_loads_stops_the_run(tmp_path, monkeypatch):
 def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch):
     (tmp_path / "verifier_of_this_run.py").write_text("def score(*arguments): return 0.5")
     monkeypatch.chdir(tmp_path)
-    with VerifierPool("verifier_of_this_run.score", num_workers=1, timeout_s=1) as pool:
+    with VerifierPool("verifier_of_this_run.score", num_workers=1, timeout_s=30) as pool:
         assert pool.score([request("")])[0].numbers == {"score": 0.5, "acc": 0.5}
 
 
@@ -333,7 +357,7 @@ def test_limits_must_be_in_range(arguments):
 def test_the_workers_outlive_the_thread_that_made_the_pool():
     pools = []
     thread = threading.Thread(
-        target=lambda: pools.append(VerifierPool("arithmetic", num_workers=1, timeout_s=1))
+        target=lambda: pools.append(VerifierPool("arithmetic", num_workers=1, timeout_s=30))
     )
     thread.start()
     thread.join()
@@ -344,15 +368,16 @@ def test_the_workers_outlive_the_thread_that_made_the_pool():
         assert pool._workers == worker
 
 
-def test_close_does_not_wait_for_a_verifier(monkeypatch):
+def test_close_does_not_wait_for_a_verifier(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(DATA)
     pool = VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=60)
     pool.score([request("right")])
     verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.extend(pool.score([request("sleep")])))
+    asleep = request("where", path=str(tmp_path / "pid"))
+    thread = threading.Thread(target=lambda: verdicts.extend(pool.score([asleep])))
     thread.start()
-    time.sleep(0.2)
-    with ends_within(10):
+    read_pid(tmp_path / "pid")
+    with ends_within(25):
         pool.close()
         thread.join()
     assert verdicts[0].error == "worker died (exit code -9)"
@@ -382,4 +407,4 @@ def test_a_program_that_does_not_close_its_pool_ends():
         "pool = VerifierPool('arithmetic', num_workers=2, timeout_s=60)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], env=environment, timeout=10, check=True)
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=True)
