@@ -379,6 +379,7 @@ class AlarmConfig:
     mismatch_growth: float = 10.0  # sampler against training pass (k3) above this multiple of its running mean
     truncation: float = 0.5  # share of trained responses that end at max_response_length above this
     reward_errors: float = 0.1  # share of samples without a verdict above this
+    heldout_drop: float = 0.5  # held-out accuracy below this multiple of the best one so far
 
 
 @dataclass(frozen=True)

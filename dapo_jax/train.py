@@ -24,7 +24,7 @@ from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, recomputes, train_on
-from dapo_jax.monitor.alarms import raise_alarms
+from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
@@ -150,6 +150,11 @@ def conclude_step(
     metrics = dict(row["metrics"])
     if step == 0 or is_due(step, trainer.test_freq, total):
         metrics |= evaluate(run, params)
+        alarms, memory = raise_evaluation_alarms(
+            mean_accuracy(metrics), progress.alarms, run.config.monitor.alarms, step
+        )
+        metrics |= alarms
+        progress = dataclasses.replace(progress, alarms=memory)
     quality = best_metric(run.config, metrics)
     if quality is None and trainer.best_metric and is_due(step, trainer.test_freq, total):
         logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step,

@@ -169,7 +169,7 @@ def _range_problems(config: Config) -> list[str]:
     profiled, last = config.trainer.profile_steps, config.trainer.total_training_steps
     if any(type(step) is not int or not 1 <= step <= last for step in profiled):
         problems.append(f"trainer.profile_steps={profiled} must be training steps, of 1..{last}: such as (2,3)")
-    for name in ("entropy_collapse", "truncation", "reward_errors"):
+    for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop"):
         if not 0 <= getattr(config.monitor.alarms, name) <= 1:
             problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
     for name in ("entropy_explosion", "kl_jump", "mismatch_growth"):

@@ -56,6 +56,33 @@ def raise_alarms(
     }
     if first is None and entropy is not None and math.isfinite(entropy):
         memory["first entropy"] = entropy
+    return _raised(seen, memory, step)
+
+
+def raise_evaluation_alarms(
+    accuracy: float | None, memory: Mapping[str, float], settings: AlarmConfig, step: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The metric alarm/heldout_drop of an evaluation, and the memory after it; none without a held-out accuracy.
+
+    It is raised when held-out accuracy is far below the best one that the run has had, its first included. What drops
+    the accuracy may lift the training reward, and the other alarms need not see it.
+
+    Args:
+        accuracy: `evaluation.mean_accuracy`.
+        memory: as of `raise_alarms`.
+    """
+    if accuracy is None:
+        return {}, dict(memory)
+    best = memory.get("best heldout")
+    limit = None if best is None else settings.heldout_drop * best
+    memory = {**memory, "best heldout": accuracy if best is None else max(best, accuracy)}
+    return _raised({"heldout_drop": _Seen(accuracy, limit, below=True)}, memory, step)
+
+
+def _raised(
+    seen: Mapping[str, _Seen], memory: dict[str, float], step: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The alarms, with a warning for each that begins, and the memory with them."""
     alarms = {}
     for name, (value, limit, below) in seen.items():
         on = value is not None and (not math.isfinite(value) or _beyond(value, limit, below))

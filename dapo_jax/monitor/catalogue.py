@@ -230,6 +230,8 @@ CATALOGUE = (
     Metric("training/rollout_actor_probs_pearson_corr", "1", "Pearson's correlation of the two over tokens", VERL,
            "recomputed log-probabilities"),
     Metric(f"alarm/{{{'|'.join(_ALARMS)}}}", "0 or 1", "1 while the step looks wrong (monitor/alarms.py)", OWN, ALWAYS),
+    Metric("alarm/heldout_drop", "0 or 1", "1 while held-out accuracy is far below the run's best one", OWN,
+           f"{EVALUATION}, with held-out problems"),
     # Time and devices.
     Metric("perf/total_num_tokens", "tokens", "tokens of the trained sequences, each with its prompt", VERL),
     Metric("perf/time_per_step", "s", "of the step without evaluation and saving", VERL, ALWAYS),

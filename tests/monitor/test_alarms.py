@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dapo_jax.config import AlarmConfig
-from dapo_jax.monitor.alarms import raise_alarms
+from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 
 CALM = {
     "actor/entropy": 1.0, "actor/ppo_kl": 0.001, "rollout_corr/k3_kl": 1e-7,
@@ -65,3 +65,14 @@ def test_an_alarm_is_logged_when_it_begins(caplog):
 
 def test_without_metrics_there_is_no_alarm():
     assert set(raise_alarms({}, {}, AlarmConfig(), 1)[0].values()) == {0.0}
+
+
+def test_held_out_accuracy_far_below_the_best_one_is_an_alarm():
+    memory, raised = {}, []
+    for step, accuracy in enumerate([0.1, 0.4, 0.21, 0.19, 0.3, 0.5, 0.24]):
+        alarms, memory = raise_evaluation_alarms(accuracy, memory, AlarmConfig(), step)
+        _, memory = raise_alarms(CALM, json.loads(json.dumps(memory)), AlarmConfig(), step)  # of the step after it
+        raised.append(alarms["alarm/heldout_drop"])
+    assert raised == [0, 0, 0, 1, 0, 0, 1]
+    assert raise_evaluation_alarms(None, memory, AlarmConfig(), 7) == ({}, memory)
+    assert raise_evaluation_alarms(math.nan, memory, AlarmConfig(), 7)[0] == {"alarm/heldout_drop": 1}
