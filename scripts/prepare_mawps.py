@@ -53,7 +53,8 @@ def template_of(problem: str) -> str:
     """The wording of a problem without its particulars: numbers are #, things counted *, names and pronouns @.
 
     A thing is the word after a number, or up to three words after "how many", wherever it stands. Every word with a
-    capital counts as a name. This takes more for one template than a reader would, never less.
+    capital counts as a name. This takes more for one template than a reader would, and less where a plural
+    is irregular.
     """
     words = TOKEN.findall(GENITIVE.sub("", NUMBER.sub(" # ", problem)))
     words = ["#" if word.lower() in NUMBER_WORDS else word for word in words]
@@ -63,10 +64,10 @@ def template_of(problem: str) -> str:
         for following in words[position + 1 :][: 3 if how_many else 1 if word == "#" else 0]:
             if following == "#" or following.lower() in ENDS_OF_NOUNS:
                 break
-            things.add(_singular(following))
+            things |= _singulars(following)
     template: list[str] = []
     for word in words:
-        if _singular(word) in things:
+        if things & _singulars(word):
             symbol = "*"
         else:
             symbol = "@" if word.lower() in PRONOUNS or word[0].isupper() else word
@@ -75,8 +76,11 @@ def template_of(problem: str) -> str:
     return " ".join(template)
 
 
-def _singular(word: str) -> str:
-    return re.sub("e?s$", "", word.lower())
+def _singulars(word: str) -> set[str]:
+    """What the word may be the plural of, and itself: of "boxes" also "boxe" and "box"."""
+    word = word.lower()
+    endings = ("", ""), ("s", ""), ("es", ""), ("ies", "y"), ("ves", "f"), ("ves", "fe")
+    return {word.removesuffix(plural) + singular for plural, singular in endings if word.endswith(plural)}
 
 
 def split_of(template: str, heldout_share: float) -> str:

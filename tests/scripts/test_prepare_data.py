@@ -154,6 +154,17 @@ def test_problems_that_tell_the_same_story_have_one_template():
     assert template_of(rows[13]) != template_of(rows[12])  # what is planted is asked for, or given
 
 
+@pytest.mark.parametrize("forms", [
+    ("card", "cards"), ("candy", "candies"), ("cookie", "cookies"), ("box", "boxes"), ("glass", "glasses"),
+    ("house", "houses"), ("leaf", "leaves"), ("knife", "knives"), ("glove", "gloves"), ("toy", "toys"),
+])  # fmt: skip
+def test_a_thing_is_the_same_in_singular_and_plural(forms):
+    one, many = forms
+    problem = f"There are 30 {many} in Kathy's {one} collection. She gives 2 to Ann. How many {many} are left?"
+    template = load("prepare_mawps").template_of(problem)
+    assert template == "@ are # * in @ * collection @ gives # to @ many * are left"
+
+
 def test_the_split_of_a_problem_does_not_depend_on_the_others(tmp_path):
     rows = problems(DATA / "mawps.jsonl")
     splits = []
