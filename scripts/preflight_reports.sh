@@ -26,3 +26,5 @@ report 7b_v5e "${recipe[@]}" --topology v5e:8x8 --config.mesh.fsdp=16 --config.m
   --config.actor.ppo_micro_batch_size_per_device=1
 report 7b_v5p "${recipe[@]}" --topology v5p:2x2x4 --config.mesh.fsdp=4 --config.mesh.tensor=4
 report gsm8k_v5e --config configs/gsm8k.py --topology v5e:2x2 --config.mesh.fsdp=4
+report gsm8k_1.5b_v5e --config configs/gsm8k.py --topology v5e:2x4 --config.mesh.fsdp=8 \
+  --config.model.path=models/Qwen2.5-1.5B-Instruct

@@ -71,5 +71,5 @@ def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, m
         options = [option for option in call if option.startswith("--config.")]
         validate(read_config(["preflight", "--config", call[call.index("--config") + 1], *options]))
         assert (ROOT / call[call.index("--json") + 1]).exists()
-    assert len(list((tmp_path / "build/preflight").iterdir())) == 6
+    assert len(list((tmp_path / "build/preflight").iterdir())) == 7
     assert len(checkout("scripts/preflight_reports.sh", str(tmp_path / "tables"), "7b_v5e", "7b_v5p")) == 2
