@@ -65,7 +65,7 @@ def test_the_quickstart_makes_an_environment_once_and_trains(checkout):
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     calls = checkout("scripts/preflight_reports.sh")
-    assert len(calls) == 6
+    assert len(calls) == 7
     for call in calls:
         assert call[:2] == ["-m", "dapo_jax.preflight"]
         options = [option for option in call if option.startswith("--config.")]
