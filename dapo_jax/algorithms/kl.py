@@ -6,7 +6,7 @@ Divergence", 2020):
     k1, kl          x - y                    unbiased
     k2, mse         (x - y)^2 / 2
     k3, low_var_kl  exp(y - x) - (y - x) - 1  unbiased, never negative; clamped to [-10, 10]
-    abs             |x - y|
+    abs             |x - y|, `magnitude`
 
 A "+" behind the name keeps the value and takes the gradient of k2, which is the one of the KL divergence itself:
 the gradients of k1 and k3 are not (arXiv:2506.09477).
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 MAX_DIFFERENCE = 20.0
 MAX_K3 = 10.0
+ROUNDING = 1e-5  # nats: two passes over one policy differ by less in float32
 ESTIMATORS = ("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs")
 PENALTIES = (*ESTIMATORS, *(f"{name}+" for name in ESTIMATORS))
 
@@ -44,8 +45,18 @@ def _estimate(logprobs: jax.Array, ref_logprobs: jax.Array, estimator: str) -> j
         negative = jnp.clip(-difference, -MAX_DIFFERENCE, MAX_DIFFERENCE)
         return jnp.clip(jnp.exp(negative) - negative - 1, -MAX_K3, MAX_K3)
     if estimator == "abs":
-        return jnp.abs(difference)
+        return magnitude(difference)
     raise ValueError(f"KL estimator {estimator!r} must be one of {', '.join(PENALTIES)}")
+
+
+def magnitude(difference: jax.Array) -> jax.Array:
+    """|difference| of two log-probabilities, without a gradient up to `ROUNDING`.
+
+    There its sign is that of a rounding error, and the gradient, 1 or -1 however small the difference is, would depend
+    on how the batch is divided. Two passes over one policy that agree to the bit have none in verl either.
+    """
+    value = jnp.abs(difference)
+    return jnp.where(value > ROUNDING, value, jax.lax.stop_gradient(value))
 
 
 def adapted_coefficient(

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.algorithms.kl import magnitude
 from dapo_jax.containers import Mean
 
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is constant, so that exp cannot overflow
@@ -208,6 +209,8 @@ def kl_cov(
 ) -> TokenLoss:
     """The unclipped loss -A r; selected tokens pay ppo_kl_coef |logprobs - old_logprobs| (arXiv:2505.22617, eq. 12).
 
+    The gradient of that is 0 where the two are equal but for rounding (`kl.magnitude`).
+
     `ppo_kl_abs` is the mean of |logprobs - old_logprobs| (verl calls it ppo_kl).
 
     Args:
@@ -216,7 +219,7 @@ def kl_cov(
     log_ratio = logprobs - old_logprobs
     loss = -jax.lax.stop_gradient(advantages) * jnp.exp(log_ratio)
     metrics = {"ppo_kl_abs": Mean.of(jnp.abs(log_ratio), mask), "ppo_kl": Mean.of(-log_ratio, mask)}
-    return jnp.where(selected, loss + ppo_kl_coef * jnp.abs(log_ratio), loss), jax.lax.stop_gradient(metrics)
+    return jnp.where(selected, loss + ppo_kl_coef * magnitude(log_ratio), loss), jax.lax.stop_gradient(metrics)
 
 
 LOSSES: dict[str, Callable[..., TokenLoss]] = {

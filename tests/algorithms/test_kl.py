@@ -40,6 +40,16 @@ def test_unbiased_estimators_average_to_the_divergence():
         np.testing.assert_allclose(jnp.sum(p * kl_penalty(jnp.log(p), jnp.log(q), name)), exact, rtol=1e-5)
 
 
+@pytest.mark.parametrize("estimator", PENALTIES)
+def test_rounding_between_equal_policies_has_no_gradient_of_its_own(estimator):
+    logprobs = jnp.array([-1.0, -2.0])
+
+    def gradient(rounding: float):
+        return jax.grad(lambda x: kl_penalty(x, logprobs, estimator).sum())(logprobs + rounding)
+
+    np.testing.assert_allclose(gradient(1e-6), gradient(-1e-6), atol=1e-5)
+
+
 def test_an_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match=r"'k4' must be one of k1, "):
         kl_penalty(jnp.zeros(1), jnp.zeros(1), "k4")

@@ -226,3 +226,5 @@ def test_a_selected_token_loses_its_gradient_or_pays():
             return token_losses(mode, x, old, jnp.ones((1, 2)), mask, selected=selected)[0].sum()
 
         np.testing.assert_allclose(jax.grad(loss_fn)(logprobs), [expected], rtol=1e-6)
+        if mode == "kl_cov":  # of a policy that is the old one but for rounding
+            np.testing.assert_allclose(jax.grad(loss_fn)(jnp.array([[1e-6, -1e-6]])), [[-1, -1]], atol=1e-5)
