@@ -58,7 +58,7 @@ from dapo_jax.policies import load_base, load_reference, lora_of, read_model
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine, EngineSettings
-from dapo_jax.rollout.sampler import Sampler, Stage
+from dapo_jax.rollout.sampler import Sampler, Stage, check_stop_strings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
 from dapo_jax.scoring import ModelScorer, load_scorer
 from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
@@ -113,6 +113,7 @@ def open_run(
     """
     keep_compiled(config.trainer.compilation_cache_dir)
     arch, tokenizer = read_model(config)
+    check_stop_strings(tokenizer, config.rollout.stop)
     train_set, task_sets = read_prompts(config, tokenizer, training=training)
     if jax.process_count() > 1:
         check_agreement(

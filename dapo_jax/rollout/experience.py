@@ -1,6 +1,6 @@
 """Host: groups of responses with what is known of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,8 @@ import numpy as np
 
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
+
+OWN_SCORES = ("seq_reward", "overlong_reward", "seq_final_reward", "token_level_rewards", "reward_model")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,19 @@ class Experience:
             self.failed[groups],
             None if self.kl is None else self.kl[groups],
         )
+
+
+def check_score_names(names: Iterable[str]) -> None:
+    """Raises ValueError if a verifier returns a number under a name that has a meaning already."""
+    for name in names:
+        if name in OWN_SCORES:
+            raise ValueError(
+                f"the reward function returns {name!r}, which is computed from its score: give that number another name"
+            )
+        if "/" in name:
+            raise ValueError(
+                f"the reward function returns {name!r}: in the names of metrics / stands between parts, use _ in it"
+            )
 
 
 def concatenate(parts: Sequence[Experience]) -> Experience:

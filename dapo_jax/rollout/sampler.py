@@ -17,7 +17,7 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 from dapo_jax.rollout.engine import Engine
-from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.experience import Experience, check_score_names
 from dapo_jax.rollout.responses import StopRule
 from dapo_jax.rollout.sampling import Sampling
 
@@ -82,6 +82,7 @@ class Sampler:
             with stage("reward"):
                 verdicts = verification.wait()
             names = {name: None for verdict in verdicts for name in verdict.numbers}
+            check_score_names(names)
             scores = {
                 name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
                 for name in names
@@ -105,13 +106,26 @@ class Sampler:
         return finish
 
 
+def check_stop_strings(tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+    """Raises ValueError if a string can never stand in a response, as a special token has no text there."""
+    for string in strings:
+        if string.strip() not in tokenizer.decode(tokenizer.encode(string)):
+            raise ValueError(
+                f"rollout.stop has {string!r}, which holds a special token of the model: those have no text in a "
+                "response, so it would never end there; leave it out (a response ends at the model's end tokens anyway)"
+            )
+
+
 def stop_rule(tokenizer: Tokenizer, strings: Sequence[str]) -> StopRule:
     """Ends a response with the token that completes one of the strings."""
 
-    longest = max(len(string.encode()) for string in strings)
+    longest = max(map(len, strings)) + 4  # characters; the first ones may be the broken rest of another
 
     def kept(tokens: list[int], looked_at: int) -> int | None:
-        first = max(looked_at - longest - 4, 0)  # a token has at least one byte: no string reaches further back
+        reach, first = longest, max(looked_at - longest, 0)
+        while first and len(tokenizer.decode(tokens[first:looked_at])) < longest:  # tokens may have no text
+            reach *= 2
+            first = max(looked_at - reach, 0)
 
         def stops(count: int) -> bool:
             text = tokenizer.decode(tokens[first:count])

@@ -10,8 +10,9 @@ import pytest
 from dapo_jax.containers import Rollout
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.rewards.worker_pool import Verdict
-from dapo_jax.rollout.sampler import Sampler, stop_rule
+from dapo_jax.rollout.sampler import Sampler, check_stop_strings, stop_rule
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 
@@ -29,17 +30,33 @@ def test_the_stop_string_may_reach_back_into_the_chunk_before():
     assert stop_rule(TOKENIZER, ("stop",))([*map(ord, text + "p!")], len(text)) == len(text) + 1
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+def test_tokens_without_text_do_not_hide_a_stop_string(chunk):
+    tokenizer = character_tokenizer()
+    ids = [*tokenizer.encode("abcde" * 3), *tokenizer.encode("e"), *[tokenizer.pad_id] * 30, *tokenizer.encode("nd.")]
+    rule = stop_rule(tokenizer, ("end",))
+    ends = (rule(ids[: start + chunk], start) for start in range(0, len(ids), chunk))
+    assert next((end for end in ends if end is not None), None) == len(ids) - 1
+
+
+def test_a_special_token_is_no_stop_string():
+    tokenizer = character_tokenizer()
+    check_stop_strings(tokenizer, ("end", "a b", " "))
+    with pytest.raises(ValueError, match="rollout.stop has '<eos>', which holds a special token"):
+        check_stop_strings(tokenizer, ("end", "<eos>"))
+
+
 class _Verifiers:
     """Says how long a response is, and when it was asked."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, **further):
+        self.asked, self.further = [], further
 
     def submit(self, request):
         self.asked.append(request.solution)
         verdict: Future[Verdict] = Future()
         numbers = {"score": float(len(request.solution)), "truth": float(request.ground_truth)}
-        verdict.set_result(Verdict(numbers, None, None))
+        verdict.set_result(Verdict({**numbers, **self.further}, None, None))
         return verdict
 
     def collect(self, requests, futures):
@@ -67,14 +84,24 @@ class _Engine:
         return rollout
 
 
-def test_responses_are_verified_as_they_end_and_each_verdict_finds_its_response():
-    verifiers = _Verifiers()
+def started(verifiers):
     rows = [PromptRow([{"role": "user", "content": str(i)}], "test", str(i), {}) for i in range(4)]
     sampler = Sampler(TOKENIZER, verifiers, _Engine(verifiers))  # pyright: ignore[reportArgumentType]
-    wait = sampler.start(
+    return sampler.start(
         None, PromptSet(rows, [[1]] * 4), [3, 0, 2], [7, 8, 9], num_samples=2, purpose=0, sampling=None,
         stage=lambda _: nullcontext(), version=5,
     )  # pyright: ignore[reportArgumentType]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["seq_reward", "seq_final_reward", "overlong_reward", "reward_model", "format/acc"])
+def test_a_verifier_may_not_use_a_name_that_has_a_meaning(name):
+    with pytest.raises(ValueError, match=f"the reward function returns '{name}'"):
+        started(_Verifiers(**{name: 1.0}))()
+
+
+def test_responses_are_verified_as_they_end_and_each_verdict_finds_its_response():
+    verifiers = _Verifiers()
+    wait = started(verifiers)
     assert verifiers.asked[0] == "ffffff" and len(verifiers.asked) == 6
     found = wait()
     assert found.texts == [["a", "bb"], ["ccc", "dddd"], ["eeeee", "ffffff"]]
