@@ -132,11 +132,16 @@ def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
     )
 
 
+def trains_on_older_samples(config: Config) -> bool:
+    """Whether an older policy may have sampled some groups of a batch: then its log-probabilities are the old ones."""
+    return config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
+
+
 def recomputes(config: Config, progress: Progress) -> bool:
     """Whether old log-probabilities come from the training forward pass instead of the sampler."""
     mode = config.actor.old_logprob
     fallen_back = progress.recompute_logprobs and progress.recompute_dtype in ("", config.model.dtype)
-    fallen_back = fallen_back and not config.trainer.rollout_ahead
+    fallen_back = fallen_back and not trains_on_older_samples(config)
     return mode == "recompute" or (mode == "auto" and fallen_back)
 
 

@@ -159,7 +159,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
                 "this one"
             )
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
-        progress = dataclasses.replace(progress, prompts=prompts)
+        progress = dataclasses.replace(progress, prompts=prompts, best=None, best_step=0, alarms={})
         return RunState(models, progress, _first_stream(run), engine.to_arrays())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
@@ -169,8 +169,16 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
 
 def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
     """Raises ValueError unless groups of a checkpoint have the shape of those that the run samples."""
+    if "responses" not in groups:
+        return
+    measured = "kl" in groups
+    if measured != config.algorithm.use_kl_in_reward:
+        raise ValueError(
+            f"the checkpoint holds groups that were sampled with algorithm.use_kl_in_reward={measured}, and the run "
+            f"has {not measured}: go on with that, or begin in a new workdir with model.path set to this one"
+        )
     wanted = config.rollout.n, config.data.max_response_length
-    if "responses" in groups and tuple(groups["responses"].shape[1:]) != wanted:
+    if tuple(groups["responses"].shape[1:]) != wanted:
         n, length = groups["responses"].shape[1:]
         raise ValueError(
             f"the checkpoint holds groups that were sampled with rollout.n={n}, data.max_response_length={length}, and "

@@ -23,7 +23,7 @@ from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
-from dapo_jax.learning import is_finite, recomputes, train_on
+from dapo_jax.learning import is_finite, recomputes, train_on, trains_on_older_samples
 from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
@@ -254,7 +254,7 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
     mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
         metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
-    older_policy = config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
+    older_policy = trains_on_older_samples(config)
     mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
     falls_back = mismatch and config.actor.old_logprob == "auto"
     if falls_back and not recomputes(config, progress):

@@ -106,6 +106,7 @@ def test_a_mismatch_makes_auto_recompute_unless_groups_are_carried(tmp_path, lef
     metrics = {"dynamic_sampling/generated_tokens": 5, "dynamic_sampling/trained_tokens": 3, "rollout_corr/k3_kl": 0.1}
     progress = advance(config, Progress(), accepted, metrics)
     assert recomputes(config, progress) == falls_back and progress.step == 1
+    assert recomputes(config, Progress(recompute_logprobs=True)) == falls_back, "as before the groups were carried"
     assert not recomputes(config, advance(config, Progress(), accepted, {**metrics, "rollout_corr/k3_kl": 1e-5}))
     cured = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))
     assert not recomputes(cured, progress)

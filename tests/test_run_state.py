@@ -15,6 +15,7 @@ from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_con
 
 from dapo_jax import learning
 from dapo_jax import train as train_module
+from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
@@ -234,6 +235,21 @@ def test_carried_groups_of_another_shape_are_refused(tmp_path):
     train(small_config(tmp_path, **carry, **{"trainer.total_training_steps": 1}))
     with pytest.raises(ValueError, match=r"rollout.n=16, data.max_response_length=4, and the run has 16, 5"):
         train(small_config(tmp_path, **carry, **{"data.max_response_length": 5}))
+    with pytest.raises(ValueError, match=r"sampled with algorithm.use_kl_in_reward=False, and the run has True"):
+        train(small_config(tmp_path, **carry, **{"algorithm.use_kl_in_reward": True}))
+
+
+def test_the_best_accuracy_on_other_problems_is_forgotten(whole, tmp_path):
+    def progress_in(folder: Path):
+        return json.loads((folder / f"checkpoints/{saved(folder)[-1]}/progress/metadata").read_text())
+
+    assert progress_in(whole[0])["best"] > 0
+    hard = {"data.arithmetic.low": 300, "data.arithmetic.high": 320, "algorithm.filter_groups.enable": False}
+    branch = {"trainer.resume_from_path": str(whole[0]), "trainer.total_training_steps": 5, "data.gen_batch_size": 4}
+    train(small_config(tmp_path, **hard, **branch))
+    progress, [row] = progress_in(tmp_path), read_metrics(tmp_path)
+    assert progress["best"] == progress["alarms"]["best heldout"] == mean_accuracy(row) == 0
+    assert row["alarm/heldout_drop"] == 0
 
 
 def test_what_a_run_begins_with_is_pinned(whole, tmp_path):

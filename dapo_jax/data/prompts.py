@@ -1,6 +1,7 @@
 """Host: rows to token ids, with what becomes of prompts that are too long."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ class PromptSet:
         return len(self.rows)
 
     def checksum(self) -> str:
-        """Of all prompts in their order: equal where the prompts are."""
+        """Of all prompts in their order with what the verifier is told: equal where these are."""
         found = hashlib.sha256()
-        for tokens in self.tokens:
+        for row, tokens in zip(self.rows, self.tokens, strict=True):
             found.update(np.array([len(tokens), *tokens], np.int32).tobytes())
+            told = [row.data_source, row.ground_truth, row.extra_info]
+            found.update(json.dumps(told, sort_keys=True, default=repr).encode() + b"\0")
         return found.hexdigest()
 
 

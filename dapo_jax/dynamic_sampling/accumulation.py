@@ -221,7 +221,8 @@ class _Attempt:
             if policies.metric is not None:
                 filter_log.log_enough(accepted.finished.size)
             if policies.leftover == "requeue":
-                next_prompt = last + 1
+                next_prompt = max(last + 1, self.state.next_prompt)
+                carried = self._still_carried()  # of a run that carried them before it requeued
                 requeued = sum(int(np.sum(round_.experience.numbers > last)) for round_ in self.rounds)
             elif policies.leftover == "carry":
                 carried = kept.select(np.arange(policies.target, len(kept))) if surplus else None
@@ -241,6 +242,11 @@ class _Attempt:
             num_discarded=discarded,
             state=StreamState(next_prompt, self.next_keep_rate(), self._history(next_prompt), carried),
         )
+
+    def _still_carried(self) -> Experience | None:
+        """Groups of earlier steps that a full batch had no room for."""
+        left = np.arange(self.policies.target, _size(self.carried))
+        return self.carried.select(left) if self.carried is not None and left.size else None
 
     def _history(self, next_prompt: int) -> History:
         """With the groups before `next_prompt`: those that no schedule samples again."""

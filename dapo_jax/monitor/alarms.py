@@ -74,7 +74,7 @@ def raise_evaluation_alarms(
     if accuracy is None:
         return {}, dict(memory)
     best = memory.get("best heldout")
-    limit = None if best is None else settings.heldout_drop * best
+    limit = settings.heldout_drop * best if best is not None and best > 0 else None
     memory = {**memory, "best heldout": accuracy if best is None else max(best, accuracy)}
     return _raised({"heldout_drop": _Seen(accuracy, limit, below=True)}, memory, step)
 

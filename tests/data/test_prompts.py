@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 
 import pytest
@@ -33,6 +34,15 @@ def test_rows_and_tokens_stay_together_and_the_report_counts_them():
     assert report == PromptReport(
         num_rows=4, num_duplicates=0, num_overlong=0, num_filtered=0, num_truncated=0, max_length=9
     )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ground_truth": "2"}, {"data_source": "other"}, {"extra_info": {"index": 9}}, {"prompt": "ABC"}]
+)
+def test_the_checksum_is_of_prompts_and_answers(changes):
+    others = [dataclasses.replace(ROWS[0], **changes), *ROWS[1:]]
+    checksums = [tokenize(rows, max_prompt_length=9)[0].checksum() for rows in (ROWS, list(ROWS), others)]
+    assert checksums[0] == checksums[1] != checksums[2]
 
 
 def test_an_overlong_prompt_is_an_error_that_names_count_longest_first_and_cures():

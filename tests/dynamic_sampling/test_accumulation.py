@@ -195,6 +195,20 @@ def test_carried_groups_that_are_too_old_are_dropped():
     assert later.num_stale == 0
 
 
+def test_groups_that_were_carried_before_a_run_requeues_are_used_up():
+    state = run(lambda n: True, size=12, leftover="carry")[0].state
+    for step, (numbers, left, cursor) in enumerate([([4, 5, 6, 7], 4, 12), ([8, 9, 10, 11], 0, 12)], start=2):
+        accepted, calls = run(lambda n: True, size=12, state=state, step=step, leftover_max_staleness=9)
+        state = accepted.state
+        assert numbers_of(accepted) == numbers and not calls and state.next_prompt == cursor
+        assert left == (len(state.carried) if state.carried else 0)
+        metrics = sampling_metrics(accepted)
+        assert metrics["dynamic_sampling/num_skipped_uniform"] == 0 == metrics["dynamic_sampling/num_requeued"]
+        assert metrics["dynamic_sampling/num_carried_out"] == left
+    accepted, calls = run(lambda n: True, size=12, state=state, step=4)
+    assert numbers_of(accepted) == [12, 13, 14, 15] and accepted.state.next_prompt == 16
+
+
 def test_discarded_groups_are_gone():
     accepted, _ = run(lambda n: True, size=16, leftover="discard")
     assert accepted.state.next_prompt == 16 and accepted.state.carried is None

@@ -74,5 +74,9 @@ def test_held_out_accuracy_far_below_the_best_one_is_an_alarm():
         _, memory = raise_alarms(CALM, json.loads(json.dumps(memory)), AlarmConfig(), step)  # of the step after it
         raised.append(alarms["alarm/heldout_drop"])
     assert raised == [0, 0, 0, 1, 0, 0, 1]
+    rising = {}
+    for step, accuracy in enumerate([-0.9, -0.6, -0.4, 0.1]):  # a score of -1 and 1 is its own accuracy
+        alarms, rising = raise_evaluation_alarms(accuracy, rising, AlarmConfig(), step)
+        assert alarms == {"alarm/heldout_drop": 0}
     assert raise_evaluation_alarms(None, memory, AlarmConfig(), 7) == ({}, memory)
     assert raise_evaluation_alarms(math.nan, memory, AlarmConfig(), 7)[0] == {"alarm/heldout_drop": 1}
