@@ -6,7 +6,7 @@
 
 Hardware: two CPU cores and 12 GiB of memory; 45 minutes with evaluation. Expect: answers that end and a training
 accuracy that rises from .03 to between .07 and .20; held-out problems, greedily answered, from .065 to .093, with a
-standard error of .02 (docs/results.md). Held-out problems have templates that none of the 1261 training problems has
+standard error of .02 (docs/results.md). Held-out problems have templates that none of the 1258 training problems has
 (docs/data.md).
 """
 
