@@ -18,7 +18,6 @@ TORCH_ENV: pip install torch trl gguf pyarrow.
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,8 @@ from typing import Any
 from comparison_report import report
 from comparisons import NO_FILTER, Comparison
 from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
-from run_ablation import command_options, folder_of, train
+from plot_run import pyplot
+from run_ablation import command_of, command_options, folder_of, train
 
 from dapo_jax.command_line import read_config
 from dapo_jax.learning import learning_rate_of
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare_trl", help="folder of the workdirs")
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
+    if given.output:
+        pyplot()  # its absence is told now, not after hours
     configured = {arm: command_options(COMPARISON, arm, options) for arm in COMPARISON.arms}
     folders = {arm: folder_of(given.runs, options_of_arm) for arm, options_of_arm in configured.items()}
     config = read_config(["compare_trl", *configured["dapo_jax"]])
@@ -65,9 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 train(arm, configured[arm], folder, seed)
         if (theirs.name, seed) not in reported:
             train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
-    command = shlex.join(["python", "scripts/compare_trl.py", "--trl", "TORCH_ENV/bin/python", *options])
-    runs = finished_runs(arms, given.seeds, reported)
-    report("compare_trl", runs, given.output, {"command": command, "config": COMPARISON.config})
+    about = {
+        "command": command_of("compare_trl.py", "--trl", "TORCH_ENV/bin/python", seeds=given.seeds, options=options),
+        "config": COMPARISON.config,
+        "shared": dict(COMPARISON.shared),
+        "arms": {**{arm: dict(changed) for arm, changed in COMPARISON.arms.items()}, "TRL": settings_of(config, 0)},
+    }
+    report("compare_trl", finished_runs(arms, given.seeds, reported), given.output, about)
 
 
 def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:

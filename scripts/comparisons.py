@@ -98,7 +98,7 @@ COMPARISONS = {
     "dtype": Comparison(
         "configs/sums.py",
         {
-            "auto": {},  # float32 on a CPU
+            "float32": {},  # what model.dtype=auto is on a CPU
             "bfloat16, rollout": {"model.dtype": "bfloat16", "actor.old_logprob": "rollout"},
             "bfloat16, recompute": {"model.dtype": "bfloat16", "actor.old_logprob": "recompute"},
         },

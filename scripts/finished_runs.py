@@ -2,10 +2,12 @@
 
 A run is known by its config (the name of its folder, the same for equal configs) and its seed, whatever arm of whatever
 comparison it was made for. So runs of another day or machine count wherever their report is at hand; each says its
-machine and versions, and no run of a report is lost unseen.
+machine, versions and commit, and no run of a report is lost unseen. A run does not lose its validity by a change of the
+code or of a default: choose another folder of runs and of reports after one that matters.
 """
 
 import json
+import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ KEPT = (  # of metrics.jsonl; with the accuracies on task sets
     "critic/score/mean", "perf/cpu_memory_used_gb",
 )  # fmt: skip
 KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
+KEPT_ALARMS = "alarm/"  # that are on
 VERSIONS = "python", "jax", "torch", "transformers", "trl"  # that are reported
 FINISHED = "finished"  # file in the workdir of a run that has come to its end
 Row = dict[str, float]
@@ -37,11 +40,15 @@ class Run:
     machine: str
     versions: Mapping[str, str]  # library -> version
     rows: list[Row]  # of metrics.jsonl, step by step, with the metrics that are KEPT
+    commit: str = ""  # of the code that ended it, with "+" if files were changed; "" = not known
+    exit_code: int = 0  # 1: it could not go on, and has the steps that it came to
 
 
-def mark_finished(workdir: Path) -> None:
-    """Says that a run has come to its end."""
-    (workdir / FINISHED).touch()
+def mark_finished(workdir: Path, exit_code: int = 0) -> None:
+    """Says that a run has come to its end, how, and with which code."""
+    described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    commit = subprocess.run(described, capture_output=True, text=True).stdout.strip()
+    (workdir / FINISHED).write_text(json.dumps({"commit": commit, "exit_code": exit_code}))
 
 
 def is_finished(workdir: Path) -> bool:
@@ -78,7 +85,7 @@ def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
         if is_finished(workdir):
             where = recorded_environment(workdir)
             rows = [
-                {key: float(f"{value:.6g}") for key, value in row.items() if value is not None and is_kept(key)}
+                {key: float(f"{value:.6g}") for key, value in row.items() if is_kept(key, value)}
                 for row in read_metrics(workdir)
             ]
             yield Run(
@@ -88,6 +95,7 @@ def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
                 machine=f"{where['devices']} on {where['host']}",
                 versions={name: where["versions"][name] for name in VERSIONS if name in where["versions"]},
                 rows=rows,
+                **json.loads((workdir / FINISHED).read_text() or "{}"),
             )
 
 
@@ -99,6 +107,9 @@ def check_nothing_is_lost(report: Path, arms: Mapping[str, Path], seeds: Collect
         sys.exit(f"{report} has runs that would be lost: {runs}; name their seeds too, or choose another --output")
 
 
-def is_kept(metric: str) -> bool:
-    """Whether a metric of metrics.jsonl is part of the report."""
-    return metric in KEPT or (metric.startswith("eval/") and any(part in metric for part in KEPT_OF_EVALUATION))
+def is_kept(metric: str, value: float | None) -> bool:
+    """Whether a value of metrics.jsonl is part of the report."""
+    if value is None:
+        return False
+    evaluated = metric.startswith("eval/") and any(part in metric for part in KEPT_OF_EVALUATION)
+    return metric in KEPT or evaluated or (metric.startswith(KEPT_ALARMS) and value == 1)

@@ -24,6 +24,7 @@ from pathlib import Path
 from comparison_report import report
 from comparisons import COMPARISONS, Comparison
 from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
+from plot_run import pyplot
 
 from dapo_jax.command_line import read_config
 from dapo_jax.config import default_config, freeze
@@ -38,11 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", nargs="?", choices=COMPARISONS, default="dapo")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "ablation", help="folder of the workdirs")
+    parser.add_argument(
+        "--accept-failures", action="store_true",
+        help="a run that cannot go on (exit code 1) counts as far as it came; without, it ends the script",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
+    if given.output:
+        pyplot()  # its absence is told now, not after hours
     comparison = COMPARISONS[given.name]
     configured = {arm: command_options(comparison, arm, options) for arm in comparison.arms}
     folders = {arm: folder_of(given.runs, configured[arm]) for arm in comparison.arms}
+    failures = ["--accept-failures"] if given.accept_failures else []
     reports = []
     if given.output:
         own = given.output / f"{given.name}.json"
@@ -52,14 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in given.seeds:
         for arm, folder in folders.items():
             if (folder.name, seed) not in reported:
-                train(arm, configured[arm], folder, seed)
+                train(arm, configured[arm], folder, seed, accept_failure=given.accept_failures)
     about = {
-        "command": shlex.join(["python", "scripts/run_ablation.py", given.name, *options]),
+        "command": command_of("run_ablation.py", given.name, seeds=given.seeds, options=failures + options),
         "config": comparison.config,
         "shared": dict(comparison.shared),
         "arms": {arm: dict(changed) for arm, changed in comparison.arms.items()},
     }
     report(given.name, finished_runs(folders, given.seeds, reported), given.output, about)
+
+
+def command_of(script: str, *arguments: str, seeds: Sequence[int], options: Sequence[str]) -> str:
+    """The command by which a report is made from nothing."""
+    chosen = ["--seeds", *map(str, seeds), "--output", "docs/results", *options]
+    return shlex.join(["python", f"scripts/{script}", *arguments, *chosen])
 
 
 def command_options(comparison: Comparison, arm: str, options: Sequence[str] = ()) -> list[str]:
@@ -85,8 +99,12 @@ def folder_of(runs: Path, options: Sequence[str]) -> Path:
     return runs / digest[:12]
 
 
-def train(arm: str, options: Sequence[str], folder: Path, seed: int) -> None:
-    """Runs one config with one seed to its end, unless that is done."""
+def train(arm: str, options: Sequence[str], folder: Path, seed: int, *, accept_failure: bool = False) -> None:
+    """Runs one config with one seed to its end, unless that is done.
+
+    Args:
+        accept_failure: a run that cannot go on counts; without, it ends the script.
+    """
     workdir = folder / f"seed{seed}"
     if is_finished(workdir):
         return
@@ -96,11 +114,14 @@ def train(arm: str, options: Sequence[str], folder: Path, seed: int) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / "output.txt", "a") as output:
         code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output).returncode
-    if code:
+    if code and not (accept_failure and code == 1):
         sys.exit(f"failed with exit code {code}, see {workdir / 'output.txt'}")
-    mark_finished(workdir)
+    mark_finished(workdir, code)
     shutil.rmtree(workdir / "checkpoints", ignore_errors=True)  # gigabytes, and what is measured is in metrics.jsonl
-    print(f"{mean_accuracy(read_metrics(workdir)[-1])} held-out after {time.monotonic() - start:.0f} s", flush=True)
+    rows = read_metrics(workdir)
+    accuracy = next((found for row in reversed(rows) if (found := mean_accuracy(row)) is not None), None)
+    ended = f", ended with an error after step {rows[-1]['step']}" if code else ""
+    print(f"{accuracy} held-out after {time.monotonic() - start:.0f} s{ended}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python scripts/write_results_doc.py
 
-What stands between `<!-- NAME -->` and `<!-- end -->` becomes the table of docs/results/NAME.json, with its command.
+What stands between `<!-- NAME -->` and `<!-- end -->` becomes the table of docs/results/NAME.json; its command stands
+before it.
 """
 
 import json
@@ -27,11 +28,20 @@ def _section(name: str) -> str:
     seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
     found = dict.fromkeys(f"{library} {version}" for run in runs for library, version in run["versions"].items())
     machines = " or ".join(dict.fromkeys(run["machine"] for run in runs))
+    facts = [f"Seeds {seeds}", ", ".join(found), machines]
+    if len(report["table"]) > 1:
+        facts.append(f"equal tokens: after {report['token_budget']:.0f}")
+    if report["deviation_between_seeds"] is not None:
+        facts.append(f"standard deviation of `after` between seeds {report['deviation_between_seeds']:.3f}")
+    facts += [
+        f"{run['arm']} with seed {run['seed']} ended with an error after step {run['rows'][-1]['step']:.0f}"
+        for run in runs
+        if run.get("exit_code")
+    ]
+    facts.append(f"[numbers](results/{name}.json), [all curves](results/{name}.png)")
     return (
-        f"{markdown_table(report['table'])}\n\n"
-        f"`{report['command']}`; seeds {seeds}; {', '.join(found)}; {machines}; "
-        f"[numbers](results/{name}.json), [all curves](results/{name}.png).\n\n"
-        f"![Held-out accuracy against steps, tokens and seconds](results/{name}_accuracy.png)"
+        f"{markdown_table(report['table'])}\n\n{'; '.join(facts)}.\n\n"
+        f"![{name}: held-out accuracy in the course of training](results/{name}_accuracy.png)"
     )
 
 

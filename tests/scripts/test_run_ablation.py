@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ def test_equal_configs_share_their_runs(tmp_path):
         return run_ablation.folder_of(tmp_path, chosen)
 
     whole = folder("dapo", "+ dynamic sampling")
-    assert whole == folder("leftover", "batch, requeue") == folder("dtype", "auto")
+    assert whole == folder("leftover", "batch, requeue") == folder("dtype", "float32")
     assert folder("punishment", "overlong filtering") == folder("dapo", "+ clip-higher")
     assert folder("punishment", "both") == folder("dapo", "+ soft overlong punishment")
     assert len({folder("dapo", arm) for arm in comparisons.PARTS}) == 6
@@ -110,6 +111,49 @@ def test_the_table_reads_the_curves(arms):
     assert full["equal tokens"] == "0.667"
     assert (full["tokens"], full["seconds"], full["entropy"], full["uniform"]) == ("400", "4", "0.500", "-")
     assert (full["length"], full["cut off"]) == ("20.0", "0.250")
+    assert comparison_report.token_budget(runs) == 200
+    assert comparison_report.deviation_between_seeds(runs) == pytest.approx(2**0.5 / 4)  # .75 and .25
+    assert comparison_report.deviation_between_seeds(runs[1:]) is None
+
+
+def run_of(arm: str, seed: int, machine: str, rows: list[dict[str, float]]):
+    return finished_runs.Run(arm, "config", seed, machine, {}, rows)
+
+
+def test_seconds_of_different_machines_are_not_compared():
+    rows = [
+        {"step": 0, "eval/sums/acc/mean@2": 0.0},
+        {"step": 1, "eval/sums/acc/mean@2": 0.5, "dynamic_sampling/generated_tokens": 10, "timing_s/step": 2.0},
+    ]
+    slow = [rows[0], {**rows[1], "timing_s/step": 7.0}]
+    mixed = [run_of("a", 0, "old", slow), run_of("b", 0, "new", rows)]
+    assert comparison_report.timed(mixed) == []
+    assert [line["seconds"] for line in comparison_report.table(mixed)] == ["-", "-"]
+    both = [*mixed, run_of("a", 1, "new", rows)]
+    assert comparison_report.timed(both) == both[1:]
+    assert [line["seconds"] for line in comparison_report.table(both)] == ["2", "2"]
+
+
+def test_seeds_are_averaged_step_by_step():
+    rows = [{"step": step, "timing_s/step": 2.0, "rollout/acc/mean": 0.1 * step} for step in range(1, 5)]
+    gap = [{**row, "rollout/acc/mean": 0.5} if row["step"] != 2 else {"step": 2, "timing_s/step": 4.0} for row in rows]
+    places, values = comparison_report.mean_curve([rows, gap], "rollout/acc/mean", "steps")
+    assert places.tolist() == [1, 3, 4]
+    assert values.tolist() == [pytest.approx([0.1, 0.3, 0.4]), [0.5, 0.5, 0.5]]
+    assert comparison_report.mean_curve([rows, gap], "rollout/acc/mean", "seconds")[0].tolist() == [2, 7, 9]
+    assert comparison_report.mean_curve([rows], "no/such/metric", "steps")[1].size == 0
+
+
+def test_a_report_keeps_the_alarms_that_are_on_and_says_which_code_ran(tmp_path):
+    write_run(tmp_path, 0, [0.5], [100])
+    metrics = tmp_path / "seed0" / "metrics.jsonl"
+    first, last = map(json.loads, metrics.read_text().splitlines())
+    last |= {"alarm/truncation": 1.0, "alarm/kl_jump": 0.0}
+    metrics.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    [run] = finished_runs.runs_of_folder("arm", tmp_path)
+    assert [name for name in run.rows[1] if name.startswith("alarm/")] == ["alarm/truncation"]
+    assert run.exit_code == 0
+    assert run.commit == "" or re.fullmatch(r"[\w.-]{7,}\+?", run.commit)
 
 
 @pytest.fixture
@@ -144,6 +188,7 @@ def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, trained, c
     report = json.loads((output / "dapo.json").read_text())
     assert len(report["runs"]) == 6 and len(report["table"]) == 6
     assert report["arms"]["+ dynamic sampling"]["algorithm.filter_groups.enable"] == "True"
+    assert report["command"] == "python scripts/run_ablation.py dapo --seeds 0 --output docs/results"
     assert "+ clip-higher" in capsys.readouterr().out
 
 
@@ -184,3 +229,29 @@ def test_a_run_that_fails_ends_the_script(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="exit code 1"):
         run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}"])
     assert list(tmp_path.glob("*/seed0/output.txt")) and not list(tmp_path.glob("*/*/finished"))
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_run_that_cannot_go_on_may_count_as_far_as_it_came(arms, tmp_path, trained, monkeypatch, code):
+    pytest.importorskip("matplotlib")
+    done = run_ablation.subprocess.run
+
+    def run(command, **options):
+        result = done(command, **options)
+        result.returncode = code
+        return result
+
+    monkeypatch.setattr(run_ablation, "subprocess", SimpleNamespace(run=run))
+    output = tmp_path / "results"
+    call = ["filter_metric", "--seeds", "0", "--accept-failures", f"--runs={tmp_path}", f"--output={output}"]
+    if code != 1:  # the input was wrong, so there is no run
+        with pytest.raises(SystemExit, match="exit code 2"):
+            run_ablation.main(call)
+        return
+    run_ablation.main(call)
+    report = json.loads((output / "filter_metric.json").read_text())
+    assert [(run["seed"], run["exit_code"], len(run["rows"])) for run in report["runs"]] == [(0, 1, 2)] * 3
+    assert report["command"].endswith("--seeds 0 --output docs/results --accept-failures")
+    assert len(trained) == 3
+    run_ablation.main(call)
+    assert len(trained) == 3, "nor is it run again"
