@@ -67,11 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 train(arm, configured[arm], folder, seed)
         if (theirs.name, seed) not in reported:
             train_with_trl(given.trl, config, theirs / f"seed{seed}", seed)
+    told = settings_of(config, 0)
+    told = {name: value for name, value in told.items() if name not in ("seed", "host")}  # each run has its own
+    told["model"] = Path(told["model"]).name
     about = {
         "command": command_of("compare_trl.py", "--trl", "TORCH_ENV/bin/python", seeds=given.seeds, options=options),
         "config": COMPARISON.config,
         "shared": dict(COMPARISON.shared),
-        "arms": {**{arm: dict(changed) for arm, changed in COMPARISON.arms.items()}, "TRL": settings_of(config, 0)},
+        "arms": {**{arm: dict(changed) for arm, changed in COMPARISON.arms.items()}, "TRL": told},
     }
     report("compare_trl", finished_runs(arms, given.seeds, reported), given.output, about)
 

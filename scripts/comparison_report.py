@@ -100,12 +100,13 @@ def deviation_between_seeds(runs: Sequence[Run]) -> float | None:
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row an arm; the docstring of this file explains the columns."""
     budget = token_budget(runs)
+    comparable = timed(runs)
     lines = []
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run.rows for run in runs if run.arm == arm]
         curves = [points(rows, None, "tokens") for rows in of_arm]
         ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
-        seconds = [total(run.rows, "timing_s/step") for run in timed(runs) if run.arm == arm]
+        seconds = [total(run.rows, "timing_s/step") for run in comparable if run.arm == arm]
         answers = [[last_answers(rows)] for rows in of_arm]
         lines.append(
             {

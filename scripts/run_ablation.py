@@ -24,11 +24,10 @@ from pathlib import Path
 from comparison_report import report
 from comparisons import COMPARISONS, Comparison
 from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
-from plot_run import pyplot
+from plot_run import points, pyplot
 
 from dapo_jax.command_line import read_config
 from dapo_jax.config import default_config, freeze
-from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import flatten, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,7 +118,7 @@ def train(arm: str, options: Sequence[str], folder: Path, seed: int, *, accept_f
     mark_finished(workdir, code)
     shutil.rmtree(workdir / "checkpoints", ignore_errors=True)  # gigabytes, and what is measured is in metrics.jsonl
     rows = read_metrics(workdir)
-    accuracy = next((found for row in reversed(rows) if (found := mean_accuracy(row)) is not None), None)
+    accuracy = next(reversed(points(rows, None, "steps")[1]), None)
     ended = f", ended with an error after step {rows[-1]['step']}" if code else ""
     print(f"{accuracy} held-out after {time.monotonic() - start:.0f} s{ended}", flush=True)
 
