@@ -17,6 +17,7 @@ from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.aliases import resolve_aliases
 from dapo_jax.config import Config, freeze
+from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.processes import joined_processes
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
@@ -94,6 +95,7 @@ def command(arguments: Sequence[str]) -> Iterator[Config]:
     """
     with refusals(arguments):
         config = read_config(arguments)
+        reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         with processes_of(config), refusals(arguments):
             yield config
 

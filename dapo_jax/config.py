@@ -94,9 +94,9 @@ class LoraConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = ""  # Hugging Face directory, .gguf file, or "random"
-    dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (float32 on CPU, else bfloat16)
+    dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where its products are fast)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
-    attention: str = "xla"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (what can run)
+    attention: str = "fused"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (what can run)
     remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
@@ -351,6 +351,8 @@ class TrainerConfig:
     num_processes: int = 0  # 0 = JAX finds out
     process_id: int = -1  # of this process, from 0; -1 = JAX finds out
     heartbeat_timeout_s: int = 30  # without a sign of life after which a process counts as dead, and the others end
+    gpu_memory_fraction: float = 0.9  # of each GPU's memory, taken at the start; JAX's own default is 0.75
+    compiler_options: str = "{}"  # JSON object of XLA's options for training passes, over those of docs/update.md
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
     resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)

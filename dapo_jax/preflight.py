@@ -21,19 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dapo_jax.command_line import read_config, refusals
 from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
 from dapo_jax.models.weights import count_params
-from dapo_jax.parallel.devices import GIB, Limits, devices_of, limits_of
+from dapo_jax.parallel.ahead_of_time import compile_ahead
+from dapo_jax.parallel.devices import GIB, LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.hlo_costs import Costs, program_costs
-from dapo_jax.parallel.memory import free_bytes
+from dapo_jax.parallel.memory import free_bytes, reserve_gpu_memory
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import RANDOM, find_trained, read_model
 from dapo_jax.preflight_advice import advise
-from dapo_jax.run import check_memory, check_mesh, compute_dtype
+from dapo_jax.run import check_mesh
+from dapo_jax.settings import check_memory, chosen_attention, compiler_options, compute_dtype
 from dapo_jax.step_programs import KINDS, Program, step_programs
 from dapo_jax.validation import validate
 
@@ -82,7 +85,7 @@ def preflight(
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
     limits = limits_of(devices[0])
-    memory = limits.memory if limits.memory is not None else free_bytes(mesh)
+    memory = usable_memory(config, mesh, limits)
     longest = config.data.max_response_length
     length = min(response_length or longest, longest)
     step = step_programs(config, arch, mesh, response_length=length, memory=memory * USABLE, every_window=not quick)
@@ -92,12 +95,13 @@ def preflight(
         names = {program.name for program in programs}
         programs += [dataclasses.replace(p, calls=0) for p in largest.programs if p.name not in names]
     with jax.set_mesh(mesh):
-        measured = [measure(program, mesh.size, progress) for program in programs]
+        measured = [measure(program, mesh, config, progress) for program in programs]
     return {
         "model": {
             "path": config.model.path,
             "parameters": count_params(arch),
             "dtype": compute_dtype(config, mesh).name,
+            "attention": chosen_attention(config, arch, mesh)[0],
         },
         "topology": topology,
         "mesh": dict(mesh.shape),
@@ -118,6 +122,16 @@ def preflight(
     }
 
 
+def usable_memory(config: Config, mesh: Mesh, limits: Limits) -> float:
+    """Bytes of a device that JAX can use. Of a GPU it takes the share that trainer.gpu_memory_fraction says."""
+    device = mesh.devices.flat[0]
+    if device in jax.devices():
+        return free_bytes(mesh)
+    if limits.memory is None:
+        raise ValueError(f"the memory of {device.device_kind} is not known: choose a device of {', '.join(LIMITS)}")
+    return limits.memory * (config.trainer.gpu_memory_fraction if device.platform == "gpu" else 1.0)
+
+
 def read_shape(config: Config) -> Architecture:
     """The architecture of model.path, of which only config.json need be there."""
     if config.model.path == RANDOM or find_trained(config.model.path) is not None:
@@ -127,27 +141,30 @@ def read_shape(config: Config) -> Architecture:
     return read_model_architecture(known if not path.exists() and known.exists() else path)
 
 
-def measure(program: Program, num_devices: int, progress: Any = None) -> Measured:
-    """Compiles a program and reads off what it takes. Call it under the mesh."""
+def measure(program: Program, mesh: Mesh, config: Config, progress: Any = None) -> Measured:
+    """Compiles a program and reads off what it takes. Call it under the mesh.
+
+    Args:
+        config: says where results are kept, and the compiler's options.
+    """
     if progress is not None:
         print(f"compiling {program.name} ...", file=progress, flush=True)
     start = time.perf_counter()
     found: dict[str, float] = {kind: program.inside.get(kind, 0.0) + program.beside.get(kind, 0.0) for kind in KINDS}
-    inside = sum(program.inside.values())
+    inside, directory = sum(program.inside.values()), config.trainer.compilation_cache_dir
+    options = compiler_options(config, mesh)
     try:
-        compiled = program.lower().compile()
+        compiled = compile_ahead(program.lower(), mesh, directory=directory, options=options)
     except jax.errors.JaxRuntimeError as error:
         temporaries = refused(str(error), inside)
         if temporaries is None:
             raise
         found[TEMPORARIES] = temporaries
         return Measured(program, found, None, time.perf_counter() - start)
-    taken, text = compiled.memory_analysis(), compiled.as_text()
-    assert taken is not None and text is not None
-    total = taken.argument_size_in_bytes + taken.output_size_in_bytes - taken.alias_size_in_bytes
-    found[TEMPORARIES] = max(float(total + taken.temp_size_in_bytes + taken.generated_code_size_in_bytes) - inside, 0.0)
+    found[TEMPORARIES] = max(compiled.bytes - inside, 0.0)
     seconds = time.perf_counter() - start
-    return Measured(program, found, program_costs(text, num_devices), seconds)
+    hosts = [device.process_index for device in mesh.devices.flat]
+    return Measured(program, found, program_costs(compiled.text, hosts), seconds)
 
 
 def refused(message: str, inside: float) -> float | None:
@@ -171,7 +188,7 @@ def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
     parts = {
         "products": costs.flops / limits.flops,
         "memory": costs.bytes / limits.bandwidth,
-        "collectives": costs.sent / limits.link,
+        "collectives": sum(one.bytes / limits.speed(one.group, one.per_host) for one in costs.collectives),
     }
     return parts | {"total": max(parts["products"], parts["memory"]) + parts["collectives"]}
 
@@ -222,16 +239,16 @@ def summary(measured: Sequence[Measured], limits: Limits, memory: float) -> dict
 
 
 def _collectives(known: Sequence[tuple[float, Costs]]) -> list[dict[str, Any]]:
-    """Collectives of a step by kind and number of devices that take part."""
-    totals: dict[tuple[str, int], list[float]] = {}
+    """Collectives of a step by kind and by the devices that take part, in all and on a host."""
+    totals: dict[tuple[str, int, int], list[float]] = {}
     for calls, costs in known:
         for one in costs.collectives:
-            found = totals.setdefault((one.kind, one.group), [0.0, 0.0])
+            found = totals.setdefault((one.kind, one.group, one.per_host), [0.0, 0.0])
             found[0] += calls * one.count
             found[1] += calls * one.bytes
     return [
-        {"kind": kind, "devices": group, "count": count, "bytes": size}
-        for (kind, group), (count, size) in sorted(totals.items())
+        {"kind": kind, "devices": group, "per_host": per_host, "count": count, "bytes": size}
+        for (kind, group, per_host), (count, size) in sorted(totals.items())
         if count
     ]
 
@@ -240,8 +257,9 @@ def tables(report: dict[str, Any]) -> str:
     """The report as markdown for people."""
     device, mesh, assumed, plan = report["device"], report["mesh"], report["assumed"], report["plan"]
     model, axes = report["model"], ", ".join(f"{name} {size}" for name, size in mesh.items())
+    numerics = f"{model['dtype']}, {model['attention']} attention"
     lines = [
-        f"{model['path']} ({model['parameters'] / 1e9:.2f}B parameters, {model['dtype']}) on {report['topology']} "
+        f"{model['path']} ({model['parameters'] / 1e9:.2f}B parameters, {numerics}) on {report['topology']} "
         f"({device['name']}), mesh {axes}",
         "",
         f"A step samples {assumed['prompts_sampled']} prompts once, in {plan['waves']} waves of "
@@ -268,7 +286,7 @@ def tables(report: dict[str, Any]) -> str:
     head = ["stage", "calls", "TFLOP", "GB moved", "GB sent", "s products", "s memory", "s collectives", "s"]
     lines += ["Of a step, on each device, and its least time:", "", *_table(head, rows), ""]
     rows = [
-        [name, one["kind"], str(one["devices"]), f"{one['count']:g}", f"{one['bytes'] / 1e9:.2f}"]
+        [name, one["kind"], _devices(one, device), f"{one['count']:g}", f"{one['bytes'] / 1e9:.2f}"]
         for name, stage in stages.items()
         for one in stage["collectives"]
         if one["bytes"] >= 0.01 * stage["sent"]
@@ -289,6 +307,12 @@ def tables(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _devices(collective: dict[str, Any], device: dict[str, Any]) -> str:
+    """How many take part; where hosts have a network of their own, also on how many hosts."""
+    group, per_host = collective["devices"], collective["per_host"]
+    return str(group) if device["network"] is None or group == per_host else f"{group} on {group // per_host} hosts"
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
 
@@ -304,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given, rest = parser.parse_known_args(arguments)
     with refusals(rest):
         config = read_config(["preflight", *rest])
+        reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         report = preflight(
             config, given.topology, response_length=given.response_length, quick=given.quick, progress=sys.stderr
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import traverse_util
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.config import (
-    ActorConfig,
     Config,
-    CriticConfig,
     checkpoint_dir,
     micro_batch_size,
     mini_batch_size,
@@ -32,14 +30,10 @@ from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.learner.actor import Actor, ActorSettings, LatestWeights, build_actor
-from dapo_jax.learner.critic import Critic, CriticSettings, build_critic, critic_architecture
+from dapo_jax.learner.actor import Actor, LatestWeights, build_actor
+from dapo_jax.learner.critic import Critic, build_critic
 from dapo_jax.learner.models import Models
-from dapo_jax.learner.optimizer import OptimizerSettings
-from dapo_jax.learner.trainable import HOST
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.fused_attention import fused_attention
-from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import build_freeze, count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.profile import StepProfiles
@@ -57,12 +51,22 @@ from dapo_jax.parallel.sharding import (
 from dapo_jax.policies import load_base, load_reference, lora_of, read_model
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
-from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.sampler import Sampler, Stage, check_stop_strings
-from dapo_jax.rollout.shapes import ROW_MULTIPLE
 from dapo_jax.scoring import ModelScorer, load_scorer
+from dapo_jax.settings import (
+    actor_settings,
+    check_memory,
+    chosen_attention,
+    compute_dtype,
+    critic_settings,
+    device_notes,
+    engine_settings,
+)
 from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
 from dapo_jax.validation import trained, uses_critic
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ def open_run(
     mesh, rollout_mesh = make_meshes(config)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
+    for note in device_notes(config, arch, mesh):
+        logger.info("%s", note)
     settings = actor_settings(config, arch, mesh)
     freeze = build_freeze(arch, settings.dtype, mesh)
     frozen = freeze(load_base(config, arch, mesh)) if settings.lora is not None else None
@@ -295,69 +301,6 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
         raise ValueError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
 
 
-def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
-    """The part of the config that the compiled functions of the policy depend on."""
-    actor = config.actor
-    return ActorSettings(
-        arch=arch,
-        dtype=compute_dtype(config, mesh),
-        temperature=config.rollout.temperature,
-        remat=remat_policy(config),
-        attention_kernel=attention_kernel(config, mesh),
-        chunk_size=actor.logprob_chunk_size,
-        loss_mode=actor.policy_loss.loss_mode,
-        loss_options=loss_options(actor),
-        entropy_coeff=actor.entropy_coeff,
-        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        kl_loss_type=actor.kl_loss_type,
-        optimizer=optimizer_settings(actor),
-        lora=lora_of(config),
-    )
-
-
-def loss_options(actor: ActorConfig) -> dict[str, float]:
-    """The options of the policy losses by name."""
-    clip = {name: getattr(actor, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
-    return clip | {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
-
-
-def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSettings:
-    """The part of the config that the compiled functions of the value function depend on."""
-    return CriticSettings(
-        arch=critic_architecture(arch),
-        dtype=compute_dtype(config, mesh),
-        remat=remat_policy(config),
-        attention_kernel=attention_kernel(config, mesh),
-        cliprange_value=config.critic.cliprange_value,
-        optimizer=optimizer_settings(config.critic),
-    )
-
-
-def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings:
-    """AdamW's settings, apart from the learning rate."""
-    optim = section.optim
-    return OptimizerSettings(
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        grad_clip=section.grad_clip,
-        moments_dtype=jnp.dtype(optim.moments_dtype),
-        offload=optim.offload,
-    )
-
-
-def check_memory(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError if moments are to lie in a memory that the devices do not reach."""
-    for name in trained(config):
-        optim = getattr(config, name).optim
-        kinds = {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
-        if optim.offload and (HOST not in kinds or platform(mesh) == "cpu"):
-            raise ValueError(
-                f"{name}.optim.offload=True needs devices with a memory of their own, and JAX has "
-                f"{platform(mesh)}: set it to False"
-            )
-
-
 def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:
     """The jitted advantage estimator: (rewards, mask, group_ids, num_groups=..., further arrays by name).
 
@@ -370,64 +313,14 @@ def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[...
     return jax.jit(bound, static_argnames=static, out_shardings=replicated(mesh))
 
 
-def engine_settings(
-    config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
-) -> EngineSettings:
-    """The part of the config that sampling depends on."""
-    on_cpu = platform(mesh) == "cpu"
-    return EngineSettings(
-        arch=arch,
-        mesh=mesh,
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        max_num_seqs=config.rollout.max_num_seqs,
-        memory_share=config.rollout.kv_memory_share,
-        chunk_length=config.rollout.decode_chunk_length,
-        smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # fewer rows are no faster on an accelerator
-        lookahead=0 if on_cpu else 1,  # a CPU decodes and looks with the same cores
-        seed=config.seed,
-    )
-
-
-def remat_policy(config: Config) -> str:
-    """What the backward pass finds kept of a layer, a name of models/remat.py's POLICIES."""
-    return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
-
-
-def attention_kernel(config: Config, mesh: Mesh) -> AttentionKernel | None:
-    """The fused kernel of model.attention; None for XLA's attention.
-
-    Raises ValueError where it can not run.
-    """
-    name, backend = config.model.attention, platform(mesh)
-    if name == "fused":
-        on_gpu = "cudnn" if compute_dtype(config, mesh) == jnp.bfloat16 else "xla"
-        name = {"gpu": on_gpu, "tpu": "splash"}.get(backend, "xla")
-    if name == "xla":
-        return None
-    needed = {"cudnn": "gpu", "splash": "tpu"}[name]
-    if backend != needed:
-        raise ValueError(f"model.attention={name} needs a {needed.upper()}, and JAX has {backend}: choose xla")
-    if name == "cudnn" and compute_dtype(config, mesh) == jnp.float32:
-        raise ValueError("model.attention=cudnn needs model.dtype=bfloat16, not float32: change one of them")
-    return functools.partial(fused_attention, implementation=name)
-
-
-def compute_dtype(config: Config, mesh: Mesh) -> jnp.dtype:
-    """The dtype of matrix products."""
-    if config.model.dtype != "auto":
-        return jnp.dtype(config.model.dtype)
-    return jnp.dtype(jnp.float32 if platform(mesh) == "cpu" else jnp.bfloat16)
-
-
 def describe(run: Run) -> str:
     """One line: the model, its size, the devices and the data."""
     shape = "x".join(str(size) for size in run.mesh.devices.shape)
+    kernel, _ = chosen_attention(run.config, run.arch, run.mesh)
     return (
         f"{run.config.model.path} ({run.arch.family}, {count_params(run.arch) / 1e6:.1f}M parameters, "
-        f"{compute_dtype(run.config, run.mesh).name}) on {run.mesh.size} {platform(run.mesh)} device(s), mesh {shape}; "
+        f"{compute_dtype(run.config, run.mesh).name}, {kernel} attention) "
+        f"on {run.mesh.size} {platform(run.mesh)} device(s), mesh {shape}; "
         f"{len(run.train_set)} problems to train on, {sum(len(task.prompts) for task in run.task_sets)} to evaluate on"
     )
 

@@ -36,7 +36,7 @@ from dapo_jax.rollout.wave_programs import (
     rows_at_once,
     wave_shape,
 )
-from dapo_jax.run import actor_settings, critic_settings, engine_settings
+from dapo_jax.settings import actor_settings, critic_settings, engine_settings
 from dapo_jax.training_batch import micro_batches, rows_of_a_prompt
 from dapo_jax.validation import uses_critic
 
@@ -253,7 +253,7 @@ class _Builder:
         """`prompts` groups as training_batch.py's `rows_of` makes them, all zeros that take no memory."""
         config, samples = self.config, self.config.rollout.n
         length = min(bucket(self.response_length), config.data.max_response_length)
-        copies = samples // rows_of_a_prompt(config, self.mesh)
+        copies = samples // rows_of_a_prompt(config, self.arch, self.mesh)
         prompt_shape, shape = (prompts * copies, bucket(config.data.max_prompt_length)), (prompts * samples, length)
         return Batch(
             prompts=_like(prompt_shape, np.int32),

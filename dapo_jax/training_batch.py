@@ -24,6 +24,7 @@ from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.update import compute_logprobs, compute_values
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
@@ -31,8 +32,9 @@ from dapo_jax.rewards.assembly import place_rewards
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import BASELINE, SELECT, Sampling, position_noise
 from dapo_jax.rollout.shapes import bucket, pad_prompts
-from dapo_jax.run import Run, attention_kernel
+from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores, shape
+from dapo_jax.settings import attention_kernel
 from dapo_jax.validation import keeps_some, trained, uses_critic
 
 FALLBACK_THRESHOLD = "2.0"
@@ -134,13 +136,13 @@ def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[
     """Padded prompts, each as often as rows of its group fall into different shares."""
     width = bucket(max(len(prompt) for prompt in prompts))
     tokens, mask = pad_prompts(prompts, width, run.sampler.pad_id)
-    copies = num_samples // rows_of_a_prompt(run.config, run.mesh)
+    copies = num_samples // rows_of_a_prompt(run.config, run.arch, run.mesh)
     return np.repeat(tokens, copies, axis=0), np.repeat(mask, copies, axis=0)
 
 
-def rows_of_a_prompt(config: Config, mesh: Mesh) -> int:
+def rows_of_a_prompt(config: Config, arch: Architecture, mesh: Mesh) -> int:
     """How many samples of a group share one prompt in training."""
-    if not config.actor.share_prompts or attention_kernel(config, mesh) is not None:
+    if not config.actor.share_prompts or attention_kernel(config, arch, mesh) is not None:
         return 1
     smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
     return sharing_rows(

@@ -205,6 +205,16 @@ def _range_problems(config: Config) -> list[str]:
             f"data.chat_template_kwargs={config.data.chat_template_kwargs[:100]!r} must be a JSON object ({error}): "
             'write it like \'{"enable_thinking": false}\''
         )
+    try:
+        if not isinstance(json.loads(config.trainer.compiler_options), dict):
+            raise ValueError("not an object")
+    except (ValueError, RecursionError) as error:
+        problems.append(
+            f"trainer.compiler_options={config.trainer.compiler_options[:100]!r} must be a JSON object ({error}): "
+            'write it like \'{"xla_gpu_enable_latency_hiding_scheduler": false}\''
+        )
+    if not 0 < config.trainer.gpu_memory_fraction <= 1:
+        problems.append(f"trainer.gpu_memory_fraction={config.trainer.gpu_memory_fraction} must be in (0, 1]")
     if not config.model.path:
         problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")
     if config.data.task == "reasoning_gym" and not config.data.reasoning_gym.datasets:

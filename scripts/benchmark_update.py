@@ -76,7 +76,8 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     from dapo_jax.learner.actor import LatestWeights, build_actor
     from dapo_jax.models.architecture import architecture_from_hf
     from dapo_jax.rollout.engine import Engine
-    from dapo_jax.run import actor_settings, build_estimator, engine_settings, init_models, open_run
+    from dapo_jax.run import build_estimator, init_models, open_run
+    from dapo_jax.settings import actor_settings, engine_settings
     from dapo_jax.validation import validate
 
     num_prompts = args.batch // args.group

@@ -12,7 +12,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"  # the older emitters compile in half the time; gone since
-if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has it from the process that started it
+# A worker has it from the process that started it; compilers of accelerators know no flags of CPUs.
+if "PYTEST_XDIST_WORKER" not in os.environ and "DAPO_JAX_ACCELERATORS" not in os.environ:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
     # The same program is compiled once in a session, however many runs and processes it is part of.
     _CACHE = tempfile.mkdtemp(prefix="jax_cache_")

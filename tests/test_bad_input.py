@@ -27,7 +27,8 @@ from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.run import actor_settings, read_model
+from dapo_jax.run import read_model
+from dapo_jax.settings import actor_settings
 
 TINY = str(CONFIGS / "tiny.py")
 HF_MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"

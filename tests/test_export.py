@@ -25,7 +25,7 @@ from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import read_model
-from dapo_jax.run import actor_settings, critic_settings
+from dapo_jax.settings import actor_settings, critic_settings
 from dapo_jax.train import train
 from dapo_jax.validation import uses_critic
 

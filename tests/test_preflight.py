@@ -86,7 +86,7 @@ def test_a_shape_stands_for_a_model_that_is_not_on_the_disk(tmp_path):
 
 
 LIMIT = Limits("device", 10 * GIB, 100.0, 10.0, 1.0)
-COSTS = Costs(flops=200.0, bytes=30.0, collectives=(Collective("all-reduce", 4, 2, 5.0),))
+COSTS = Costs(flops=200.0, bytes=30.0, collectives=(Collective("all-reduce", 4, 4, 2, 5.0),))
 
 
 def test_the_time_is_that_of_the_slower_of_products_and_memory_and_of_collectives():
@@ -105,7 +105,9 @@ def test_a_step_adds_up_its_calls_and_its_peak_is_the_largest_program():
     found = summary([measured(parameters=2), measured(parameters=2, temporaries=3, calls=1)], LIMIT, LIMIT.memory)
     update = found["stages"]["update"]
     assert (update["calls"], update["flops"], update["sent"]) == (3, 600.0, 15.0)
-    assert update["collectives"] == [{"kind": "all-reduce", "devices": 4, "count": 6, "bytes": 15.0}]
+    assert update["collectives"] == [
+        {"kind": "all-reduce", "devices": 4, "per_host": 4, "count": 6, "bytes": 15.0}
+    ]
     assert found["step_seconds"] == 24.0 and found["peak_bytes"] == 5 * GIB and found["fits"]
 
 
@@ -129,7 +131,11 @@ def test_what_the_compiler_refuses_does_not_fit():
 @pytest.mark.parametrize(
     ("taken", "changes", "advice"),
     [
-        (measured(temporaries=11), {"data.max_response_length": 4096}, "set model.attention=fused"),
+        (
+            measured(temporaries=11),
+            {"data.max_response_length": 4096, "model.attention": "xla"},
+            "set model.attention=fused",
+        ),
         (measured(temporaries=11), {}, "set model.enable_gradient_checkpointing=True"),
         (
             measured(temporaries=11),

@@ -1,8 +1,6 @@
 import dataclasses
-import functools
 import re
 from pathlib import Path
-from typing import cast
 
 import jax
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 from reward_model_files import write_reward_model
 from small_run import small_config
 
-from dapo_jax import run
 from dapo_jax.checkpoint import Progress
 from dapo_jax.collection import Collected
 from dapo_jax.learner.actor import build_actor
@@ -19,9 +16,8 @@ from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import load_policy, load_reference, read_model
-from dapo_jax.run import actor_settings
+from dapo_jax.settings import actor_settings
 from dapo_jax.train import advance
-from dapo_jax.training_batch import rows_of_a_prompt
 
 DATA = Path(__file__).parent / "models" / "data"
 LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")
@@ -70,33 +66,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     path = write_reward_model(tmp_path, architectures=["LlamaForCausalLM"], vocab_size=48)
     with pytest.raises(ValueError, match="model 48 embeddings: they do not belong together"):
         read_model(small_config("unused", **{"model.path": str(path)}))
-
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "kernel"),
-    [("tpu", "float32", "splash"), ("gpu", "auto", "cudnn"), ("gpu", "float32", None), ("cpu", "bfloat16", None)],
-)
-def test_fused_attention_is_the_kernel_that_the_devices_have(monkeypatch, backend, dtype, kernel):
-    monkeypatch.setattr(run, "platform", lambda mesh: backend)
-    config = small_config("unused", **{"model.attention": "fused", "model.dtype": dtype})
-    chosen = run.attention_kernel(config, make_mesh(8, 1, 1))
-    assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
-    assert (rows_of_a_prompt(config, make_mesh(8, 1, 1)) > 1) == (kernel is None)  # XLA's attention shares prompts
-
-
-@pytest.mark.parametrize(
-    ("backend", "attention", "message"),
-    [
-        ("cpu", "splash", "model.attention=splash needs a TPU, and JAX has cpu: choose xla"),
-        ("tpu", "cudnn", "model.attention=cudnn needs a GPU, and JAX has tpu: choose xla"),
-        ("gpu", "cudnn", "model.attention=cudnn needs model.dtype=bfloat16, not float32"),
-    ],
-)
-def test_a_kernel_that_cannot_run_is_refused(monkeypatch, backend, attention, message):
-    monkeypatch.setattr(run, "platform", lambda mesh: backend)
-    config = small_config("unused", **{"model.attention": attention, "model.dtype": "float32"})
-    with pytest.raises(ValueError, match=message):
-        run.attention_kernel(config, make_mesh(8, 1, 1))
 
 
 @pytest.mark.parametrize(("leftover", "falls_back"), [("requeue", True), ("carry", False)])

@@ -18,7 +18,7 @@ LAYERS = [
     (
         *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch", "collection"),
         *("run_state", "learning", "reports", "policies", "task_sets"),
-        *("evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
+        *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

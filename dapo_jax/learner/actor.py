@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -45,6 +45,7 @@ class ActorSettings:
     kl_loss_type: str
     optimizer: OptimizerSettings
     lora: Lora | None = None  # None: all weights are trained
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's, of passes over the layers
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
     """How many ratios [B, R] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
 
     The last bucket also has all above it. What is not a number is in none. The two digits of a bucket's number are
-    marked each by itself, so that a product of two small matrices counts the pairs.
+    marked each by itself, so that a product of two small matrices counts the pairs; of numbers, since GPUs multiply no
+    booleans.
     """
     bucket = jnp.minimum(jnp.round(ratio / RATIO_STEP), RATIO_BUCKETS - 1)
     base = math.ceil(math.sqrt(RATIO_BUCKETS))
@@ -125,7 +127,7 @@ def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
     ones = bucket - base * tens
     first = (tens[..., None] == jnp.arange(base)) & mask[..., None]
     second = ones[..., None] == jnp.arange(base)
-    counts = jnp.einsum("brt,bro->to", first, second, preferred_element_type=jnp.float32)
+    counts = jnp.einsum("brt,bro->to", first.astype(jnp.float32), second.astype(jnp.float32))
     return counts.reshape(-1)[:RATIO_BUCKETS]
 
 
@@ -160,6 +162,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
         settings.optimizer,
         mesh,
         frozen=frozen,
+        compiler_options=settings.compiler_options,
     )
     whole = replicated(mesh)
 
@@ -175,7 +178,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
         whole = cast_matrices(params, arch, settings.dtype) if lora is None else merged(frozen, params, lora)
         return unstack_layers(whole)
 
-    jitted_logprobs = jax.jit(logprobs, out_shardings=whole)
+    jitted_logprobs = jax.jit(logprobs, out_shardings=whole, compiler_options=dict(settings.compiler_options))
     decode_shardings = weight_shardings(weight_table(arch), mesh, DECODE_RULES)
     jitted_decoding = jax.jit(decoding, out_shardings=_unstacked_shardings(decode_shardings, arch))
     return Actor(

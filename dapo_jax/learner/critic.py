@@ -1,8 +1,8 @@
 """Device: a value function: the policy's transformer with a scalar head, its loss and its compiled functions."""
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class CriticSettings:
     attention_kernel: AttentionKernel | None  # None: XLA's attention
     cliprange_value: float
     optimizer: OptimizerSettings
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's, of passes over the layers
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def build_critic(settings: CriticSettings, mesh: Mesh) -> Critic:
         lambda seed: init_params(settings.arch, seed),
         settings.optimizer,
         mesh,
+        compiler_options=settings.compiler_options,
     )
 
     def with_zero_head(params):
@@ -89,5 +91,6 @@ def build_critic(settings: CriticSettings, mesh: Mesh) -> Critic:
             lambda params, batch: response_values(params, batch, settings),
             in_shardings=(trainable.shardings, batch_sharding(mesh)),
             out_shardings=replicated(mesh),
+            compiler_options=dict(settings.compiler_options),
         ),
     )

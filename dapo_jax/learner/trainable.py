@@ -1,7 +1,7 @@
 """Device: what a policy and a value function share: sharded parameters, gradients in pieces, optimizer steps."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ def build_trainable(
     mesh: Mesh,
     *,
     frozen: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Trainable:
     """Compiles (on first use) the training functions of a model whose parameters are sharded over `mesh`.
 
@@ -64,6 +65,7 @@ def build_trainable(
         table: the weights that are trained.
         init: seed -> fresh params.
         frozen: arrays that the loss reads beside them, or their shapes for lowering alone.
+        compiler_options: XLA's, of `accumulate`.
     """
     shardings = weight_shardings(table, mesh, TRAIN_RULES)
     whole, rows = replicated(mesh), batch_sharding(mesh)
@@ -104,6 +106,7 @@ def build_trainable(
         in_shardings=(shardings, None, gradient_shardings, rows),
         out_shardings=(gradient_shardings, whole),
         donate_argnums=2,
+        compiler_options=dict(compiler_options or {}),
     )
 
     def apply(state, gradients, rate):

@@ -9,6 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from dapo_jax.models.remat import ATTENDED
 
 MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
 
@@ -62,7 +65,8 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
     query = query.reshape(batch, length, key.shape[2], -1, size)
     scores = matmul("btkgh,bskh->bkgts", query, key) * size**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
-    return matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
+    attended = matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
+    return checkpoint_name(attended, ATTENDED)
 
 
 def shared_prompt_attention(
@@ -113,4 +117,5 @@ def shared_prompt_attention(
     total = by_row(shared.sum(-1, keepdims=True)) + own.sum(-1, keepdims=True)
     result = by_row(matmul("qkmp,qkph->qkmh", shared / by_prompt(total), prompt_value))
     result += matmul("bkmw,bkwh->bkmh", own / total, value)
-    return result.reshape(rows, kv_heads, length, groups, size).swapaxes(1, 2).reshape(rows, length, heads, size)
+    attended = result.reshape(rows, kv_heads, length, groups, size).swapaxes(1, 2).reshape(rows, length, heads, size)
+    return checkpoint_name(attended, ATTENDED)

@@ -5,15 +5,18 @@ Sizes: B rows, T tokens, N query heads, K key-value heads, H head size.
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
+from dapo_jax.models.remat import ATTENDED
+from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import BATCH_AXES
 
+KERNELS = {"gpu": "cudnn", "tpu": "splash"}  # by the platform that they run on
 MAX_BLOCK, LANES = 512, 128  # splash's tiles: T is cut into as few as possible, each a multiple of LANES
 
 
@@ -54,6 +57,23 @@ def fused_attention(
     return _on_each_device(kernels[implementation], query, key, value, lengths)
 
 
+def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
+    """Why a kernel can not run on `device`, as "needs ..."; empty if it can."""
+    needed = next(platform for platform, kernel in KERNELS.items() if kernel == implementation)
+    if device.platform != needed:
+        return f"needs a {needed.upper()}, and JAX has {device.platform}"
+    if implementation == "splash":
+        return ""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs model.dtype=bfloat16, not {jnp.dtype(dtype).name}"
+    if not multiplies_bfloat16(device):
+        return f"needs a GPU of compute capability 8.0 or later, not {device.compute_capability} ({device.device_kind})"
+    most = 256 if int(device.compute_capability.partition(".")[0]) >= 9 else 128
+    if head_dim > most or head_dim % 8:
+        return f"needs a head size of a multiple of 8 up to {most} on {device.device_kind}, not {head_dim}"
+    return ""
+
+
 def _on_each_device(kernel: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """Runs `kernel` on the rows and heads of each device: the compiler can not divide what it can not look into."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -69,7 +89,12 @@ def _on_each_device(kernel: Callable[..., jax.Array], *arrays: jax.Array) -> jax
 
 
 def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
-    """cuDNN leaves what it likes on padding, and has no row without keys: zeros go in there and come out."""
+    """cuDNN leaves what it likes on padding, and has no row without keys: zeros go in there and come out.
+
+    To train it wants an even number of tokens.
+    """
+    length = query.shape[1]
+    query, key, value = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (query, key, value))
     real = (jnp.arange(query.shape[1]) < lengths[:, None])[:, :, None, None]
     at_least_one = jnp.maximum(lengths, 1)
     attended = jax.nn.dot_product_attention(
@@ -79,7 +104,7 @@ def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Arra
         key_value_seq_lengths=at_least_one,
         implementation="cudnn",
     )
-    return jnp.where(real, attended, 0).astype(jnp.float32)
+    return jnp.where(real, attended, 0)[:, :length].astype(jnp.float32)
 
 
 def _splash(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, interpret: bool) -> jax.Array:
@@ -103,6 +128,7 @@ def _splash(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Arr
             block_kv_dq=block,
         ),
         interpret=interpret,
+        residual_checkpoint_name=ATTENDED,
     )
     segments = (jnp.arange(padded) < lengths[:, None]).astype(jnp.int32)
     scaled = (query.astype(jnp.float32) * size**-0.5).astype(query.dtype)

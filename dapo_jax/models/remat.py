@@ -6,13 +6,22 @@ from typing import Any
 import jax
 from jax import checkpoint_policies as policies
 
-ATTENTION = ("query", "key", "value", "attended")  # names that models/transformer.py gives to results of a layer
+ATTENDED = "attended"  # the result of attention, and what else its kernel keeps for the backward pass
+ATTENTION = ("query", "key", "value", ATTENDED)  # names that are given to results of a layer
+CUDNN = "dot_product_attention_fwd_wrapper"  # JAX's name of cuDNN's attention, whose results have no names
+
+
+def _of_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name == CUDNN
+
 
 # name -> what is kept of each layer; None keeps everything
 POLICIES: Mapping[str, Any] = {
     "none": None,
     "full": policies.nothing_saveable,  # its input only
-    "attention": policies.save_only_these_names(*ATTENTION),  # what the attention's backward pass needs
+    "attention": policies.save_from_both_policies(  # what the attention's backward pass needs
+        policies.save_only_these_names(*ATTENTION), _of_attention
+    ),
     "dots": policies.dots_with_no_batch_dims_saveable,  # results of products with weights
     "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),  # the same, in the host's memory
 }

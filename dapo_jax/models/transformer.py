@@ -272,7 +272,7 @@ def block(
     query, key = rotate(query, rotation).astype(dtype), rotate(key, rotation).astype(dtype)
     query, key, value = map(checkpoint_name, (query, key, value.astype(dtype)), ("query", "key", "value"))
     attended, cache = attend(query, key, value)
-    x = x + adapted("btnh,nhd->btd", checkpoint_name(attended, "attended"), layer, "output")
+    x = x + adapted("btnh,nhd->btd", attended, layer, "output")
     normed = rms_norm(x, layer["mlp_norm"], arch.rms_norm_eps)
     gate = jax.nn.silu(adapted("btd,df->btf", normed, layer, "gate"))
     up = adapted("btd,df->btf", normed, layer, "up")

@@ -1,12 +1,17 @@
 """Host: what accelerators can do at most, and devices that are not in this machine."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+
+from dapo_jax.parallel.gpus import GPUS
+
+GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,17 @@ class Limits:
     flops: float | None  # FLOP/s of dense bfloat16 products
     bandwidth: float | None  # bytes/s of the memory
     link: float | None  # bytes/s that a device sends in a collective along one mesh axis, both directions of a ring
+    network: float | None = None  # bytes/s that a device sends to other hosts; None: links reach them too
+
+    def speed(self, group: int, per_host: int) -> float:
+        """bytes/s that a device sends in a collective of `group` devices of which `per_host` share a host.
+
+        Rings through several hosts leave each once, shared out among the network cards of the group's devices there.
+        """
+        assert self.link is not None
+        if self.network is None or per_host == group:
+            return self.link
+        return min(self.link, per_host * self.network)
 
     @property
     def is_known(self) -> bool:
@@ -25,45 +41,56 @@ class Limits:
         return None not in (self.flops, self.bandwidth, self.link)
 
 
-GIB = 2.0**30
-# Sources: TPUs: Google Cloud's "TPU architecture" pages, for links also https://jax-ml.github.io/scaling-book/tpus;
-# GPUs: NVIDIA's data sheets of the SXM modules, NVLink in one direction. A JAX device is a chip, of TPU7x half a chip.
+# Sources: Google Cloud's "TPU architecture" pages, for links also https://jax-ml.github.io/scaling-book/tpus. A JAX
+# device is a chip, of TPU7x half a chip. GPUs: parallel/gpus.py.
 LIMITS = {
     "TPU v4": Limits("TPU v4", 32 * GIB, 275e12, 1.23e12, 9e10),
     "TPU v5 lite": Limits("TPU v5e", 16 * GIB, 197e12, 0.82e12, 9e10),
     "TPU v5": Limits("TPU v5p", 95 * GIB, 459e12, 2.77e12, 1.8e11),
     "TPU v6 lite": Limits("TPU v6e", 32 * GIB, 918e12, 1.64e12, 1.8e11),
     "TPU7x": Limits("TPU7x", 96 * GIB, 1153e12, 3.69e12, 1.8e11),
-    "A100": Limits("A100", 80e9, 312e12, 2.04e12, 3e11),
-    "H100": Limits("H100", 80e9, 989e12, 3.35e12, 4.5e11),
-    "H200": Limits("H200", 141e9, 989e12, 4.8e12, 4.5e11),
+} | {
+    gpu.model: Limits(gpu.model, gpu.memory, gpu.flops, gpu.bandwidth, gpu.link, gpu.network) for gpu in GPUS.values()
 }
 
 
 def limits_of(device: Any) -> Limits:
-    """What `device` can do, by the part of its `device_kind` that LIMITS has; its own memory where it knows it."""
+    """What `device` can do, by the part of its `device_kind` that LIMITS has: "A100" of "NVIDIA A100-SXM4-40GB"."""
     kind = device.device_kind
-    names = [name for name in LIMITS if name in kind]
+    names = [name for name in LIMITS if re.search(rf"\b{name}(?!\d)", kind)]  # an L40 is no L4
     if not names:
         return Limits(kind, None, None, None, None)
     return LIMITS[max(names, key=len)]
+
+
+def multiplies_bfloat16(device: Any) -> bool:
+    """Whether products of bfloat16 are the fast ones: not on CPUs, nor on GPUs before Ampere (T4, V100)."""
+    if device.platform == "gpu":
+        return int(device.compute_capability.partition(".")[0]) >= 8
+    return device.platform != "cpu"
 
 
 def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     """The devices to compile for. Nothing is allocated on them.
 
     Args:
-        topology: "v5p:4x4x8" (any name that libtpu knows: a TPU slice that need not be there), "cpu" (as many fake
-            devices as the mesh wants, if JAX has not been started yet), or "gpu" or "tpu" (those of this machine).
+        topology: "v5p:4x4x8" (any slice that libtpu knows), "h100:8" or "h100:4x8" (GPUs of one host, or hosts x GPUs,
+            of the names in GPUS); these need not be there. "cpu" (as many fake devices as the mesh wants, if JAX has
+            not been started yet), "gpu" or "tpu": those of this machine.
         num_devices: for "cpu".
 
     Raises ValueError with the cure if there are none.
     """
+    name, _, shape = topology.partition(":")
+    if name == "gpu" and shape:
+        raise ValueError(f"--topology={topology} must name the GPU: choose {_known_gpus(shape)}")
+    if name in GPUS:
+        return _gpus(topology)
     try:
-        if ":" not in topology:
-            if topology == "cpu":
+        if not shape:
+            if name == "cpu":
                 _start_cpu(num_devices)
-            return jax.devices(topology)
+            return jax.devices(name)
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu would ask a metadata server what machine this is
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it opens no chip
@@ -72,8 +99,37 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"--topology={topology} must be a slice that libtpu knows, such as v5e:4x4 or v5p:4x4x8 (pip install "
-            f"'dapo_jax[tpu-preflight]'), or one of cpu, gpu and tpu, which this machine has: {error}"
+            f"'dapo_jax[tpu-preflight]'), a GPU, {_known_gpus('8')}, or cpu, gpu or tpu: "
+            "those of this machine. "
+            f"{error}"
         ) from error
+
+
+def _gpus(topology: str) -> Sequence[Any]:
+    """GPUs that need not be there: "NAME:GPUS" of one host, or "NAME:HOSTSxGPUS"."""
+    name, _, shape = topology.partition(":")
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape):
+        raise ValueError(
+            f"--topology={topology} must be {name}:GPUS or {name}:HOSTSxGPUS: give, for example, {name}:8 or {name}:2x8"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a GPU that is there is not touched
+    jax.config.update("jax_platforms", "cpu")
+    hosts, _, per_host = shape.rpartition("x")
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=GPUS[name].target_config, topology=f"1x{hosts or 1}x{per_host}"
+        ).devices
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        version = jax.__version__
+        raise ValueError(
+            f"--topology={topology} needs JAX's compiler for GPUs: pip install 'dapo_jax[cuda13]', or without "
+            f"CUDA's libraries pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "
+            f"nvidia-cudnn-cu13 ({error})"
+        ) from error
+
+
+def _known_gpus(shape: str) -> str:
+    return "one of " + ", ".join(f"{name}:{shape}" for name in GPUS)
 
 
 def _start_cpu(num_devices: int) -> None:

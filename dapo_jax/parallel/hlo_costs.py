@@ -7,9 +7,11 @@ of the optimised program (`compiled.as_text()`): shapes are those of one device,
 import functools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 BITS = {"pred": 8, "token": 0, "opaque": 0} | {
     name: int(re.findall(r"\d+", name)[0])
@@ -26,6 +28,8 @@ FREE = frozenset(
 )
 SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
 SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and [T, H]
+CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
+CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 NO_TRAFFIC = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "Sharding")  # custom calls
 
 
@@ -66,6 +70,7 @@ class Collective:
 
     kind: str
     group: int  # devices that take part in each
+    per_host: int  # of them, those that share a host
     count: float
     bytes: float  # that each device sends: all-reduce sends nearly twice its operand, the others nearly once
 
@@ -89,23 +94,23 @@ class Costs:
 class _Total:
     flops: float = 0.0
     bytes: float = 0.0
-    collectives: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+    collectives: dict[tuple[str, int, int], list[float]] = field(  # count and bytes by kind, group and part on a host
+        default_factory=lambda: defaultdict(lambda: [0.0, 0.0])
+    )
     unknown: set[str] = field(default_factory=set)
     channels: set[str] = field(default_factory=set)
 
 
-def program_costs(text: str, num_devices: int) -> Costs:
+def program_costs(text: str, hosts: Sequence[int]) -> Costs:
     """The costs of the program that `compiled.as_text()` shows.
 
     Args:
-        num_devices: of the mesh, for collectives whose groups the text does not list.
+        hosts: of each device of the mesh, in its order, the number of the host that it belongs to.
     """
     computations, entry = parse(text)
     total = _Total()
-    _Counter(computations, num_devices, total).visit(entry, 1.0)
-    collectives = tuple(
-        Collective(kind, group, count, size) for (kind, group), (count, size) in sorted(total.collectives.items())
-    )
+    _Counter(computations, hosts, total).visit(entry, 1.0)
+    collectives = tuple(Collective(*key, *values) for key, values in sorted(total.collectives.items()))
     return Costs(total.flops, total.bytes, collectives, tuple(sorted(total.unknown)))
 
 
@@ -152,9 +157,9 @@ def _shape(match: re.Match[str]) -> Shape:
 
 class _Counter:
     def __init__(
-        self, computations: Mapping[str, Mapping[str, Instruction]], num_devices: int, total: _Total
+        self, computations: Mapping[str, Mapping[str, Instruction]], hosts: Sequence[int], total: _Total
     ) -> None:
-        self.computations, self.num_devices, self.total = computations, num_devices, total
+        self.computations, self.hosts, self.total = computations, hosts, total
 
     def visit(self, name: str, times: float, *, fused: bool = False) -> None:
         """Adds a computation that runs `times` times; what is fused is not written to memory."""
@@ -202,7 +207,7 @@ class _Counter:
             if channel[1] in self.total.channels:
                 return
             self.total.channels.add(channel[1])
-        group = self._group(instruction.attributes)
+        group, per_host = self._group(kind, instruction.attributes)
         operands = sum(shape.bytes for shape in self._operands(instruction, name))
         if kind == "all-reduce" and "all-reduce-scatter" in name:
             kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce with the slice that is kept
@@ -212,24 +217,20 @@ class _Counter:
         elif kind == "all-reduce":
             sent = 2 * operands * share
         elif kind == "collective-permute":
-            sent, group = operands, 2
+            sent = operands
         else:
             sent = operands * share
-        found = self.total.collectives[kind, group]
+        found = self.total.collectives[kind, group, per_host]
         found[0] += times
         found[1] += times * sent
 
-    def _group(self, attributes: str) -> int:
-        mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
-        if mesh:  # mesh['data'=1,'fsdp'=4] {'fsdp'}; a part of an axis is written 'fsdp':(before)size
-            sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-            axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
-            return math.prod(int(part or sizes[name]) for name, part in axes)
-        iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes)
-        if iota:
-            return int(iota[2])
-        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
-        return len(listed[1].split(",")) if listed else self.num_devices
+    def _group(self, kind: str, attributes: str) -> tuple[int, int]:
+        """How many devices take part, and of them, how many share a host."""
+        if kind == "collective-permute":
+            pairs = re.findall(r"(\d+),(\d+)", re.findall(r"source_target_pairs=\{(.*?)\}\}", attributes + "}}")[0])
+            return 2, 2 - any(self.hosts[int(one)] != self.hosts[int(other)] for one, other in pairs)
+        devices = _first_group(attributes, len(self.hosts))
+        return len(devices), min(Counter(self.hosts[device] for device in devices).values())
 
     def _operands(self, instruction: Instruction, name: str) -> list[Shape]:
         known = self.computations[name]
@@ -243,6 +244,10 @@ class _Counter:
                 self.total.flops += times * float(estimate[1])
             elif splash := SPLASH.match(instruction.name):
                 self.total.flops += times * _splash(splash[1], self._operands(instruction, name))
+            elif target and (kernel := CUDNN.match(target[1])):
+                self.total.flops += times * _cudnn(kernel[1], self._operands(instruction, name)[0], instruction)
+            elif target and "__cublas$" in target[1]:
+                self.total.flops += times * _cublas(self._operands(instruction, name)[0], instruction)
             elif target and ("tpu_custom_call" in target[1] or "gemm" in target[1] or "cudnn" in target[1]):
                 self.total.unknown.add(f"FLOPs of {target[1]}")
             return
@@ -260,6 +265,10 @@ class _Counter:
         op, operands = instruction.op, self._operands(instruction, name)
         if op in FREE or (op == "custom-call" and any(target in instruction.attributes for target in NO_TRAFFIC)):
             return 0.0
+        if op.removesuffix("-done") in COLLECTIVES:
+            return 0.0  # counted at its start, which gives operand and result, of an all-reduce the result alone
+        if op.removesuffix("-start") in COLLECTIVES and op.endswith("-start"):
+            return _main(instruction.shapes) * (2 if op == "all-reduce-start" else 1)
         if op in ("copy-start", "slice-start"):  # (destination, source, ...)
             return 2 * instruction.shapes[0].bytes if op == "slice-start" else _main(instruction.shapes[:2])
         if op in ("dynamic-slice", "slice", "gather"):
@@ -315,6 +324,46 @@ def _splash(part: str, operands: list[Shape]) -> float:
     query = max((shape.sizes for shape in operands if shape.kind in ("bf16", "f16")), key=math.prod)
     length = query[-2]
     return SPLASH_PRODUCTS[part] * 2.0 * math.prod(query) * length * (blocks + 1) / (2 * blocks)
+
+
+def _cudnn(direction: str | None, query: Shape, instruction: Instruction) -> float:
+    """FLOPs of cuDNN's attention, whose attributes give the shape of the scores; half of them under a causal mask."""
+    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.attributes)
+    assert scores is not None, instruction.attributes[:200]
+    size = math.prod(int(part) for part in re.findall(r"\d+", scores[1])) * query.sizes[-1]
+    causal = re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes)
+    return CUDNN_PRODUCTS[direction] * 2.0 * size / (2 if causal else 1)
+
+
+def _cublas(left: Shape, instruction: Instruction) -> float:
+    """FLOPs of a product in cuBLAS or cuBLASLt."""
+    contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
+    assert contracted is not None, instruction.attributes[:200]
+    sizes = [left.sizes[int(place)] for place in re.findall(r"\d+", contracted[1])]
+    return 2.0 * math.prod(instruction.shapes[0].sizes) * math.prod(sizes)
+
+
+def _first_group(attributes: str, num_devices: int) -> list[int]:
+    """The devices of a collective's first group; all of them where the text does not list any."""
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
+    if mesh:  # mesh['data'=1,'fsdp'=4] {'fsdp'}; a part of an axis is written 'fsdp':(before)size
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        chosen = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        taken = {name: (before, size) for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[2])}
+        for place, (name, whole) in enumerate(sizes.items()):
+            before, size = taken.get(name, ("", "1"))
+            size = int(size or whole) if name in taken else 1
+            stride = whole // (int(before or 1) * size)
+            chosen = np.take(chosen, np.arange(size) * stride, axis=place)
+        return chosen.reshape(-1).tolist()
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        groups, dimensions, order = ([int(x) for x in part.split(",")] if part else None for part in iota.groups())
+        assert groups is not None and dimensions is not None
+        devices = np.arange(math.prod(dimensions)).reshape(dimensions).transpose(order)
+        return devices.reshape(groups)[0].tolist()
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    return [int(x) for x in listed[1].split(",")] if listed else list(range(num_devices))
 
 
 def _constant(value: Instruction | None) -> int | None:

@@ -1,5 +1,6 @@
-"""Host: how much memory the devices have left."""
+"""Host: how much memory the devices have left, and how much of a GPU's JAX takes."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's name of the share of a GPU's memory that it takes when it starts
+
+
+def reserve_gpu_memory(fraction: float) -> None:
+    """Lets JAX take this share of each GPU's memory. To be called before JAX is used; FRACTION, if set, comes first."""
+    os.environ.setdefault(FRACTION, str(fraction))
 
 
 def free_bytes(mesh: Mesh) -> float:

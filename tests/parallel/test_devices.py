@@ -22,7 +22,10 @@ def test_an_unknown_device_has_no_limits():
 def test_known_limits_are_whole_and_plausible():
     for limits in LIMITS.values():
         assert limits.is_known and limits.memory is not None
-        assert 10 < limits.flops / limits.bandwidth < 1000 < limits.flops / limits.link  # pyright: ignore
+        of_bfloat16 = limits.name not in ("V100", "T4")  # whose float32 products are ten times slower
+        of_bandwidth, of_link = limits.flops / limits.bandwidth, limits.flops / limits.link  # pyright: ignore
+        assert 10 < of_bandwidth < 1000 and (of_link > 1000 if of_bfloat16 else of_link > 100)
+        assert limits.network is None or limits.network < limits.link  # pyright: ignore
 
 
 def test_the_cpu_of_this_machine():

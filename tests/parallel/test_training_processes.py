@@ -24,7 +24,7 @@ from dapo_jax.export import export
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import read_model
-from dapo_jax.run import actor_settings
+from dapo_jax.settings import actor_settings
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,175 @@
+"""Host: from the config to the settings of the compiled functions, as the model and the devices allow them."""
+
+import functools
+import json
+import os
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dapo_jax.config import ActorConfig, Config, CriticConfig
+from dapo_jax.learner.actor import ActorSettings
+from dapo_jax.learner.critic import CriticSettings, critic_architecture
+from dapo_jax.learner.optimizer import OptimizerSettings
+from dapo_jax.learner.trainable import HOST
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
+from dapo_jax.models.transformer import AttentionKernel
+from dapo_jax.parallel.compilation import OVERLAP
+from dapo_jax.parallel.devices import multiplies_bfloat16
+from dapo_jax.parallel.memory import FRACTION
+from dapo_jax.parallel.mesh import platform
+from dapo_jax.policies import lora_of
+from dapo_jax.rollout.engine import EngineSettings
+from dapo_jax.rollout.shapes import ROW_MULTIPLE
+from dapo_jax.validation import trained
+
+
+def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
+    """The part of the config that the compiled functions of the policy depend on."""
+    actor = config.actor
+    return ActorSettings(
+        arch=arch,
+        dtype=compute_dtype(config, mesh),
+        temperature=config.rollout.temperature,
+        remat=remat_policy(config),
+        attention_kernel=attention_kernel(config, arch, mesh),
+        chunk_size=actor.logprob_chunk_size,
+        loss_mode=actor.policy_loss.loss_mode,
+        loss_options=loss_options(actor),
+        entropy_coeff=actor.entropy_coeff,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
+        optimizer=optimizer_settings(actor),
+        lora=lora_of(config),
+        compiler_options=compiler_options(config, mesh),
+    )
+
+
+def loss_options(actor: ActorConfig) -> dict[str, float]:
+    """The options of the policy losses by name."""
+    clip = {name: getattr(actor, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+    return clip | {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
+
+
+def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSettings:
+    """The part of the config that the compiled functions of the value function depend on."""
+    return CriticSettings(
+        arch=critic_architecture(arch),
+        dtype=compute_dtype(config, mesh),
+        remat=remat_policy(config),
+        attention_kernel=attention_kernel(config, arch, mesh),
+        cliprange_value=config.critic.cliprange_value,
+        optimizer=optimizer_settings(config.critic),
+        compiler_options=compiler_options(config, mesh),
+    )
+
+
+def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings:
+    """AdamW's settings, apart from the learning rate."""
+    optim = section.optim
+    return OptimizerSettings(
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        grad_clip=section.grad_clip,
+        moments_dtype=jnp.dtype(optim.moments_dtype),
+        offload=optim.offload,
+    )
+
+
+def engine_settings(
+    config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
+) -> EngineSettings:
+    """The part of the config that sampling depends on."""
+    on_cpu = platform(mesh) == "cpu"
+    return EngineSettings(
+        arch=arch,
+        mesh=mesh,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        max_num_seqs=config.rollout.max_num_seqs,
+        memory_share=config.rollout.kv_memory_share,
+        chunk_length=config.rollout.decode_chunk_length,
+        smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # fewer rows are no faster on an accelerator
+        lookahead=0 if on_cpu else 1,  # a CPU decodes and looks with the same cores
+        seed=config.seed,
+    )
+
+
+def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """XLA's options for passes over the layers: those of the platform, and over them trainer.compiler_options."""
+    return {**OVERLAP.get(platform(mesh), {}), **json.loads(config.trainer.compiler_options)}
+
+
+def compute_dtype(config: Config, mesh: Mesh) -> jnp.dtype:
+    """The dtype of matrix products; model.dtype=auto is what the devices multiply fast."""
+    if config.model.dtype != "auto":
+        return jnp.dtype(config.model.dtype)
+    return jnp.dtype(jnp.bfloat16 if multiplies_bfloat16(mesh.devices.flat[0]) else jnp.float32)
+
+
+def attention_kernel(config: Config, arch: Architecture, mesh: Mesh) -> AttentionKernel | None:
+    """The fused kernel of model.attention; None for XLA's attention.
+
+    Raises ValueError where it can not run.
+    """
+    name, _ = chosen_attention(config, arch, mesh)
+    return None if name == "xla" else functools.partial(fused_attention, implementation=name)
+
+
+def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
+    """What computes the attention of training, xla, cudnn or splash, and why it is xla where a kernel was asked for.
+
+    Raises ValueError where a kernel that is asked for by name can not run.
+    """
+    asked, device = config.model.attention, mesh.devices.flat[0]
+    name = KERNELS.get(device.platform, "xla") if asked == "fused" else asked
+    problem = "" if name == "xla" else unfit(name, device, compute_dtype(config, mesh), arch.head_dim)
+    if problem and asked != "fused":
+        raise ValueError(f"model.attention={asked} {problem}: choose fused or xla, or other devices")
+    return ("xla" if problem else name), problem
+
+
+def remat_policy(config: Config) -> str:
+    """What the backward pass finds kept of a layer, a name of models/remat.py's POLICIES."""
+    return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
+
+
+def check_memory(config: Config, mesh: Mesh) -> None:
+    """Raises ValueError if something is to lie in the host's memory and the devices do not reach it."""
+    offloaded = [f"{name}.optim.offload=True" for name in trained(config) if getattr(config, name).optim.offload]
+    if remat_policy(config) == "offload":
+        offloaded.append("model.remat_policy=offload")
+    if not offloaded or (HOST in _memories(mesh) and platform(mesh) != "cpu"):
+        return
+    if platform(mesh) == "gpu":
+        raise ValueError(
+            f"{offloaded[0]} cannot be compiled for GPUs that are not there, whose host's memory JAX does not know: "
+            "leave it out here, or compile on the GPUs with --topology=gpu"
+        )
+    raise ValueError(
+        f"{offloaded[0]} needs devices with a memory of their own, and JAX has {platform(mesh)}: choose another value"
+    )
+
+
+def _memories(mesh: Mesh) -> set[str]:
+    return {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
+
+
+def device_notes(config: Config, arch: Architecture, mesh: Mesh) -> list[str]:
+    """What was chosen for these devices and differs from what most expect, a line each."""
+    device, dtype, lines = mesh.devices.flat[0], compute_dtype(config, mesh), []
+    if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
+        lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast products of bfloat16")
+    name, problem = chosen_attention(config, arch, mesh)
+    if problem:
+        lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
+    if device.platform == "gpu":
+        taken = os.environ.get(FRACTION)
+        if taken is not None:
+            lines.append(f"JAX takes {taken} of each GPU's memory: trainer.gpu_memory_fraction changes it")
+    return lines

@@ -1,0 +1,101 @@
+import functools
+import re
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+from small_run import small_config
+
+from dapo_jax import settings
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.compilation import OVERLAP
+from dapo_jax.parallel.memory import FRACTION
+from dapo_jax.policies import read_model
+from dapo_jax.training_batch import rows_of_a_prompt
+
+DEVICES = {
+    "cpu": SimpleNamespace(platform="cpu", device_kind="cpu"),
+    "tpu": SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"),
+    "T4": SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5"),
+    "A100": SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0"),
+    "B200": SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0"),
+}
+
+
+def mesh_of(device):
+    """Eight devices of a kind, which need not be here."""
+    axes = {"data": 8, "fsdp": 1, "tensor": 1}
+    return cast(settings.Mesh, SimpleNamespace(devices=np.array([DEVICES[device]] * 8).reshape(8, 1, 1), shape=axes))
+
+
+def configured(**changes) -> tuple[settings.Config, Architecture]:
+    config = small_config("unused", **{name.replace("__", "."): value for name, value in changes.items()})
+    return config, read_model(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen"),
+    [("cpu", "float32"), ("tpu", "bfloat16"), ("T4", "float32"), ("A100", "bfloat16"), ("B200", "bfloat16")],
+)
+def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
+    assert settings.compute_dtype(configured()[0], mesh_of(device)).name == chosen
+    assert settings.compute_dtype(configured(model__dtype="float32")[0], mesh_of(device)).name == "float32"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "kernel"),
+    [
+        ("tpu", "float32", 16, "splash"), ("A100", "auto", 128, "cudnn"), ("A100", "float32", 128, None),
+        ("A100", "auto", 256, None), ("B200", "auto", 256, "cudnn"), ("B200", "auto", 20, None),
+        ("T4", "auto", 64, None), ("T4", "bfloat16", 64, None), ("cpu", "bfloat16", 16, None),
+    ],
+)  # fmt: skip
+def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_dim, kernel):
+    config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
+    assert config.model.attention == "fused"
+    chosen = settings.attention_kernel(config, arch, mesh_of(device))
+    assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
+    assert (rows_of_a_prompt(config, arch, mesh_of(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
+    notes = settings.device_notes(config, arch, mesh_of(device))
+    told = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
+    assert len(told) == (kernel is None and device != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "attention", "message"),
+    [
+        ("cpu", "splash", "model.attention=splash needs a TPU, and JAX has cpu: choose"),
+        ("tpu", "cudnn", "model.attention=cudnn needs a GPU, and JAX has tpu: choose"),
+        ("A100", "cudnn", "model.attention=cudnn needs model.dtype=bfloat16, not float32: choose"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
+    config, arch = configured(model__attention=attention, model__dtype="float32")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        settings.attention_kernel(config, arch, mesh_of(device))
+
+
+def test_a_gpu_without_bfloat16_is_told_in_one_line():
+    config, arch = configured(model__attention="xla")
+    message = "model.dtype=auto is float32: Tesla T4 has no fast products of bfloat16"
+    assert message in settings.device_notes(config, arch, mesh_of("T4"))
+    for device in ("cpu", "tpu", "A100"):
+        assert message not in settings.device_notes(config, arch, mesh_of(device))
+
+
+def test_how_much_of_a_gpu_jax_takes_is_told(monkeypatch):
+    monkeypatch.setenv(FRACTION, "0.8")
+    config, arch = configured(model__attention="xla")
+    (note,) = settings.device_notes(config, arch, mesh_of("A100"))
+    assert note == "JAX takes 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
+    assert not settings.device_notes(config, arch, mesh_of("tpu"))
+
+
+def test_compiler_options_of_a_run_come_before_those_of_the_platform():
+    name = "xla_gpu_enable_latency_hiding_scheduler"
+    config, arch = configured(trainer__compiler_options=f'{{"{name}": false}}')
+    expected = {**OVERLAP["gpu"], name: False}
+    assert settings.actor_settings(config, arch, mesh_of("A100")).compiler_options == expected
+    assert settings.critic_settings(config, arch, mesh_of("A100")).compiler_options == expected
+    assert settings.compiler_options(configured()[0], mesh_of("tpu")) == {}
