@@ -1,0 +1,124 @@
+"""The table of what must compile for every accelerator: a line each, by the options that change a program."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import accelerators.programs as of
+from accelerators.programs import Parts, Program, step
+
+from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
+from dapo_jax.algorithms.kl import PENALTIES
+from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.config import default_config
+
+H100, V5E = "h100:8", "v5e:2x4"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4, "hidden_act": "silu", "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 256}  # fmt: skip
+FAMILIES: Mapping[str, dict[str, Any]] = {  # config.json of each
+    "llama": LLAMA,
+    "llama3": {**LLAMA, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen2": {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "head_dim": 128},
+}
+
+
+def small() -> Any:
+    """A config whose programs have every part and compile in seconds, on a mesh with every axis."""
+    config = default_config()
+    config.update_from_flattened_dict({
+        "model.path": "random", "model.random.hidden_size": 128, "model.random.intermediate_size": 256,
+        "model.random.head_dim": 64, "data.task": "arithmetic", "data.train_batch_size": 16,
+        "data.max_prompt_length": 16, "data.max_response_length": 128, "rollout.n": 4, "rollout.max_num_seqs": 64,
+        "actor.ppo_mini_batch_size": 16, "actor.ppo_micro_batch_size_per_device": 2, "mesh.data": 2, "mesh.fsdp": 2,
+        "mesh.tensor": 2, "workdir": "unused",
+    })  # fmt: skip
+    return config
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a user may set, and the programs that it changes."""
+
+    name: str
+    programs: Callable[[Parts], Iterator[Program]]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    family: str = ""  # of FAMILIES; empty: the random model
+    platforms: tuple[str, ...] = (H100, V5E)
+    devices: tuple[int, int] = (0, 8)  # those of the mesh, from and to
+
+
+UPDATE, LOGPROBS = step("actor, gradients"), step("log-probabilities")
+OPTIMIZER, CRITIC = step("actor, optimizer"), step("values", "critic")
+GAE = {"algorithm.adv_estimator": "gae"}
+KL = {"actor.use_kl_loss": True}
+XLA, FLOAT32 = {"model.attention": "xla"}, {"model.dtype": "float32"}
+BUDGET = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 512}
+HALF = {"mesh.data": 1}  # of the mesh
+LORA = {"model.lora.rank": 4}
+MOMENTS = "actor.optim.moments_dtype"
+
+CASES = [
+    Case("a step with the defaults", step()),
+    Case("start of training", of.start_of_training),
+    # models
+    *(Case(f"model {name}", step("prefill", "decode 16", "actor, gradients"), family=name) for name in FAMILIES),
+    Case("float32", step("prefill", "decode 16", "actor, gradients", "log-probabilities"), FLOAT32),
+    Case("bfloat16 by name", UPDATE, {"model.dtype": "bfloat16"}),
+    # sampling: temperature, greedy, top-p, top-k are values; stop strings are the host's
+    Case("every rung and window", of.rungs_and_windows),
+    Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32),
+    Case("one long chunk", step("decode 16"), {"rollout.decode_chunk_length": 127}),
+    Case("sampling on half of the devices", step("decoding", "prefill", "decode"), HALF, devices=(4, 8)),
+    Case("training on the other half", step("decoding", "actor, gradients"), HALF, devices=(0, 4)),
+    Case("decoding without tensor", step("prefill", "decode 16"), {"mesh.tensor": 1, "mesh.fsdp": 4}),
+    # losses
+    *(Case(f"loss {name}", UPDATE, {"actor.policy_loss.loss_mode": name}) for name in LOSSES),
+    *(Case(f"tokens drawn by {name}", of.drawn_tokens, {"actor.policy_loss.loss_mode": name}) for name in SELECTIONS),
+    Case("entropy in the loss", UPDATE, {"actor.entropy_coeff": 0.01}),
+    *(Case(f"KL loss {name}", UPDATE, {**KL, "actor.kl_loss_type": name}) for name in PENALTIES),
+    Case("reference", step("reference"), KL),
+    Case("importance weights", UPDATE, {"actor.old_logprob": "recompute",
+         "algorithm.rollout_correction.rollout_is": "token"}),
+    Case("functions of a batch", of.batch_functions),
+    Case("rewards and filter", of.rewards_and_filter),
+    # estimators
+    *(Case(f"estimator {name}", of.estimator, {"algorithm.adv_estimator": name}) for name in ESTIMATORS),
+    *(Case(f"estimator cpo, {name}", of.estimator, {"algorithm.adv_estimator": "cpo",
+           "algorithm.cpo.wrap_method": name}) for name in CPO_METHODS),
+    Case("critic", CRITIC, GAE),
+    Case("critic with XLA's attention, in float32", CRITIC, {**GAE, **XLA, **FLOAT32}),
+    Case("critic with Clip-Cov and KL", step("actor, gradients", "critic, gradients"),
+         {**GAE, **KL, "actor.policy_loss.loss_mode": "clip_cov"}),
+    # attention and what is kept for the backward pass
+    *(Case(f"remat {name}, fused", UPDATE, {"model.remat_policy": name}) for name in ("attention", "dots")),
+    *(Case(f"remat {name}, XLA's attention", UPDATE, {**XLA, "model.remat_policy": name})
+      for name in ("full", "attention", "dots")),
+    Case("everything kept", UPDATE, {"model.enable_gradient_checkpointing": False}),
+    Case("remat offload", UPDATE, {"model.remat_policy": "offload"}, platforms=(V5E,)),  # JAX knows no host of GPUs
+    Case("cuDNN by name", step("actor, gradients", "log-prob"), {"model.attention": "cudnn"}, platforms=(H100,)),
+    Case("splash in float32", UPDATE, {**FLOAT32, "model.attention": "splash"}, platforms=(V5E,)),
+    Case("odd lengths", UPDATE, {"data.max_response_length": 101}),
+    Case("a response in several kernel blocks", UPDATE, {"data.max_response_length": 700}),
+    # the batch
+    Case("prompts not shared", UPDATE, {**XLA, "actor.share_prompts": False}),
+    Case("token budget", UPDATE, BUDGET),
+    Case("token budget, XLA's attention", UPDATE, {**BUDGET, **XLA}),
+    # the optimizer
+    Case("moments in bfloat16", OPTIMIZER, {MOMENTS: "bfloat16"}),
+    Case("moments offloaded", OPTIMIZER, {"actor.optim.offload": True}, platforms=(V5E,)),  # JAX knows no host of GPUs
+    Case("offloaded in bfloat16", OPTIMIZER, {"actor.optim.offload": True, MOMENTS: "bfloat16"}, platforms=(V5E,)),
+    # adapters, other models, the end
+    Case("LoRA", step("decoding", "actor", "log-prob"), LORA),
+    Case("LoRA in float32 with a KL loss", step("decoding", "actor, gradients", "reference"),
+         {**LORA, **KL, **FLOAT32}),
+    Case("LoRA and remat attention", UPDATE, {**LORA, "model.remat_policy": "attention"}),
+    Case("reward model", of.reward_model),
+    Case("export", of.gathers),
+]  # fmt: skip

@@ -1,0 +1,231 @@
+"""The compiled functions of a run, lowered for devices that are not here, by the name that a case asks for."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dapo_jax.algorithms import advantages
+from dapo_jax.algorithms.aggregation import MODES
+from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.kl import PENALTIES
+from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
+from dapo_jax.config import Config, freeze
+from dapo_jax.dynamic_sampling.group_filter import group_statistics
+from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.update import jitted_token_weights
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
+from dapo_jax.parallel.devices import devices_of
+from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated
+from dapo_jax.preflight import read_shape
+from dapo_jax.rewards.assembly import assemble_rewards, place_rewards
+from dapo_jax.rewards.reward_model import build_reward_model
+from dapo_jax.rollout.decoding import keep_rows, resize_cache
+from dapo_jax.rollout.sampling import SELECT, Sampling, position_noise
+from dapo_jax.rollout.shapes import prompt_width, rungs
+from dapo_jax.rollout.wave_programs import lower_chunk, wave_shape
+from dapo_jax.run import build_estimator
+from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
+from dapo_jax.step_programs import step_programs
+from dapo_jax.training_batch import (
+    jitted_importance_weights,
+    jitted_keep_samples,
+    jitted_kl_penalty,
+    jitted_mismatch_metrics,
+    jitted_probability_metrics,
+    jitted_rejection_mask,
+)
+from dapo_jax.validation import validate
+
+ROWS, TOKENS, GROUPS = 16, 128, 4  # of what the small functions are given
+Program = tuple[str, Callable[[], jax.stages.Lowered]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the functions of a case are built from."""
+
+    config: Config
+    arch: Architecture
+    mesh: Mesh
+
+    def rows(self, *shape: int, dtype: Any = jnp.float32) -> Any:
+        """The shape of an array whose first dimension is divided over the devices."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(self.mesh))
+
+    def whole(self, *shape: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
+
+
+def parts_of(values: Any, topology: str, *, devices: tuple[int, int] = (0, 8)) -> Parts:
+    """The parts for the devices of `topology`, or some of them.
+
+    Args:
+        values: the ConfigDict.
+        devices: the first, and the one after the last.
+    """
+    config = freeze(values)
+    validate(config)
+    there = _devices(topology)[slice(*devices)]
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    return Parts(config, read_shape(config), make_mesh(*sizes, there, in_order=len(there) < 8))
+
+
+@functools.cache
+def _devices(topology: str) -> Any:
+    return devices_of(topology, 8)
+
+
+def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
+    """The programs of a training step whose names begin like one of `names`; all without any."""
+
+    def found(parts: Parts) -> Iterator[Program]:
+        length = parts.config.data.max_response_length
+        programs = step_programs(parts.config, parts.arch, parts.mesh, response_length=length, memory=1e9).programs
+        fitting = [program for program in programs if not names or program.name.startswith(names)]
+        assert fitting, f"no program is named like {names}"
+        return iter([(program.name, program.lower) for program in fitting])
+
+    return found
+
+
+def rungs_and_windows(parts: Parts) -> Iterator[Program]:
+    """Every batch of survivors in every window, and the ways from one to the next."""
+    settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
+    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    with jax.set_mesh(parts.mesh):
+        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
+    shards, dtype = num_batch_shards(parts.mesh), compute_dtype(parts.config, parts.mesh)
+    prompts, samples = parts.config.data.train_batch_size, parts.config.rollout.n
+    width, sampling = prompt_width(16, 16), Sampling.create(1.0, 1.0, -1)
+    heights = rungs(prompts * samples // shards, settings.smallest_rows)
+    assert len(heights) > 1 and len(settings.ladder) > 2
+    for window in settings.ladder:
+        for height in heights:
+            whole = height == heights[0]
+            shape = {"rows": height * shards, "prompts": prompts if whole else height * shards, "width": width}
+            yield f"decode {height} rows, window {window}", functools.partial(
+                lower_chunk, settings, weights, sampling, **shape, window=window
+            )
+            wave = wave_shape(settings, dtype, **shape, window=window)
+            for below in heights[heights.index(height) + 1 :]:
+                rows = parts.rows(below * shards, dtype=jnp.int32)
+                same = samples if whole else 1
+                yield f"keep {below} of {height} rows", functools.partial(
+                    keep_rows.lower, replace(wave, caches=[]), rows, num_samples=same
+                )
+                yield f"cache of {below} of {height} rows, window {window} to {settings.ladder[-1]}", functools.partial(
+                    resize_cache.lower, wave.caches[0], rows, num_samples=same, window=settings.ladder[-1]
+                )
+
+
+def start_of_training(parts: Parts) -> Iterator[Program]:
+    """Weights that are drawn, loaded, frozen, given to a critic; the optimizer's state; gradients to add to."""
+    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    critic = build_critic(critic_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    params = actor.trainable.state_shape.params
+    yield "draw", lambda: actor.trainable.init_random.lower(0)
+    yield "optimizer state", lambda: actor.trainable.init_from.lower(params)
+    yield "gradients of zero", lambda: actor.trainable.zero_gradients.lower(params)
+    yield "freeze", lambda: build_freeze(parts.arch, compute_dtype(parts.config, parts.mesh), parts.mesh).lower(params)
+    yield "critic from policy", lambda: jax.jit(critic.init_from_policy).lower(params)
+
+
+def drawn_tokens(parts: Parts) -> Iterator[Program]:
+    """What losses that draw tokens compute over a whole mini-batch."""
+    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    batch = _mini_batch(parts)
+    assert actor.select is not None
+    yield "select", lambda: actor.select.lower(batch, parts.whole(ROWS, TOKENS))  # pyright: ignore
+    yield "noise", lambda: position_noise.lower(0, SELECT, parts.whole(GROUPS, dtype=jnp.int32), ROWS // GROUPS, TOKENS)
+
+
+def _mini_batch(parts: Parts) -> Any:
+    from dapo_jax.containers import Batch
+
+    tokens, mask = parts.whole(ROWS, TOKENS, dtype=jnp.int32), parts.whole(ROWS, TOKENS, dtype=jnp.bool_)
+    ids, values = parts.whole(ROWS, dtype=jnp.int32), parts.whole(ROWS, TOKENS)
+    return Batch(tokens, mask, tokens, mask, mask, ids, values, values, noise=values)
+
+
+def estimator(parts: Parts) -> Iterator[Program]:
+    """The advantages of algorithm.adv_estimator."""
+    name = parts.config.algorithm.adv_estimator
+    function = advantages.ESTIMATORS[name]
+    arrays = {"reward_baselines": parts.rows(ROWS)} | {
+        extra: parts.rows(ROWS, TOKENS) for extra in ("values", "logprobs", "hint_logprobs", "entropy")
+    }
+    sizes = {"num_groups": GROUPS} if needs(function, "num_groups") else {}
+    jitted = build_estimator(parts.config, parts.arch.vocab_size, parts.mesh)
+    mask, ids = parts.rows(ROWS, TOKENS, dtype=jnp.bool_), parts.rows(ROWS, dtype=jnp.int32)
+    extra = chosen(function, arrays)
+    yield name, lambda: jitted.lower(parts.rows(ROWS, TOKENS), mask, ids, **extra, **sizes)
+
+
+def rewards_and_filter(parts: Parts) -> Iterator[Program]:
+    """From scores to token rewards and kept groups."""
+    scores, mask = parts.rows(ROWS), parts.rows(ROWS, TOKENS, dtype=jnp.bool_)
+    ids = parts.rows(ROWS, dtype=jnp.int32)
+    yield "rewards", lambda: assemble_rewards.lower(scores, mask, max_response_length=TOKENS, buffer_length=16)
+    yield "token rewards", lambda: place_rewards.lower(scores, mask)
+    yield "group filter", lambda: group_statistics.lower(scores, ids, num_groups=GROUPS)
+
+
+def batch_functions(parts: Parts) -> Iterator[Program]:
+    """What is computed over a whole batch before the update."""
+    ids, per_row = parts.whole(ROWS, dtype=jnp.int32), parts.whole(ROWS)
+    values, mask = parts.whole(ROWS, TOKENS), parts.whole(ROWS, TOKENS, dtype=jnp.bool_)
+    for mode in MODES:
+        yield f"loss weights, {mode}", functools.partial(jitted_token_weights.lower, mask, ids, mode, scale_factor=9.0)
+    for name in PENALTIES:
+        yield f"KL penalty {name}", functools.partial(jitted_kl_penalty.lower, values, values, estimator=name)
+    for new in (True, False):
+        yield f"keep samples, compute_new_adv={new}", functools.partial(
+            jitted_keep_samples.lower, per_row, per_row, ids, num_groups=GROUPS, keep_pos_ratio=0.5, keep_neg_ratio=0.5,
+            compute_new_adv=new, norm_adv_by_std_in_grpo=True,
+        )  # fmt: skip
+    yield "mismatch", lambda: jitted_mismatch_metrics.lower(values, values, mask)
+    yield "probabilities", lambda: jitted_probability_metrics.lower(values, values, mask)
+    for name in WEIGHTS:
+        yield f"importance weights, {name}", functools.partial(
+            jitted_importance_weights.lower, values, values, mask, rollout_is=name, threshold=parse_threshold("2.0"),
+            batch_normalize=True,
+        )  # fmt: skip
+    bands = tuple((name, parse_threshold("0.5_2.0")) for name in CRITERIA)
+    yield "rejection", lambda: jitted_rejection_mask.lower(values, values, mask, criteria=bands)
+
+
+def reward_model(parts: Parts) -> Iterator[Program]:
+    """A transformer with a scalar head over whole conversations."""
+    arch = replace(parts.arch, scalar_head=True)
+    model = build_reward_model(arch, compute_dtype(parts.config, parts.mesh), parts.mesh)
+    params = _weights(arch, parts.mesh, TRAIN_RULES)
+    weights = model.freeze.lower(params).out_info  # pyright: ignore[reportFunctionMemberAccess]
+    tokens, mask = parts.rows(8, TOKENS, dtype=jnp.int32), parts.rows(8, TOKENS, dtype=jnp.bool_)
+    yield "scores", lambda: model.scores.lower(weights, tokens, mask)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def gathers(parts: Parts) -> Iterator[Program]:
+    """What export and checkpoints of several hosts do with weights that lie apart: make them whole everywhere."""
+    for name, rules in {"training": TRAIN_RULES, "decoding": DECODE_RULES}.items():
+        params = _weights(parts.arch, parts.mesh, rules)
+        whole = jax.jit(lambda tree: tree, out_shardings=replicated(parts.mesh))
+        yield f"{name} weights", functools.partial(whole.lower, params)
+
+
+def _weights(arch: Architecture, mesh: Mesh, rules: Any) -> Any:
+    table = weight_table(arch)
+    shapes = {weight.path: weight.shape for weight in table}
+    return jax.tree.map_with_path(
+        lambda path, sharding: jax.ShapeDtypeStruct(
+            shapes[tuple(key.key for key in path)], jnp.float32, sharding=sharding
+        ),
+        weight_shardings(table, mesh, rules),
+    )
