@@ -1,0 +1,260 @@
+"""Host: the sections of the accelerator report that measure speed and memory: rollout, update, forecast.
+
+Each uses what benchmark_rollout.py and benchmark_update.py measure, on random weights in bfloat16, on all devices.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import benchmark_rollout
+import benchmark_update
+import contenders
+import numpy as np
+from accelerator_findings import Findings
+from contenders import device_limits, seconds_of
+
+DTYPE, GROUP, REPEATS = "bfloat16", 8, 3
+SIZES = {"0.5b": "qwen2.5-0.5b", "1.5b": "qwen2.5-1.5b"}
+STAND_INS = {"0.5b": "report-stand-in-0.5b", "1.5b": "report-stand-in-1.5b"}  # for --small
+GIB = 2.0**30
+FORECAST_SLACK = 1.05  # preflight.py calls 95 % of a device's memory usable
+contenders.SHAPES |= {
+    name: dict(hidden_size=heads * 16, intermediate_size=96, num_hidden_layers=2, num_attention_heads=heads,
+               num_key_value_heads=2, vocab_size=256, tie_word_embeddings=True, model_type="qwen2")
+    for name, heads in zip(STAND_INS.values(), (4, 6), strict=True)
+}  # fmt: skip
+
+
+def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
+    """Sampling all rows to their full length: tokens per second, and the share of what reading memory allows."""
+    import jax
+
+    from dapo_jax.models.weights import count_params
+
+    shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
+    prompt, length, chunk = (8, 16, 8) if small else (512, 512, 128)
+    arch = architecture(shape)
+    per_device = rows_that_fit(arch, prompt, length, most=16 if small else 256)
+    if not per_device:
+        findings.keep(skipped=f"{shape} does not fit {_gib(memory_limit())}")
+        return
+    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
+    ours, case = benchmark_rollout.Ours(args, DTYPE), f"fixed {length}"
+    first = seconds_of(lambda: ours(case))
+    results = [ours(case) for _ in range(REPEATS)]
+    seconds = statistics.median(taken for _, taken in results)
+    sampled = results[0][0]
+    least = reading_seconds(arch, args, length, devices)
+    findings.note(
+        f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} and responses "
+        f"of {length} tokens, all rows to the end. Seconds are those of prefill and decoding, the median of {REPEATS} "
+        "after a first call. The limit is reading the weights and the filled cache once per decoding step at the "
+        "bandwidth of the data sheet; a group's prompt is read once."
+    )
+    findings.row(
+        "Rollout", devices=devices, parameters=count_params(arch), **{"first call, s": first}, seconds=seconds,
+        **{"tokens/s": sampled / seconds, "ms per decoding step": 1000 * seconds / length,
+           "limit, tokens/s": sampled / least if least is not None else None,
+           "share of the limit": least / seconds if least is not None else None, "peak GiB": _peak_gib()},
+    )  # fmt: skip
+    findings.check(f"{shape}: sampled tokens", sampled, str(args.batch * length), sampled == args.batch * length)
+
+
+def architecture(shape: str) -> Any:
+    """Of a name in contenders.SHAPES."""
+    from dapo_jax.models.architecture import architecture_from_hf
+
+    return architecture_from_hf(contenders.config_json(shape))
+
+
+def rows_that_fit(arch: Any, prompt: int, length: int, *, most: int) -> int:
+    """Rows of a device for the rollout: `most`, or a power of two less, whose weights and caches fit; 0: none."""
+    from dapo_jax.models.weights import count_params
+
+    limit, params = memory_limit(), count_params(arch)
+    rows = most
+    while limit is not None and rows >= GROUP:
+        cache = rows * (prompt / GROUP + length) * cache_bytes(arch)
+        if max(6 * params, 2 * params + 2 * cache) <= 0.9 * limit:  # float32 at the start; a cache is copied to grow
+            break
+        rows //= 2
+    return rows if rows >= GROUP else 0
+
+
+def cache_bytes(arch: Any) -> int:
+    """Bytes of the keys and values of a token, in 16 bits."""
+    return 2 * 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
+
+
+def reading_seconds(arch: Any, args: argparse.Namespace, length: int, devices: int) -> float | None:
+    """Seconds of reading weights and cache in all decoding steps; None where the bandwidth is not known."""
+    from dapo_jax.models.weights import count_params
+
+    bandwidth = device_limits().bandwidth
+    if bandwidth is None:
+        return None
+    prompts = args.batch / GROUP * args.prompt_length * cache_bytes(arch) * (length - 1)
+    own = args.batch * cache_bytes(arch) * (length - 1) * length / 2
+    return (2 * count_params(arch) * (length - 1) + (prompts + own) / devices) / bandwidth
+
+
+def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
+    """Gradients of all micro-batches and an optimizer step: tokens per second, and the share of peak FLOP/s."""
+    import jax
+
+    from dapo_jax.models.weights import count_params
+
+    shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
+    prompt, length = (8, 24) if small else (512, 1536)
+    arch = architecture(shape)
+    chunk = logits_chunk()
+    micro = micro_batch_that_fits(arch, prompt + length, devices, chunk)
+    if not micro:
+        findings.keep(skipped=f"{shape} does not fit {devices} x {_gib(memory_limit())}")
+        return
+    batch = math.lcm(micro * devices * (2 if small else 4), GROUP)
+    given = {"shape": shape, "batch": batch, "group": GROUP, "prompt_length": prompt, "new_tokens": length,
+             "micro": micro * devices}  # fmt: skip
+    options = {"actor.share_prompts": False, "actor.logprob_chunk_size": chunk, "mesh.data": 1, "mesh.fsdp": devices,
+               "reward.num_workers": 1}  # fmt: skip
+    args = argparse.Namespace(**given)
+    findings.note(
+        f"{shape}, random weights, products in {DTYPE}, weights and AdamW's moments in float32: {batch} rows of "
+        f"{prompt} + {length} tokens in micro-batches of {micro} per device; the backward pass computes layers again. "
+        f"Seconds are those of all gradients and one optimizer step, the median of {REPEATS} after a first call. MFU "
+        "is the model's FLOPs / (seconds x devices x peak): 6 per layer weight and token, 6 per head weight and "
+        "response token, and 6 x layers x heads x head size x length^2 per row for causal attention; what is computed "
+        "again does not count."
+    )
+    ours = benchmark_update.Ours(args, DTYPE, options)
+    first = seconds_of(lambda: ours(""))
+    results = [ours("") for _ in range(REPEATS)]
+    seconds, tokens = statistics.median(taken for _, taken in results), results[0][0]
+    peak_flops = device_limits().flops
+    flops = model_flops(arch, args)
+    findings.row(
+        "Update", devices=devices, parameters=count_params(arch), attention=attention_of(ours.run),
+        **{"first call, s": first}, seconds=seconds,
+        **{"tokens/s": tokens / seconds, "TFLOP/s of a device": flops / seconds / devices / 1e12,
+           "share of the peak (MFU)": flops / (seconds * devices * peak_flops) if peak_flops is not None else None,
+           "peak GiB": _peak_gib()},
+    )  # fmt: skip
+    findings.keep(update={"args": given, "options": options, "peak": peak_bytes()})
+    finite = all(bool(np.isfinite(leaf).all()) for leaf in first_leaves(ours.models.actor.params))
+    findings.check(f"{shape}: norms after {REPEATS + 1} updates are finite", finite, "yes", finite)
+
+
+def logits_chunk() -> int:
+    """Tokens whose logits exist at a time: the default, or a quarter where memory is scarce."""
+    limit = memory_limit()
+    return 4096 if limit is None or limit >= 40 * GIB else 1024
+
+
+def micro_batch_that_fits(arch: Any, length: int, devices: int, chunk: int) -> int:
+    """Rows of a micro-batch on a device: 8, or fewer where memory asks for it; 0: not even the state fits."""
+    from dapo_jax.models.weights import count_params
+
+    limit = memory_limit()
+    if limit is None:
+        return 2
+    logits = 3 * 4 * chunk * arch.vocab_size  # three float32 arrays of a chunk
+    row = 4 * length * (arch.num_layers * arch.hidden_size + 6 * arch.intermediate_size + 8 * arch.hidden_size)
+    left = 0.9 * limit - 18 * count_params(arch) / devices - logits  # weights, moments, gradients, a copy in 16 bits
+    return next((rows for rows in (8, 4, 2, 1) if rows * row <= left), 0)
+
+
+def model_flops(arch: Any, args: argparse.Namespace) -> float:
+    """FLOPs of an update as its formula in the page says."""
+    length = args.prompt_length + args.new_tokens
+    attention = 6.0 * arch.num_layers * arch.num_heads * arch.head_dim * args.batch * length**2
+    return benchmark_update.least_flops(arch, args) + attention
+
+
+def attention_of(run: Any) -> str:
+    """What computes the attention of a run's training passes."""
+    from dapo_jax.settings import chosen_attention
+
+    return chosen_attention(run.config, run.arch, run.mesh)[0]
+
+
+def first_leaves(params: Any) -> list[np.ndarray]:
+    """A few small arrays of the parameters."""
+    import jax
+
+    leaves = sorted(jax.tree.leaves(params), key=lambda leaf: leaf.size)
+    return [np.asarray(jax.device_get(leaf)) for leaf in leaves[:3]]
+
+
+def memory(findings: Findings, folder: Path, *, small: bool) -> None:
+    """The preflight's forecast for the updates that were measured, and what they took."""
+    findings.note(
+        "The forecast is the preflight's largest program of the update, for the config that was measured and these "
+        "devices; the measured peak is the most that JAX held on a device in the process of the update. A CPU does not "
+        "say what it held."
+    )
+    for size in SIZES:
+        path = folder / f"update_{size}.json"
+        measured = json.loads(path.read_text(encoding="utf-8"))["data"].get("update") if path.exists() else None
+        if measured is None:
+            findings.note(f"The update of {size} was not measured.")
+            continue
+        args, peak = argparse.Namespace(**measured["args"]), measured["peak"]
+        worst = forecast(args, measured["options"])
+        findings.row(
+            "GiB of a device", shape=args.shape, program=worst.program.name,
+            **{kind: bytes_ / GIB for kind, bytes_ in worst.bytes.items() if "cache" not in kind},
+            forecast=worst.total / GIB, **{"measured peak": peak / GIB if peak is not None else None,
+                                           "measured / forecast": peak / worst.total if peak is not None else None},
+        )  # fmt: skip
+        if peak is not None:
+            findings.check(f"{args.shape}: measured peak / forecast", peak / worst.total,
+                           f"at most {FORECAST_SLACK:g}", peak <= FORECAST_SLACK * worst.total)  # fmt: skip
+
+
+def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
+    """The update's largest program by the preflight's account. Nothing is allocated."""
+    import jax
+
+    from dapo_jax.preflight import measure
+    from dapo_jax.step_programs import step_programs
+
+    with ExitStack() as stack:
+        run = benchmark_update.open_random_run(stack, args, DTYPE, options)
+        step = step_programs(run.config, run.arch, run.mesh, response_length=args.new_tokens,
+                             memory=memory_limit() or 0.0, every_window=False)  # fmt: skip
+        with jax.set_mesh(run.mesh):
+            updates = [measure(one, run.mesh, run.config) for one in step.programs if one.stage == "update"]
+    return max(updates, key=lambda one: one.total)
+
+
+def memory_limit() -> float | None:
+    """Bytes that JAX may take on its first device; None if it does not say."""
+    return _memory_stats().get("bytes_limit")
+
+
+def peak_bytes() -> float | None:
+    """The most bytes that JAX has held on a device of this process; None if it does not say."""
+    import jax
+
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return None if None in peaks else max(peak for peak in peaks if peak is not None)
+
+
+def _peak_gib() -> float | None:
+    peak = peak_bytes()
+    return None if peak is None else peak / GIB
+
+
+def _memory_stats() -> dict[str, float]:
+    import jax
+
+    return jax.local_devices()[0].memory_stats() or {}
+
+
+def _gib(size: float | None) -> str:
+    return "unknown size" if size is None else f"{size / GIB:.1f} GiB"

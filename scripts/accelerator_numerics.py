@@ -1,0 +1,246 @@
+"""Host: the sections of the accelerator report that ask whether it computes right: attention, and tokens.
+
+The reference of the attention kernels is XLA's attention in float32 on the same device, that of tokens and
+log-probabilities the same policy on the CPU.
+"""
+
+import argparse
+import functools
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import contenders
+import numpy as np
+from accelerator_findings import Findings
+from benchmark_update import open_random_run
+from contenders import seconds_of
+
+LOGPROB_TOLERANCE = 1e-3  # nats, in float32
+K3_LIMITS = {"float32": 1e-6, "bfloat16": 1e-3}  # nats, training pass against sampler: docs/troubleshooting.md
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.03}  # of attention: absolute, and relative to the value
+WIDE = "report-wide"  # the model of "tokens", with heads that all kernels take
+NARROW = "report-narrow"
+contenders.SHAPES |= {
+    WIDE: dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+               num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=False, model_type="qwen2"),
+    NARROW: dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, vocab_size=256, tie_word_embeddings=False, model_type="qwen2"),
+}  # fmt: skip
+
+
+def attention(findings: Findings, folder: Path, *, small: bool) -> None:
+    """The fused kernel and XLA's attention against attention in float32: values and gradients."""
+    import jax
+    import jax.numpy as jnp
+
+    from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
+
+    device = jax.devices()[0]
+    rows, length, heads, kv_heads = (4, 129, 4, 2) if small else (8, 2047, 8, 2)
+    on_cpu = device.platform == "cpu"
+    kernel = "splash" if on_cpu else KERNELS[device.platform]
+    lengths = jnp.array([length, 0, 1, length // 2, length - 1, 2, length // 3, length][:rows], jnp.int32)
+    findings.note(
+        f"{rows} rows of up to {length} tokens ({', '.join(map(str, lengths.tolist()))}), {heads} query heads and "
+        f"{kv_heads} key-value heads. Each error is the largest |x - y| / (1 + |y|) on real tokens; y is XLA's "
+        "attention in float32. Milliseconds are those of the values and gradients together, the median of three."
+        + (" Without a TPU, splash runs in Pallas' interpreter." if on_cpu else "")
+    )
+    for head_size in (64, 128):
+        for dtype in ("float32", "bfloat16"):
+            problem = "" if on_cpu else unfit(kernel, device, jnp.dtype(dtype), head_size)
+            if problem:
+                findings.note(f"No {kernel} for heads of {head_size} in {dtype}: it {problem}.")
+            fused = functools.partial(fused_attention, implementation=kernel, interpret=on_cpu)
+            shape = rows, length, heads, kv_heads, head_size
+            attentions: dict[str, Callable[..., Any]] = {"xla": plain_attention} | ({} if problem else {kernel: fused})
+            for name, attend in attentions.items():
+                errors, milliseconds = compare_attention(attend, lengths, shape, dtype, padding=name == kernel)
+                findings.row("Errors", attention=name, dtype=dtype, **{"head size": head_size}, **errors,
+                             ms=milliseconds)  # fmt: skip
+                if name == kernel:
+                    worst, limit = max(errors.values()), TOLERANCES[dtype]
+                    findings.check(f"{name}, {dtype}, heads of {head_size}: error of values and gradients", worst,
+                                   f"at most {limit:g}", worst <= limit)  # fmt: skip
+
+
+def plain_attention(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+    """models/attention.py's, for right-padded rows."""
+    import jax.numpy as jnp
+
+    from dapo_jax.models.attention import attention as attend
+    from dapo_jax.models.attention import causal
+
+    length = query.shape[1]
+    return attend(query, key, value, causal(length, jnp.arange(length) < lengths[:, None]))
+
+
+def compare_attention(
+    attend: Callable[..., Any], lengths: Any, shape: tuple[int, ...], dtype: str, *, padding: bool
+) -> tuple[dict[str, float], float]:
+    """Errors of the values and of each gradient, and milliseconds.
+
+    Args:
+        padding: the gradients that come in are not zero on padding, and must not matter there.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    rows, length, heads, kv_heads, size = shape
+    rng = np.random.default_rng(0)
+    drawn = [jnp.asarray(rng.normal(size=(rows, length, count, size)), jnp.float32)
+             for count in (heads, kv_heads, kv_heads, heads)]  # fmt: skip
+    operands, cotangent = [x.astype(dtype) for x in drawn[:3]], drawn[3]
+    real = np.arange(length) < np.asarray(lengths)[:, None]
+    masked = cotangent * real[:, :, None, None]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def values_and_gradients(attend: Callable[..., Any], operands: Any, cotangent: Any) -> Any:
+        values, pull_back = jax.vjp(lambda *x: attend(*x, lengths), *operands)
+        return values, *pull_back(cotangent)
+
+    given = cotangent if padding else masked
+    found = jax.block_until_ready(values_and_gradients(attend, operands, given))
+    seconds = [
+        seconds_of(lambda: jax.block_until_ready(values_and_gradients(attend, operands, given))) for _ in range(3)
+    ]
+    expected = values_and_gradients(plain_attention, [x.astype(jnp.float32) for x in operands], masked)
+    errors = {}
+    for name, x, y in zip(("values", "d query", "d key", "d value"), found, expected, strict=True):
+        x, y = np.asarray(x.astype(jnp.float32))[real], np.asarray(y)[real]
+        worst = float(np.max(np.abs(x - y) / (1 + np.abs(y))))
+        errors[name] = worst if math.isfinite(worst) else math.inf
+    return errors, 1000 * statistics.median(seconds)
+
+
+def tokens(findings: Findings, folder: Path, *, small: bool) -> None:
+    """The same weights on this device and on the CPU: greedy tokens, and log-probabilities of sampler and trainer."""
+    script = Path(__file__).with_name("accelerator_sections.py")
+    command = [sys.executable, script, "tokens_on_cpu", "--folder", str(folder), *(["--small"] if small else [])]
+    subprocess.run(command, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"})
+    with np.load(folder / "tokens_on_cpu.npz", allow_pickle=False) as arrays:
+        of_cpu = dict(arrays)
+    given = of_cpu["float32 tokens"]
+    findings.note(
+        f"A random model with the same weights samples {given.size} tokens greedily here and on the CPU. The sampler's "
+        "log-probabilities are compared up to a row's first token that differs, those of the training pass on the "
+        "CPU's float32 tokens; k3 is the mean of exp(d) - 1 - d over the differences d."
+    )
+    for dtype in ("float32", "bfloat16"):
+        here = policy_outputs(dtype, given, small=small)
+        there = {name.removeprefix(f"{dtype} "): x for name, x in of_cpu.items() if name.startswith(dtype)}
+        same = here["tokens"] == there["tokens"]
+        until = np.logical_and.accumulate(same, axis=1)
+        share, sampled = float(np.mean(same)), (here["sampled"] - there["sampled"])[until]
+        trained, own = here["trained"] - there["trained"], here["of own"] - here["sampled"]
+        for name, difference in {
+            "sampler, here and CPU": sampled,
+            "training pass, here and CPU": trained,
+            "training pass and sampler, here": own,
+        }.items():
+            findings.row("Differences of log-probabilities, nats", dtype=dtype, between=name,
+                         mean=float(np.mean(np.abs(difference))), most=float(np.max(np.abs(difference), initial=0.0)),
+                         k3=k3(difference))  # fmt: skip
+        findings.row("Greedy tokens", dtype=dtype, tokens=same.size, **{"share equal": share})
+        if dtype == "float32":
+            findings.check("float32: share of greedy tokens that equal the CPU's", share, "1", share == 1)
+            for name, difference in {"sampler": sampled, "training pass": trained}.items():
+                worst = float(np.max(np.abs(difference), initial=0.0))
+                findings.check(f"float32: log-probabilities of the {name}, largest difference to the CPU's", worst,
+                               f"at most {LOGPROB_TOLERANCE:g} nats", worst <= LOGPROB_TOLERANCE)  # fmt: skip
+        limit = K3_LIMITS[dtype]
+        findings.check(f"{dtype}: k3 of the training pass and the sampler", k3(own), f"below {limit:g} nats",
+                       k3(own) < limit)  # fmt: skip
+
+
+def k3(difference: np.ndarray) -> float:
+    """The estimate of the KL divergence from log-probability differences."""
+    difference = difference.astype(np.float64)
+    return float(np.mean(np.expm1(difference) - difference))
+
+
+def tokens_on_cpu(findings: Findings, folder: Path, *, small: bool) -> None:
+    """What `tokens` compares with."""
+    arrays: dict[str, np.ndarray] = {}
+    given = None
+    for dtype in ("float32", "bfloat16"):
+        outputs = policy_outputs(dtype, given, small=small)
+        given = outputs["tokens"] if given is None else given
+        arrays |= {f"{dtype} {name}": array for name, array in outputs.items()}
+    np.savez(folder / "tokens_on_cpu.npz", allow_pickle=False, **arrays)
+
+
+def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict[str, np.ndarray]:
+    """What a policy with known weights does on this process's devices.
+
+    Args:
+        given: [B, R] tokens; None: those that it samples.
+
+    Returns:
+        [B, R] arrays: greedy `tokens`; log-probabilities `sampled` of them by the sampler, `of own` of them and
+        `trained` of the given tokens by the training pass.
+    """
+    import jax
+
+    from dapo_jax.rollout.sampling import EVALUATE, Sampling
+    from dapo_jax.training_batch import policy_logprobs
+
+    devices = jax.device_count()
+    rows, prompt, length = (8, 4, 12) if small else (64, 24, 128)
+    args = argparse.Namespace(
+        shape=NARROW if small else WIDE, batch=rows, group=1, prompt_length=prompt, new_tokens=length, micro=rows
+    )
+    prompts = contenders.make_prompts(args)
+    options = {
+        "rollout.decode_chunk_length": length // 4, "actor.use_dynamic_bsz": rows % devices != 0,
+        "reward.num_workers": 1,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        run = open_random_run(stack, args, dtype, options)
+        params = known_params(run)
+        rollout = run.sampler.engine.generate(
+            run.decode_weights(params), prompts, range(rows), num_samples=1, purpose=EVALUATE,
+            sampling=Sampling.create(0.0, 1.0, -1),
+        )  # fmt: skip
+        sampled = np.asarray(rollout.responses)
+
+        def trained(responses: np.ndarray) -> np.ndarray:
+            return policy_logprobs(run, params, batch_of(run, prompts, responses))[0]
+
+        of_own = trained(sampled)
+        return {"tokens": sampled, "sampled": np.asarray(rollout.logprobs), "of own": of_own,
+                "trained": of_own if given is None else trained(given)}  # fmt: skip
+
+
+def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
+    """Whole responses [B, R], one to each prompt, as rows of the learner."""
+    from dapo_jax.rollout.experience import Experience
+    from dapo_jax.training_batch import rows_of
+
+    count, length = responses.shape
+    return rows_of(run, Experience(
+        numbers=np.arange(count), rows=np.arange(count), prompts=prompts,
+        responses=responses.astype(np.int32).reshape(count, 1, length), mask=np.ones((count, 1, length), bool),
+        logprobs=np.zeros((count, 1, length), np.float32), finished=np.ones((count, 1), bool), texts=[], scores={},
+        versions=np.zeros(count, np.int64), failed=np.zeros((count, 1), bool),
+    ))  # fmt: skip
+
+
+def known_params(run: Any) -> Any:
+    """Random float32 parameters for `run`, the same bits on every platform."""
+    import jax
+
+    from dapo_jax.models.weights import unflatten, weight_shardings, weight_table
+    from dapo_jax.parallel.sharding import TRAIN_RULES
+
+    rng, table = np.random.default_rng(11), weight_table(run.arch)
+    drawn = ((weight, rng.normal(float(weight.initializer == "ones"), 0.1, weight.shape)) for weight in table)
+    params = unflatten((weight, leaf.astype(np.float32)) for weight, leaf in drawn)
+    return jax.device_put(params, weight_shardings(table, run.mesh, TRAIN_RULES))

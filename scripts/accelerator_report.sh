@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Measures this machine's accelerator with dapo_jax in at most nine minutes: no network, no model, no data needed.
+#
+#   bash scripts/accelerator_report.sh [--output DIR] [--minutes N] [--sections NAME,NAME] [--small]
+#
+#   --output DIR      new or empty folder for report.json and report.md (default: runs/accelerator_report)
+#   --minutes N       most that all sections take together (default: 9)
+#   --sections A,B    only these of attention, tokens, training, rollout_0.5b, update_0.5b, rollout_1.5b, update_1.5b
+#                     and memory, which needs the updates
+#   --small           tiny sizes, as on a machine without an accelerator
+#
+# Uses the first interpreter that can import dapo_jax and what it needs ($PYTHON, the active one, .venv); only if there
+# is none, it makes .venv and installs the package. Exit code: 0, 1 if a section failed, 2 if an option is wrong.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/environment.sh"
+
+for argument in "$@"; do
+  if [[ "$argument" == -h || "$argument" == --help ]]; then
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+  fi
+done
+
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+interpreter=
+for candidate in "${PYTHON:-}" python python3 "$root/.venv/bin/python"; do
+  if [[ -n "$candidate" ]] && "$candidate" -c "import dapo_jax.train" 2>/dev/null; then
+    interpreter=$candidate
+    break
+  fi
+done
+if [[ -z "$interpreter" ]]; then
+  here=$PWD
+  cd "$root"
+  use_environment quickstart
+  cd "$here"
+  interpreter=python
+fi
+exec "$interpreter" "$root/scripts/accelerator_report.py" "$@"

@@ -1,0 +1,204 @@
+"""The accelerator report: on a CPU with small sizes, and what it does with sections that fail or come too late."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import accelerator_benchmarks  # noqa: E402
+import accelerator_findings  # noqa: E402
+import accelerator_numerics  # noqa: E402
+import accelerator_page  # noqa: E402
+import accelerator_report  # noqa: E402
+import accelerator_sections  # noqa: E402
+
+NAMES = [section.name for section in accelerator_report.SECTIONS]
+PASSES = """
+import json, sys
+checks = [{"check": "sum", "found": 2, "wanted": "2", "passed": True}]
+found = {"checks": checks, "tables": {"Sums": [{"a": 1, "b": None}]}, "notes": [], "data": {"platform": "cpu"}}
+open(sys.argv[1], "w").write(json.dumps(found))
+"""
+FAILS = PASSES.replace("True", "False")
+CRASHES = PASSES + "raise MemoryError('all of it')"
+HANGS = PASSES + "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """Runs the report with programs in the place of sections: those named, else one that passes."""
+
+    def run(*options, **programs):
+        def command(name, folder, *, small):
+            return [sys.executable, "-c", programs.get(name, PASSES), str(folder / f"{name}.json")]
+
+        monkeypatch.setattr(accelerator_report, "section_command", command)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        code = accelerator_report.main(["--output", str(tmp_path / "report"), *options])
+        found = json.loads((tmp_path / "report/report.json").read_text())
+        statuses = {section["name"]: section["status"] for section in found["sections"]}
+        return code, statuses, (tmp_path / "report/report.md").read_text()
+
+    return run
+
+
+def test_a_report_in_which_all_passes(report, capsys):
+    code, statuses, page = report()
+    assert code == 0 and statuses == dict.fromkeys(NAMES, "passed")
+    assert "No section failed. The page: " in capsys.readouterr().out
+    assert "**Small sizes.**" in page and "| 1 | - |" in page
+
+
+def test_failing_sections_are_named_and_lose_no_other(report, capsys):
+    code, statuses, page = report("--sections", "attention,tokens,training", attention=FAILS, tokens=CRASHES)
+    assert code == 1
+    assert statuses == {"environment": "passed", "attention": "failed: 1 of 1 checks", "tokens": "failed: exit code 1",
+                        "training": "passed"}  # fmt: skip
+    assert "Failed: attention, tokens." in capsys.readouterr().out and "Failed: attention, tokens." in page
+    assert "MemoryError: all of it" in page and "| **NO** |" in page
+
+
+def test_what_no_longer_fits_the_time_is_skipped_and_fails_nothing(report, monkeypatch, capsys):
+    monkeypatch.setattr(accelerator_report, "GRACE_S", 0.0)
+    sections = [accelerator_report.Section("environment", "Environment", 0, 60),
+                accelerator_report.Section("attention", "Attention", 0, 60),
+                accelerator_report.Section("tokens", "Tokens", 1000, 60)]  # fmt: skip
+    monkeypatch.setattr(accelerator_report, "SECTIONS", sections)
+    start = time.monotonic()
+    code, statuses, page = report("--minutes", "0.15", attention=HANGS)
+    assert code == 0 and time.monotonic() - start < 60
+    assert statuses["attention"] == "ended: out of time" and statuses["tokens"] == "skipped: out of time"
+    assert "tokens skipped: out of time." in capsys.readouterr().out and "| 1 | - |" in page
+
+
+def test_a_section_that_hangs_has_failed(report, monkeypatch):
+    monkeypatch.setattr(accelerator_report, "MOST_WITHOUT_S", 1.0)
+    code, statuses, _ = report("--sections", "attention", "--small", attention=HANGS)
+    assert code == 1 and statuses["attention"] == "failed: no end after 1 s"
+
+
+def test_a_model_that_does_not_fit_is_no_failure(report):
+    skipped = PASSES.replace('"platform": "cpu"', '"skipped": "it does not fit"').replace("checks =", "checks = [] or")
+    code, statuses, page = report("--sections", "rollout_1.5b", **{"rollout_1.5b": skipped})
+    assert code == 0 and statuses["rollout_1.5b"] == "skipped: it does not fit"
+    assert "rollout_1.5b skipped: it does not fit." in page
+
+
+def test_nothing_outlives_a_section(tmp_path):
+    started = tmp_path / "started"
+    child = f"import time, os; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    program = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {child!r}])
+while True:
+    time.sleep(0.1)
+"""
+    assert accelerator_report.run_command([sys.executable, "-c", program], tmp_path / "log", 5.0) is None
+    status = Path(f"/proc/{started.read_text()}/stat")
+    for _ in range(100):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("the section's child is still there")
+
+
+@pytest.mark.parametrize("options", [
+    ["--minute", "3"], ["--minutes", "0"], ["--minutes", "x"], ["--sections", "speed"], ["--output", "full"],
+    ["--output", "file"], ["--output", "file/below"],
+])  # fmt: skip
+def test_wrong_options_are_one_line(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/report.json").touch()
+    Path("file").touch()
+    with pytest.raises(SystemExit) as end:
+        accelerator_report.main(options)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("accelerator_report: ") and error.count("\n") == 1
+    assert options[0] in error and not Path("runs").exists()
+
+
+def test_help_does_nothing_else(tmp_path):
+    shell = shutil.which("bash")
+    done = subprocess.run([str(shell), str(ROOT / "scripts/accelerator_report.sh"), "--output", "out", "--help"],
+                          cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0 and "--minutes N" in done.stdout and list(tmp_path.iterdir()) == []
+    assert all(name in done.stdout for name in NAMES[1:])
+
+
+def test_all_sections_have_a_program():
+    assert {*NAMES, "tokens_on_cpu"} == set(accelerator_sections.SECTIONS)
+
+
+def test_findings_are_valid_json_at_any_time(tmp_path):
+    findings = accelerator_findings.Findings(tmp_path / "found.json")
+    findings.row("Table", value=float("nan"), other=float("inf"))
+    findings.check("finite", float("nan"), "finite", False)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["tables"] == {"Table": [{"value": "nan", "other": "inf"}]} and not found["checks"][0]["passed"]
+
+
+@pytest.mark.parametrize("value, column, text", [
+    (None, "a", "-"), (True, "a", "yes"), (0.123, "share of the limit", "12.3 %"), (12345.6, "a", "12346"),
+    (0.00001, "a", "1.0e-05"), (7, "a", "7"), ("a|b\nc", "a", r"a\|b c"), (0.0, "a", "0"),
+])  # fmt: skip
+def test_cells(value, column, text):
+    assert accelerator_page.cell(value, column) == text
+
+
+def test_limits_of_the_benchmarks(monkeypatch):
+    """By hand, for a model whose sizes are round numbers."""
+    arch = accelerator_benchmarks.architecture("qwen2.5-0.5b")
+    assert accelerator_benchmarks.cache_bytes(arch) == 2 * 2 * 24 * 2 * 64
+    limits = type("Limits", (), {"bandwidth": 1e12})
+    monkeypatch.setattr(accelerator_benchmarks, "device_limits", lambda: limits)
+    args = type("Args", (), {"batch": 16, "prompt_length": 10})
+    # Two decoding steps of three tokens: the weights twice, two prompts twice, one and two own tokens of 16 rows.
+    expected = (2 * 494032768 * 2 + (2 * 10 * 2 + 16 * (1 + 2)) * 12288) / 1e12
+    assert accelerator_benchmarks.reading_seconds(arch, args, 3, 1) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("limit, rollout, update", [(None, 256, 2), (72, 256, 8), (14, 256, 4), (2, 0, 0)])
+def test_sizes_follow_the_memory(limit, rollout, update, monkeypatch):
+    size = limit and limit * 2**30
+    monkeypatch.setattr(accelerator_benchmarks, "memory_limit", lambda: size)
+    arch = accelerator_benchmarks.architecture("qwen2.5-0.5b")
+    assert accelerator_benchmarks.rows_that_fit(arch, 512, 512, most=256) == rollout
+    chunk = accelerator_benchmarks.logits_chunk()
+    assert accelerator_benchmarks.micro_batch_that_fits(arch, 2048, 1, chunk) == update
+
+
+def test_k3_is_exact_for_small_differences():
+    import numpy as np
+
+    assert accelerator_numerics.k3(np.array([1e-4, -1e-4], np.float32)) == pytest.approx(5e-9, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_report_on_a_cpu(tmp_path):
+    """From a folder that is not the checkout. The time limit is for a report that hangs."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHON": sys.executable,
+                   "DAPO_JAX_CACHE": str(tmp_path / "cache")}  # fmt: skip
+    script = str(ROOT / "scripts/accelerator_report.sh")
+    done = subprocess.run(["bash", script, "--output", "report", "--minutes", "40"], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, timeout=3000)  # fmt: skip
+    page = (tmp_path / "report/report.md").read_text()
+    assert done.returncode == 0, page
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert report["small"] and report["to_come"] == []
+    assert [(section["name"], section["status"]) for section in report["sections"]] == [(n, "passed") for n in NAMES]
+    assert all(check["passed"] for section in report["sections"] for check in section["checks"])
+    assert all(section["tables"] and f"\n## {section['title']}\n" in page for section in report["sections"])
+    measured = {section["name"]: section["tables"] for section in report["sections"]}
+    assert [row["step"] for row in measured["training"]["Steps"]] == list(range(1, 9))
+    assert measured["update_0.5b"]["Update"][0]["tokens/s"] > 0 and measured["rollout_1.5b"]["Rollout"]
+    assert [row["measured peak"] for row in measured["memory"]["GiB of a device"]] == [None, None]
