@@ -348,7 +348,7 @@ class TrainerConfig:
     rollout_devices: int = 0  # with rollout_ahead: devices that sample, of all processes together; 0 = a half
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
     coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone
-    num_processes: int = 0  # 0 = JAX finds out
+    num_processes: int = 0  # 0 = JAX finds out; 1 = this process is alone
     process_id: int = -1  # of this process, from 0; -1 = JAX finds out
     heartbeat_timeout_s: int = 30  # without a sign of life after which a process counts as dead, and the others end
     gpu_memory_fraction: float = 0.9  # of each GPU's memory, taken at the start; JAX's own default is 0.75

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,16 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
+
+from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, waiting_for
+
+JOIN_TIMEOUT_S = 300  # processes wait so long for each other
+QUIET_S = 10  # after which a process says whom it waits for
+CURE = (
+    "Start every process, with trainer.coordinator=HOST:PORT (a port of process 0 that the others reach), "
+    "trainer.num_processes and trainer.process_id if they do not find each other; trainer.num_processes=1 starts this "
+    "process alone"
+)
 
 
 class SharedFailure(RuntimeError):
@@ -29,18 +40,20 @@ def joined_processes(
 ) -> Iterator[None]:
     """The processes of a run find each other; if one fails, it ends at once and the others learn of it.
 
-    To be entered before JAX is used. TPU pods, Slurm and Open MPI say themselves which processes there are; where
-    nothing does, this process is alone.
+    To be entered before JAX is used. TPU pods, Slurm, Open MPI and indexed jobs of Kubernetes say themselves which
+    processes there are; where nothing says that there are several, this process is alone. Where some are missing after
+    JOIN_TIMEOUT_S, this process ends with a message and exit code 2.
 
     Args:
         coordinator: host:port of process 0; "" = found by JAX.
-        num_processes: 0 = found by JAX.
+        num_processes: 0 = found by JAX; 1 = this process is alone, whatever the environment says.
         process_id: -1 = found by JAX.
         heartbeat_timeout_s: without a sign of life after which a process counts as dead.
 
     Raises:
-        ValueError: only some of the three are given, and nothing else says the rest; JAX has found processes but not
-            how to reach them; or the three are given and JAX is in use already.
+        ValueError: only some of the three are given, and nothing else says the rest; the environment names processes
+            that cannot be joined; the coordinator is no address, or its port is taken; or the three are given and JAX
+            is in use already.
     """
     if not _join(coordinator, num_processes, process_id, heartbeat_timeout_s):
         yield
@@ -124,25 +137,70 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
     # JAX's service for preemptions would take SIGTERM and do nothing: the signal has to end the process.
     jax.config.update("jax_enable_preemption_service", False)
     given = {"coordinator": bool(coordinator), "num_processes": num_processes > 0, "process_id": process_id >= 0}
+    cluster = Cluster(num_processes or None, "") if any(given.values()) else find_cluster(os.environ)
+    if cluster.num_processes == 1 and process_id <= 0:
+        return False
+    if coordinator:
+        check_address(coordinator, listens=process_id == 0)
+    # With all of it given, JAX would still ask TPU and Kubernetes servers, for nothing. Slurm and Open MPI say which
+    # GPU is this process's.
+    launched = "SLURM_STEP_NODELIST" in os.environ or "OMPI_MCA_orte_hnp_uri" in os.environ
     try:
-        jax.distributed.initialize(
-            coordinator or None,
-            num_processes if given["num_processes"] else None,
-            process_id if given["process_id"] else None,
-            heartbeat_timeout_seconds=heartbeat_timeout_s,
-        )
-    except (ValueError, RuntimeError) as error:
+        with _limited_wait(cluster):
+            jax.distributed.initialize(
+                coordinator or None,
+                num_processes if given["num_processes"] else None,
+                process_id if given["process_id"] else None,
+                cluster_detection_method="deactivate" if all(given.values()) and not launched else None,
+                initialization_timeout=JOIN_TIMEOUT_S + 30,  # JAX aborts then, without saying whom it waited for
+                heartbeat_timeout_seconds=heartbeat_timeout_s,
+            )
+    except Exception as error:  # the search runs code of several clusters, which raises anything
         nothing_found = "coordinator_address should be defined" in str(error)
         in_use = "must be called before" in str(error)  # a command that a program calls, not a process of its own
-        if not any(given.values()) and (nothing_found or in_use):
-            return False
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if not any(given.values()):
+            if in_use or nothing_found and cluster.num_processes is None:
+                return False
+            if nothing_found:
+                reason = "JAX does not find them (on TPUs it needs the extra tpu)"
+            raise ValueError(_refusal(cluster, reason)) from error
         missing = [name for name, is_given in given.items() if not is_given]
         raise ValueError(
             f"trainer.{', trainer.'.join(missing or given)} does not fit or cannot be found out here: give "
             "trainer.coordinator=HOST:PORT (of process 0), trainer.num_processes and trainer.process_id, or none of "
-            f"them ({error})"
+            f"them ({reason})"
         ) from error
     return True
+
+
+def _refusal(cluster: Cluster, reason: str) -> str:
+    """The message for processes that do not find each other."""
+    named = f"The environment names {cluster.num_processes or 'several'} processes: {cluster.evidence}. "
+    return f"cannot join the other processes of this run: {reason}. {named if cluster.evidence else ''}{CURE}"
+
+
+@contextmanager
+def _limited_wait(cluster: Cluster) -> Iterator[None]:
+    """Ends this process with a message once the body, JAX's search for the others, has run for JOIN_TIMEOUT_S.
+
+    JAX itself would abort it. A thread does so, because JAX does not return to Python before.
+    """
+    joined = threading.Event()
+
+    def watch() -> None:
+        if not joined.wait(QUIET_S):
+            print(f"dapo_jax: waiting up to {JOIN_TIMEOUT_S} s: {waiting_for()}", file=sys.stderr, flush=True)
+        if not joined.wait(JOIN_TIMEOUT_S - QUIET_S):
+            reason = f"after {JOIN_TIMEOUT_S} s, {waiting_for()}"
+            print(f"dapo_jax: {_refusal(cluster, reason)}", file=sys.stderr, flush=True)
+            os._exit(2)  # as a command does whose input is wrong
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        joined.set()
 
 
 def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:

@@ -1,0 +1,154 @@
+"""Host: where the other processes of a run are: what the environment says of them, and whether they answer.
+
+JAX looks for Open MPI, Slurm, TPUs and Kubernetes; the first that it finds decides. `find_cluster` looks before it
+does: JAX treats a cluster of one process like one of several, and asks servers that a single host need not have.
+"""
+
+import errno
+import http.client
+import re
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import NamedTuple
+
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # of a step by srun
+METADATA_TRIES, METADATA_TIMEOUT_S, METADATA_PAUSE_S = 3, 5, 1
+REACH_TIMEOUT_S = 5
+
+
+class Cluster(NamedTuple):
+    """What the environment says of the processes of a run."""
+
+    num_processes: int | None  # 1 = this process is alone; None = not said, JAX may know
+    evidence: str  # what says it, as NAME=value; "" = nothing
+
+
+def find_cluster(environment: Mapping[str, str]) -> Cluster:
+    """The first kind of cluster that the environment names, in JAX's order.
+
+    Args:
+        environment: `os.environ` after JAX has been imported, which sets TPU_SKIP_MDS_QUERY where there is no TPU.
+            Without that variable, and without names of TPU hosts, Google's metadata server is asked.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return _cluster(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
+    if all(name in environment for name in SLURM):
+        return _cluster(environment, "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")
+    if "TPU_PROCESS_ADDRESSES_PATH" in environment:  # a file, read by JAX 0.12
+        return Cluster(None, _evidence(environment, "TPU_PROCESS_ADDRESSES_PATH"))
+    for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        if name in environment:  # "local" or "localhost" on one host
+            count = len(environment[name].split(",")) * (_number(environment.get("MEGASCALE_NUM_SLICES", "1")) or 1)
+            return Cluster(count, _evidence(environment, name, "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES"))
+    if "TPU_SKIP_MDS_QUERY" not in environment and (cluster := _tpu_vm(environment)):
+        return cluster
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        # JAX joins the pods of an indexed job, and can join no others.
+        indexed = "JOB_COMPLETION_INDEX" in environment
+        return Cluster(None if indexed else 1, _evidence(environment, "JOB_COMPLETION_INDEX"))
+    return Cluster(None, _evidence(environment, "JAX_COORDINATOR_ADDRESS"))
+
+
+def check_address(coordinator: str, *, listens: bool) -> None:
+    """Raises ValueError unless the address is HOST:PORT, and the port is free where this process is to listen.
+
+    JAX crashes on a port that is taken, and two runs with one port end each other.
+
+    Args:
+        coordinator: the address of process 0.
+        listens: whether this is process 0.
+    """
+    port = _number(coordinator.rpartition(":")[2])
+    if ":" not in coordinator or port is None or not 0 < port < 2**16:
+        raise ValueError(f"trainer.coordinator={coordinator!r} must be HOST:PORT, an address of process 0: correct it")
+    if not listens:
+        return
+    with socket.socket(socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that has just been left is free
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(
+                    f"trainer.coordinator={coordinator!r}: another program of this host listens on port {port}: choose "
+                    "another port in all processes, or end that program"
+                ) from error
+
+
+def waiting_for() -> str:
+    """What this process waits for while JAX joins the processes, with the address of process 0."""
+    try:
+        from jax._src.distributed import global_state  # no public name tells what JAX has found
+
+        address, process = global_state.coordinator_address, global_state.process_id
+    except (ImportError, AttributeError):
+        address, process = None, 0
+    if not address:
+        return "JAX looks for process 0"
+    if process == 0:
+        return f"process 0 waits at {address} for the others"
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S):
+            return f"process {process} reaches process 0 at {address} and waits for the others"
+    except (OSError, ValueError) as error:
+        return f"process {process} does not reach process 0 at {address} ({error})"
+
+
+def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:
+    """The hosts of a Cloud TPU VM, as its metadata server says; None where that knows of no TPU."""
+    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    try:
+        workers = _metadata(server, "worker-network-endpoints")
+        if workers is None:
+            return None
+        slices = environment.get("MEGASCALE_NUM_SLICES")
+        if slices is None:
+            found = re.search(r"^\s*MEGASCALE_NUM_SLICES\s*:\s*'?(\d+)", _metadata(server, "tpu-env") or "", re.M)
+            slices = found[1] if found else "1"
+    except (OSError, http.client.HTTPException) as error:
+        print(
+            f"dapo_jax: no metadata server answers at {server} ({error}), so this process starts alone; if it has "
+            "others, give trainer.coordinator, trainer.num_processes and trainer.process_id",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return Cluster(1, "")
+    evidence = f"worker-network-endpoints={workers} and MEGASCALE_NUM_SLICES={slices} of the metadata server {server}"
+    return Cluster(len(workers.split(",")) * (_number(slices) or 1), evidence)
+
+
+def _metadata(server: str, key: str) -> str | None:
+    """An attribute of this virtual machine; None if it has none of that name.
+
+    Raises:
+        OSError, HTTPException: the server does not answer.
+    """
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{key}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for tries in range(1, METADATA_TRIES + 1):
+        try:
+            with direct.open(request, timeout=METADATA_TIMEOUT_S) as response:
+                return response.read().decode()
+        except urllib.error.HTTPError:
+            return None
+        except (OSError, http.client.HTTPException):
+            if tries == METADATA_TRIES:
+                raise
+            time.sleep(METADATA_PAUSE_S)
+
+
+def _cluster(environment: Mapping[str, str], count: str, *others: str) -> Cluster:
+    return Cluster(_number(environment[count]), _evidence(environment, count, *others))
+
+
+def _evidence(environment: Mapping[str, str], *names: str) -> str:
+    return ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
