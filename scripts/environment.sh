@@ -22,3 +22,29 @@ use_environment() { # use_environment EXTRA: the active environment, or .venv; i
     touch "$stamp"
   fi
 }
+
+use_compilers() { # puts JAX's compilers for GPUs and TPUs, of which none need be here, on PYTHONPATH; COMPILED is kept too
+  local jax python libtpu compilers
+  COMPILED="${DAPO_JAX_CACHE:-$HOME/.cache/dapo_jax}/accelerators"
+  read -r jax python libtpu < <(python - <<'PYTHON'
+import importlib.metadata
+import sys
+
+needs = [line.partition(";")[0].strip() for line in importlib.metadata.requires("jax") or () if line.startswith("libtpu")]
+print(importlib.metadata.version("jax"), sys.implementation.cache_tag, *needs[:1])
+PYTHON
+  )
+  compilers="$COMPILED/compilers_${jax}_$python"
+  if [[ ! -d "$compilers" ]]; then
+    echo "installing JAX's compilers for GPUs and TPUs into $compilers"
+    rm -rf "$compilers.new"
+    python -m pip install --quiet --disable-pip-version-check --no-deps --target "$compilers.new" \
+      "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax" "nvidia-cudnn-cu13<10" "$libtpu" || {
+      echo "cannot install JAX's compilers: the first time needs a network, and 2 GB in $COMPILED (DAPO_JAX_CACHE" \
+        "moves it)" >&2
+      exit 2
+    }
+    mv "$compilers.new" "$compilers"
+  fi
+  export PYTHONPATH="$compilers${PYTHONPATH:+:$PYTHONPATH}"
+}

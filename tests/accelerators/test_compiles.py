@@ -6,13 +6,35 @@ import re
 
 import jax
 import pytest
-from accelerators.cases import CASES, FAMILIES, small
-from accelerators.programs import parts_of
+from accelerators.cases import CASES, FAMILIES, H100, UPDATE, V5E, Case, small
+from accelerators.programs import parts_of, step
 
 from dapo_jax.parallel.ahead_of_time import compile_ahead
 from dapo_jax.settings import compiler_options
 
+KEPT = os.environ["DAPO_JAX_ACCELERATORS"]
 WIDE = re.compile(r"tensor<[^>]*\b(f64|u?i64)>")  # nothing is computed in 64 bits
+
+
+def compiled(case, topology, directory):
+    """The optimised text of each program of a case by its name. The test fails where one does not compile."""
+    values, texts = small(), {}
+    if case.family:
+        (directory / "config.json").write_text(json.dumps(FAMILIES[case.family]))
+        values.model.path = str(directory)
+    values.update_from_flattened_dict(case.changes)
+    parts = parts_of(values, topology, devices=case.devices)
+    options = compiler_options(parts.config, parts.mesh)
+    programs = list(case.programs(parts))  # outside of the mesh, on whose devices nothing can be computed
+    with jax.set_mesh(parts.mesh):
+        for name, lower in programs:
+            try:
+                lowered = lower()
+                assert not wide_types(lowered.as_text()), "it computes in 64 bits"
+                texts[name] = compile_ahead(lowered, parts.mesh, directory=KEPT, options=options).text
+            except Exception as error:
+                pytest.fail(f"{case.name}: {name} does not compile for {topology}: {error}")
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -20,22 +42,31 @@ WIDE = re.compile(r"tensor<[^>]*\b(f64|u?i64)>")  # nothing is computed in 64 bi
     [pytest.param(case, topology, id=f"{topology} {case.name}") for case in CASES for topology in case.platforms],
 )
 def test_every_program_compiles(case, topology, tmp_path):
-    values = small()
-    if case.family:
-        (tmp_path / "config.json").write_text(json.dumps(FAMILIES[case.family]))
-        values.model.path = str(tmp_path)
-    values.update_from_flattened_dict(case.changes)
-    parts, directory = parts_of(values, topology, devices=case.devices), os.environ["DAPO_JAX_ACCELERATORS"]
-    options = compiler_options(parts.config, parts.mesh)
-    programs = list(case.programs(parts))  # outside of the mesh, on whose devices nothing can be computed
-    with jax.set_mesh(parts.mesh):
-        for name, lower in programs:
-            try:
-                lowered = lower()
-                compile_ahead(lowered, parts.mesh, directory=directory, options=options)
-            except Exception as error:
-                pytest.fail(f"{case.name}: {name} does not compile for {topology}: {error}")
-            assert not wide_types(lowered.as_text()), f"{case.name}: {name} computes in 64 bits"
+    compiled(case, topology, tmp_path)
+
+
+KERNELS = {  # names of the attention's forward and backward pass in a compiled program
+    H100: (r'"__cudnn\$fmhaSoftmax"', r'"__cudnn\$fmhaSoftmaxBackward"'),
+    V5E: (r"%splash_mha_fwd[\w.]* = ", r"%splash_mha_dkv[\w.]* = "),
+}
+
+
+@pytest.mark.parametrize("topology", [H100, V5E])
+@pytest.mark.parametrize(("policy", "passes"), [("full", 2), ("attention", 1)])
+def test_remat_attention_keeps_what_the_kernel_gives(topology, policy, passes, tmp_path):
+    (text,) = compiled(Case(policy, UPDATE, {"model.remat_policy": policy}), topology, tmp_path).values()
+    forward, backward = (len(re.findall(pattern, text)) for pattern in KERNELS[topology])
+    assert forward == passes * backward > 0
+
+
+@pytest.mark.parametrize("topology", ["t4:1", "v100:2", "l4:1", "rtx4090:1", "a100:2x2", "h200:2", "b200:2"])
+def test_a_step_compiles_for_other_gpus(topology, tmp_path):
+    """Those without bfloat16, with less shared memory, newer ones, and several hosts."""
+    hosts, _, devices = topology.partition(":")[2].rpartition("x")
+    changes = {"mesh.data": 1, "mesh.fsdp": int(hosts or 1) * int(devices), "mesh.tensor": 1}
+    texts = compiled(Case("a step", step("prefill", "decode 16", "actor"), changes), topology, tmp_path)
+    fused = any("fmhaSoftmax" in text for text in texts.values())
+    assert fused == (not topology.startswith(("t4", "v100")))
 
 
 def wide_types(text: str) -> list[str]:
