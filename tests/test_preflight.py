@@ -4,15 +4,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from small_run import load_config, small_config
 
 from dapo_jax.config import freeze
 from dapo_jax.models.weights import count_params
-from dapo_jax.parallel.devices import GIB, Limits
+from dapo_jax.parallel.devices import GIB, Limits, limits_of
 from dapo_jax.parallel.hlo_costs import Collective, Costs
-from dapo_jax.preflight import Measured, main, read_shape, refused, seconds, summary, tables
+from dapo_jax.preflight import Measured, main, read_shape, refused, seconds, summary, tables, usable_memory
 from dapo_jax.preflight_advice import advise
 from dapo_jax.step_programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
 
@@ -83,6 +88,39 @@ def test_a_shape_stands_for_a_model_that_is_not_on_the_disk(tmp_path):
     assert arch(tmp_path) == arch("nowhere/Qwen2.5-0.5B")
     with pytest.raises(ValueError, match="the model path nowhere/Other does not exist"):
         arch("nowhere/Other")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology=gpu:8"], "dapo_jax: --topology=gpu:8 must name the GPU: choose one of v100:8"),
+        (["--topology=h100:eight"], "dapo_jax: --topology=h100:eight must be h100:GPUS"),
+        (["--topology=h100"], "dapo_jax: --topology=h100 must be h100:GPUS"),
+        (["--topology=v99:2x2"], "dapo_jax: --topology=v99:2x2 must be a slice that libtpu knows"),
+        (["--config.mesh.data=3"], "mesh.data=3 x mesh.fsdp=4 x mesh.tensor=2 must be the number of devices, 8"),
+    ],
+)
+def test_what_cannot_be_compiled_for_ends_in_one_line(monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(ROOT)
+    assert jax.device_count() == 8  # JAX has been started, and its devices are these
+    with pytest.raises(SystemExit) as ended:
+        main([*TINY, *arguments])
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and len(printed) == 1 and message in printed[0]
+
+
+def absent(kind, platform):
+    """A mesh of one device that is not here."""
+    device = SimpleNamespace(device_kind=kind, platform=platform)
+    return cast(Mesh, SimpleNamespace(devices=np.array([[[device]]])))
+
+
+def test_of_a_gpu_only_the_share_that_jax_takes_is_usable():
+    config = small_config("unused", **{"trainer.gpu_memory_fraction": 0.5})
+    assert usable_memory(config, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
+    assert usable_memory(config, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
+    with pytest.raises(ValueError, match="the memory of TPU v1 is not known: choose a device of TPU v4, .*H100"):
+        usable_memory(config, absent("TPU v1", "tpu"), limits_of(SimpleNamespace(device_kind="TPU v1")))
 
 
 LIMIT = Limits("device", 10 * GIB, 100.0, 10.0, 1.0)

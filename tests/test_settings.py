@@ -14,11 +14,19 @@ from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.policies import read_model
 from dapo_jax.training_batch import rows_of_a_prompt
 
+
+def memories(*kinds):
+    return lambda: [SimpleNamespace(kind=kind) for kind in kinds]
+
+
 DEVICES = {
-    "cpu": SimpleNamespace(platform="cpu", device_kind="cpu"),
+    "cpu": SimpleNamespace(platform="cpu", device_kind="cpu", addressable_memories=memories("pinned_host")),
     "tpu": SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"),
     "T4": SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5"),
-    "A100": SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0"),
+    "A100": SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", compute_capability="8.0", addressable_memories=memories()
+    ),
+    "A100 that is here": SimpleNamespace(platform="gpu", addressable_memories=memories("device", "pinned_host")),
     "B200": SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0"),
 }
 
@@ -99,3 +107,15 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     assert settings.actor_settings(config, arch, mesh_of("A100")).compiler_options == expected
     assert settings.critic_settings(config, arch, mesh_of("A100")).compiler_options == expected
     assert settings.compiler_options(configured()[0], mesh_of("tpu")) == {}
+
+
+@pytest.mark.parametrize("option", ["actor.optim.offload", "model.remat_policy"])
+def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
+    value = "offload" if option == "model.remat_policy" else True
+    config = small_config("unused", **{option: value, "model.enable_gradient_checkpointing": True})
+    for device, message in {"cpu": "needs devices with a memory", "A100": "GPUs that are not there"}.items():
+        mesh = mesh_of(device)
+        with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
+            settings.check_memory(config, mesh)
+    settings.check_memory(config, mesh_of("A100 that is here"))
+    settings.check_memory(small_config("unused"), mesh_of("A100"))

@@ -1,0 +1,46 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dapo_jax.parallel import ahead_of_time
+from dapo_jax.parallel.ahead_of_time import compile_ahead
+from dapo_jax.parallel.compilation import CACHE
+from dapo_jax.parallel.mesh import make_mesh
+
+
+def lowered(size):
+    return jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """How many programs have been compiled."""
+    monkeypatch.delenv(CACHE, raising=False)
+    count, compile_now = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: (count.append(1), compile_now(self))[1])
+    return count
+
+
+def test_what_was_compiled_before_is_not_compiled_again(tmp_path, compilations):
+    mesh = make_mesh(8, 1, 1)
+    first = compile_ahead(lowered(64), mesh, directory=str(tmp_path))
+    assert compile_ahead(lowered(64), mesh, directory=str(tmp_path)) == first and len(compilations) == 1
+    assert "dot" in first.text and first.bytes >= 2 * 64 * 64 * 4
+
+
+def test_another_program_option_mesh_or_compiler_is_compiled_anew(tmp_path, compilations, monkeypatch):
+    def again(size=64, mesh=None, **options):
+        compile_ahead(lowered(size), mesh or make_mesh(8, 1, 1), directory=str(tmp_path), options=options)
+        return len(compilations)
+
+    assert [again(), again(size=32), again(xla_some_option=True)] == [1, 2, 3]
+    assert again(mesh=make_mesh(1, 1, 1, jax.devices()[:1])) == 4
+    monkeypatch.setattr(ahead_of_time, "_version", lambda package: "9.9")
+    assert again() == 5
+
+
+def test_nothing_is_kept_without_a_directory(tmp_path, compilations, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        compile_ahead(lowered(64), make_mesh(8, 1, 1))
+    assert len(compilations) == 2 and not list(tmp_path.iterdir())
