@@ -1,6 +1,7 @@
 """The compiled functions of a run, lowered for devices that are not here, by the name that a case asks for."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -229,3 +230,11 @@ def _weights(arch: Architecture, mesh: Mesh, rules: Any) -> Any:
         ),
         weight_shardings(table, mesh, rules),
     )
+
+
+def wide_types(text: str) -> list[str]:
+    """The lines of a lowered program that compute with numbers of 64 bits; attributes may have some."""
+    without = text
+    while (shorter := re.sub(r"\{[^{}\n]*\}", "", without)) != without:
+        without = shorter
+    return [line.strip() for line in without.splitlines() if re.search(r"tensor<[^>]*\b(f64|u?i64)>", line)]

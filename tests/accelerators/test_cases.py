@@ -3,6 +3,11 @@
 import ast
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import pytest
+from accelerators.programs import wide_types
+
 import dapo_jax
 
 PACKAGE = Path(dapo_jax.__file__).parent
@@ -22,3 +27,15 @@ def test_every_function_that_is_compiled_has_a_case():
         if count:
             found[path.relative_to(PACKAGE).as_posix()] = count
     assert found == COMPILED
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64", "uint64"])
+def test_what_computes_in_64_bits_is_found(dtype):
+    def total(rows):
+        with jax.enable_x64(True):
+            found, _ = jax.lax.scan(lambda sum, row: (sum + jnp.sum(row, dtype=dtype), None), jnp.zeros((), dtype), rows)
+        return found.astype(jnp.float32)
+
+    shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    assert wide_types(jax.jit(total).lower(shape).as_text())
+    assert not wide_types(jax.jit(lambda rows: jnp.sum(rows.T @ rows)).lower(shape).as_text())

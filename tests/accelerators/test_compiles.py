@@ -7,13 +7,12 @@ import re
 import jax
 import pytest
 from accelerators.cases import CASES, FAMILIES, H100, UPDATE, V5E, Case, small
-from accelerators.programs import parts_of, step
+from accelerators.programs import parts_of, step, wide_types
 
 from dapo_jax.parallel.ahead_of_time import compile_ahead
 from dapo_jax.settings import compiler_options
 
 KEPT = os.environ["DAPO_JAX_ACCELERATORS"]
-WIDE = re.compile(r"tensor<[^>]*\b(f64|u?i64)>")  # nothing is computed in 64 bits
 
 
 def compiled(case, topology, directory):
@@ -67,10 +66,3 @@ def test_a_step_compiles_for_other_gpus(topology, tmp_path):
     texts = compiled(Case("a step", step("prefill", "decode 16", "actor"), changes), topology, tmp_path)
     fused = any("fmhaSoftmax" in text for text in texts.values())
     assert fused == (not topology.startswith(("t4", "v100")))
-
-
-def wide_types(text: str) -> list[str]:
-    """Arrays of 64-bit numbers in a lowered program, apart from those in its attributes."""
-    while (shorter := re.sub(r"\{[^{}]*\}|<\{[^{}]*\}>", "", text)) != text:
-        text = shorter
-    return [line for line in text.splitlines() if WIDE.search(line)]
