@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models.remat import ATTENDED
-from dapo_jax.parallel.devices import multiplies_bfloat16
+from dapo_jax.parallel.devices import cuda_generation
 from dapo_jax.parallel.mesh import BATCH_AXES
 
 KERNELS = {"gpu": "cudnn", "tpu": "splash"}  # by the platform that they run on
@@ -66,9 +66,10 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
         return ""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs model.dtype=bfloat16, not {jnp.dtype(dtype).name}"
-    if not multiplies_bfloat16(device):
-        return f"needs a GPU of compute capability 8.0 or later, not {device.compute_capability} ({device.device_kind})"
-    most = 256 if int(device.compute_capability.partition(".")[0]) >= 9 else 128
+    generation = cuda_generation(device)
+    if generation is None or generation < 8:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or later, not {device.device_kind}"
+    most = 256 if generation >= 9 else 128
     if head_dim > most or head_dim % 8:
         return f"needs a head size of a multiple of 8 up to {most} on {device.device_kind}, not {head_dim}"
     return ""

@@ -64,10 +64,15 @@ def limits_of(device: Any) -> Limits:
 
 
 def multiplies_bfloat16(device: Any) -> bool:
-    """Whether products of bfloat16 are the fast ones: not on CPUs, nor on GPUs before Ampere (T4, V100)."""
-    if device.platform == "gpu":
-        return int(device.compute_capability.partition(".")[0]) >= 8
-    return device.platform != "cpu"
+    """Whether products of bfloat16 are the fast ones: not on CPUs, nor on NVIDIA's GPUs before Ampere (T4, V100)."""
+    generation = cuda_generation(device)
+    return device.platform != "cpu" if generation is None else generation >= 8
+
+
+def cuda_generation(device: Any) -> int | None:
+    """The first part of an NVIDIA GPU's compute capability: 7 (V100, T4), 8 (A100, L4), 9 (H100), 10; else None."""
+    found = re.match(r"(\d+)\.\d+$", getattr(device, "compute_capability", ""))
+    return int(found[1]) if found else None
 
 
 def devices_of(topology: str, num_devices: int) -> Sequence[Any]:

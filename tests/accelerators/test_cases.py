@@ -33,7 +33,8 @@ def test_every_function_that_is_compiled_has_a_case():
 def test_what_computes_in_64_bits_is_found(dtype):
     def total(rows):
         with jax.enable_x64(True):
-            found, _ = jax.lax.scan(lambda sum, row: (sum + jnp.sum(row, dtype=dtype), None), jnp.zeros((), dtype), rows)
+            start = jnp.zeros((), dtype)
+            found, _ = jax.lax.scan(lambda sum, row: (sum + jnp.sum(row, dtype=dtype), None), start, rows)
         return found.astype(jnp.float32)
 
     shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
