@@ -2,8 +2,9 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b_math.py
 
-Hardware: 8 devices of 80 GB in one host. Compiled for a v5p:2x2x2 slice, where the preflight counts 43 GiB a device and
-a least time of 64 minutes a step if every response runs to its limit (docs/preflight.md). Not run.
+Hardware: 8 devices of 80 GB in one host. The preflight counts 43 GiB a device on 8 x H100, 8 x A100 and a v5p:2x2x2
+slice, and a least time per step, if every response runs to its limit, of 42, 83 and 64 minutes (docs/preflight.md). Not
+run.
 Published: AIME-2024 avg@32 of 36.3 within 200 steps, with verl on 64 GPUs (verl, docs/algo/baseline.md).
 
 Model: Qwen/Qwen2.5-Math-7B of the Hugging Face hub. Data: BytedTsinghua-SIA/DAPO-Math-17k and
@@ -32,7 +33,6 @@ def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/dapo_qwen2.5_7b_math"
     config.model.path = "models/Qwen2.5-Math-7B"
-    config.model.attention = "fused"
     config.data.train_files = ("data/dapo-math-17k.parquet",)
     config.data.val_files = ("data/aime-2024.parquet",)
     config.data.max_prompt_length = 2048

@@ -3,10 +3,9 @@
     python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl
     python -m dapo_jax.train --config configs/gsm8k.py
 
-Hardware: with --config.mesh.fsdp=4 a v5e:2x2 slice, where the preflight counts 7.7 of 16 GiB a device and a least time
-of 36 s a step (docs/preflight.md); or one GPU of 80 GB, by arithmetic. Not run, so no time is known. Larger ones are
-taken by --config.model.path, such as models/Qwen2.5-1.5B-Instruct: with --config.mesh.fsdp=8 on v5e:2x4 it counts 12.3
-GiB and 42 s. Published: from 49.6% of the test problems to 56.7 with PPO and 54.3 with GRPO on adapters (verl,
+Hardware: one GPU of 24 GB (L4: the preflight counts 14 of 20 GiB and a least time of 276 s per step), one H100 (20 GiB,
+24 s), or with --config.mesh.fsdp=4 a v5e:2x2 slice (docs/preflight.md). Not run, so no real time is known. Larger
+models are taken by --config.model.path, such as models/Qwen2.5-1.5B-Instruct on v5e:2x4 with --config.mesh.fsdp=8. Published: from 49.6% of the test problems to 56.7 with PPO and 54.3 with GRPO on adapters (verl,
 docs/algo/baseline.md); that is the bar, not a result of this file.
 
 Model: Qwen/Qwen2.5-0.5B-Instruct of the Hugging Face hub. Sizes are those of verl's examples: prompts of 512 tokens,

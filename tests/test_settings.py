@@ -58,7 +58,8 @@ def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
     [
         ("tpu", "float32", 16, "splash"), ("A100", "auto", 128, "cudnn"), ("A100", "float32", 128, None),
         ("A100", "auto", 256, None), ("B200", "auto", 256, "cudnn"), ("B200", "auto", 20, None),
-        ("T4", "auto", 64, None), ("T4", "bfloat16", 64, None), ("MI300", "auto", 64, None), ("cpu", "bfloat16", 16, None),
+        ("T4", "auto", 64, None), ("T4", "bfloat16", 64, None), ("MI300", "auto", 64, None),
+        ("cpu", "bfloat16", 16, None),
     ],
 )  # fmt: skip
 def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_dim, kernel):

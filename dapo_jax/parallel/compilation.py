@@ -6,15 +6,13 @@ from pathlib import Path
 
 import jax
 
-# By platform, for passes over the layers: the weights of the next layer are gathered, and the gradients of the last one
-# scattered, while a layer computes. Sources: NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with JAX and XLA" (all
-# four), and JAX, "GPU performance tips" (the first). XLA:TPU does the same unless told otherwise.
+# XLA's options by platform, for passes over the layers: weights are gathered and gradients scattered while a layer
+# computes. Sources: JAX, "GPU performance tips" (the first), NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with
+# JAX and XLA" (both). XLA:TPU overlaps by default.
 OVERLAP: Mapping[str, Mapping[str, bool]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_enable_while_loop_double_buffering": True,  # or each turn would wait for the transfers of the last
+        "xla_gpu_enable_while_loop_double_buffering": True,  # two layers in a turn, so that they overlap too
     }
 }
 
