@@ -39,6 +39,8 @@ RUN_BY = {
     "bash scripts/quickstart.sh": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
     "source .venv/bin/activate": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
     "bash scripts/test.sh": ".ci/run",
+    "bash scripts/test_accelerators.sh": ".ci/run",
+    "pip install --no-deps jax-cuda13-plugin": f"{SET_UP}test_compilers_of_accelerators_are_installed_once",
     "bash scripts/accelerator_report.sh": "tests/scripts/test_accelerator_report.py::test_the_report_on_a_cpu",
     "bash scripts/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
     "export DAPO_FILE=": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",

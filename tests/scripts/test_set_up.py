@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from dapo_jax.validation import validate
 
 ROOT = Path(__file__).parents[2]
 
-# Stands in for Python: notes its arguments, and makes an environment whose Python is itself.
+# Stands in for Python: notes its arguments, makes an environment whose Python is itself, says which compilers JAX wants
+# and installs nothing.
 INTERPRETER = """
 import json, os, shutil, sys
 from pathlib import Path
@@ -26,13 +28,20 @@ if sys.argv[1:3] == ["-m", "venv"]:
     bin.mkdir(parents=True)
     shutil.copy(sys.argv[0], bin / "python")
     (bin / "activate").write_text(f"export VIRTUAL_ENV='{bin.parent.absolute()}' PATH='{bin.absolute()}':$PATH")
+if sys.argv[1:] == ["-"]:
+    print("0.10.2 cpython-311 libtpu==0.0.42.*")
+if "--target" in sys.argv:
+    if "NO_NETWORK" in os.environ:
+        sys.exit(1)
+    Path(sys.argv[sys.argv.index("--target") + 1]).mkdir(parents=True)
 """
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """Runs one of our scripts in a folder of its own, and returns what Python was asked to do."""
-    for name in ("scripts/quickstart.sh", "scripts/environment.sh", "scripts/preflight_reports.sh", "setup.py"):
+    scripts = ("quickstart.sh", "environment.sh", "preflight_reports.sh", "test_accelerators.sh")
+    for name in ("setup.py", *(f"scripts/{script}" for script in scripts)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "tools/python"
@@ -40,13 +49,16 @@ def checkout(tmp_path):
     python.write_text(f"#!{sys.executable}\n{INTERPRETER}")
     python.chmod(0o755)
 
-    def run(script, *arguments):
+    def run(script, *arguments, code=0, **variables):
         calls = tmp_path / "calls.jsonl"
         calls.unlink(missing_ok=True)
         env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
         env |= {"PYTHON": str(python), "CALLS": str(calls), "PATH": f"{python.parent}{os.pathsep}{env['PATH']}"}
+        env |= {"DAPO_JAX_CACHE": str(tmp_path / "cache"), **variables}
         done = subprocess.run(["bash", str(tmp_path / script), *arguments], env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
+        if code:
+            return done.stderr
         return [json.loads(line) for line in calls.read_text().splitlines()]
 
     return run
@@ -64,12 +76,35 @@ def test_the_quickstart_makes_an_environment_once_and_trains(checkout):
 
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    calls = checkout("scripts/preflight_reports.sh")
-    assert len(calls) == 7
+    calls = [call for call in checkout("scripts/preflight_reports.sh") if call[:2] == ["-m", "dapo_jax.preflight"]]
+    assert len(calls) == 14
     for call in calls:
-        assert call[:2] == ["-m", "dapo_jax.preflight"]
         options = [option for option in call if option.startswith("--config.")]
         validate(read_config(["preflight", "--config", call[call.index("--config") + 1], *options]))
         assert (ROOT / call[call.index("--json") + 1]).exists()
-    assert len(list((tmp_path / "build/preflight").iterdir())) == 7
-    assert len(checkout("scripts/preflight_reports.sh", str(tmp_path / "tables"), "7b_v5e", "7b_v5p")) == 2
+    assert len(list((tmp_path / "build/preflight").iterdir())) == 14
+    asked, *chosen = checkout("scripts/preflight_reports.sh", str(tmp_path / "tables"), "7b_v5e", "7b_v5p")
+    assert asked == ["-"] and len(chosen) == 2
+
+
+def test_every_recipe_that_names_an_accelerator_has_a_report():
+    reports = (ROOT / "scripts/preflight_reports.sh").read_text()
+    recipes = (ROOT / "configs").glob("*.py")
+    named = [path.name for path in recipes if re.search("H100|A100|L4|v5[ep]", path.read_text())]
+    assert len(named) == 5 and all(f"--config configs/{name}" in reports for name in named)
+
+
+def test_compilers_of_accelerators_are_installed_once(checkout, tmp_path):
+    *_, asked, install, tests = checkout("scripts/test_accelerators.sh", "-k", "critic")
+    assert asked == ["-"] and "--no-deps" in install
+    assert install[-4:] == [
+        "jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2", "nvidia-cudnn-cu13<10", "libtpu==0.0.42.*"
+    ]  # fmt: skip
+    assert tests[:3] == ["-m", "pytest", "tests/accelerators"] and tests[-2:] == ["-k", "critic"]
+    assert len(list((tmp_path / "cache/accelerators").iterdir())) == 1
+    assert checkout("scripts/test_accelerators.sh") == [["-"], tests[:-2]]
+
+
+def test_compilers_that_cannot_be_installed_are_said_to_be_missing(checkout):
+    message = checkout("scripts/test_accelerators.sh", code=2, NO_NETWORK="1")
+    assert "cannot install JAX's compilers: the first time needs a network, and 2 GB in" in message
