@@ -54,17 +54,14 @@ class Gpu:
         """
 
 
-# Sources: for V100, A100, H100, H200 and B200 XLA's own target configs (openxla/xla,
-# xla/backends/gpu/target_config/specs); for T4, L4 and RTX 4090 the table of compute capabilities in NVIDIA's CUDA
-# programming guide. FLOP/s, bandwidth and links: NVIDIA's data sheets, of the SXM modules where there are several,
-# NVLink in one direction, PCIe with 16 lanes. Network: one card per GPU in NVIDIA's DGX systems (V100: half a card);
-# for T4 and L4 an eighth of the 100 Gbit/s of clouds' machines with eight of them (AWS g4dn.metal, Google
-# g2-standard-96); for an RTX 4090 10 Gbit/s Ethernet.
+# Sources: for A100, H100, H200 and B200 XLA's own target configs (openxla/xla, xla/backends/gpu/target_config/specs);
+# for T4, L4 and RTX 4090 the table of compute capabilities in NVIDIA's CUDA programming guide. FLOP/s, bandwidth and
+# links: NVIDIA's data sheets, of the SXM modules where there are several, NVLink in one direction, PCIe with 16 lanes.
+# Network: one card per GPU in NVIDIA's DGX systems; for T4 and L4 an eighth of the 100 Gbit/s of clouds' machines with
+# eight of them (AWS g4dn.metal, Google g2-standard-96); for an RTX 4090 10 Gbit/s Ethernet.
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, (233472, 232448), 52428800, 1.98, 84942979072, 3.352e12,
            989e12, 4.5e11, 5e10)  # fmt: skip
 GPUS = {
-    "v100": Gpu("Tesla V100-SXM2-16GB", (7, 0), 80, 64, 2048, (98304, 98304), 6291456, 1.53, 16935682048, 8.98e11,
-                15.7e12, 1.5e11, 6.25e9),
     "t4": Gpu("Tesla T4", (7, 5), 40, 64, 1024, (65536, 65536), 4194304, 1.59, 15843721216, 3.2e11,
               8.1e12, 1.6e10, 1.56e9),
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, (167936, 166912), 41943040, 1.41, 85100068864, 2.039e12,

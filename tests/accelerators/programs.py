@@ -233,8 +233,11 @@ def _weights(arch: Architecture, mesh: Mesh, rules: Any) -> Any:
 
 
 def wide_types(text: str) -> list[str]:
-    """The lines of a lowered program that compute with numbers of 64 bits; attributes may have some."""
+    """The lines of a lowered program that compute with numbers of 64 bits.
+
+    Attributes may have some, and JAX's random bits count in unsigned ones.
+    """
     without = text
     while (shorter := re.sub(r"\{[^{}\n]*\}", "", without)) != without:
         without = shorter
-    return [line.strip() for line in without.splitlines() if re.search(r"tensor<[^>]*\b(f64|u?i64)>", line)]
+    return [line.strip() for line in without.splitlines() if re.search(r"tensor<[^>]*\b(f64|i64)>", line)]

@@ -29,7 +29,7 @@ def test_every_function_that_is_compiled_has_a_case():
     assert found == COMPILED
 
 
-@pytest.mark.parametrize("dtype", ["int64", "float64", "uint64"])
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
 def test_what_computes_in_64_bits_is_found(dtype):
     def total(rows):
         with jax.enable_x64(True):
@@ -39,4 +39,5 @@ def test_what_computes_in_64_bits_is_found(dtype):
 
     shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     assert wide_types(jax.jit(total).lower(shape).as_text())
-    assert not wide_types(jax.jit(lambda rows: jnp.sum(rows.T @ rows)).lower(shape).as_text())
+    drawn = jax.jit(lambda rows: rows.T @ jax.random.normal(jax.random.key(0), rows.shape))
+    assert not wide_types(drawn.lower(shape).as_text())

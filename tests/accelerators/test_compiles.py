@@ -58,11 +58,11 @@ def test_remat_attention_keeps_what_the_kernel_gives(topology, policy, passes, t
     assert forward == passes * backward > 0
 
 
-@pytest.mark.parametrize("topology", ["t4:1", "v100:2", "l4:1", "rtx4090:1", "a100:2x2", "h200:2", "b200:2"])
+@pytest.mark.parametrize("topology", ["t4:1", "l4:1", "rtx4090:1", "a100:2x2", "h200:2", "b200:2"])
 def test_a_step_compiles_for_other_gpus(topology, tmp_path):
     """Those without bfloat16, with less shared memory, newer ones, and several hosts."""
     hosts, _, devices = topology.partition(":")[2].rpartition("x")
     changes = {"mesh.data": 1, "mesh.fsdp": int(hosts or 1) * int(devices), "mesh.tensor": 1}
     texts = compiled(Case("a step", step("prefill", "decode 16", "actor"), changes), topology, tmp_path)
     fused = any("fmhaSoftmax" in text for text in texts.values())
-    assert fused == (not topology.startswith(("t4", "v100")))
+    assert fused == (not topology.startswith("t4"))

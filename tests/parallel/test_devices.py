@@ -27,7 +27,7 @@ def test_an_unknown_device_has_no_limits():
 def test_known_limits_are_whole_and_plausible():
     for limits in LIMITS.values():
         assert limits.is_known and limits.memory is not None
-        of_bfloat16 = limits.name not in ("V100", "T4")  # whose float32 products are ten times slower
+        of_bfloat16 = limits.name != "T4"  # whose float32 products are ten times slower
         of_bandwidth, of_link = limits.flops / limits.bandwidth, limits.flops / limits.link  # pyright: ignore
         assert 10 < of_bandwidth < 1000 and (of_link > 1000 if of_bfloat16 else of_link > 100)
         assert limits.network is None or limits.network < limits.link  # pyright: ignore
@@ -51,7 +51,7 @@ def test_a_number_of_gpus_that_is_none_is_refused(topology):
 
 
 def test_gpus_without_a_name_are_refused_with_all_names():
-    with pytest.raises(ValueError, match="must name the GPU: choose one of v100:8, t4:8, .* h100:8, h200:8, b200:8"):
+    with pytest.raises(ValueError, match="must name the GPU: choose one of t4:8, .* h100:8, h200:8, b200:8"):
         devices_of("gpu:8", 8)
 
 
