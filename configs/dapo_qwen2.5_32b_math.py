@@ -3,9 +3,9 @@
     python -m dapo_jax.train --config configs/dapo_qwen2.5_32b_math.py
 
 Hardware: 128 devices of 95 GB on several hosts (docs/pods.md). Compiled for a v5p:4x4x8 slice, where the preflight
-counts 72 GiB a device and a least time of 2.5 hours a step if every response runs to its limit (docs/preflight.md). On 32
-x H100 (four hosts) it fits with --config.mesh.fsdp=4 --config.rollout.max_num_seqs=0 and kv_memory_share=0.8: 50 GiB.
-Not run.
+counts 72 GiB a device and a least time of 2.5 hours a step if every response runs to its limit (docs/preflight.md). It
+fits 32 x H100 on four hosts, 50 GiB each, with --config.mesh.fsdp=4 --config.rollout.max_num_seqs=0
+--config.rollout.kv_memory_share=0.8. Not run.
 Published: AIME-2024 avg@32 of 50 after 5280 optimizer steps, 330 training steps (the paper's table 1 and figure 1), on
 128 GPUs; 52 in verl's reproduction, 50 without dynamic sampling, 44 also without the token-level loss (verl,
 recipe/dapo/README.md).
