@@ -54,7 +54,8 @@ def fused_attention(
             f"query.dtype={query.dtype} must be bfloat16 or float16 with implementation='cudnn': "
             "cast the weights to bfloat16, or take another implementation"
         )
-    return _on_each_device(kernels[implementation], query, key, value, lengths)
+    kernel = kernels[implementation]
+    return _on_each_device(_exact(kernel) if query.dtype == jnp.float32 else kernel, query, key, value, lengths)
 
 
 def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
@@ -73,6 +74,26 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
     if head_dim > most or head_dim % 8:
         return f"needs a head size of a multiple of 8 up to {most} on {device.device_kind}, not {head_dim}"
     return ""
+
+
+def _exact(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`kernel` with products of float32, in the backward pass too; TPUs would round their operands to bfloat16."""
+
+    @jax.custom_vjp
+    def attend(*arrays: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return kernel(*arrays)
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
+        with jax.default_matmul_precision("highest"):
+            return jax.vjp(lambda *operands: kernel(*operands, lengths), query, key, value)
+
+    def backward(pull_back: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+        with jax.default_matmul_precision("highest"):
+            return *pull_back(cotangent), None
+
+    attend.defvjp(forward, backward)
+    return attend
 
 
 def _on_each_device(kernel: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from dapo_jax.models import fused_attention as module
 from dapo_jax.models.attention import attention, causal
 from dapo_jax.models.fused_attention import fused_attention
+from dapo_jax.models.remat import rematerialized
 from dapo_jax.parallel.mesh import make_mesh
 
 LENGTHS = np.array([136, 0, 1, 128, 129, 50, 135, 7], np.int32)
@@ -100,6 +101,23 @@ def test_equals_attention_on_a_mesh(implementation, manual):
             run = jax.shard_map(run, in_specs=rows, out_specs=rows, axis_names=set(manual), check_vma=False)
         found = jax.jit(run)(*arrays(DTYPES[implementation]))
     check(found, implementation)
+
+
+def test_products_of_float32_are_not_rounded():
+    """A TPU multiplies in bfloat16 what has no precision."""
+    *operands, lengths, cotangent = arrays(jnp.float32)
+    run = functools.partial(result_and_gradients, fused("splash"))
+    text = str(jax.make_jaxpr(run)(*operands, lengths, cotangent))
+    products = text.count("dot_general[")
+    assert products >= 2 + 3 + 4 and text.count("precision=(Precision.HIGHEST") == products
+
+
+@pytest.mark.parametrize(("policy", "passes"), [("full", 2), ("attention", 1)])
+def test_remat_attention_does_not_run_the_kernel_again(policy, passes):
+    *operands, lengths, _ = arrays(jnp.float32)
+    attend = rematerialized(lambda *operands: fused("splash")(*operands, lengths), policy)
+    text = str(jax.make_jaxpr(jax.grad(lambda *operands: jnp.sum(attend(*operands))))(*operands))
+    assert text.count("name=splash_mha_fwd") == passes and text.count("name=splash_mha_dkv") == 1
 
 
 def test_cudnn_refuses_float32():
