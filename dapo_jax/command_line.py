@@ -61,7 +61,7 @@ def _ending(error: BaseException) -> tuple[int, str | None]:
             return FAILED, f"JAX cannot go on: {first}"
         return FAILED, (
             f"a device has too little memory ({first}): lower actor.ppo_micro_batch_size_per_device, "
-            "rollout.max_num_seqs or data.max_response_length, set model.attention=fused, or raise mesh.fsdp; "
+            "rollout.max_num_seqs or data.max_response_length, or raise mesh.fsdp; "
             "`python -m dapo_jax.preflight` with the same options and --topology gpu, tpu or a slice says what fits"
         )
     if isinstance(error, MemoryError):

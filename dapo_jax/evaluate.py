@@ -113,7 +113,7 @@ def _without_training(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
-            config.model, attention="xla", lora=dataclasses.replace(config.model.lora, rank=0)
+            config.model, attention="xla", remat_policy="full", lora=dataclasses.replace(config.model.lora, rank=0)
         ),
         actor=dataclasses.replace(
             config.actor,

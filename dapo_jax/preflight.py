@@ -1,4 +1,4 @@
-"""Host: the preflight command: compiles every function of a training step for devices that need not be there.
+"""Host: the preflight command: compiles every function of a training step for hardware you do not have.
 
     python -m dapo_jax.preflight --config FILE [--config.key=value ...] [--topology v5p:4x4x8] [--response_length N]
                                  [--quick] [--json FILE]
@@ -6,7 +6,8 @@
 Prints bytes per device by kind against the device's memory, FLOPs, bytes and collectives of a step, an estimate of its
 time, and whether it fits; if not, which setting to change first. It needs neither weights nor data nor a tokenizer: of
 model.path only config.json is read, or, where that does not exist, configs/shapes/ of the same name. Nothing is
-allocated. A TPU slice needs libtpu: pip install 'dapo_jax[tpu-preflight]'.
+allocated. Absent GPUs (h100:8, a100:2x8) need pip install 'dapo_jax[cuda13]', TPU slices (v5p:4x4x8)
+'dapo_jax[tpu-preflight]'.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import RANDOM, find_trained, read_model
 from dapo_jax.preflight_advice import advise
 from dapo_jax.run import check_mesh
-from dapo_jax.settings import check_memory, chosen_attention, compiler_options, compute_dtype
+from dapo_jax.settings import check_memory, chosen_attention, compute_dtype
 from dapo_jax.step_programs import KINDS, Program, step_programs
 from dapo_jax.validation import validate
 
@@ -84,7 +85,7 @@ def preflight(
     mesh = make_mesh(mesh_config.data, mesh_config.fsdp, mesh_config.tensor, devices)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
-    limits = limits_of(devices[0])
+    limits = limits_of(devices[0]).of_dtype(compute_dtype(config, mesh).name)
     memory = usable_memory(config, mesh, limits)
     longest = config.data.max_response_length
     length = min(response_length or longest, longest)
@@ -145,22 +146,28 @@ def measure(program: Program, mesh: Mesh, config: Config, progress: Any = None) 
     """Compiles a program and reads off what it takes. Call it under the mesh.
 
     Args:
-        config: says where results are kept, and the compiler's options.
+        config: says where results are kept.
     """
     if progress is not None:
         print(f"compiling {program.name} ...", file=progress, flush=True)
     start = time.perf_counter()
     found: dict[str, float] = {kind: program.inside.get(kind, 0.0) + program.beside.get(kind, 0.0) for kind in KINDS}
     inside, directory = sum(program.inside.values()), config.trainer.compilation_cache_dir
-    options = compiler_options(config, mesh)
     try:
-        compiled = compile_ahead(program.lower(), mesh, directory=directory, options=options)
+        compiled = compile_ahead(program.lower(), mesh, directory=directory)
     except jax.errors.JaxRuntimeError as error:
         temporaries = refused(str(error), inside)
         if temporaries is None:
             raise
         found[TEMPORARIES] = temporaries
         return Measured(program, found, None, time.perf_counter() - start)
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        raise ValueError(
+            f"{program.name} needs cuDNN to compile ({error}): pip install --no-deps 'nvidia-cudnn-cu13<10', or set "
+            "model.attention=xla"
+        ) from error
     found[TEMPORARIES] = max(compiled.bytes - inside, 0.0)
     seconds = time.perf_counter() - start
     hosts = [device.process_index for device in mesh.devices.flat]
@@ -321,7 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--topology", default="cpu", help="v5e:4x4, v5p:4x4x8, ..., or cpu, gpu, tpu of this machine")
+    parser.add_argument(
+        "--topology", default="cpu", help="v5e:4x4, v5p:4x4x8, h100:8, a100:2x8, ..., or cpu, gpu, tpu of this machine"
+    )
     parser.add_argument("--response_length", type=int, help="tokens of each response, for the time; default: the limit")
     parser.add_argument("--quick", action="store_true", help="compile decoding for the first and last window alone")
     parser.add_argument("--json", help="file for the JSON report, which is printed last unless given")

@@ -135,7 +135,7 @@ def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[st
 
 
 def remat_policy(config: Config) -> str:
-    """What the backward pass finds kept of a layer, a name of models/remat.py's POLICIES."""
+    """What is saved of a layer for the backward pass, a name of models/remat.py's POLICIES."""
     return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
 
 
@@ -148,8 +148,8 @@ def check_memory(config: Config, mesh: Mesh) -> None:
         return
     if platform(mesh) == "gpu":
         raise ValueError(
-            f"{offloaded[0]} cannot be compiled for GPUs that are not there, whose host's memory JAX does not know: "
-            "leave it out here, or compile on the GPUs with --topology=gpu"
+            f"{offloaded[0]} cannot be compiled for absent GPUs, whose host memory JAX does not know: leave it out "
+            "here, or compile on the GPUs with --topology=gpu"
         )
     raise ValueError(
         f"{offloaded[0]} needs devices with a memory of their own, and JAX has {platform(mesh)}: choose another value"
@@ -171,5 +171,5 @@ def device_notes(config: Config, arch: Architecture, mesh: Mesh) -> list[str]:
     if device.platform == "gpu":
         taken = os.environ.get(FRACTION)
         if taken is not None:
-            lines.append(f"JAX takes {taken} of each GPU's memory: trainer.gpu_memory_fraction changes it")
+            lines.append(f"JAX may take {taken} of each GPU's memory: trainer.gpu_memory_fraction changes it")
     return lines

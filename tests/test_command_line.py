@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 import re
@@ -8,8 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from dapo_jax import command_line
 from dapo_jax.command_line import read_config, refusals
 from dapo_jax.parallel import processes
+from dapo_jax.parallel.memory import FRACTION
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny.py")
 
@@ -32,6 +35,29 @@ def test_overrides_reach_the_config():
 def test_a_wrong_argument_is_refused_and_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(["train", "--config", TINY, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "0.8"), ({FRACTION: "0.5"}, "0.5"), ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, None)],
+    ids=["option", "variable", "its newer name"],
+)
+def test_a_command_says_how_much_of_a_gpu_jax_may_take_before_it_is_used(monkeypatch, environment, expected):
+    for name in (FRACTION, "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+
+    def joined(config):
+        seen.append(os.environ.get(FRACTION))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(command_line, "processes_of", joined)
+    with command_line.command(["train", "--config", TINY, "--config.trainer.gpu_memory_fraction=0.8"]):
+        pass
+    os.environ.pop(FRACTION, None)
+    assert seen == [expected]
 
 
 def test_a_missing_config_is_refused():

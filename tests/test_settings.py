@@ -3,6 +3,7 @@ import re
 from types import SimpleNamespace
 from typing import cast
 
+import jax
 import numpy as np
 import pytest
 from small_run import small_config
@@ -62,15 +63,16 @@ def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
         ("cpu", "bfloat16", 16, None),
     ],
 )  # fmt: skip
-def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_dim, kernel):
+def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_dim, kernel, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
     config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
     assert config.model.attention == "fused"
     chosen = settings.attention_kernel(config, arch, mesh_of(device))
     assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
     assert (rows_of_a_prompt(config, arch, mesh_of(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
     notes = settings.device_notes(config, arch, mesh_of(device))
-    told = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
-    assert len(told) == (kernel is None and device != "cpu")
+    found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
+    assert len(found) == (kernel is None and device != "cpu")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attent
         settings.attention_kernel(config, arch, mesh_of(device))
 
 
-def test_a_gpu_without_bfloat16_is_told_in_one_line():
+def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
     message = "model.dtype=auto is float32: Tesla T4 has no fast products of bfloat16"
     assert message in settings.device_notes(config, arch, mesh_of("T4"))
@@ -95,11 +97,11 @@ def test_a_gpu_without_bfloat16_is_told_in_one_line():
         assert message not in settings.device_notes(config, arch, mesh_of(device))
 
 
-def test_how_much_of_a_gpu_jax_takes_is_told(monkeypatch):
+def test_a_note_says_how_much_of_a_gpu_jax_may_take(monkeypatch):
     monkeypatch.setenv(FRACTION, "0.8")
     config, arch = configured(model__attention="xla")
     (note,) = settings.device_notes(config, arch, mesh_of("A100"))
-    assert note == "JAX takes 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
+    assert note == "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
     assert not settings.device_notes(config, arch, mesh_of("tpu"))
 
 
@@ -116,7 +118,7 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
 def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     value = "offload" if option == "model.remat_policy" else True
     config = small_config("unused", **{option: value, "model.enable_gradient_checkpointing": True})
-    for device, message in {"cpu": "needs devices with a memory", "A100": "GPUs that are not there"}.items():
+    for device, message in {"cpu": "needs devices with a memory", "A100": "absent GPUs"}.items():
         mesh = mesh_of(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
             settings.check_memory(config, mesh)

@@ -117,9 +117,8 @@ def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> 
 def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
     """How many ratios [B, R] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
 
-    The last bucket also has all above it. What is not a number is in none. The two digits of a bucket's number are
-    marked each by itself, so that a product of two small matrices counts the pairs; of numbers, since GPUs multiply no
-    booleans.
+    The last bucket also has all above it. What is not a number is in none. A bucket's number is split into two digits,
+    and a product of two small matrices counts the pairs: of float32, since GPUs multiply no booleans.
     """
     bucket = jnp.minimum(jnp.round(ratio / RATIO_STEP), RATIO_BUCKETS - 1)
     base = math.ceil(math.sqrt(RATIO_BUCKETS))

@@ -70,7 +70,7 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
     generation = cuda_generation(device)
     if generation is None or generation < 8:
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, not {device.device_kind}"
-    most = 256 if generation >= 9 else 128
+    most = 256 if generation >= 9 and jax.default_backend() == "gpu" else 128  # JAX asks the running backend
     if head_dim > most or head_dim % 8:
         return f"needs a head size of a multiple of 8 up to {most} on {device.device_kind}, not {head_dim}"
     return ""

@@ -1,4 +1,4 @@
-"""Device: which results of a layer the backward pass finds kept, and which it computes again."""
+"""Device: which results of a layer are saved for the backward pass, and which it computes again."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Host: programs compiled for devices that need not be there, and what is known of them, kept from run to run."""
+"""Host: programs compiled for hardware this machine may lack, and what is known of them, kept from run to run."""
 
 import gzip
 import hashlib
@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,21 +29,18 @@ class Compiled:
     bytes: float  # in a device's memory during a call: arguments, results, temporaries, code
 
 
-def compile_ahead(
-    lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "", options: Mapping[str, Any] | None = None
-) -> Compiled:
+def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "") -> Compiled:
     """Compiles `lowered` for the devices of `mesh`, unless the same compiler has done so before.
 
-    JAX's own cache cannot read what was compiled for devices that are not there.
+    JAX's own cache cannot read what was compiled for absent devices.
 
     Args:
         directory: where results are kept, unless CACHE names another; "" keeps none.
-        options: XLA's options that the function was jitted with, which its text does not show.
     """
     directory = os.environ.get(CACHE, directory)
-    path = Path(directory).expanduser() / "ahead_of_time" / _key(lowered, mesh, options) if directory else None
+    path = Path(directory).expanduser() / "ahead_of_time" / _key(lowered, mesh) if directory else None
     if path is not None and path.exists():
-        path.touch()  # what is old is of no use any more
+        path.touch()  # scripts/test_accelerators.sh deletes what was not used for 30 days
         return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
     program = lowered.compile()
     taken, text = program.memory_analysis(), program.as_text()
@@ -59,12 +55,13 @@ def compile_ahead(
     return compiled
 
 
-def _key(lowered: jax.stages.Lowered, mesh: Mesh, options: Mapping[str, Any] | None) -> str:
+def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
     """Differs wherever the compiled program might."""
     devices = mesh.devices.flat
+    options: Any = lowered._lowering  # no public name gives the options that the function was jitted with
     known = {
         "program": lowered.as_text(),
-        "options": dict(options or {}),
+        "options": dict(options._compiler_options_kvs),
         "flags": [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         "devices": [f"{device.device_kind} {device.process_index} {device.id}" for device in devices],
         "targets": [gpu.target_config for gpu in GPUS.values() if gpu.kind == devices[0].device_kind],

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,13 @@ class Limits:
     bandwidth: float | None  # bytes/s of the memory
     link: float | None  # bytes/s that a device sends in a collective along one mesh axis, both directions of a ring
     network: float | None = None  # bytes/s that a device sends to other hosts; None: links reach them too
+    float32_flops: float | None = None  # FLOP/s of products of float32; None: six bfloat16 products each, as on TPUs
+
+    def of_dtype(self, dtype: str) -> "Limits":
+        """With the FLOP/s of products of float32 in `flops`, if that is `dtype`."""
+        if dtype != "float32" or self.flops is None:
+            return replace(self, flops=self.float32_flops if dtype == "float32" else self.flops)
+        return replace(self, flops=self.float32_flops or self.flops / 6)
 
     def speed(self, group: int, per_host: int) -> float:
         """bytes/s that a device sends in a collective of `group` devices of which `per_host` share a host.
@@ -50,14 +57,15 @@ LIMITS = {
     "TPU v6 lite": Limits("TPU v6e", 32 * GIB, 918e12, 1.64e12, 1.8e11),
     "TPU7x": Limits("TPU7x", 96 * GIB, 1153e12, 3.69e12, 1.8e11),
 } | {
-    gpu.model: Limits(gpu.model, gpu.memory, gpu.flops, gpu.bandwidth, gpu.link, gpu.network) for gpu in GPUS.values()
+    gpu.kind: Limits(name.upper(), gpu.memory, gpu.flops, gpu.bandwidth, gpu.link, gpu.network, gpu.float32_flops)
+    for name, gpu in GPUS.items()
 }
 
 
 def limits_of(device: Any) -> Limits:
-    """What `device` can do, by the part of its `device_kind` that LIMITS has: "A100" of "NVIDIA A100-SXM4-40GB"."""
+    """What `device` can do: by its `device_kind`, or for a TPU the longest beginning of it that LIMITS has."""
     kind = device.device_kind
-    names = [name for name in LIMITS if re.search(rf"\b{name}(?!\d)", kind)]  # an L40 is no L4
+    names = [name for name in LIMITS if kind == name or (name.startswith("TPU") and kind.startswith(name))]
     if not names:
         return Limits(kind, None, None, None, None)
     return LIMITS[max(names, key=len)]
@@ -79,16 +87,19 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     """The devices to compile for. Nothing is allocated on them.
 
     Args:
-        topology: "v5p:4x4x8" (any slice that libtpu knows), "h100:8" or "h100:4x8" (GPUs of one host, or hosts x GPUs,
-            of the names in GPUS); these need not be there. "cpu" (as many fake devices as the mesh wants, if JAX has
-            not been started yet), "gpu" or "tpu": those of this machine.
+        topology: absent devices: "v5p:4x4x8" (any slice that libtpu knows), "h100:8" or "h100:4x8" (GPUs of one host,
+            or hosts x GPUs, of the names in GPUS); or those of this machine: "cpu" (as many fake devices as the mesh
+            wants, if JAX has not been started yet), "gpu" or "tpu".
         num_devices: for "cpu".
 
     Raises ValueError with the cure if there are none.
     """
+    topology = topology.lower()
     name, _, shape = topology.partition(":")
-    if name == "gpu" and shape:
-        raise ValueError(f"--topology={topology} must name the GPU: choose {_known_gpus(shape)}")
+    if (name == "gpu" and shape) or name == "v100":
+        raise ValueError(
+            f"--topology={topology} must name a GPU that CUDA 13 knows: choose {_known_gpus(shape or '8')}"
+        )
     if name in GPUS:
         return _gpus(topology)
     try:
@@ -111,13 +122,13 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
 
 
 def _gpus(topology: str) -> Sequence[Any]:
-    """GPUs that need not be there: "NAME:GPUS" of one host, or "NAME:HOSTSxGPUS"."""
+    """Absent GPUs: "NAME:GPUS" of one host, or "NAME:HOSTSxGPUS"."""
     name, _, shape = topology.partition(":")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape):
         raise ValueError(
             f"--topology={topology} must be {name}:GPUS or {name}:HOSTSxGPUS: give, for example, {name}:8 or {name}:2x8"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a GPU that is there is not touched
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a GPU of this machine is not touched
     jax.config.update("jax_platforms", "cpu")
     hosts, _, per_host = shape.rpartition("x")
     try:
@@ -129,7 +140,8 @@ def _gpus(topology: str) -> Sequence[Any]:
         raise ValueError(
             f"--topology={topology} needs JAX's compiler for GPUs: pip install 'dapo_jax[cuda13]', or without "
             f"CUDA's libraries pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "
-            f"nvidia-cudnn-cu13 ({error})"
+            f""
+            f"'nvidia-cudnn-cu13<10' ({error})"
         ) from error
 
 

@@ -1,6 +1,5 @@
-"""Host: NVIDIA GPUs that programs are compiled for without having one, and what each can do at most."""
+"""Host: NVIDIA GPUs to compile for without having one, and what each can do at most."""
 
-import re
 from dataclasses import dataclass, replace
 
 
@@ -18,18 +17,14 @@ class Gpu:
     clock: float  # GHz
     memory: int  # bytes
     bandwidth: float  # bytes/s of the memory
-    flops: float  # FLOP/s of dense products, in bfloat16 or, where there is none, in float32
+    flops: float | None  # FLOP/s of dense products of bfloat16; None where they are slow
+    float32_flops: float  # FLOP/s of products of float32
     link: float  # bytes/s that a GPU sends to others of its host: NVLink, or PCIe
     network: float  # bytes/s that a GPU sends to other hosts: its share of the host's network cards
 
     @property
-    def model(self) -> str:
-        """Its name without the maker's and the memory's: "A100", "RTX 4090"."""
-        return re.sub(r"NVIDIA (GeForce )?|Tesla |-.*| \d+GB.*", "", self.kind)
-
-    @property
     def target_config(self) -> str:
-        """XLA's GpuTargetConfigProto as text, which stands for a GPU that is not there."""
+        """XLA's GpuTargetConfigProto as text: what the compiler knows of an absent GPU."""
         major, minor = self.capability
         per_core, per_block = self.shared_memory
         accelerated = " feature_extension: ACCELERATED_FEATURES" if major in (9, 10) else ""
@@ -60,18 +55,18 @@ class Gpu:
 # Network: one card per GPU in NVIDIA's DGX systems; for T4 and L4 an eighth of the 100 Gbit/s of clouds' machines with
 # eight of them (AWS g4dn.metal, Google g2-standard-96); for an RTX 4090 10 Gbit/s Ethernet.
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, (233472, 232448), 52428800, 1.98, 84942979072, 3.352e12,
-           989e12, 4.5e11, 5e10)  # fmt: skip
+           989e12, 67e12, 4.5e11, 5e10)  # fmt: skip
 GPUS = {
     "t4": Gpu("Tesla T4", (7, 5), 40, 64, 1024, (65536, 65536), 4194304, 1.59, 15843721216, 3.2e11,
-              8.1e12, 1.6e10, 1.56e9),
+              None, 8.1e12, 1.6e10, 1.56e9),
     "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, (167936, 166912), 41943040, 1.41, 85100068864, 2.039e12,
-                312e12, 3e11, 2.5e10),
+                312e12, 19.5e12, 3e11, 2.5e10),
     "l4": Gpu("NVIDIA L4", (8, 9), 58, 128, 1536, (102400, 101376), 50331648, 2.04, 23580639232, 3e11,
-              121e12, 3.2e10, 1.56e9),
+              121e12, 30.3e12, 3.2e10, 1.56e9),
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 1536, (102400, 101376), 75497472, 2.52, 25386352640,
-                   1.008e12, 165e12, 3.2e10, 1.25e9),
+                   1.008e12, 165e12, 82.6e12, 3.2e10, 1.25e9),
     "h100": H100,
     "h200": replace(H100, kind="NVIDIA H200", memory=151397597184, bandwidth=4.8e12),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 2048, (233472, 232448), 132644864, 1.965, 191514411008, 7.672e12,
-                2250e12, 9e11, 5e10),
+                2250e12, 75e12, 9e11, 5e10),
 }  # fmt: skip

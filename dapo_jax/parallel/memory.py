@@ -13,8 +13,9 @@ FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's name of the share of a GPU'
 
 
 def reserve_gpu_memory(fraction: float) -> None:
-    """Lets JAX take this share of each GPU's memory. To be called before JAX is used; FRACTION, if set, comes first."""
-    os.environ.setdefault(FRACTION, str(fraction))
+    """Lets JAX take this share of each GPU's memory, unless the environment names one. Call it before JAX is used."""
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses to be given both names
+        os.environ.setdefault(FRACTION, str(fraction))
 
 
 def free_bytes(mesh: Mesh) -> float:

@@ -31,7 +31,13 @@ def make_mesh(
         )
     if in_order and devices is not None:
         return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    try:
+        return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    except NotImplementedError as error:  # a slice whose sides do not make up the axes
+        raise ValueError(
+            f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor} cannot be laid out on this slice: choose axes "
+            f"that are products of its sides ({error})"
+        ) from error
 
 
 def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:

@@ -54,8 +54,8 @@ class Case:
     devices: tuple[int, int] = (0, 8)  # those of the mesh, from and to
 
 
-UPDATE, LOGPROBS = step("actor, gradients"), step("log-probabilities")
-OPTIMIZER, CRITIC = step("actor, optimizer"), step("values", "critic")
+DECODE = r"decode \d+ rows a shard, window 64"
+UPDATE, OPTIMIZER, CRITIC = step("actor, gradients"), step("actor, optimizer"), step("values", "critic")
 GAE = {"algorithm.adv_estimator": "gae"}
 KL = {"actor.use_kl_loss": True}
 XLA, FLOAT32 = {"model.attention": "xla"}, {"model.dtype": "float32"}
@@ -68,16 +68,22 @@ CASES = [
     Case("a step with the defaults", step()),
     Case("start of training", of.start_of_training),
     # models
-    *(Case(f"model {name}", step("prefill", "decode 16", "actor, gradients"), family=name) for name in FAMILIES),
-    Case("float32", step("prefill", "decode 16", "actor, gradients", "log-probabilities"), FLOAT32),
+    *(Case(f"model {name}", step("prefill", DECODE, "actor, gradients"), family=name) for name in FAMILIES),
+    Case("float32", step("prefill", DECODE, "actor, gradients", "log-probabilities"), FLOAT32),
     Case("bfloat16 by name", UPDATE, {"model.dtype": "bfloat16"}),
-    # sampling: temperature, greedy, top-p, top-k are values; stop strings are the host's
+    # sampling: temperature, greedy, top-p, top-k are values; stop strings, and moving weights ahead, are the host's
     Case("every rung and window", of.rungs_and_windows),
     Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32),
-    Case("one long chunk", step("decode 16"), {"rollout.decode_chunk_length": 127}),
+    Case("one long chunk", step("decode"), {"rollout.decode_chunk_length": 127}),
+    Case("one sample of a prompt", step("prefill"), {"rollout.n": 1}),
     Case("sampling on half of the devices", step("decoding", "prefill", "decode"), HALF, devices=(4, 8)),
     Case("training on the other half", step("decoding", "actor, gradients"), HALF, devices=(0, 4)),
-    Case("decoding without tensor", step("prefill", "decode 16"), {"mesh.tensor": 1, "mesh.fsdp": 4}),
+    Case("decoding without tensor", step("prefill", DECODE), {"mesh.tensor": 1, "mesh.fsdp": 4}),
+    # meshes and layers
+    Case("update over fsdp alone", UPDATE, {"mesh.data": 1, "mesh.fsdp": 8, "mesh.tensor": 1}),
+    Case("update of copies", UPDATE, {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}),
+    Case("three layers", UPDATE, {"model.random.num_layers": 3}),
+    Case("logits in several chunks", UPDATE, {"actor.logprob_chunk_size": 64}),
     # losses
     *(Case(f"loss {name}", UPDATE, {"actor.policy_loss.loss_mode": name}) for name in LOSSES),
     *(Case(f"tokens drawn by {name}", of.drawn_tokens, {"actor.policy_loss.loss_mode": name}) for name in SELECTIONS),
@@ -96,6 +102,8 @@ CASES = [
     Case("critic with XLA's attention, in float32", CRITIC, {**GAE, **XLA, **FLOAT32}),
     Case("critic with Clip-Cov and KL", step("actor, gradients", "critic, gradients"),
          {**GAE, **KL, "actor.policy_loss.loss_mode": "clip_cov"}),
+    Case("critic with a token budget and bfloat16 moments", CRITIC,
+         {**GAE, **BUDGET, "critic.optim.moments_dtype": "bfloat16", "model.remat_policy": "attention"}),
     # attention and what is kept for the backward pass
     *(Case(f"remat {name}, fused", UPDATE, {"model.remat_policy": name}) for name in ("attention", "dots")),
     *(Case(f"remat {name}, XLA's attention", UPDATE, {**XLA, "model.remat_policy": name})
@@ -107,6 +115,7 @@ CASES = [
     Case("odd lengths", UPDATE, {"data.max_response_length": 101}),
     Case("a response in several kernel blocks", UPDATE, {"data.max_response_length": 700}),
     # the batch
+    Case("prompts shared, Qwen3", UPDATE, XLA, family="qwen3"),
     Case("prompts not shared", UPDATE, {**XLA, "actor.share_prompts": False}),
     Case("token budget", UPDATE, BUDGET),
     Case("token budget, XLA's attention", UPDATE, {**BUDGET, **XLA}),
@@ -119,6 +128,9 @@ CASES = [
     Case("LoRA in float32 with a KL loss", step("decoding", "actor, gradients", "reference"),
          {**LORA, **KL, **FLOAT32}),
     Case("LoRA and remat attention", UPDATE, {**LORA, "model.remat_policy": "attention"}),
+    Case("LoRA of attention alone, Qwen2", step("decoding", "actor, gradients"),
+         {**LORA, "model.lora.target_modules": ("q_proj", "v_proj")}, family="qwen2"),
     Case("reward model", of.reward_model),
+    Case("reward model in float32, Qwen2", of.reward_model, FLOAT32, family="qwen2"),
     Case("export", of.gathers),
 ]  # fmt: skip

@@ -85,14 +85,17 @@ def _devices(topology: str) -> Any:
 
 
 def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
-    """The programs of a training step whose names begin like one of `names`; all without any."""
+    """The programs of a training step whose names begin with one of the patterns `names`; all without any."""
 
     def found(parts: Parts) -> Iterator[Program]:
         length = parts.config.data.max_response_length
         programs = step_programs(parts.config, parts.arch, parts.mesh, response_length=length, memory=1e9).programs
-        fitting = [program for program in programs if not names or program.name.startswith(names)]
-        assert fitting, f"no program is named like {names}"
-        return iter([(program.name, program.lower) for program in fitting])
+        for name in names:
+            assert any(re.match(name, program.name) for program in programs), f"no program is named like {name}"
+        return iter([
+            (program.name, program.lower) for program in programs
+            if not names or any(re.match(name, program.name) for name in names)
+        ])
 
     return found
 
@@ -240,4 +243,4 @@ def wide_types(text: str) -> list[str]:
     without = text
     while (shorter := re.sub(r"\{[^{}\n]*\}", "", without)) != without:
         without = shorter
-    return [line.strip() for line in without.splitlines() if re.search(r"tensor<[^>]*\b(f64|i64)>", line)]
+    return [line.strip() for line in without.splitlines() if re.search(r"tensor<(?:[^>]*x)?(?:f64|i64)>", line)]

@@ -11,7 +11,8 @@ from accelerators.programs import wide_types
 import dapo_jax
 
 PACKAGE = Path(dapo_jax.__file__).parent
-# How many functions each file compiles, all of which programs.py lowers. A new one needs a case; then count it here.
+# How many functions each file compiles. programs.py lowers them, or the same function where it is made inside another
+# (policies.py). A new one needs a case; then count it here.
 COMPILED = {
     "rollout/sampling.py": 1, "rollout/decoding.py": 4, "rewards/reward_model.py": 1, "rewards/assembly.py": 2,
     "dynamic_sampling/group_filter.py": 1, "policies.py": 1, "learner/critic.py": 2, "learner/update.py": 1,
@@ -37,7 +38,12 @@ def test_what_computes_in_64_bits_is_found(dtype):
             found, _ = jax.lax.scan(lambda sum, row: (sum + jnp.sum(row, dtype=dtype), None), start, rows)
         return found.astype(jnp.float32)
 
+    def doubled(rows):
+        with jax.enable_x64(True):
+            return (rows.astype(dtype) + rows.astype(dtype)).astype(jnp.float32)
+
     shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     assert wide_types(jax.jit(total).lower(shape).as_text())
+    assert wide_types(jax.jit(doubled).lower(shape).as_text())
     drawn = jax.jit(lambda rows: rows.T @ jax.random.normal(jax.random.key(0), rows.shape))
     assert not wide_types(drawn.lower(shape).as_text())

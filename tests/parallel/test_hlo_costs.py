@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dapo_jax.parallel.hlo_costs import _first_group, program_costs
+from dapo_jax.parallel.hlo_costs import program_costs
+from dapo_jax.parallel.hlo_text import first_group
 from dapo_jax.parallel.mesh import make_mesh
 
 LAYERS, B, D, F = 5, 16, 24, 40
@@ -211,6 +212,16 @@ def test_gpu_collectives_count_once_and_know_their_hosts():
     assert {one.per_host for one in program_costs(GPU, [0] * 8).collectives} == {8, 4, 2}
 
 
+def test_unlike_collectives_of_one_channel_all_count():
+    shared = GPU.replace("channel_id=2", "channel_id=1")
+    assert program_costs(shared, HOSTS).collectives == program_costs(GPU, HOSTS).collectives
+
+
+def test_scratch_memory_of_a_library_is_not_moved():
+    wider = GPU.replace("s8[4194304]", "s8[8388608]")
+    assert program_costs(wider, HOSTS).bytes == program_costs(GPU, HOSTS).bytes
+
+
 def test_gpu_gathers_move_their_operand_and_their_result_once():
     lines = [line for line in GPU.splitlines() if "gather" in line or "ENTRY" in line or "parameter(" in line]
     text = "\n".join(["HloModule f", *lines[2:], "}"])
@@ -226,4 +237,4 @@ def test_gpu_gathers_move_their_operand_and_their_result_once():
     ],
 )  # fmt: skip
 def test_groups_however_they_are_written(groups, devices):
-    assert _first_group(groups, 4) == devices
+    assert first_group(groups, 4) == devices

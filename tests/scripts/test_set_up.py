@@ -81,7 +81,8 @@ def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, m
     for call in calls:
         options = [option for option in call if option.startswith("--config.")]
         validate(read_config(["preflight", "--config", call[call.index("--config") + 1], *options]))
-        assert (ROOT / call[call.index("--json") + 1]).exists()
+        report = json.loads((ROOT / call[call.index("--json") + 1]).read_text())
+        assert report["fits"] and report["topology"] == call[call.index("--topology") + 1]
     assert len(list((tmp_path / "build/preflight").iterdir())) == 14
     asked, *chosen = checkout("scripts/preflight_reports.sh", str(tmp_path / "tables"), "7b_v5e", "7b_v5p")
     assert asked == ["-"] and len(chosen) == 2
