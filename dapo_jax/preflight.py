@@ -119,7 +119,10 @@ def preflight(
         "host_bytes_per_device": step.host_bytes,
         "programs": [as_json(one, limits) for one in measured],
         **summary(measured, limits, memory),
-        "advice": advise(config, arch, dict(mesh.shape), step, measured, memory * USABLE),
+        "advice": advise(
+            config, arch, dict(mesh.shape), step, measured, memory * USABLE,
+            attention=chosen_attention(config, arch, mesh)[0],
+        ),
     }
 
 

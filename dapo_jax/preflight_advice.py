@@ -20,16 +20,28 @@ class Taken(Protocol):
 
 
 def advise(
-    config: Config, arch: Architecture, mesh: Mapping[str, int], step: Step, taken: Sequence[Taken], memory: float
+    config: Config,
+    arch: Architecture,
+    mesh: Mapping[str, int],
+    step: Step,
+    taken: Sequence[Taken],
+    memory: float,
+    *,
+    attention: str,
 ) -> list[str]:
-    """One line for each stage that takes more than `memory` bytes: the settings to change, the first of them first."""
+    """One line for each stage that takes more than `memory` bytes: the settings to change, the first of them first.
+
+    Args:
+        attention: what computes the attention of training on these devices.
+    """
     lines = []
     for stage in dict.fromkeys(one.program.stage for one in taken):
         worst = max((one for one in taken if one.program.stage == stage), key=lambda one: one.total)
         if worst.total <= memory:
             continue
         largest = sorted(worst.bytes, key=lambda kind: -worst.bytes[kind])
-        cures = [cure for kind in largest[:2] for cure in _cures(kind, config, arch, mesh, step, worst, memory)]
+        known = config, arch, mesh, step, worst, memory, attention
+        cures = [cure for kind in largest[:2] for cure in _cures(kind, *known)]
         over = (worst.total - memory) / 2**30
         lines.append(
             f"{worst.program.name}: {over:.1f} GiB too many, most of them {largest[0]}; "
@@ -39,7 +51,8 @@ def advise(
 
 
 def _cures(
-    kind: str, config: Config, arch: Architecture, mesh: Mapping[str, int], step: Step, worst: Taken, memory: float
+    kind: str, config: Config, arch: Architecture, mesh: Mapping[str, int], step: Step, worst: Taken, memory: float,
+    attention: str,
 ) -> list[str]:
     if kind == CACHE:
         room = memory - (worst.total - worst.bytes[CACHE])
@@ -60,14 +73,15 @@ def _cures(
         return [*cures, "take more devices for mesh.fsdp"]
     if worst.program.stage in ("decode", "prefill"):
         return [f"set rollout.max_num_seqs={max(step.rows // 2, config.rollout.n)}", *_more_tensor(arch, mesh)]
-    return _smaller_passes(config, arch, mesh)
+    return _smaller_passes(config, arch, mesh, attention)
 
 
-def _smaller_passes(config: Config, arch: Architecture, mesh: Mapping[str, int]) -> list[str]:
+def _smaller_passes(config: Config, arch: Architecture, mesh: Mapping[str, int], attention: str) -> list[str]:
     """Temporaries of forward and backward passes."""
     cures, model, actor, data = [], config.model, config.actor, config.data
-    if model.attention == "xla" and data.max_prompt_length + data.max_response_length >= 2048:
-        cures.append("set model.attention=fused, which keeps no attention scores (on a TPU, or a GPU in bfloat16)")
+    if attention == "xla" and data.max_prompt_length + data.max_response_length >= 2048:
+        change = "attention=fused" if model.attention == "xla" else "dtype=bfloat16"
+        cures.append(f"set model.{change}: a fused kernel keeps no attention scores (on a TPU, or a GPU in bfloat16)")
     if not model.enable_gradient_checkpointing or model.remat_policy != "full":
         cures.append("set model.enable_gradient_checkpointing=True and model.remat_policy=full")
     longest, budget = data.max_prompt_length + data.max_response_length, token_budget(config)

@@ -12,9 +12,11 @@ from small_run import small_config
 from test_task_sets import write_rows
 
 from dapo_jax import command_line
-from dapo_jax.evaluate import bench, main, table
+from dapo_jax.evaluate import _without_training, bench, main, table
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.settings import check_memory
 from dapo_jax.train import train
 
 
@@ -22,6 +24,12 @@ def test_the_mean_accuracy_is_that_of_plain_means():
     metrics = {"eval/a/acc/mean@4": 0.5, "eval/b/acc/mean@2": 0.25, "eval/a/acc/mean@4/max": 1.0}
     metrics |= {"eval/a/acc/best@4": 1.0, "bench/a/acc/mean@4": 1.0}
     assert mean_accuracy(metrics) == 0.375 and mean_accuracy({"rollout/acc/mean": 1.0}) is None
+
+
+def test_what_only_training_offloads_is_left_out():
+    offloaded = {"model.remat_policy": "offload", "actor.optim.offload": True}
+    config = small_config("unused", **offloaded, **{"model.enable_gradient_checkpointing": True})
+    check_memory(_without_training(config), make_mesh(8, 1, 1))
 
 
 def test_the_table_has_a_line_a_model_and_task_set():

@@ -174,6 +174,11 @@ def test_what_the_compiler_refuses_does_not_fit():
             {"data.max_response_length": 4096, "model.attention": "xla"},
             "set model.attention=fused",
         ),
+        (
+            measured(temporaries=11),
+            {"data.max_response_length": 4096, "model.dtype": "float32"},
+            "set model.dtype=bfloat16",
+        ),
         (measured(temporaries=11), {}, "set model.enable_gradient_checkpointing=True"),
         (
             measured(temporaries=11),
@@ -184,20 +189,21 @@ def test_what_the_compiler_refuses_does_not_fit():
         (measured("decode", **{CACHE.replace(" ", "_"): 16, "parameters": 2}), {}, "set rollout.max_num_seqs=64"),
         (measured("decode", **{DECODING.replace(" ", "_"): 11}), {}, "set mesh.tensor=2 and mesh.fsdp=2"),
     ],
-    ids=["scores", "kept", "rows", "moments", "cache", "weights"],
+    ids=["scores", "scores in float32", "kept", "rows", "moments", "cache", "weights"],
 )
 def test_advice_names_the_setting_to_change_first(taken, changes, advice):
     config = small_config("unused", **changes)
     step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
     arch = read_shape(config)
-    (line,) = advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 10 * GIB)
+    (line,) = advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 10 * GIB, attention="xla")
     assert line.split("; ")[1].startswith(advice), line
-    assert not advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 99 * GIB)
+    assert not advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 99 * GIB, attention="xla")
 
 
 def test_copies_of_the_parameters_are_divided_before_anything_is_offloaded():
     taken = measured(**{OPTIMIZER: 6, PARAMETERS: 5})
     config = small_config("unused")
     step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
-    (line,) = advise(config, read_shape(config), {"data": 2, "fsdp": 4, "tensor": 1}, step, [taken], 10 * GIB)
+    mesh = {"data": 2, "fsdp": 4, "tensor": 1}
+    (line,) = advise(config, read_shape(config), mesh, step, [taken], 10 * GIB, attention="xla")
     assert line.split("; ")[1] == "set mesh.fsdp=8 and mesh.data=1"
