@@ -51,9 +51,9 @@ train() { # ends as training ends, also when this shell is told to stop
   [[ "$status" -eq 0 ]] || exit "$status"
 }
 
-export_model() { # in the host's memory, as one host has not all devices of a pod
+export_model() { # in the memory of one host, and as one process: the others of a pod are not asked
   JAX_PLATFORMS=cpu "$python" -m dapo_jax.export --config "$config" "$@" \
-    --config.mesh.fsdp=1 --config.mesh.tensor=1 --output "$output"
+    --config.mesh.fsdp=1 --config.mesh.tensor=1 --config.trainer.num_processes=1 --output "$output"
 }
 
 prepare prepare_math_dapo.py data/dapo-math-17k.parquet "${DAPO_FILE:-}"

@@ -85,8 +85,8 @@ def test_the_stages_follow_each_other_with_the_same_options(checkout):
     start = ["--config", CONFIG, *options]
     assert preflight[:-1] == ["-m", "dapo_jax.preflight", *start, "--topology", "gpu", "--quick", "--json"]
     assert train == ["-m", "dapo_jax.train", *start]
-    one_device = ["--config.mesh.fsdp=1", "--config.mesh.tensor=1"]
-    assert export == ["-m", "dapo_jax.export", *start, *one_device, "--output", "build/dapo_math"]
+    alone = ["--config.mesh.fsdp=1", "--config.mesh.tensor=1", "--config.trainer.num_processes=1"]
+    assert export == ["-m", "dapo_jax.export", *start, *alone, "--output", "build/dapo_math"]
     assert (checkout.root / "build/dapo_math/config.json").read_text() == "cpu"
     assert evaluate == ["-m", "dapo_jax.evaluate", *start, "--all-steps", "--output", "build/dapo_math-evaluation"]
 
