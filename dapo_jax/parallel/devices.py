@@ -28,9 +28,9 @@ class Limits:
 
     def of_dtype(self, dtype: str) -> "Limits":
         """With the FLOP/s of products of float32 in `flops`, if that is `dtype`."""
-        if dtype != "float32" or self.flops is None:
-            return replace(self, flops=self.float32_flops if dtype == "float32" else self.flops)
-        return replace(self, flops=self.float32_flops or self.flops / 6)
+        if dtype != "float32":
+            return self
+        return replace(self, flops=self.float32_flops or (self.flops and self.flops / 6))
 
     def speed(self, group: int, per_host: int) -> float:
         """bytes/s that a device sends in a collective of `group` devices of which `per_host` share a host.
