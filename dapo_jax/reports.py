@@ -21,6 +21,7 @@ from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run
+from dapo_jax.settings import compute_dtype
 
 
 def performance_metrics(run: Run, trained: Experience | None, seconds: float) -> dict[str, float]:
@@ -55,7 +56,8 @@ def utilisation(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
 
     An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
     """
-    peak, config = limits_of(run.mesh.devices.flat[0]).flops, run.config
+    config = run.config
+    peak = limits_of(run.mesh.devices.flat[0]).of_dtype(compute_dtype(config, run.mesh).name).flops
     forward = metrics.get("perf/forward_tflop")
     if peak is None or forward is None:
         return {}

@@ -28,7 +28,8 @@ def test_operations_of_a_forward_pass():
 
 
 def run_with(kind: str, **changes) -> Any:
-    device = SimpleNamespace(device_kind=kind)
+    platform = {"NVIDIA": "gpu", "TPU": "tpu"}.get(kind.split()[0], "cpu")
+    device = SimpleNamespace(device_kind=kind, platform=platform, compute_capability="9.0" if platform == "gpu" else "")
     mesh = SimpleNamespace(devices=np.array([device, device]), size=2)
     return SimpleNamespace(config=small_config("unused", **changes), mesh=mesh)
 
@@ -40,6 +41,8 @@ def test_utilisation_is_of_the_peak_of_all_training_devices():
     assert found == {"perf/mfu/actor": pytest.approx(3 * 2e12 / (3 * 2 * peak))}
     found = utilisation(run_with("NVIDIA H200", **{"actor.ppo_epochs": 2, "model.lora.rank": 4}), ROW)
     assert found == {"perf/mfu/actor": pytest.approx(4 * 2e12 / (3 * 2 * peak))}
+    found = utilisation(run_with("NVIDIA H200", **{"model.dtype": "float32"}), ROW)
+    assert found == {"perf/mfu/actor": pytest.approx(3 * 2e12 / (3 * 2 * 67e12))}
     more = {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0}
     found = utilisation(run_with("TPU v5 lite"), ROW | more)
     assert found["perf/mfu/actor_infer"] == pytest.approx(2e12 / (0.5 * 2 * 197e12))
