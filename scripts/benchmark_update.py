@@ -158,7 +158,7 @@ class Ours:
 
     def limit(self, case: str) -> dict[str, float | None]:
         """Tokens per second of the matrix products alone, and at the speed of the data sheet."""
-        peak, tokens = device_limits().flops, num_tokens(self.args)
+        peak, tokens = device_limits().of_dtype(self.run.config.model.dtype).flops, num_tokens(self.args)
         seconds = least_flops(self.run.arch, self.args) / (peak * self.run.mesh.size) if peak is not None else None
         weights = self.run.decode_weights(self.models.actor.params)
         return {

@@ -16,9 +16,7 @@ from jax.sharding import Mesh
 from dapo_jax.parallel.compilation import CACHE
 from dapo_jax.parallel.gpus import GPUS
 
-COMPILERS = (
-    *("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
-)
+COMPILERS = "jax jaxlib libtpu jax-cuda12-pjrt jax-cuda13-pjrt nvidia-cudnn-cu12 nvidia-cudnn-cu13".split()
 
 
 @dataclass(frozen=True)

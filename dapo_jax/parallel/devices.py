@@ -115,9 +115,8 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ValueError(
             f"--topology={topology} must be a slice that libtpu knows, such as v5e:4x4 or v5p:4x4x8 (pip install "
-            f"'dapo_jax[tpu-preflight]'), a GPU, {_known_gpus('8')}, or cpu, gpu or tpu: "
-            "those of this machine. "
-            f"{error}"
+            f"'dapo_jax[tpu-preflight]'), a GPU, {_known_gpus('8')}, or cpu, gpu or tpu: those of this "
+            f"machine. {error}"
         ) from error
 
 
@@ -140,7 +139,6 @@ def _gpus(topology: str) -> Sequence[Any]:
         raise ValueError(
             f"--topology={topology} needs JAX's compiler for GPUs: pip install 'dapo_jax[cuda13]', or without "
             f"CUDA's libraries pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "
-            f""
             f"'nvidia-cudnn-cu13<10' ({error})"
         ) from error
 

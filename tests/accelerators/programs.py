@@ -16,6 +16,7 @@ from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import PENALTIES
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.config import Config, freeze
+from dapo_jax.containers import Batch
 from dapo_jax.dynamic_sampling.group_filter import group_statistics
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.critic import build_critic
@@ -101,7 +102,7 @@ def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
 
 
 def rungs_and_windows(parts: Parts) -> Iterator[Program]:
-    """Every batch of survivors in every window, and the ways from one to the next."""
+    """Every batch of survivors in every window, and the ways to fewer rows in the widest window."""
     settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
     actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
     with jax.set_mesh(parts.mesh):
@@ -131,7 +132,7 @@ def rungs_and_windows(parts: Parts) -> Iterator[Program]:
 
 
 def start_of_training(parts: Parts) -> Iterator[Program]:
-    """Weights that are drawn, loaded, frozen, given to a critic; the optimizer's state; gradients to add to."""
+    """Weights that are drawn, frozen, given to a critic; the optimizer's state; gradients to add to."""
     actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
     critic = build_critic(critic_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
     params = actor.trainable.state_shape.params
@@ -152,8 +153,6 @@ def drawn_tokens(parts: Parts) -> Iterator[Program]:
 
 
 def _mini_batch(parts: Parts) -> Any:
-    from dapo_jax.containers import Batch
-
     tokens, mask = parts.whole(ROWS, TOKENS, dtype=jnp.int32), parts.whole(ROWS, TOKENS, dtype=jnp.bool_)
     ids, values = parts.whole(ROWS, dtype=jnp.int32), parts.whole(ROWS, TOKENS)
     return Batch(tokens, mask, tokens, mask, mask, ids, values, values, noise=values)
