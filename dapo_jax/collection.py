@@ -13,7 +13,7 @@ from dapo_jax.dynamic_sampling.metrics import sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
 from dapo_jax.monitor import statistics
 from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
-from dapo_jax.rollout.experience import Experience, from_arrays, to_arrays
+from dapo_jax.rollout.experience import Experience, Outcomes, from_arrays, to_arrays
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run
 from dapo_jax.training_batch import final_rewards, finish_rewards, penalize_kl
@@ -85,31 +85,31 @@ def measure(run: Run, accepted: Accepted) -> Collected:
 
 def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
     """What was sampled, and rewards and lengths of what is trained on, each if there is any."""
-    trained, sampled = accepted.experience, [round_.experience for round_ in accepted.rounds]
+    trained, sampled = accepted.experience, [round_.outcomes for round_ in accepted.rounds]
     metrics = {
         "data/prompts_consumed": accepted.state.next_prompt,
         "data/epoch": run.order.epoch(accepted.state.next_prompt),
-        "rollout/finished_task_count": sum(map(len, sampled)),
-        "reward/num_errors": sum(experience.num_errors for experience in sampled),  # carried groups' were told before
+        "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
+        "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # carried groups' were told before
         "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
         "experience_pipeline/filtered_count": sum(
-            int((~round_.keep).sum()) * round_.experience.finished.shape[1] for round_ in accepted.rounds
+            int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds
         ),
     }
     if sampled:
         metrics |= _sampled_metrics(sampled)
-        metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.finished.size for part in sampled)
+        metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.failed.size for part in sampled)
     return metrics if trained is None else metrics | _trained_metrics(run, trained)
 
 
-def _sampled_metrics(sampled: Sequence[Experience]) -> dict[str, float]:
+def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
     """Of all groups that were sampled, also those that the filter drops."""
     names = sorted({name for part in sampled for name in part.scores})
     scores = {name: np.concatenate([part.score(name) for part in sampled]) for name in names}
     compared = scores.get("acc", scores["seq_reward"])
     metrics = {
         **statistics.score_metrics(scores),
-        "rollout/model_version": int(max(experience.versions.max() for experience in sampled)),
+        "rollout/model_version": int(max(part.versions.max() for part in sampled)),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
     }
     if compared.shape[1] > 1:  # one sample has nothing to be equal to

@@ -29,7 +29,7 @@ from markdown_table import markdown_table
 from dapo_jax import prompt_stream
 from dapo_jax.collection import collect
 from dapo_jax.command_line import read_config
-from dapo_jax.config import Config
+from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
 from dapo_jax.learner.models import Models
@@ -55,11 +55,12 @@ class Line:
         evaluated = sum(len(round_.keep) for round_ in rounds)
         kept = sum(int(round_.keep.sum()) for round_ in rounds)
         groups = evaluated / sum(len(experience) for experience in trained)
-        tokens = sum(r.experience.num_tokens for r in rounds) / sum(experience.num_tokens for experience in trained)
+        tokens = sum(r.outcomes.lengths.sum() for r in rounds) / sum(experience.num_tokens for experience in trained)
+        size = gen_batch_size(self.run.config)
         return {
             "policy": self.name,
             "gen": self.gen,
-            "rounds": sum(step.num_gen_batches for step in self.steps) / len(self.steps),
+            "rounds": sum(-(-sum(len(r.keep) for r in step.rounds) // size) for step in self.steps) / len(self.steps),
             "keep rate": kept / evaluated,
             "groups": groups,
             "tokens": tokens,

@@ -9,6 +9,7 @@ training step; it needs metrics.jsonl.
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ def read_log(path: Path) -> dict[str, list[float]]:
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that belong to training steps with a filter."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if "train/filter_rate" in row]
+    return [row for row in rows if "dynamic_sampling/num_gen_batches" in row]
 
 
 def log_summary(found: dict[str, list[float]]) -> list[str]:
@@ -81,7 +82,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     curves = {
-        "kept groups / evaluated": [1 - row["train/filter_rate"] for row in rows],
+        "kept groups / evaluated": [1 - row.get("train/filter_rate", math.nan) for row in rows],
         "rounds": [row["train/num_gen_batches"] for row in rows],
         "generated / trained tokens": [row["dynamic_sampling/overgen_ratio"] for row in rows],
     }

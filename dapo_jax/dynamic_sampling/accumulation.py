@@ -14,8 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapo_jax.dynamic_sampling.rounds import Round, filtered_counts
-from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream, adaptive_limit, fixed_limit, wave_prompts
+from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, filtered_counts
+from dapo_jax.dynamic_sampling.schedule import (
+    History,
+    Limits,
+    Stream,
+    adaptive_limit,
+    expected_rounds,
+    fixed_limit,
+    wave_prompts,
+)
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
 from dapo_jax.rollout.experience import Experience, concatenate
@@ -41,6 +49,11 @@ class Policies:
     stream: Stream | None  # None = rounds of gen_batch_size
     keep_rate_ema: float  # weight of earlier steps in the running keep rate
     metric: str | None  # for the log; None = no filter, and nothing to log
+
+    @property
+    def trains_on_dropped(self) -> bool:
+        """Whether a step may fall back to groups that the filter has dropped."""
+        return self.on_limit == "fallback_unfiltered" or self.on_empty == "train_unfiltered"
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,7 @@ class Accepted:
     """What a training step trains on and what it took."""
 
     experience: Experience | None  # the groups; None if the step is skipped
-    rounds: list[Round]  # all groups that were evaluated in this step
-    num_gen_batches: int
+    rounds: list[Verdicts]  # all groups that were evaluated in this step, by round or wave
     limit: float  # rounds that were allowed in the end
     outcome: str  # full | partial | fallback | unfiltered | skipped
     target: int
@@ -122,11 +134,16 @@ class _Attempt:
             start_round, state, prompts, policies, step,
         )  # fmt: skip
         self.carried, self.num_stale = _fresh(state.carried, step, policies.leftover_max_staleness)
-        self.rounds: list[Round] = []
+        self.rounds: list[Verdicts] = []
+        self.kept_groups: list[Experience] = []
+        self.dropped_groups: list[Experience] = []  # no more than a fall-back can use
         self.in_flight: deque[tuple[int, Callable[[], Round]]] = deque()
         self.cursor, self.dispatched, self.num_rounds = state.next_prompt, 0, 0
         self.limit = fixed_limit(policies.limits)
-        self.limit_is_final = policies.limits.adaptive_slack is None
+        self.expected_rounds = expected_rounds(
+            policies.target - _size(self.carried), gen_batch_size=policies.gen_batch_size, keep_rate=state.keep_rate
+        )
+        self.warned_at = 0
         self.epoch_end = math.inf
         if policies.on_exhausted != "next_epoch":
             self.epoch_end = (state.next_prompt // prompts.num_rows + 1) * prompts.num_rows
@@ -190,24 +207,47 @@ class _Attempt:
     def resolve(self) -> None:
         """Waits for the oldest round."""
         _, wait = self.in_flight.popleft()
-        self.rounds.append(wait())
+        self._take(wait())
         policies = self.policies
-        if not self.limit_is_final and self.num_rounds >= policies.limits.adaptive_min_rounds:
-            self.limit_is_final = True
-            self.limit = adaptive_limit(
+        if policies.limits.adaptive_slack is not None and self.num_rounds >= policies.limits.adaptive_min_rounds:
+            limit = adaptive_limit(
                 policies.limits,
                 evaluated=self.evaluated,
                 kept=self.kept_now,
                 missing=policies.target - _size(self.carried),
                 gen_batch_size=policies.gen_batch_size,
+                keep_rate=self.state.keep_rate,
             )
+            self.limit = min(self.limit, limit)
         if policies.metric is not None:
             ends = self.num_rounds >= self.limit or self.cursor >= self.epoch_end
             _log_round(self, last=ends and not self.in_flight)
+            self._warn_of_many_rounds()
+
+    def _take(self, round_: Round) -> None:
+        """Takes the groups that can be trained on out of a round, and keeps the numbers of the others."""
+        self.rounds.append(round_.verdicts)
+        self.kept_groups.append(round_.experience.select(np.flatnonzero(round_.keep)))
+        if self.policies.trains_on_dropped:
+            room = self.policies.target - sum(map(len, self.dropped_groups))
+            self.dropped_groups.append(round_.experience.select(np.flatnonzero(~round_.keep)[:room]))
+
+    def _warn_of_many_rounds(self) -> None:
+        """Once a round, from twice the rounds on that earlier steps let expect."""
+        rounds, full = self.evaluated // self.policies.gen_batch_size, self.kept >= self.policies.target
+        goes_on = not full and (self.in_flight or self.wants_more())
+        if rounds < 2 * self.expected_rounds or rounds == self.warned_at or not goes_on:
+            return
+        self.warned_at = rounds
+        limit = f"the limit is {self.limit:.0f}" if math.isfinite(self.limit) else f"{FILTER}.max_num_gen_batches is 0"
+        logger.warning(
+            "step %d: %d of %d groups are kept after %d rounds, %d were expected; %s",
+            self.step, self.kept, self.policies.target, rounds, self.expected_rounds, limit,
+        )  # fmt: skip
 
     def finish(self) -> Accepted:
         policies = self.policies
-        kept = _join([self.carried, *(round_.experience.select(np.flatnonzero(round_.keep)) for round_ in self.rounds)])
+        kept = _join([self.carried, *self.kept_groups])
         if _size(kept) >= policies.target:
             assert kept is not None
             accepted, outcome = kept.select(np.arange(policies.target)), "full"
@@ -223,7 +263,7 @@ class _Attempt:
             if policies.leftover == "requeue":
                 next_prompt = max(last + 1, self.state.next_prompt)
                 carried = self._still_carried()  # of a run that carried them before it requeued
-                requeued = sum(int(np.sum(round_.experience.numbers > last)) for round_ in self.rounds)
+                requeued = int(np.sum(self._numbers() > last))
             elif policies.leftover == "carry":
                 carried = kept.select(np.arange(policies.target, len(kept))) if surplus else None
             else:
@@ -231,7 +271,6 @@ class _Attempt:
         return Accepted(
             experience=accepted,
             rounds=self.rounds,
-            num_gen_batches=self.num_rounds,
             limit=self.limit,
             outcome=outcome,
             target=policies.target,
@@ -250,7 +289,7 @@ class _Attempt:
 
     def _history(self, next_prompt: int) -> History:
         """With the groups before `next_prompt`: those that no schedule samples again."""
-        rows = np.concatenate([round_.experience.rows for round_ in self.rounds] or [np.zeros(0, np.int64)])
+        rows = np.concatenate([round_.outcomes.rows for round_ in self.rounds] or [np.zeros(0, np.int64)])
         numbers = self._numbers()
         kept = np.concatenate([round_.keep for round_ in self.rounds] or [np.zeros(0, bool)])
         final = numbers < next_prompt
@@ -258,7 +297,7 @@ class _Attempt:
 
     def _numbers(self) -> np.ndarray:
         """Of the prompts that this step has sampled."""
-        return np.concatenate([round_.experience.numbers for round_ in self.rounds] or [np.zeros(0, np.int64)])
+        return np.concatenate([round_.outcomes.numbers for round_ in self.rounds] or [np.zeros(0, np.int64)])
 
     def _too_few(self, kept: Experience | None) -> tuple[Experience | None, str]:
         """What a step with fewer groups than its target trains on, and what that is called."""
@@ -267,15 +306,12 @@ class _Attempt:
         policy = policies.on_exhausted if exhausted else policies.on_limit
         if policy == "error":
             raise SharedFailure(_message(self, exhausted))
-        everything = _join([round_.experience for round_ in self.rounds])
+        dropped = _join(self.dropped_groups)
         if policy == "fallback_unfiltered":
-            dropped = _join(
-                [round_.experience.select(np.flatnonzero(~round_.keep)) for round_ in self.rounds]
-            )
-            missing = policies.target - _size(kept)
-            filled = _join([kept, dropped.select(np.arange(min(missing, len(dropped))))] if dropped else [kept])
+            unfiltered = min(policies.target - _size(kept), _size(dropped))
+            filled = _join([kept, dropped.select(np.arange(unfiltered))] if dropped else [kept])
             if filled is not None:
-                logger.warning("step %d: %d of %d groups are unfiltered", self.step, missing, policies.target)
+                logger.warning("step %d: %d of %d groups are unfiltered", self.step, unfiltered, len(filled))
                 return filled.select(np.argsort(filled.numbers, kind="stable")), "fallback"
         elif kept is not None:
             logger.warning(
@@ -288,9 +324,9 @@ class _Attempt:
             return kept, "partial"
         if policies.on_empty == "error":
             raise SharedFailure(_message(self, exhausted))
-        if policies.on_empty == "train_unfiltered" and everything is not None:
+        if policies.on_empty == "train_unfiltered" and dropped is not None:
             logger.warning("step %d: no group was kept, training on unfiltered ones", self.step)
-            return everything.select(np.arange(min(policies.target, len(everything)))), "unfiltered"
+            return dropped, "unfiltered"
         logger.warning("step %d: no group was kept, nothing is trained on", self.step)
         return None, "skipped"
 
@@ -319,7 +355,7 @@ def _log_round(attempt: _Attempt, *, last: bool) -> None:
         step=attempt.step,
         round_number=len(attempt.rounds),
         num_prompts=len(newest.keep),
-        num_samples=newest.experience.finished.shape[1],
+        num_samples=newest.outcomes.lengths.shape[1],
         metric=policies.metric,
         num_kept=int(newest.keep.sum()),
         mean_std=float(newest.metric_std.mean()),

@@ -13,18 +13,18 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
     rounds = accepted.rounds
     keep = np.concatenate([round_.keep for round_ in rounds] or [np.zeros(0, bool)])
     std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
-    kept, evaluated = accepted.carried_in + int(keep.sum()), len(keep)
-    generated = sum(round_.experience.num_tokens for round_ in rounds)
+    kept = int(keep.sum())
+    generated = sum(int(round_.outcomes.lengths.sum()) for round_ in rounds)
     trained = accepted.experience.num_tokens if accepted.experience is not None else 0
-    return {
-        "train/num_gen_batches": accepted.num_gen_batches,
-        "train/filter_rate": float(np.mean(~keep)) if evaluated else 0.0,
-        "train/mean_metric_std": float(std.mean()) if evaluated else 0.0,
+    # A step that trains on carried groups alone has sampled nothing, and has no rates.
+    rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
+    return rates | {
+        "train/num_gen_batches": len(rounds),
         "train/num_kept_prompts": kept,
-        "dynamic_sampling/num_gen_batches": accepted.num_gen_batches,
-        "dynamic_sampling/num_accumulated_prompts": kept,
+        "dynamic_sampling/num_gen_batches": len(rounds),
+        "dynamic_sampling/num_accumulated_prompts": accepted.carried_in + kept,
         "dynamic_sampling/target_prompt_num": accepted.target,
-        "dynamic_sampling/num_evaluated_prompts": evaluated,
+        "dynamic_sampling/num_evaluated_prompts": len(keep),
         **{f"dynamic_sampling/filtered_{name}": count for name, count in filtered_counts(rounds).items()},
         "dynamic_sampling/num_requeued": accepted.num_requeued,
         "dynamic_sampling/num_discarded_valid": accepted.num_discarded,
@@ -45,7 +45,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
 
 def _length_ratio(accepted: Accepted) -> float:
     """Mean response length of the accepted groups over that of all kept ones: not 1 in the mean means a bias."""
-    kept = [round_.experience.mask[round_.keep].sum(axis=-1) for round_ in accepted.rounds if round_.keep.any()]
+    kept = [round_.outcomes.lengths[round_.keep] for round_ in accepted.rounds if round_.keep.any()]
     if not kept or accepted.experience is None:
         return 1.0
     mean = accepted.experience.num_tokens / accepted.experience.finished.size

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from dapo_jax.dynamic_sampling.group_filter import FilterRule, group_statistics, keep_groups
 from dapo_jax.parallel.sharding import fetch, put_rows
 from dapo_jax.rewards.assembly import assemble_rewards
-from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.experience import Experience, Outcomes
 
 # The reward after the KL divergence, if there is one in the reward; else seq_reward.
 FINAL_REWARD = ("seq_final_reward", "token_level_rewards")
@@ -22,6 +22,20 @@ class Round:
     experience: Experience
     keep: np.ndarray  # [Q] bool
     metric_std: np.ndarray  # [Q] float32, population standard deviation of the metric
+
+    @property
+    def verdicts(self) -> "Verdicts":
+        """What is kept of the round once the groups to train on are taken out of it."""
+        return Verdicts(self.experience.outcomes, self.keep, self.metric_std)
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The outcomes of a round's Q groups and the filter's verdicts; no tokens."""
+
+    outcomes: Outcomes
+    keep: np.ndarray  # [Q] bool
+    metric_std: np.ndarray  # [Q] float32
 
 
 def shape_rewards(
@@ -93,9 +107,9 @@ def keep_all(experience: Experience) -> Round:
     return Round(experience, np.ones(groups, bool), np.zeros(groups, np.float32))
 
 
-def filtered_counts(rounds: Sequence[Round]) -> dict[str, int]:
+def filtered_counts(rounds: Sequence[Verdicts]) -> dict[str, int]:
     """How many dropped groups were all right, all wrong, and uniform in another way (or without `acc`)."""
-    dropped = [round_.experience.score("acc")[~round_.keep] for round_ in rounds]
+    dropped = [round_.outcomes.score("acc")[~round_.keep] for round_ in rounds]
     accuracy = np.concatenate(dropped) if dropped else np.zeros((0, 1))
     correct = int(np.sum(np.all(accuracy == 1, axis=1)))
     wrong = int(np.sum(np.all(accuracy <= 0, axis=1)))

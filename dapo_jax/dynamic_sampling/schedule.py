@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MIN_KEEP_RATE = 1e-3  # assumed at least, so that a step in which nothing is kept expects an end
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -28,16 +30,28 @@ def fixed_limit(limits: Limits) -> float:
     return limits.max_num_gen_batches if limits.max_num_gen_batches > 0 else math.inf
 
 
-def adaptive_limit(limits: Limits, *, evaluated: int, kept: int, missing: int, gen_batch_size: int) -> float:
-    """Rounds that a step may have after its first `adaptive_min_rounds`, from the keep rate that they have shown.
+def adaptive_limit(
+    limits: Limits, *, evaluated: int, kept: int, missing: int, gen_batch_size: int, keep_rate: float
+) -> float:
+    """Rounds that a step may have, as its first rounds (`adaptive_min_rounds` or more) let expect.
 
-    int(missing / (gen_batch_size * keep rate) + slack), where `missing` groups were to be found at the start of the
-    step, with the keep rate as (kept + 0.5) / (evaluated + 1) so that a step without any kept group has one. It is
-    set once: a limit that follows the rate of every further round would recede as fast as the rounds come.
+    int(missing / (gen_batch_size * seen rate) + slack), where `missing` groups were to be found at the start of the
+    step and the seen rate is (kept + 0.5) / (evaluated + 1). While no group has been kept, at most the rounds in which
+    a tenth of the running `keep_rate` would have shown one in 999 of 1000 cases, plus slack.
+
+    The step takes the least of all its rounds' limits: one that followed the rate up and down would recede as fast as
+    rounds without kept groups come.
     """
     assert limits.adaptive_slack is not None
-    keep_rate = (kept + 0.5) / (evaluated + 1)
-    return min(fixed_limit(limits), int(missing / (gen_batch_size * keep_rate) + limits.adaptive_slack))
+    needed = missing * (evaluated + 1) / (gen_batch_size * (kept + 0.5))
+    if kept == 0:
+        needed = min(needed, 10 * math.log(1000) / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
+    return min(fixed_limit(limits), int(needed + limits.adaptive_slack))
+
+
+def expected_rounds(missing: int, *, gen_batch_size: int, keep_rate: float) -> int:
+    """Rounds that find `missing` groups if each prompt is kept at the running `keep_rate`."""
+    return math.ceil(missing / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
 
 
 def wave_prompts(stream: Stream, *, kept: int, in_flight: int, keep_rate: float, target: int) -> int:
@@ -47,7 +61,7 @@ def wave_prompts(stream: Stream, *, kept: int, in_flight: int, keep_rate: float,
     leaves open the next wave samples with a better estimate. Less than the smallest size waits for verdicts.
     """
     missing = stream.slack * (target - kept) - in_flight * keep_rate
-    needed = missing / max(keep_rate, 1e-3)
+    needed = missing / max(keep_rate, MIN_KEEP_RATE)
     smallest, *larger = wave_sizes(stream.max_prompts, target)
     if kept >= target or needed <= 0 or (in_flight and needed < smallest):
         return 0

@@ -13,6 +13,22 @@ OWN_SCORES = ("seq_reward", "overlong_reward", "seq_final_reward", "token_level_
 
 
 @dataclass(frozen=True)
+class Outcomes:
+    """What is known of Q groups of G responses beside their tokens; all arrays are NumPy's."""
+
+    numbers: np.ndarray  # [Q] int64, prompt numbers
+    rows: np.ndarray  # [Q] int64, rows of the prompt set
+    versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
+    lengths: np.ndarray  # [Q, G] int64, tokens
+    scores: dict[str, np.ndarray]  # [Q, G] float64 each
+    failed: np.ndarray  # [Q, G] bool, verification failed
+
+    def score(self, name: str) -> np.ndarray:
+        """The values [Q, G] of a score, NaN where there is none."""
+        return self.scores.get(name, np.full(self.lengths.shape, np.nan))
+
+
+@dataclass(frozen=True)
 class Experience:
     """Q groups of G responses of at most R tokens, in prompt order; all arrays are NumPy's."""
 
@@ -42,6 +58,12 @@ class Experience:
     def num_tokens(self) -> int:
         """Sampled tokens."""
         return int(self.mask.sum())
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """The same without the tokens, which take nearly all of the memory."""
+        lengths = self.mask.sum(axis=-1)
+        return Outcomes(self.numbers, self.rows, self.versions, lengths, self.scores, self.failed)
 
     def score(self, name: str) -> np.ndarray:
         """The values [Q, G] of a score, NaN where there is none."""

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_metrics_are_over_all_evaluated_groups():
     assert metrics["dynamic_sampling/partial_step"] == 0
     assert metrics["dynamic_sampling/accepted_len_over_finished_kept_len"] == 1
     carried_alone = sampling_metrics(dataclasses.replace(accepted, rounds=[]))
-    assert carried_alone["train/filter_rate"] == 0, "nothing was sampled, so nothing was dropped"
+    assert not {"train/filter_rate", "train/mean_metric_std"} & set(carried_alone), "nothing was sampled: no rates"
 
 
 def test_the_first_kept_groups_in_prompt_order_are_accepted():
@@ -179,6 +180,8 @@ def test_carried_groups_are_used_first_and_nothing_is_sampled_twice():
     second, calls = run(keeps, size=16, leftover="carry", state=first.state, step=2)
     assert numbers_of(second)[: len(surplus)] == surplus[:4]
     metrics = sampling_metrics(second)
+    assert metrics["train/num_kept_prompts"] == sum(map(keeps, sum(calls, []))), "each group is counted once"
+    assert metrics["dynamic_sampling/num_accumulated_prompts"] == len(surplus) + metrics["train/num_kept_prompts"]
     assert metrics["dynamic_sampling/num_carried_in"] == len(surplus)
     assert metrics["dynamic_sampling/num_carried_out"] == len(surplus) + sum(map(keeps, sum(calls, []))) - 4
 
@@ -292,6 +295,62 @@ def test_the_adaptive_limit_follows_the_filter_rate():
     assert accepted.limit < math.inf and len(accepted.experience) == 8
 
 
+def test_the_adaptive_limit_falls_with_the_keep_rate_and_never_rises():
+    never = dict(target=512, size=512, adaptive=2.0, on_limit="partial", on_empty="skip_step")
+    hopeless, calls = run(lambda n: False, **never)
+    # 10 ln(1000) / (512 x 0.5) and the slack; the rate alone, 0.5 of 1025, would allow 2052 rounds
+    assert hopeless.limit == len(calls) == 2
+    accepted, _ = run(lambda n: 2048 <= n, **{**never, "size": 8, "target": 8}, state=start(keep_rate=0.01))
+    assert accepted.outcome == "skipped" and accepted.limit == int(8 * 17 / (8 * 0.5) + 2)
+    late, calls = run(lambda n: n >= 16 and n % 2 == 0, target=8, size=8, adaptive=2.0)  # nothing in the first two
+    assert late.outcome == "full" and len(calls) == 4 and late.limit == int(8 * 33 / (8 * 8.5) + 2)
+    rising, _ = run(lambda n: n < 12, target=16, size=8, adaptive=0.0, on_limit="partial")
+    assert rising.limit == int(16 * 17 / (8 * 12.5)) == 2 and len(rising.experience) == 12
+
+
+@pytest.mark.parametrize("stream", [None, Stream(slack=1.0, max_prompts=8)])
+def test_a_step_far_beyond_what_earlier_ones_needed_warns_once_a_round(stream, caplog):
+    run(lambda n: n >= 40, target=8, size=8, stream=stream)  # 16 prompts were expected
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    text = "step 1: 0 of 8 groups are kept after {} rounds, 2 were expected; algorithm.filter_groups."
+    assert said == [text.format(rounds) + "max_num_gen_batches is 0" for rounds in (4, 5)]
+    caplog.clear()
+    run(lambda n: n >= 40, target=8, size=8, stream=stream, limit=6)
+    assert [text.endswith("; the limit is 6") for text in caplog.messages if "were expected" in text] == [True] * 2
+    caplog.clear()
+    run(lambda n: n >= 40, target=8, size=8, stream=stream, state=start(keep_rate=0.15))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("stream", [None, Stream(slack=1.0, max_prompts=8)])
+def test_the_log_and_the_metrics_count_the_same_batches(stream, caplog):
+    with caplog.at_level("INFO"):
+        accepted, calls = run(random_keeps(0.3), target=8, size=16, stream=stream)
+    metrics = sampling_metrics(accepted)
+    logged = [int(found) for found in re.findall(r"Generated batch (\d+)", caplog.text)]
+    assert logged == list(range(1, len(calls) + 1))
+    assert metrics["train/num_gen_batches"] == metrics["dynamic_sampling/num_gen_batches"] == len(calls)
+
+
+@pytest.mark.parametrize("changes", [{}, {"on_limit": "fallback_unfiltered"}, {"leftover": "carry"}])
+def test_tokens_of_groups_that_are_not_trained_on_are_freed(changes):
+    tokens, alive = [], []
+
+    def start_round(numbers):
+        def finish():
+            round_ = round_of(numbers, [number % 4 == 0 for number in numbers], samples=2)
+            alive.append(sum(reference() is not None for reference in tokens))
+            tokens.append(weakref.ref(round_.experience.responses))
+            return round_
+
+        return finish
+
+    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
+    accepted = accumulate_groups(start_round, start(), source, policies(size=8, target=8, **changes), step=1)
+    assert len(accepted.rounds) == 4 and alive == [0] * 4
+    assert sum(int(round_.outcomes.lengths.sum()) for round_ in accepted.rounds) == 32 * 2 * 2
+
+
 def test_the_adaptive_limit_asks_for_no_more_than_carried_groups_leave_open():
     state = run(lambda n: True, size=10, leftover="carry")[0].state  # 6 groups
     options = {"target": 8, "adaptive": 0.0, "leftover": "carry", "step": 2, "on_limit": "partial"}
@@ -307,6 +366,7 @@ def test_the_log_tells_full_partial_and_skipped_steps_apart(caplog):
     for kept, policy, text in (
         ((0, 4), {"on_limit": "partial"}, "step 1: training on 2 of 4 groups (the limit of rounds is reached)"),
         ((2, 6), {"on_limit": "fallback_unfiltered"}, "step 1: 2 of 4 groups are unfiltered"),
+        ((2,), {"on_limit": "fallback_unfiltered", "target": 9}, "step 1: 7 of 8 groups are unfiltered"),
         ((), {"on_limit": "partial", "on_empty": "skip_step"}, "no group was kept, nothing is trained on"),
         ((), {"on_limit": "partial", "on_empty": "train_unfiltered"}, "no group was kept, training on unfiltered ones"),
     ):

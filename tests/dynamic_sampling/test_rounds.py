@@ -87,7 +87,7 @@ def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
 def test_dropped_groups_are_counted_by_kind(mesh):
     groups = experience([[1, 1], [0, 0], [0, 1], [0.5, 0.5], [-1, -1]])
     found = filter_groups(groups, "acc", STD, mesh)
-    assert filtered_counts([found, found]) == {"all_correct": 2, "all_wrong": 4, "other": 2}
+    assert filtered_counts([found.verdicts, found.verdicts]) == {"all_correct": 2, "all_wrong": 4, "other": 2}
     assert filtered_counts([]) == {"all_correct": 0, "all_wrong": 0, "other": 0}
 
 
@@ -95,8 +95,8 @@ def test_dropped_groups_without_a_verdict_are_neither_right_nor_wrong(mesh):
     groups = experience([[1, 1], [0, 0], [0, 1]])
     unjudged = dataclasses.replace(groups, scores={"score": groups.scores["score"]})
     judged_round, unjudged_round = filter_groups(groups, "acc", STD, mesh), filter_groups(unjudged, "score", STD, mesh)
-    assert filtered_counts([unjudged_round]) == {"all_correct": 0, "all_wrong": 0, "other": 2}
-    both = filtered_counts([unjudged_round, judged_round])
+    assert filtered_counts([unjudged_round.verdicts]) == {"all_correct": 0, "all_wrong": 0, "other": 2}
+    both = filtered_counts([unjudged_round.verdicts, judged_round.verdicts])
     assert both == {"all_correct": 1, "all_wrong": 1, "other": 2}
 
 
