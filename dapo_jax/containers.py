@@ -41,7 +41,7 @@ class Batch:
     responses: Array  # [B, R] int32, right-padded
     mask: Array  # [B, R] bool, True on response tokens
     loss_mask: Array  # [B, R] bool, True on tokens to train on, a part of `mask`
-    group_ids: Array  # [B] int32, the group of each row, ascending
+    group_ids: Array  # [B] int32, the group of each row, ascending; of padding, the number of groups
     old_logprobs: Array  # [B, R] float32, the ratio's denominator
     advantages: Array  # [B, R] float32, 0 on padding
     loss_weights: Array = None  # [B, R] float32, each token's share in the loss of its mini-batch

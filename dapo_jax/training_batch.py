@@ -54,7 +54,7 @@ jitted_rejection_mask = jax.jit(rejection_mask, static_argnames="criteria")
 def make_batch(
     run: Run, experience: Experience, models: Models, *, recompute: bool, kl_coef: float
 ) -> tuple[Batch, Metrics]:
-    """The accepted groups as rows to train on.
+    """The accepted groups as rows to train on, and rows of padding in the place of groups that a partial step lacks.
 
     Args:
         recompute: take old log-probabilities from the training forward pass instead of the sampler.
@@ -63,7 +63,7 @@ def make_batch(
     config, metrics = run.config, {"actor/recomputed_logprobs": float(recompute)}
     estimator = ESTIMATORS[config.algorithm.adv_estimator]
     with run.stage("batch"):
-        batch = rows_of(run, experience)
+        batch = rows_of(run, experience, num_groups=config.data.train_batch_size)
     extra: dict[str, np.ndarray] = {}
     if recompute or needs(estimator, "entropy") or needs(estimator, "hint_logprobs"):
         with run.stage("old_log_prob"):
@@ -85,7 +85,7 @@ def make_batch(
             values = compute_values(run.critic, models.critic.params, batch, pieces, run.mesh)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
     if needs(estimator, "reward_baselines"):
-        extra["reward_baselines"] = greedy_rewards(run, experience, models)
+        extra["reward_baselines"] = rows_like(batch, greedy_rewards(run, experience, models))
     with run.stage("adv"):
         rewards = token_rewards(experience, batch, kl_coef)
         advantages, returns = estimate_advantages(run, rewards, batch, extra)
@@ -102,34 +102,46 @@ def make_batch(
             batch, kept = keep_some(run, experience, batch)
             metrics |= kept
         if config.algorithm.overlong_filtering:
-            finished = experience.finished.reshape(-1, 1)
-            batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished)
-            metrics["actor/overlong_filtered"] = float(np.mean(~finished))
+            finished = rows_like(batch, experience.finished)
+            batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
+            metrics["actor/overlong_filtered"] = float(np.mean(~experience.finished))
     if run.actor.select is not None:
         batch = dataclasses.replace(batch, noise=selection_noise(run, experience, batch))
     return batch, metrics
 
 
-def rows_of(run: Run, experience: Experience) -> Batch:
-    """The responses as rows with what is known when they were sampled; advantages are 0."""
-    num_groups, num_samples = experience.finished.shape
-    mask = experience.mask.reshape(num_groups * num_samples, -1)
-    length = min(bucket(int(mask.sum(axis=1).max())), mask.shape[1])
-    prompts, prompt_mask = _prompt_rows(run, experience.prompts, num_samples)
+def rows_of(run: Run, experience: Experience, *, num_groups: int) -> Batch:
+    """The responses as rows with what is known when they were sampled; advantages are 0.
+
+    Args:
+        num_groups: at least those of `experience`; rows of padding, with this group id, stand in for the others, so
+            that every step has the same shapes.
+    """
+    given, num_samples = experience.finished.shape
+    missing = num_groups - given
+    longest = int(experience.mask.sum(axis=-1).max())
+    length = min(bucket(longest), experience.mask.shape[-1])
+    prompts, prompt_mask = _prompt_rows(run, experience.prompts + [[]] * missing, num_samples)
 
     def flat(array: np.ndarray) -> np.ndarray:
-        return array.reshape(num_groups * num_samples, -1)[:, :length]
+        return np.pad(array[..., :length], ((0, missing), (0, 0), (0, 0))).reshape(num_groups * num_samples, length)
 
+    group_ids = np.pad(np.arange(given, dtype=np.int32), (0, missing), constant_values=num_groups)
     return Batch(
         prompts=prompts,
         prompt_mask=prompt_mask,
         responses=flat(experience.responses),
         mask=flat(experience.mask),
         loss_mask=flat(experience.mask),
-        group_ids=np.repeat(np.arange(num_groups, dtype=np.int32), num_samples),
+        group_ids=np.repeat(group_ids, num_samples),
         old_logprobs=flat(experience.logprobs),
-        advantages=np.zeros((len(mask), length), np.float32),
+        advantages=np.zeros((num_groups * num_samples, length), np.float32),
     )
+
+
+def rows_like(batch: Batch, values: np.ndarray) -> np.ndarray:
+    """Values [Q, G] of responses by the rows of `batch` [B], 0 in those of padding."""
+    return np.pad(values.reshape(-1), (0, len(batch.mask) - values.size))
 
 
 def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -180,7 +192,7 @@ def penalize_kl(run: Run, experience: Experience, kl_coef: float) -> Experience:
     It is taken from the sampler's log-probabilities, which the group filter needs before anything is recomputed.
     """
     with run.stage("ref"):
-        batch = rows_of(run, experience)
+        batch = rows_of(run, experience, num_groups=len(experience))
         arrays = put((batch.old_logprobs, reference_logprobs(run, batch)), replicated(run.mesh))
         kl = fetch(jitted_kl_penalty(*arrays, estimator=run.config.algorithm.kl_penalty))
     kl = np.where(batch.mask, kl, 0.0).reshape(*experience.finished.shape, -1)
@@ -212,9 +224,11 @@ def sequence_kl(experience: Experience) -> float:
 
 def token_rewards(experience: Experience, batch: Batch, kl_coef: float) -> np.ndarray:
     """Reward [B, R] of each token: the response's at its last, less the KL divergence if there is one."""
-    rewards = np.asarray(place_rewards(experience.scores["seq_reward"].reshape(-1).astype(np.float32), batch.mask))
+    scores = rows_like(batch, experience.scores["seq_reward"]).astype(np.float32)
+    rewards = np.asarray(place_rewards(scores, batch.mask))
     if experience.kl is not None:
-        rewards = rewards - kl_coef * experience.kl.reshape(len(batch.mask), -1)[:, : batch.mask.shape[1]]
+        kl = experience.kl.reshape(-1, experience.kl.shape[-1])[:, : batch.mask.shape[1]]
+        rewards = rewards - kl_coef * np.pad(kl, ((0, len(rewards) - len(kl)), (0, 0)))
     return rewards.astype(np.float32)
 
 
@@ -223,7 +237,7 @@ def estimate_advantages(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns [B, R], computed on the mesh."""
     function, rows = ESTIMATORS[run.config.algorithm.adv_estimator], len(rewards)
-    num_groups = int(batch.group_ids[-1]) + 1
+    num_groups = run.config.data.train_batch_size
     missing = -rows % num_batch_shards(run.mesh)
     group_ids = np.pad(batch.group_ids, (0, missing), constant_values=num_groups)  # rows of padding
     arrays = put_rows((rewards, batch.mask, group_ids, chosen(function, extra)), run.mesh)
@@ -235,12 +249,12 @@ def estimate_advantages(
 def keep_some(run: Run, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
     """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio."""
     algorithm = run.config.algorithm
-    scores = final_rewards(experience).reshape(-1).astype(np.float32)
+    scores = rows_like(batch, final_rewards(experience)).astype(np.float32)
     first = batch.advantages[:, 0]  # the same at all tokens of a response
     advantages, kept = fetch(
         jitted_keep_samples(
             *put((first, scores, batch.group_ids), replicated(run.mesh)),
-            num_groups=int(batch.group_ids[-1]) + 1,
+            num_groups=run.config.data.train_batch_size,
             keep_pos_ratio=algorithm.keep_pos_ratio,
             keep_neg_ratio=algorithm.keep_neg_ratio,
             compute_new_adv=algorithm.compute_new_adv,
@@ -252,7 +266,7 @@ def keep_some(run: Run, experience: Experience, batch: Batch) -> tuple[Batch, Me
     values = processed[loss_mask]
     metrics = statistics.advantage_metrics("advantages_processed", values)
     metrics["critic/advantages_processed/std"] = float(np.std(values)) if values.size else 0.0
-    metrics["actor/kept_samples"] = float(np.mean(kept))
+    metrics["actor/kept_samples"] = float(np.mean(kept[: experience.finished.size]))
     return dataclasses.replace(batch, advantages=processed, loss_mask=loss_mask), metrics
 
 
@@ -300,13 +314,14 @@ def hint_logprobs(run: Run, experience: Experience, models: Models, batch: Batch
         system_prompt=run.config.data.system_prompt,
         chat_template_kwargs=run.chat_template_kwargs,
     )
-    tokens, mask = _prompt_rows(run, prompts, experience.finished.shape[1])
+    missing = run.config.data.train_batch_size - len(experience)
+    tokens, mask = _prompt_rows(run, prompts + [[]] * missing, experience.finished.shape[1])
     hinted = dataclasses.replace(batch, prompts=tokens, prompt_mask=mask)
     return policy_logprobs(run, models.actor.params, hinted)[0]
 
 
 def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
-    """The reward [B] of the most likely response to each row's prompt (ReMax)."""
+    """The reward [Q, G] of the most likely response to each response's prompt (ReMax)."""
     weights = run.decode_weights(models.actor.params)
     with jax.set_mesh(run.rollout_mesh):
         greedy = run.sampler.start(
@@ -319,8 +334,8 @@ def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarr
             sampling=Sampling.create(0.0, 1.0, -1),
             stage=run.stage,
         )
-        rewards = finish_rewards(run, greedy()).scores["seq_reward"][:, 0]
-    return np.repeat(rewards.astype(np.float32), experience.finished.shape[1])
+        rewards = finish_rewards(run, greedy()).scores["seq_reward"].astype(np.float32)
+    return np.repeat(rewards, experience.finished.shape[1], axis=1)
 
 
 def selection_noise(run: Run, experience: Experience, batch: Batch) -> np.ndarray:
@@ -329,5 +344,7 @@ def selection_noise(run: Run, experience: Experience, batch: Batch) -> np.ndarra
     Every epoch over the batch has the same draws.
     """
     num_samples = experience.finished.shape[1]
-    numbers = put(experience.numbers.astype(np.int32), replicated(run.mesh))
+    numbers = np.zeros(len(batch.mask) // num_samples, np.int32)
+    numbers[: len(experience)] = experience.numbers
+    numbers = put(numbers, replicated(run.mesh))
     return fetch(position_noise(run.config.seed, SELECT, numbers, num_samples, batch.mask.shape[1]))

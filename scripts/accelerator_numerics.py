@@ -229,12 +229,13 @@ def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
     from dapo_jax.training_batch import rows_of
 
     count, length = responses.shape
-    return rows_of(run, Experience(
+    experience = Experience(
         numbers=np.arange(count), rows=np.arange(count), prompts=prompts,
         responses=responses.astype(np.int32).reshape(count, 1, length), mask=np.ones((count, 1, length), bool),
         logprobs=np.zeros((count, 1, length), np.float32), finished=np.ones((count, 1), bool), texts=[], scores={},
         versions=np.zeros(count, np.int64), failed=np.zeros((count, 1), bool),
-    ))  # fmt: skip
+    )  # fmt: skip
+    return rows_of(run, experience, num_groups=count)
 
 
 def known_params(run: Any) -> Any:

@@ -13,6 +13,7 @@ from dapo_jax import training_batch
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints, Progress
+from dapo_jax.learning import update
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.run import open_run
 from dapo_jax.run_state import kl_coef_of, resumed_coefficient
@@ -161,6 +162,48 @@ def batch_with(accepted, *, fallen_back=False, **changes):
     with open_run(config, initial_step=0) as run:
         recompute = fallen_back or config.actor.old_logprob == "recompute"
         return experience, *make_batch(run, experience, run.init_models(), recompute=recompute, kl_coef=0.0)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax"])
+def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing(accepted, estimator):
+    config, experience, models = accepted
+    changes = {"algorithm.adv_estimator": estimator, "algorithm.keep_neg_ratio": 0.5} if estimator == "grpo" else {
+        "algorithm.adv_estimator": estimator}  # fmt: skip
+    config = small_config(config.workdir, **changes, **{"algorithm.overlong_filtering": True})
+    count = experience.finished.shape[1]
+    with open_run(config) as run:
+        made = {}
+        for groups in (4, 3, 1):
+            chosen = experience.select(np.arange(groups))
+            made[groups], metrics = make_batch(run, chosen, run.init_models(), recompute=True, kl_coef=0.0)
+            assert metrics["actor/overlong_filtered"] == np.mean(~chosen.finished)
+            assert metrics.get("actor/kept_samples", 0.5) < 1
+        assert run.estimator._cache_size() == 1
+    alone = small_config(config.workdir, **changes, **{
+        "data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1, "actor.ppo_micro_batch_size_per_device": 2,
+        "algorithm.overlong_filtering": True})  # fmt: skip
+    with open_run(alone) as run:
+        wanted, _ = make_batch(run, experience.select(np.arange(1)), run.init_models(), recompute=True, kl_coef=0.0)
+    assert jax.tree.map(np.shape, made[1]) == jax.tree.map(np.shape, made[3]) == jax.tree.map(np.shape, made[4])
+    for name in ("mask", "loss_mask", "old_logprobs", "advantages"):
+        found, expected = getattr(made[1], name), getattr(wanted, name)
+        np.testing.assert_allclose(found[:count, : expected.shape[1]], expected, atol=1e-6)
+        assert not found[count:].any()
+
+
+@pytest.mark.parametrize("count_empty", [False, True])
+def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked(accepted, count_empty):
+    config, experience, _ = accepted
+    changes = {"actor.loss_agg_mode": "seq-mean-token-sum", "actor.ppo_mini_batch_size": 4,
+               "actor.count_empty_sequences": count_empty}  # fmt: skip
+    chosen = experience.select(np.arange(3))
+    with open_run(small_config(config.workdir, **changes)) as run:
+        models = run.init_models()
+        batch, _ = make_batch(run, chosen, models, recompute=False, kl_coef=0.0)
+        metrics, _ = update(run, models, batch, 1)[1]()
+    total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
+    sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
+    assert metrics["actor/pg_loss"] == pytest.approx(total / sequences, rel=1e-3, abs=1e-6)
 
 
 def test_overlong_filtering_masks_what_was_cut_off(accepted):

@@ -30,7 +30,7 @@ def token_weights(
 
     Args:
         mask: [B, R] bool, tokens to train on in a whole mini-batch.
-        group_ids: [B] int32, the prompt of each row: numbers less than B apart.
+        group_ids: [B] int32, the prompt of each row: numbers less than B apart, of rows that hold a token.
         num_tokens: what token-mean divides by; None = the tokens of `mask`.
         num_sequences: what the sequence modes divide by; None = the rows of `mask` that hold a token.
         scale_factor: the constant of seq-mean-token-sum-norm, in tokens.

@@ -128,6 +128,8 @@ def _in_pieces(
     """The result of `function`, arrays [B, R], computed a micro-batch at a time; 0 behind a micro-batch's width."""
     rows, pieces = [], []
     for numbers, piece in micro_batches.split(batch):
+        if not piece.mask.any():  # padding alone
+            continue
         rows.append(numbers)
         pieces.append(function(params, put(piece, batch_sharding(mesh))))
         settle(pieces[-1])
@@ -165,6 +167,8 @@ def _optimizer_steps(
             gradients = learner.zero_gradients(state.params)
             parts: list[Metrics] = []
             for _, micro_batch in settings.micro_batches.split(mini_batch):
+                if not micro_batch.mask.any():  # padding alone
+                    continue
                 placed = put(micro_batch, batch_sharding(mesh))
                 gradients, new = learner.accumulate(state.params, gradients, placed)
                 settle(gradients)
