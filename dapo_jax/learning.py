@@ -45,9 +45,8 @@ def train_on(
     """
     if experience is None:
         return models, lambda: ({}, {})
-    batch, batch_metrics = make_batch(
-        run, experience, models, recompute=recomputes(run.config, progress), kl_coef=progress.kl_coef
-    )
+    recomputed = recomputes(run.config, progress)
+    batch, batch_metrics = make_batch(run, experience, models, recompute=recomputed, kl_coef=progress.kl_coef)
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
     batch_metrics |= statistics.balance_metrics(
         sequence_lengths(batch), tokens_of_devices(batch, update_settings(run, "actor", step))
@@ -56,7 +55,9 @@ def train_on(
 
     def finish() -> tuple[dict[str, float], Histograms]:
         metrics, histograms = wait()
-        metrics |= batch_metrics
+        metrics |= batch_metrics  # with recomputed log-probabilities, which compares them with the sampler's
+        if recomputed:  # there, the first optimizer step compares the training pass with itself
+            metrics.pop("rollout_corr/first_clipfrac", None)
         histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
         if not is_finite(metrics):
             logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)

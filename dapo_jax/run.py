@@ -167,7 +167,7 @@ def open_run(
             order=PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle),
             actor=actor,
             critic=critic,
-            decode_weights=LatestWeights(decode_weights(actor, mesh, rollout_mesh)),
+            decode_weights=LatestWeights(decode_weights(actor, mesh, rollout_mesh), stage),
             reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
             scorer=load_scorer(config, compute_dtype(config, mesh), rollout_mesh) if config.reward.model.path else None,
             estimator=build_estimator(config, arch.vocab_size, mesh),

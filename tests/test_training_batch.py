@@ -13,8 +13,8 @@ from dapo_jax import training_batch
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints, Progress
-from dapo_jax.learning import update
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.learning import train_on, update
+from dapo_jax.monitor.records import NoRecords, read_metrics
 from dapo_jax.run import open_run
 from dapo_jax.run_state import kl_coef_of, resumed_coefficient
 from dapo_jax.train import train
@@ -256,6 +256,26 @@ def test_rollout_correction_weighs_and_rejects(accepted):
     _, batch, metrics = batch_with((config, shifted, models), **options)
     assert batch.importance_weights[0, 0] == pytest.approx(2.0) and not batch.loss_mask[0, 0] and batch.mask[0, 0]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
+
+
+@pytest.mark.parametrize("mode", ["recompute", "auto"])
+def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(accepted, mode):
+    config, experience, _ = accepted
+    logprobs = experience.logprobs.copy()
+    logprobs[0, 0, 0] -= 1.0
+    shifted = dataclasses.replace(experience, logprobs=logprobs)
+    progress = Progress(recompute_logprobs=mode == "auto")  # fallen back
+    with open_run(small_config(config.workdir, **{"actor.old_logprob": mode})) as run:
+        metrics, _ = train_on(run, NoRecords(), run.init_models(), shifted, progress, 1)[1]()
+    tokens = experience.num_tokens
+    assert metrics["rollout_corr/logprob_abs_diff_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["rollout_corr/logprob_outliers"] == pytest.approx(1 / tokens)
+    assert metrics["rollout_corr/logprob_abs_diff"] == pytest.approx(1 / tokens, rel=1e-2)
+    weights = np.ones(tokens)
+    weights[0] = np.e
+    expected = weights.mean() ** 2 / np.mean(weights**2)
+    assert metrics["rollout_corr/eff_sample_size"] == pytest.approx(expected, rel=1e-4)
+    assert "rollout_corr/first_clipfrac" not in metrics
 
 
 def test_once_it_has_fallen_back_tokens_are_weighed_up_to_two(accepted):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 MAX_LOG_RATIO = 20.0
+OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
 WEIGHTS = ("token", "sequence")
 CRITERIA = (
     *(f"token_k{k}" for k in (1, 2, 3)),
@@ -176,12 +177,15 @@ def _criterion_metrics(
 def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask: jax.Array) -> Metrics:
     """How far the sampler is from the training pass.
 
-    `kl` is the mean of rollout - old over tokens, `k3_kl` its low-variance form, `{training,rollout}_{log_ppl,ppl}` the
+    `kl` is the mean of rollout - old over tokens, `k3_kl` its low-variance form, `logprob_abs_diff` and `_max` the mean
+    and largest |old - rollout|, `logprob_outliers` the share of tokens where that is above OUTLIER, `eff_sample_size`
+    mean(ratio)^2 / mean(ratio^2) with ratio exp(old - rollout), `{training,rollout}_{log_ppl,ppl}` the
     perplexities of the two (means over responses), `log_ppl_diff` training's log_ppl less rollout's (positive where the
     training pass finds a response less likely), `ppl_ratio` its exponential, `chi2_token` and `chi2_seq` the mean of
     ratio^2 - 1 over tokens and over responses.
     """
     difference = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0)
+    ratio = jnp.exp(difference)
     real = jnp.any(mask, axis=-1)
     lengths = jnp.maximum(jnp.sum(mask, axis=-1), 1)
     training = -jnp.sum(jnp.where(mask, old_logprobs, 0.0), axis=-1) / lengths
@@ -191,7 +195,10 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
     return {
         "kl": _mean(-difference, mask),
         "logprob_abs_diff": _mean(jnp.abs(difference), mask),
-        "k3_kl": _mean(jnp.exp(difference) - difference - 1, mask),
+        "logprob_abs_diff_max": jnp.max(jnp.abs(difference)),
+        "logprob_outliers": _mean(jnp.abs(difference) > OUTLIER, mask),
+        "eff_sample_size": jnp.square(_mean(ratio, mask)) / jnp.maximum(_mean(jnp.square(ratio), mask), 1e-30),
+        "k3_kl": _mean(ratio - difference - 1, mask),
         "training_log_ppl": _mean(training, real),
         "training_ppl": _mean(jnp.exp(training), real),
         "rollout_log_ppl": _mean(rollout, real),

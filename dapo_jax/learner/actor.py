@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.containers import Batch, Max, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
@@ -21,10 +23,8 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, merged, with_adapters
 from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import cast_matrices, init_params, weight_shardings, weight_table
-from dapo_jax.parallel.processes import settle
 from dapo_jax.parallel.sharding import DECODE_RULES, replicated
 
-OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
 RATIO_STEP, RATIO_BUCKETS = 0.01, 201  # importance ratios are counted rounded to a step: 0, 0.01 ... 2 and above
 
 
@@ -189,10 +189,12 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
 
 
 class LatestWeights:
-    """The decoding weights of the newest parameters, made once per update."""
+    """The decoding weights of the newest parameters, made once per update, as the stage `update_weights`."""
 
-    def __init__(self, decode_weights: Callable[[Any], Any]) -> None:
-        self._make = decode_weights
+    def __init__(
+        self, decode_weights: Callable[[Any], Any], stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self._make, self._stage = decode_weights, stage
         self._params: Any = None
         self._weights: Any = None
 
@@ -200,8 +202,8 @@ class LatestWeights:
         """The decoding weights of `params`."""
         if self._params is not params:
             self.drop()
-            self._params, self._weights = params, self._make(params)
-            settle(self._weights)
+            with self._stage("update_weights"):
+                self._params, self._weights = params, jax.block_until_ready(self._make(params))
         return self._weights
 
     def drop(self) -> None:

@@ -182,6 +182,10 @@ def test_mismatch_metrics():
     assert metrics["kl"] == pytest.approx(-real.mean(), abs=1e-6)
     assert metrics["k3_kl"] == pytest.approx((np.exp(real) - real - 1).mean(), rel=1e-5)
     assert metrics["logprob_abs_diff"] == pytest.approx(np.abs(real).mean(), rel=1e-5)
+    assert metrics["logprob_abs_diff_max"] == pytest.approx(np.abs(real).max(), rel=1e-5)
+    assert metrics["logprob_outliers"] == pytest.approx((np.abs(real) > 0.05).mean()) != 0
+    ratio = np.exp(real)
+    assert metrics["eff_sample_size"] == pytest.approx(ratio.mean() ** 2 / (ratio**2).mean(), rel=1e-5)
     assert metrics["rollout_ppl"] == pytest.approx(np.exp(2), rel=1e-5)
     assert metrics["training_log_ppl"] == pytest.approx((2 + 1.85) / 2)
     assert metrics["log_ppl_diff"] == pytest.approx(-0.15 / 2) and metrics["log_ppl_abs_diff"] == pytest.approx(0.075)

@@ -22,9 +22,10 @@ WITH_CRITIC = {
     "algorithm.rollout_correction.rollout_is_batch_normalize": True,
     "algorithm.rollout_correction.rollout_rs": ("token_k1", "seq_mean_k3"),
     "algorithm.rollout_correction.rollout_rs_threshold": ("2.0", "2.0"),
-    "actor.entropy_coeff": 0.01, "evaluate.bootstrap": True, "monitor.detailed_stats": True,
+    "actor.entropy_coeff": 0.01, "actor.policy_loss.loss_mode": "kl_cov",
+    "evaluate.bootstrap": True, "monitor.detailed_stats": True,
 }  # fmt: skip
-GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True, "actor.policy_loss.loss_mode": "kl_cov"}
+GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True}
 
 
 def documentation_script():
