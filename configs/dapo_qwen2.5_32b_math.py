@@ -46,6 +46,7 @@ def get_config() -> Any:
     config.trainer.total_training_steps = 330
     config.trainer.test_freq = 5
     config.trainer.save_freq = 5
+    config.trainer.save_minutes = 30.0
     config.mesh.fsdp = 16
     config.mesh.tensor = 8
     config.evaluate.n = 32

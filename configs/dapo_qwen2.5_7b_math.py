@@ -46,6 +46,7 @@ def get_config() -> Any:
     config.actor.ppo_micro_batch_size_per_device = 2
     config.actor.optim.lr_warmup_steps = 10
     config.trainer.total_training_steps = 200
+    config.trainer.save_minutes = 30.0
     config.mesh.fsdp = 2
     config.mesh.tensor = 4
     config.evaluate.n = 32

@@ -44,6 +44,7 @@ def get_config() -> Any:
     config.trainer.val_before_train = False
     config.trainer.test_freq = 4
     config.trainer.save_freq = 32
+    config.trainer.save_minutes = 30.0
     config.mesh.fsdp = 2
     config.mesh.tensor = 4
     config.evaluate.n = 1

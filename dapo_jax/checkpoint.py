@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Progress:
     prompts: str = ""  # checksum of the training prompts
     stream: str = ""  # checksum of what is saved beside the models
     nonfinite_in_a_row: int = 0  # last steps whose loss or gradient was not finite
+    log_bytes: int = -1  # of train.log that belong to the steps done; -1 = not known
     alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
     best: float | None = None  # trainer.best_metric at its best
     best_step: int = 0  # when it was
@@ -80,6 +82,7 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         self._directory = directory
+        self._saved_at = time.monotonic()
         worst = -math.inf if mode == "max" else math.inf
         self._metric = measure = _METRIC if (metric, mode) == ("", "max") else f"{_METRIC} of {mode} {metric}"
 
@@ -125,6 +128,10 @@ class Checkpoints:
         """The newest step that was written completely."""
         return self._manager.latest_step()
 
+    def minutes_since_save(self) -> float:
+        """By this process's clock, since the start or the last checkpoint."""
+        return (time.monotonic() - self._saved_at) / 60
+
     def save(
         self,
         models: Models,
@@ -148,6 +155,7 @@ class Checkpoints:
         if progress.step in steps and not (replace and len(steps) > 1):
             return
         progress = dataclasses.replace(progress, stream=_digest(stream))
+        self._saved_at = time.monotonic()
         with self._writing():
             self._manager.wait_until_finished()  # also tells of an error in the background
             if progress.step in steps:

@@ -338,6 +338,7 @@ class TrainerConfig:
     total_training_steps: int = 100  # batches trained on
     critic_warmup: int = 0  # first training steps that update the critic alone; the policy's schedule starts after
     save_freq: int = 10  # training steps between checkpoints; -1 = only at the end
+    save_minutes: float = 0.0  # beside them, a checkpoint once the newest is so many minutes old; 0 = off
     test_freq: int = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
     max_ckpt_to_keep: int = 2  # the newest checkpoints
@@ -356,6 +357,7 @@ class TrainerConfig:
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
     resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)
+    stop_patience_s: float = 15.0  # after a signal, seconds in which an update that has begun to change weights may end
     stopped_exit_code: int = 0  # exit code after SIGTERM or SIGINT; 1 where a scheduler takes 0 for done
     max_nonfinite_steps: int = 3  # steps in a row with a loss or gradient that is not finite, after which a run ends
     profile_steps: tuple[int, ...] = ()  # training steps whose trace JAX's profiler writes to workdir/profile

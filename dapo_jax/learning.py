@@ -77,14 +77,14 @@ def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, F
         assert models.critic is not None
         settings = update_settings(run, "critic", step)
         with run.stage("update_critic"):
-            critic, finish = update_critic(run.critic, models.critic, batch, settings, run.mesh)
+            critic, finish = update_critic(run.critic, models.critic, batch, settings, run.mesh, run.pace)
         models = dataclasses.replace(models, critic=critic)
         parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
     if step > run.config.trainer.critic_warmup:
         run.decode_weights.drop()
         settings = update_settings(run, "actor", step)
         with run.stage("update_actor"):
-            actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh)
+            actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh, run.pace)
         models = dataclasses.replace(models, actor=actor)
         known = {"actor/lr": settings.learning_rate}
         if run.config.actor.use_kl_loss:

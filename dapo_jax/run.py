@@ -48,6 +48,7 @@ from dapo_jax.parallel.sharding import (
     move,
     replicated,
 )
+from dapo_jax.parallel.stopping import Pace, unpaced
 from dapo_jax.policies import load_base, load_reference, lora_of, read_model
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
@@ -93,6 +94,7 @@ class Run:
     timers: StageTimers
     profiles: StepProfiles
     stage: Stage
+    pace: Callable[[Any], None]  # is called after each micro-batch of training, and may raise to end the step
     init_models: Callable[[], Models]  # what is trained, before the first step
 
     @property
@@ -110,7 +112,7 @@ def open_run(
     Args:
         initial_step: training steps that are done.
         training: read what is trained on and show the progress; without, the run can only sample.
-        check: is called again and again while responses are sampled, and may raise to end it.
+        check: is called again and again while responses are sampled and between micro-batches, and may raise.
 
     Raises:
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
@@ -177,6 +179,7 @@ def open_run(
             timers=timers,
             profiles=profiles,
             stage=stage,
+            pace=unpaced if config.trainer.rollout_ahead else Pace(check),
             chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
             init_models=lambda: init_models(config, arch, actor, critic, mesh),
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from dapo_jax.checkpoint import Checkpoints, Origin, Progress, find_checkpoint
@@ -33,6 +34,10 @@ class RunState:
     stream: StreamState
     engine: dict[str, Any]  # what the sampling engine has learnt by now; it learns while the next step samples
     ahead: Collected | None = None  # with trainer.rollout_ahead: what the next step trains on
+
+    def is_whole(self) -> bool:
+        """Whether its arrays are still there: the first optimizer step of the next update takes their memory."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.models))
 
 
 def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
@@ -91,6 +96,7 @@ def first_state(run: Run) -> RunState:
     progress = Progress(
         unrecorded={"metrics": {}, "samples": []} if run.config.trainer.val_before_train else None,
         prompts=run.train_set.checksum(),
+        log_bytes=0,
     )
     progress = first_coefficient(run.config, progress)
     return RunState(run.init_models(), progress, _first_stream(run), run.sampler.engine.to_arrays())
@@ -146,6 +152,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     models, progress, arrays = source.restore(origin.step, shape)
     if not own:
         source.close()
+        progress = dataclasses.replace(progress, log_bytes=0)  # of this run's log
     progress = resumed_coefficient(run.config, progress)
     logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     engine = run.sampler.engine

@@ -26,6 +26,7 @@ from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, recomputes, train_on, trains_on_older_samples
 from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
+from dapo_jax.monitor.log import log_bytes, rewind_log
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.workdir import open_workdir
@@ -83,6 +84,8 @@ def _train(config: Config) -> Models:
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 logger.info("%s", describe(run))
+                if is_first():
+                    rewind_log(config.workdir, state.progress.log_bytes)
                 with open_records(config, state.progress if origin else None) as records:
                     records.describe(options(config), results(run))
                     state = run_steps(run, checkpoints, records, stop, state)
@@ -107,17 +110,25 @@ def open_records(config: Config, progress: Progress | None) -> RunRecords | NoRe
 def run_steps(
     run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, stop: StopRequest, state: RunState
 ) -> RunState:
-    """All steps that are left. What happens between two updates can be thrown away: there the run can stop."""
-    trained = False
+    """All steps that are left. A step that has not changed any weights can be thrown away: there the run can stop.
+
+    Once they have changed, it stops if the step takes longer than trainer.stop_patience_s. With trainer.rollout_ahead
+    no step is thrown away in the middle of its update: the devices that sample go on meanwhile.
+    """
+    trainer, trained = run.config.trainer, False
+
+    def patience() -> float:
+        return 0.0 if state.is_whole() else trainer.stop_patience_s
+
     while True:
         try:
-            with stop.safe():
+            with stop.safe(patience):
                 stop.check(agree=True)
                 if state.progress.unrecorded is not None:
                     state = conclude_step(run, checkpoints, records, state)
                     if trained:  # not what an earlier start had trained: it has ended for that
                         check_finite(run.config, state.progress)
-                if state.progress.step == run.config.trainer.total_training_steps:
+                if state.progress.step == trainer.total_training_steps:
                     return state
                 run.profiles.begin(state.progress.step + 1)
                 start = time.perf_counter()
@@ -127,15 +138,18 @@ def run_steps(
                     batch, stream = next_batch(run, weights, stream, state.progress, state.progress.step + 1)
                 batch.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
                 stop.check(agree=True)
+                if not trainer.rollout_ahead:
+                    state = train_step(run, records, state, batch, stream, start)
+            if trainer.rollout_ahead:
+                state = train_step(run, records, state, batch, stream, start)
         except Stopped as reason:
-            save_before_end(run, checkpoints, state)
-            logger.warning("%s after step %d; the same command goes on from there", reason, state.progress.step)
+            logger.warning("%s %s", reason, save_before_end(run, checkpoints, state))
             raise
         except Exception as error:
             if jax.process_count() == 1 or isinstance(error, SharedFailure):  # several write together
                 save_before_end(run, checkpoints, state)
             raise
-        state, trained = train_step(run, records, state, batch, stream, start), True
+        trained = True
         run.profiles.end()
 
 
@@ -171,9 +185,13 @@ def conclude_step(
             records.write_samples(step, row["samples"])
             records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
+    progress = dataclasses.replace(progress, log_bytes=log_bytes(run.config.workdir))
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
     saved_before = checkpoints.latest_step() == step  # when the run was stopped in the middle of this
-    if step and (saved_before or is_due(step, trainer.save_freq, total)):
+    due = saved_before or is_due(step, trainer.save_freq, total)
+    if trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes:
+        due = True
+    if step and due:
         save_state(run, checkpoints, state, metric=quality, replace=True)
     return state
 
@@ -190,10 +208,22 @@ def check_finite(config: Config, progress: Progress) -> None:
         )
 
 
-def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> None:
-    """Saves what a run has done when it ends early."""
-    if state.progress.step:
-        save_state(run, checkpoints, state)
+def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> str:
+    """Saves what a run has done when it ends early, and says what is lost and where the run goes on.
+
+    In the middle of an update the state before it is gone, and the newest checkpoint is what there is.
+    """
+    step = state.progress.step
+    if state.is_whole():
+        if step:
+            save_state(run, checkpoints, state)
+        return f"after step {step}; the same command goes on from there"
+    saved = checkpoints.latest_step() or 0
+    lost = f"step {step + 1} is" if saved == step else f"steps {saved + 1} to {step + 1} are"
+    return (
+        f"in the update of step {step + 1}: {lost} lost; the same command goes on "
+        f"{f'after step {saved}' if saved else 'from the beginning'}"
+    )
 
 
 def train_step(
@@ -230,7 +260,7 @@ def train_step(
     if batch.experience is not None:
         row["samples"] = sample_texts(run, batch.experience)
         row["histograms"] |= experience_histograms(batch.experience)
-    progress = dataclasses.replace(progress, unrecorded=row)
+    progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
     return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
 
 

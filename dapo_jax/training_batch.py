@@ -82,7 +82,7 @@ def make_batch(
         assert run.critic is not None and models.critic is not None
         with run.stage("values"):
             pieces = micro_batches(config, run.mesh, "critic")
-            values = compute_values(run.critic, models.critic.params, batch, pieces, run.mesh)
+            values = compute_values(run.critic, models.critic.params, batch, pieces, run.mesh, run.pace)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
     if needs(estimator, "reward_baselines"):
         extra["reward_baselines"] = rows_like(batch, greedy_rewards(run, experience, models))
@@ -178,7 +178,7 @@ def micro_batches(config: Config, mesh: Mesh, name: str = "actor") -> MicroBatch
 
 def policy_logprobs(run: Run, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] by the training forward pass."""
-    return compute_logprobs(run.actor, params, batch, micro_batches(run.config, run.mesh), run.mesh)
+    return compute_logprobs(run.actor, params, batch, micro_batches(run.config, run.mesh), run.mesh, run.pace)
 
 
 def reference_logprobs(run: Run, batch: Batch) -> np.ndarray:

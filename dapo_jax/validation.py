@@ -71,7 +71,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "seed actor.entropy_coeff algorithm.kl_ctrl.kl_coef reward.overlong_buffer.penalty_factor monitor.num_samples "
     "data.arithmetic.num_train data.arithmetic.num_heldout model.random.initializer_range "
-    "trainer.critic_warmup trainer.rollout_devices trainer.num_processes "
+    "trainer.critic_warmup trainer.rollout_devices trainer.num_processes trainer.save_minutes trainer.stop_patience_s "
     "actor.optim.lr actor.optim.lr_warmup_steps actor.optim.weight_decay "
     "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.weight_decay"
 ).split()

@@ -16,6 +16,7 @@ from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_con
 from dapo_jax import learning
 from dapo_jax import train as train_module
 from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.learner import update as update_module
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
@@ -53,7 +54,8 @@ def saved(folder) -> list[int]:
     ("module", "name", "number", "step"),
     [
         (train_module, "collect", 4, 3),  # while it samples for step 4
-        (learning, "update", 3, 3),  # while it trains in step 3: that step is done
+        (learning, "update", 3, 2),  # in step 3, before the first weights change: that step is thrown away
+        (update_module, "_loss_weights", 6, 3),  # between its two optimizer steps: it ends within the patience
         (train_module, "evaluate", 2, 2),  # while it evaluates step 2, which has no row yet
     ],
 )
@@ -70,6 +72,35 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, monkeypa
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == sorted(
         path.name for path in (whole[0] / "samples").iterdir()
     )
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "kept", "words"),
+    [
+        (2, [2], "in the update of step 3: step 3 is lost; the same command goes on after step 2"),
+        (-1, [], "in the update of step 3: steps 1 to 3 are lost; the same command goes on from the beginning"),
+    ],
+)
+def test_an_update_that_outlasts_the_patience_is_thrown_away(whole, tmp_path, monkeypatch, save_freq, kept, words):
+    config = small_config(tmp_path, **{"trainer.save_freq": save_freq, "trainer.stop_patience_s": 0.0})
+    with monkeypatch.context() as patch:
+        at_call(patch, update_module, "_loss_weights", 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped, match="SIGTERM"):
+            train(config)
+    assert saved(tmp_path) == kept and words in (tmp_path / "train.log").read_text()
+    assert_same_policy(train(config), whole[1])
+    assert rows_without_clock(tmp_path) == whole[2]
+    rounds = sum(row["train/num_gen_batches"] for row in whole[2][1:])
+    assert (tmp_path / "train.log").read_text().count("Generated batch") == rounds, "each round stands once"
+    assert words in (tmp_path / "train.discarded.log").read_text()
+
+
+def test_checkpoints_are_at_most_so_many_minutes_apart(tmp_path, monkeypatch):
+    often = {"trainer.save_freq": -1, "trainer.save_minutes": 1e-9, "trainer.max_ckpt_to_keep": 9}
+    train(small_config(tmp_path / "often", **often))
+    assert saved(tmp_path / "often") == [1, 2, 3, 4]
+    train(small_config(tmp_path / "seldom", **{**often, "trainer.save_minutes": 1e9}))
+    assert saved(tmp_path / "seldom") == [4]
 
 
 @pytest.mark.parametrize("code", [0, 75])

@@ -20,10 +20,12 @@ from dapo_jax.learner.trainable import Metrics, Trainable
 from dapo_jax.monitor.tensorboard import Histograms, counted
 from dapo_jax.parallel.processes import settle
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
+from dapo_jax.parallel.stopping import unpaced
 
 # what is of use in the first optimizer step alone
 MISMATCH = ("logprob_abs_diff", "logprob_abs_diff_max", "logprob_k3", "logprob_outliers", "ratio", "squared_ratio")
 Finish = Callable[[], tuple[dict[str, float], Histograms]]  # waits for an update: its metrics and histograms
+OnMicroBatch = Callable[[Any], None]  # is given what a micro-batch results in
 jitted_token_weights = jax.jit(token_weights, static_argnames=("mode", "scale_factor"))
 
 
@@ -41,23 +43,26 @@ class UpdateSettings:
 
 
 def update_policy(
-    actor: Actor, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh
+    actor: Actor, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order).
 
     The result's second part waits for them. In the first optimizer step the parameters are still those that sampled,
     unless that was done ahead: there the difference between the two log-probabilities is the mismatch between sampling
     and training. The histogram `actor/ratio` is of all optimizer steps, and of the tokens that are trained on.
+
+    Args:
+        pace: is called after each micro-batch, and may raise to end the update.
     """
 
     def select(state: TrainState, mini_batch: Batch) -> Batch:
         assert actor.select is not None
-        logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batches, mesh)
+        logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batches, mesh, pace)
         whole = put((mini_batch, logprobs), replicated(mesh))
         return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
 
     prepare = select if actor.select is not None else None
-    state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, prepare)
+    state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, pace, prepare)
 
     def finish() -> tuple[dict[str, float], Histograms]:
         found = fetch(steps)
@@ -72,24 +77,26 @@ def update_policy(
 
 
 def update_critic(
-    critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh
+    critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the critic on `batch`; as for the policy, but there are no histograms."""
-    state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh)
+    state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh, pace)
     return state, lambda: (_summary("critic", fetch(steps)), {})
 
 
 def compute_logprobs(
-    actor: Actor, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh
+    actor: Actor, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] of `batch` under `params`, by the training forward pass."""
-    logprobs, entropy = _in_pieces(actor.logprobs, params, batch, micro_batches, mesh)
+    logprobs, entropy = _in_pieces(actor.logprobs, params, batch, micro_batches, mesh, pace)
     return np.where(batch.mask, logprobs, 0.0), np.where(batch.mask, entropy, 0.0)
 
 
-def compute_values(critic: Critic, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh) -> np.ndarray:
+def compute_values(
+    critic: Critic, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh, pace: OnMicroBatch = unpaced
+) -> np.ndarray:
     """Values [B, R] of `batch`."""
-    return np.where(batch.mask, _in_pieces(critic.values, params, batch, micro_batches, mesh), 0.0)
+    return np.where(batch.mask, _in_pieces(critic.values, params, batch, micro_batches, mesh, pace), 0.0)
 
 
 def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
@@ -123,7 +130,12 @@ def tokens_of_devices(batch: Batch, settings: UpdateSettings) -> np.ndarray:
 
 
 def _in_pieces(
-    function: Callable[[Any, Batch], Any], params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh
+    function: Callable[[Any, Batch], Any],
+    params: Any,
+    batch: Batch,
+    micro_batches: MicroBatches,
+    mesh: Mesh,
+    pace: OnMicroBatch,
 ) -> Any:
     """The result of `function`, arrays [B, R], computed a micro-batch at a time; 0 behind a micro-batch's width."""
     rows, pieces = [], []
@@ -133,6 +145,7 @@ def _in_pieces(
         rows.append(numbers)
         pieces.append(function(params, put(piece, batch_sharding(mesh))))
         settle(pieces[-1])
+        pace(pieces[-1])
 
     def assemble(*parts: np.ndarray) -> np.ndarray:
         whole = np.zeros(batch.mask.shape, parts[0].dtype)
@@ -149,6 +162,7 @@ def _optimizer_steps(
     batch: Batch,
     settings: UpdateSettings,
     mesh: Mesh,
+    pace: OnMicroBatch,
     prepare: Callable[[TrainState, Batch], Batch] | None = None,
 ) -> tuple[TrainState, list[tuple[Metrics, jax.Array]]]:
     """One step a mini-batch that has a token to train on: the new state, and each step's metrics and gradient norm,
@@ -173,6 +187,7 @@ def _optimizer_steps(
                 gradients, new = learner.accumulate(state.params, gradients, placed)
                 settle(gradients)
                 parts.append(new)
+                pace(new)
             state, norm = learner.apply(state, gradients, np.float32(settings.learning_rate))
             settle(state)
             del gradients  # before the next ones are made

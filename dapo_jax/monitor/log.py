@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 _LOGGER = logging.getLogger("dapo_jax")
+_LOG, _DISCARDED = "train.log", "train.discarded.log"
 _FILE = "dapo_jax.file"
 _CONSOLE = "dapo_jax.console"
 
@@ -25,6 +26,10 @@ class _ConsoleHandler(logging.Handler):
 
 class _FileHandler(logging.FileHandler):
     """Lets a full disk end the run instead of printing a traceback for each record."""
+
+    def __init__(self, path: Path) -> None:
+        self.bytes_at_start = path.stat().st_size if path.exists() else 0
+        super().__init__(path, encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if isinstance(sys.exception(), OSError):
@@ -48,7 +53,7 @@ def setup_logging(workdir: str | os.PathLike[str], *, detailed: bool, process: i
         return
     Path(workdir).mkdir(parents=True, exist_ok=True)
 
-    file = _FileHandler(Path(workdir) / "train.log", encoding="utf-8")
+    file = _FileHandler(Path(workdir) / _LOG)
     file.name = _FILE
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
 
@@ -73,6 +78,32 @@ def log_failure(error: BaseException) -> None:
         if handler.name == _FILE:
             with suppress(OSError):  # the disk may be what failed
                 handler.handle(record)
+
+
+def log_bytes(workdir: str | os.PathLike[str]) -> int:
+    """The size of train.log, 0 without one."""
+    path = Path(workdir) / _LOG
+    return path.stat().st_size if path.exists() else 0
+
+
+def rewind_log(workdir: str | os.PathLike[str], size: int) -> None:
+    """Moves what earlier starts wrote to train.log behind its first `size` bytes to the end of train.discarded.log.
+
+    For a run that does those steps again, so that each of their rounds stands once, as in metrics.jsonl. What this
+    start has written stays. Nothing happens if `size` is less than 0, or the log has not grown since.
+    """
+    path = Path(workdir) / _LOG
+    start = next((handler.bytes_at_start for handler in _LOGGER.handlers if isinstance(handler, _FileHandler)), 0)
+    if not 0 <= size < start:
+        return
+    written = path.read_bytes()
+    with open(path.with_name(_DISCARDED), "ab") as discarded:
+        discarded.write(written[size:start])
+        os.fsync(discarded.fileno())
+    with open(path, "r+b") as log:  # the handler appends: it goes on at the new end
+        log.seek(size)
+        log.write(written[start:])
+        log.truncate()
 
 
 def close_logging() -> None:

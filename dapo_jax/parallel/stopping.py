@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
@@ -14,6 +15,7 @@ import jax
 from dapo_jax.parallel.processes import any_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+IN_FLIGHT = 2  # micro-batches that the host is ahead of the devices
 _REPEATED_S = 1.0  # the same request arrives twice within it
 _CHECKS_PER_AGREEMENT = 8  # with several processes, which have to ask each other
 
@@ -35,7 +37,7 @@ class StopRequest:
         self._signal: str | None = None
         self._since = 0.0  # time.monotonic() of the first signal
         self._set_up = False
-        self._safe = False
+        self._patience: Callable[[], float] | None = None  # None: outside of `safe`
         self._checks = 0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -49,13 +51,17 @@ class StopRequest:
             signal.signal(number, handler)
 
     @contextmanager
-    def safe(self) -> Iterator[None]:
-        """Inside, `check` may raise: what is under way can be thrown away."""
-        self._set_up, self._safe = True, True
+    def safe(self, patience: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
+        """Inside, `check` may raise: what is under way can be thrown away.
+
+        Args:
+            patience: seconds after the signal before which `check` does not raise, as things stand when it is called.
+        """
+        self._set_up, self._patience = True, patience
         try:
             yield
         finally:
-            self._safe = False
+            self._patience = None
 
     def check(self, *, agree: bool = False) -> None:
         """A possible safe point, which all processes reach equally often.
@@ -66,9 +72,9 @@ class StopRequest:
         Raises:
             Stopped: inside of `safe`, once a process was asked to stop.
         """
-        if not self._safe:
+        if self._patience is None:
             return
-        asked = self._signal is not None
+        asked = self._signal is not None and time.monotonic() >= self._since + self._patience()
         if jax.process_count() > 1:
             self._checks += not agree
             asked = (agree or self._checks % _CHECKS_PER_AGREEMENT == 0) and any_process(asked)
@@ -85,3 +91,26 @@ class StopRequest:
         self._signal, self._since = name, time.monotonic()
         if not self._set_up:
             raise Stopped(f"stopped by {name} before the first step")
+
+
+class Pace:
+    """Keeps the host at most IN_FLIGHT micro-batches ahead of the devices, so that it can stop between two of them."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        """
+        Args:
+            check: a possible safe point, such as StopRequest.check.
+        """
+        self._check = check
+        self._in_flight: deque[Any] = deque()
+
+    def __call__(self, result: Any) -> None:
+        """After a micro-batch has been dispatched whose `result` no later one is given to overwrite."""
+        self._in_flight.append(result)
+        if len(self._in_flight) > IN_FLIGHT:
+            jax.block_until_ready(self._in_flight.popleft())
+        self._check()
+
+
+def unpaced(result: Any) -> None:
+    """In the place of a Pace where devices sample while others train: the host must not wait."""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dapo_jax.monitor.log import close_logging, setup_logging
+from dapo_jax.monitor.log import close_logging, log_bytes, rewind_log, setup_logging
 
 LOGGER = logging.getLogger("dapo_jax.somewhere")
 
@@ -76,3 +76,29 @@ def test_after_closing_records_go_to_the_root_logger_again(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="dapo_jax"):
         LOGGER.info("free")
     assert caplog.messages == ["free"]
+
+
+def test_what_a_run_does_again_is_moved_out_of_the_log(tmp_path):
+    log = tmp_path / "train.log"
+    setup_logging(tmp_path, detailed=False)
+    LOGGER.info("step 1")
+    size = log_bytes(tmp_path)
+    LOGGER.info("step 2")
+    close_logging()
+    for _ in range(2):  # a second start that got no further
+        setup_logging(tmp_path, detailed=False)
+        LOGGER.info("a new start")
+        rewind_log(tmp_path, size)
+        LOGGER.info("step 2 again")
+        close_logging()
+    assert [line.split(": ")[1] for line in log.read_text().splitlines()] == ["step 1", "a new start", "step 2 again"]
+    moved = (tmp_path / "train.discarded.log").read_text().splitlines()
+    assert [line.split(": ")[1] for line in moved] == ["step 2", "a new start", "step 2 again"]
+
+
+@pytest.mark.parametrize("size", [-1, 10**6])
+def test_a_log_that_is_not_known_or_was_removed_stays_as_it_is(tmp_path, size):
+    (tmp_path / "train.log").write_text("before\n")
+    setup_logging(tmp_path, detailed=False)
+    rewind_log(tmp_path, size)
+    assert (tmp_path / "train.log").read_text() == "before\n" and not (tmp_path / "train.discarded.log").exists()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dapo_jax.parallel import stopping
-from dapo_jax.parallel.stopping import Stopped, StopRequest
+from dapo_jax.parallel.stopping import Pace, Stopped, StopRequest
 
 
 def ask(number=signal.SIGTERM):
@@ -78,6 +78,25 @@ def test_handlers_are_given_back_and_threads_hear_nothing():
     thread.start()
     thread.join()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before and not failures
+
+
+def test_what_needs_patience_is_not_stopped_before_it_has_run_out():
+    patience = [1000.0]
+    with StopRequest() as stop, stop.safe(lambda: patience[0]):
+        ask()
+        stop.check()
+        patience[0] = 0.0
+        with pytest.raises(Stopped):
+            stop.check()
+
+
+def test_the_host_stays_two_micro_batches_ahead_and_stops_between_them(monkeypatch):
+    waited, checks = [], []
+    monkeypatch.setattr(stopping.jax, "block_until_ready", waited.append)
+    pace = Pace(lambda: checks.append(len(waited)))
+    for number in range(5):
+        pace(number)
+    assert waited == [0, 1, 2] and checks == [0, 0, 1, 2, 3]
 
 
 def test_several_processes_ask_each_other_now_and_then(monkeypatch):
