@@ -21,6 +21,7 @@ from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
 
 _METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
+_STEP_RECORDS = "_CHECKPOINT_METADATA"  # Orbax writes it into the directory of each checkpoint
 _SPARE_BYTES = 16 << 20  # for names, shapes and records beside the arrays
 
 
@@ -227,7 +228,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # Orbax and its file systems raise what they like
-            complete = max(ocp.utils.checkpoint_steps(self._directory), default=None)
+            complete = max(saved_steps(self._directory), default=None)
             raise RuntimeError(
                 f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
                 f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: make "
@@ -248,25 +249,16 @@ class Checkpoints:
             ) from error
 
 
-def find_checkpoint(path: str) -> Origin:
-    """The checkpoint at `path`, or the newest of the run whose workdir or directory of checkpoints it is.
+def is_checkpoint(place: epath.Path) -> bool:
+    """Whether a directory is a checkpoint that was written completely: named by its step, with Orbax's records."""
+    written = place.name.isdigit() and (place / _STEP_RECORDS).exists()
+    return written and ocp.utils.is_checkpoint_finalized(place)
 
-    Raises:
-        ValueError: there is none.
-    """
-    place = epath.Path(path).expanduser()
-    if place.name.isdigit():
-        directory, wanted = place.parent, int(place.name)
-    else:
-        directory, wanted = (place / "checkpoints" if (place / "checkpoints").is_dir() else place), None
-    saved = sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
-    if not saved or wanted not in (None, *saved):
-        held = f"which holds those of steps {saved}" if saved else "and there is none"
-        raise ValueError(
-            f"{path} must be the workdir of a run that has saved a checkpoint, or one of its checkpoints, {held}: "
-            "correct the path"
-        )
-    return Origin(str(directory), saved[-1] if wanted is None else wanted)
+
+def saved_steps(directory: epath.PathLike) -> list[int]:
+    """The steps of the checkpoints in a directory, in their order; other directories with such names do not count."""
+    place = epath.Path(directory)
+    return sorted(int(one.name) for one in place.iterdir() if is_checkpoint(one)) if place.is_dir() else []
 
 
 def _digest(stream: dict[str, Any]) -> str:

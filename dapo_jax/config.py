@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etils import epath
 from ml_collections import config_dict
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
@@ -93,7 +94,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # Hugging Face directory, .gguf file, or "random"
+    path: str = ""  # Hugging Face directory, .gguf file, another run (WORKDIR or WORKDIR/checkpoints/STEP), or "random"
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where its products are fast)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
     attention: str = "fused"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (what can run)
@@ -312,7 +313,7 @@ class ActorConfig:
 class ReferenceConfig:
     """The policy that KL divergences are to; not loaded unless one of them is on."""
 
-    path: str | None = None  # Hugging Face directory or .gguf file of the same architecture; null = model.path
+    path: str | None = None  # as model.path, of the same architecture; null = model.path
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ class TrainerConfig:
     compiler_options: str = "{}"  # JSON object of XLA's options for training passes, over those of docs/update.md
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
-    resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)
+    resume_from_path: str = ""  # begin as another run was: WORKDIR, or WORKDIR/checkpoints/STEP
     stopped_exit_code: int = 0  # exit code after SIGTERM or SIGINT; 1 where a scheduler takes 0 for done
     max_nonfinite_steps: int = 3  # steps in a row with a loss or gradient that is not finite, after which a run ends
     profile_steps: tuple[int, ...] = ()  # training steps whose trace JAX's profiler writes to workdir/profile
@@ -530,9 +531,17 @@ def gen_batch_size(config: Config) -> int:
 def checkpoint_dir(config: Config) -> str:
     """Where the checkpoints of a run are: an absolute path, or an address."""
     given = config.trainer.checkpoint_dir
-    if "://" in given:
-        return given
-    return str(Path(given or Path(config.workdir) / "checkpoints").expanduser().absolute())
+    return str(place_of(given) if given else place_of(config.workdir) / "checkpoints")
+
+
+def is_address(path: str) -> bool:
+    """Whether `path` is in an object store, such as gs://bucket/run."""
+    return "://" in path
+
+
+def place_of(path: str) -> epath.Path:
+    """`path` to read and write at: absolute and without ~, or an address."""
+    return epath.Path(path if is_address(path) else Path(path).expanduser().absolute())
 
 
 def mini_batch_size(config: Config, name: str) -> int:

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 
+from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.evaluation import Receive, evaluate
 from dapo_jax.monitor.tensorboard import TensorBoard
+from dapo_jax.other_runs import Trained, find_trained
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.policies import Trained, find_trained, load_base, load_trained
+from dapo_jax.policies import load_base, load_trained
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run, describe, open_run
 from dapo_jax.task_sets import TaskSet
@@ -100,7 +101,7 @@ def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trai
             f"--step and --all-steps need a run: neither model.path={config.model.path} nor workdir={config.workdir} "
             "is the workdir of one: give it by --config.model.path"
         )
-    saved = sorted(ocp.utils.checkpoint_steps(checkpoint_dir(trained.config)))
+    saved = saved_steps(checkpoint_dir(trained.config))
     if step is not None and step not in saved:
         raise ValueError(
             f"--step={step} must be a checkpoint of workdir={trained.config.workdir}: choose one of {saved}"

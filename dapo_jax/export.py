@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
 import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
+from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
@@ -28,9 +28,10 @@ from dapo_jax.models.load import is_gguf
 from dapo_jax.models.lora import adapter_table, merged, peft_config
 from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
+from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.policies import RANDOM, Trained, first_model, load_base, lora_of, read_model, trained_params
+from dapo_jax.policies import first_model, load_base, lora_of, read_model, trained_params
 from dapo_jax.run import check_mesh
 
 DTYPES = ("bfloat16", "float32")
@@ -69,7 +70,7 @@ def export(
         raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
     if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
         raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
-    step = _chosen_step(config, step)
+    config, step = pinned(config), _chosen_step(config, step)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
     if is_first():
@@ -93,7 +94,7 @@ def export(
 
 
 def _chosen_step(config: Config, step: int | None) -> int:
-    workdir, saved = config.workdir, sorted(ocp.utils.checkpoint_steps(checkpoint_dir(config)))
+    workdir, saved = config.workdir, saved_steps(checkpoint_dir(config))
     if not saved:
         raise ValueError(
             f"workdir={workdir} must be that of a run that has saved a checkpoint, and holds none: give the run's own "

@@ -29,9 +29,9 @@ from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.workdir import open_workdir
+from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
-from dapo_jax.policies import pinned
 from dapo_jax.reports import (
     experience_histograms,
     options,
