@@ -66,6 +66,7 @@ class Checkpoints:
         max_to_keep: the newest.
         keep_best: those that were saved with the best `metric`, beside the newest.
         mode: which of two metrics is better: "max" or "min".
+        timeout_s: seconds in which one must be written.
         metric: its name; a checkpoint that was saved with another one, or mode, counts as the worst. "" = accuracy.
         read_only: of another run, which may be under way: nothing is created, cleaned up or written.
     """
@@ -78,6 +79,7 @@ class Checkpoints:
         keep_best: int = 0,
         mode: str = "max",
         metric: str = "",
+        timeout_s: int = 3600,
         read_only: bool = False,
     ) -> None:
         self._directory = directory
@@ -102,6 +104,7 @@ class Checkpoints:
                     create=not read_only,
                     cleanup_tmp_directories=not read_only,
                     read_only=read_only,
+                    async_options=ocp.AsyncOptions(timeout_secs=timeout_s),
                 ),
                 item_handlers={
                     "models": ocp.PyTreeCheckpointHandler(),
@@ -229,11 +232,13 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax and its file systems raise what they like
             complete = max(saved_steps(self._directory), default=None)
+            cure = "make room, or move the checkpoints to another place and set trainer.checkpoint_dir to it"
+            if isinstance(error, TimeoutError):
+                cure = "raise trainer.checkpoint_timeout_s, or write less (docs/scaling.md)"
             raise RuntimeError(
                 f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
-                f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: make "
-                "room, or move the checkpoints to another place and set trainer.checkpoint_dir to it, and start the "
-                "same command again"
+                f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: {cure}, "
+                "and start the same command again"
             ) from error
 
     @contextmanager

@@ -94,7 +94,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # Hugging Face directory, .gguf file, another run (WORKDIR or WORKDIR/checkpoints/STEP), or "random"
+    path: str = ""  # Hugging Face directory, .gguf file, a workdir, or "random"
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where its products are fast)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
     attention: str = "fused"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (what can run)
@@ -348,6 +348,7 @@ class TrainerConfig:
     rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
     rollout_devices: int = 0  # with rollout_ahead: devices that sample, of all processes together; 0 = a half
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
+    checkpoint_timeout_s: int = 3600  # seconds in which a checkpoint must be written (Orbax: 1200), else the run ends
     coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone
     num_processes: int = 0  # 0 = JAX finds out; 1 = this process is alone
     process_id: int = -1  # of this process, from 0; -1 = JAX finds out

@@ -76,6 +76,7 @@ def _train(config: Config) -> Models:
         keep_best=trainer.keep_best_ckpt,
         mode=trainer.best_metric_mode,
         metric=trainer.best_metric,
+        timeout_s=trainer.checkpoint_timeout_s,
     )
     with StopRequest() as stop:
         try:

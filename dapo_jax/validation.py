@@ -63,7 +63,7 @@ POSITIVE = (
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
     "data.reasoning_gym.num_train "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor "
+    "trainer.total_training_steps trainer.max_ckpt_to_keep trainer.checkpoint_timeout_s mesh.fsdp mesh.tensor "
     "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
     "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
     "model.random.num_kv_heads model.random.head_dim"

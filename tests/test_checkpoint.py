@@ -1,6 +1,8 @@
 """Which checkpoints are kept, which are restored, and what is said of the others."""
 
+import asyncio
 import shutil
+import threading
 from types import SimpleNamespace
 
 import absl.logging
@@ -123,6 +125,26 @@ def test_an_error_in_the_background_is_told(tmp_path, monkeypatch):
         checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
         checkpoints.close()
     assert 1 in {int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()}
+
+
+def test_a_checkpoint_that_takes_too_long_names_the_option(tmp_path, monkeypatch):
+    from orbax.checkpoint import JsonCheckpointHandler
+
+    end = threading.Event()
+    write(tmp_path, {1: None}).close()
+    checkpoints = Checkpoints(str(tmp_path), timeout_s=1)
+
+    async def write_slowly(*_):
+        while not end.is_set():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(JsonCheckpointHandler, "_save_fn", write_slowly)
+    with pytest.raises(RuntimeError, match="step 1 is complete: raise trainer.checkpoint_timeout_s, or write less"):
+        try:
+            checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+            checkpoints.close()
+        finally:
+            end.set()
 
 
 def test_only_checkpoints_count_as_steps(tmp_path):
