@@ -19,6 +19,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
+from dapo_jax.places import is_address
 
 _METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
 _STEP_RECORDS = "_CHECKPOINT_METADATA"  # Orbax writes it into the directory of each checkpoint
@@ -219,7 +220,7 @@ class Checkpoints:
         self._manager.close()
 
     def _check_space(self, models: Models, stream: dict[str, Any]) -> None:
-        if "://" in self._directory:
+        if is_address(self._directory):
             return  # no end is known
         needed = _SPARE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves((_trained(models), stream)))
         free = shutil.disk_usage(Path(self._directory)).free
@@ -250,7 +251,7 @@ class Checkpoints:
             rest = f"go on from step {max(others)}" if others else "begin again"
             raise ValueError(
                 f"the checkpoint of step {step} in {self._directory} is damaged ({_first_line(error)}): restore "
-                f"{Path(self._directory) / str(step)} from a copy, or move it away to {rest}"
+                f"{self._directory}/{step} from a copy, or move it away to {rest}"
             ) from error
 
 

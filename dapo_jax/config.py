@@ -9,11 +9,11 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from etils import epath
 from ml_collections import config_dict
+
+from dapo_jax.places import place_of
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
@@ -533,16 +533,6 @@ def checkpoint_dir(config: Config) -> str:
     """Where the checkpoints of a run are: an absolute path, or an address."""
     given = config.trainer.checkpoint_dir
     return str(place_of(given) if given else place_of(config.workdir) / "checkpoints")
-
-
-def is_address(path: str) -> bool:
-    """Whether `path` is in an object store, such as gs://bucket/run."""
-    return "://" in path
-
-
-def place_of(path: str) -> epath.Path:
-    """`path` to read and write at: absolute and without ~, or an address."""
-    return epath.Path(path if is_address(path) else Path(path).expanduser().absolute())
 
 
 def mini_batch_size(config: Config, name: str) -> int:

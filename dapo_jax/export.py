@@ -31,6 +31,7 @@ from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
+from dapo_jax.places import is_address, local_model
 from dapo_jax.policies import first_model, load_base, lora_of, read_model, trained_params
 from dapo_jax.run import check_mesh
 
@@ -65,6 +66,8 @@ def export(
         ValueError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
             `adapter` without model.lora.
     """
+    if is_address(str(output)):
+        raise ValueError(f"--output={output} must be a directory of this machine: copy it to the bucket afterwards")
     output, lora = Path(output).expanduser(), lora_of(config)
     if adapter and lora is None:
         raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
@@ -83,7 +86,7 @@ def export(
         return step
     if is_first():
         model = first_model(config)
-        source = Path(model).expanduser()
+        source = local_model(model)
         if model == RANDOM or is_gguf(source):
             _write_description(config, arch, tokenizer, output, dtype)
         else:
@@ -159,7 +162,7 @@ def _context_length(config: Config) -> int:
     """How many tokens the model takes: what its GGUF file says, else those that it was trained with."""
     trained = config.data.max_prompt_length + config.data.max_response_length
     model = first_model(config)
-    return trained if model == RANDOM else gguf_context_length(Path(model).expanduser()) or trained
+    return trained if model == RANDOM else gguf_context_length(local_model(model)) or trained
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.checkpoint import Origin, is_checkpoint, saved_steps
-from dapo_jax.config import Config, checkpoint_dir, from_values, is_address, place_of
+from dapo_jax.config import Config, checkpoint_dir, from_values
 from dapo_jax.monitor.records import recorded_config
 from dapo_jax.parallel.processes import gather
+from dapo_jax.places import is_address, place_of
 
 RANDOM = "random"  # model.path of a freshly initialised model
 

@@ -1,7 +1,6 @@
 """Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from dapo_jax.models.lora import Lora, adapter_table, merged
 from dapo_jax.models.weights import init_params, unflatten, weight_shardings, weight_table
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
+from dapo_jax.places import local_model
 
 
 def first_model(config: Config) -> str:
@@ -35,7 +35,7 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
     if trained is not None:
         return read_model(trained.config)
     if config.model.path != RANDOM:
-        path = Path(config.model.path).expanduser()
+        path = local_model(config.model.path)
         arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
     else:
         tokenizer = character_tokenizer()
@@ -95,7 +95,7 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     trained = find_trained(path)
     if trained is not None:
         return load_trained(trained, arch, mesh)
-    return load_params(Path(path).expanduser(), arch, place_weight(mesh, TRAIN_RULES))
+    return load_params(local_model(path), arch, place_weight(mesh, TRAIN_RULES))
 
 
 def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
@@ -126,4 +126,4 @@ def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, 
 
 def _architecture(path: str) -> Architecture:
     trained = find_trained(path)
-    return read_model_architecture(Path(path).expanduser()) if trained is None else read_model(trained.config)[0]
+    return read_model_architecture(local_model(path)) if trained is None else read_model(trained.config)[0]

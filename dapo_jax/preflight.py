@@ -35,6 +35,7 @@ from dapo_jax.parallel.devices import GIB, LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.hlo_costs import Costs, program_costs
 from dapo_jax.parallel.memory import free_bytes, reserve_gpu_memory
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.places import local_model
 from dapo_jax.policies import read_model
 from dapo_jax.preflight_advice import advise
 from dapo_jax.run import check_mesh
@@ -141,7 +142,7 @@ def read_shape(config: Config) -> Architecture:
     """The architecture of model.path, of which only config.json need be there."""
     if config.model.path == RANDOM or find_trained(config.model.path) is not None:
         return read_model(config)[0]
-    path = Path(config.model.path).expanduser()
+    path = local_model(config.model.path)
     known = SHAPES / path.name.removesuffix("-Instruct")
     return read_model_architecture(known if not path.exists() and known.exists() else path)
 
