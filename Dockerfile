@@ -3,7 +3,7 @@
 #   docker build --build-arg EXTRA=cuda12 -t dapo_jax:cuda12 .
 #   docker run --gpus all -v /shared:/shared dapo_jax:cuda12 --config=configs/tiny.py --config.workdir=/shared/runs/tiny
 #
-# EXTRA is tpu, cuda12 or cuda13: the wheels bring CUDA, the host brings the driver.
+# EXTRA is tpu, cuda12 or cuda13: the wheels bring CUDA, the host brings the driver. The extra gcs reads and writes gs://.
 FROM python:3.12-slim
 ARG EXTRA=tpu
 WORKDIR /app

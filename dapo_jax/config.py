@@ -9,11 +9,12 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ml_collections import config_dict
 
-from dapo_jax.places import place_of
+from dapo_jax.places import is_address, place_of
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
@@ -48,7 +49,7 @@ class ReasoningGymConfig:
 @dataclass(frozen=True)
 class DataConfig:
     task: str = "files"  # files | arithmetic | reasoning_gym (pip install 'dapo_jax[reasoning-gym]')
-    train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema
+    train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema; paths or gs:// addresses
     val_files: tuple[str, ...] = ()  # the same, for evaluation
     prompt_key: str = "prompt"  # column with chat messages or text
     train_batch_size: int = 512  # prompts per training step, after the group filter
@@ -421,7 +422,7 @@ class Config:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     seed: int = 0  # of every random draw: weights, prompt order, sampling
-    workdir: str = "runs/dapo"  # what the run writes
+    workdir: str = "runs/dapo"  # directory or gs:// address of what the run writes
 
 
 def default_config() -> Any:
@@ -533,6 +534,14 @@ def checkpoint_dir(config: Config) -> str:
     """Where the checkpoints of a run are: an absolute path, or an address."""
     given = config.trainer.checkpoint_dir
     return str(place_of(given) if given else place_of(config.workdir) / "checkpoints")
+
+
+def in_folder(config: Config, folder: Path) -> Config:
+    """`config` of a run that writes its records to `folder`, of this machine, and its checkpoints where it said."""
+    if not is_address(config.workdir):
+        return config
+    trainer = dataclasses.replace(config.trainer, checkpoint_dir=checkpoint_dir(config))
+    return dataclasses.replace(config, workdir=str(folder), trainer=trainer)
 
 
 def mini_batch_size(config: Config, name: str) -> int:

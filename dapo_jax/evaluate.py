@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation unless given")
     given, rest = parser.parse_known_args(arguments)
     with command(["evaluate", *rest]) as config:
-        output = given.output or Path(config.workdir) / "evaluation"
+        output = given.output or f"{config.workdir}/evaluation"
         results = bench(config, output, step=given.step, all_steps=given.all_steps)
         if is_first():
             print(table(results))

@@ -74,7 +74,7 @@ def pinned(config: Config) -> Config:
 
     for name in ("model", "reference"):
         path = getattr(config, name).path
-        if path and path != RANDOM and _resolved(path).is_relative_to(_resolved(config.workdir)):
+        if path and path != RANDOM and _is_own(path, config):
             raise ValueError(f"{name}.path={path} is in this run's own workdir: choose a new workdir")
     model, reference, trainer = gather(
         [chosen("model", "path"), chosen("reference", "path"), chosen("trainer", "resume_from_path")]
@@ -85,6 +85,12 @@ def pinned(config: Config) -> Config:
         reference=dataclasses.replace(config.reference, path=reference),
         trainer=dataclasses.replace(config.trainer, resume_from_path=trainer),
     )
+
+
+def _is_own(path: str, config: Config) -> bool:
+    """Whether `path` names the run of `config` itself."""
+    inside = _resolved(path).is_relative_to(_resolved(config.workdir))
+    return inside or _checkpoints_at(place_of(path))[0] == checkpoint_dir(config)
 
 
 def _pinned_path(path: str, before: Any) -> str:

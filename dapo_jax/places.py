@@ -42,6 +42,11 @@ def place_of(path: str) -> epath.Path:
     return epath.Path(path if is_address(path) else Path(path).expanduser().absolute())
 
 
+def copy_of(address: str, kind: str) -> Path:
+    """Where this machine keeps its copy of what is at `address`."""
+    return CACHE.expanduser() / kind / address.partition("://")[2].strip("/")
+
+
 def local_model(path: str) -> Path:
     """The model directory or file at `path` on this machine: of an address a copy, made again when it has changed.
 
@@ -54,7 +59,7 @@ def local_model(path: str) -> Path:
     place = place_of(path)
     if not place.exists():
         raise ValueError(f"the model path {path} does not exist: give a Hugging Face model directory or a .gguf file")
-    folder = CACHE.expanduser() / "models" / path.partition("://")[2].strip("/")
+    folder = copy_of(path, "models")
     is_file = not place.is_dir()
     _copy([place] if is_file else [file for file in place.iterdir() if file.suffix in MODEL_FILES], folder)
     return folder / place.name if is_file else folder

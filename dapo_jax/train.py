@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.collection import Collected, collect, measure
 from dapo_jax.command_line import command
-from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.config import Config, checkpoint_dir, in_folder
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
@@ -28,7 +28,7 @@ from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
-from dapo_jax.monitor.workdir import open_workdir
+from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
@@ -61,13 +61,14 @@ def train(config: Config) -> Models:
         Stopped: a signal asked the run to stop, and its state is saved.
     """
     validate(config)
-    with open_workdir(config.workdir, detailed=config.monitor.console == "detailed", process=jax.process_index()):
-        return _train(config)
+    detailed, process = config.monitor.console == "detailed", jax.process_index()
+    with open_workdir(config.workdir, detailed=detailed, process=process) as workdir:
+        return _train(config, workdir)
 
 
-def _train(config: Config) -> Models:
+def _train(config: Config, workdir: Workdir) -> Models:
     """`train` in an open work directory."""
-    config = pinned(config)
+    config = pinned(in_folder(config, workdir.folder))
     trainer = config.trainer
     check_processes(config)
     checkpoints = Checkpoints(
@@ -84,7 +85,7 @@ def _train(config: Config) -> Models:
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 logger.info("%s", describe(run))
-                with open_records(config, state.progress if origin else None) as records:
+                with open_records(config, state.progress if origin else None, workdir.upload) as records:
                     records.describe(options(config), results(run))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.console.close()
@@ -95,14 +96,16 @@ def _train(config: Config) -> Models:
     return state.models
 
 
-def open_records(config: Config, progress: Progress | None) -> RunRecords | NoRecords:
+def open_records(
+    config: Config, progress: Progress | None, upload: Callable[[str], None]
+) -> RunRecords | NoRecords:
     """The run's records, without rows of steps that are done again; `progress` that is resumed, None for a new run."""
     if not is_first():
         return NoRecords()
     write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
     write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
-    return RunRecords(config.workdir, resume_step=last_row)
+    return RunRecords(config.workdir, resume_step=last_row, upload=upload)
 
 
 def run_steps(

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +14,8 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 from dapo_jax import places
 from dapo_jax.checkpoint import saved_steps
 from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.export import export
+from dapo_jax.other_runs import find_trained
 from dapo_jax.places import address_problem, local_model, place_of
 from dapo_jax.train import train
 from dapo_jax.validation import validate
@@ -88,3 +92,31 @@ def test_checkpoints_in_a_bucket(bucket, tmp_path):
     whole = train(small_config(tmp_path / "whole"))
     assert_same_policy(models, jax.device_get(whole.actor.params))
     assert rows_without_clock(tmp_path / "run") == rows_without_clock(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket(bucket, tmp_path):
+    """Data, base model, workdir and checkpoints; the machine is lost between two starts."""
+    train(small_config(tmp_path / "base", **{"trainer.total_training_steps": 1}))
+    export(small_config(tmp_path / "base"), bucket / "model", dtype="float32")
+    address = f"{ADDRESS}/runs/10"
+    place = {"model.path": f"{ADDRESS}/model"}
+    train(small_config(address, **place, **{"trainer.total_training_steps": 2}))
+    assert not any(path.name.startswith("gs:") for path in (*tmp_path.iterdir(), *Path.cwd().iterdir()))
+    shutil.rmtree(tmp_path / "cache")
+    models = train(small_config(address, **place))
+    folder = bucket / "runs" / "10"
+    assert {path.name for path in folder.iterdir()} == {
+        *("checkpoints", "config.json", "environment.json", "lock.2", "metrics.jsonl"),
+        *("samples", "tensorboard", "train.log"),
+    }
+    whole = train(small_config(tmp_path / "whole", **{"model.path": str(bucket / "model")}))
+    assert_same_policy(models, jax.device_get(whole.actor.params))
+    assert rows_without_clock(folder) == rows_without_clock(tmp_path / "whole")
+    assert len(list((folder / "tensorboard").iterdir())) == 2
+    assert "going on after step 2" in (folder / "train.log").read_text()
+    trained = find_trained(address)
+    assert trained is not None and trained.step == 4
+    assert export(small_config(address, **place), tmp_path / "exported") == 4
+    with pytest.raises(ValueError, match="is in this run's own workdir"):
+        train(small_config(address, **place | {"model.path": address}))

@@ -4,7 +4,7 @@ Of the files lock.1, lock.2, ... in the directory the newest is the lock. One pr
 the holder has released the lock or has ended. flock says at once whether a process of the same machine has. Between
 machines it says nothing: a file system may not share it, or its server may keep that of a machine that is gone (NFS).
 So every holder writes its file again each BEAT_S, and a successor on another machine watches that file for
-DEAD_AFTER_S: its content, not its time, since clocks differ.
+DEAD_AFTER_S: its content, not its time, since clocks differ. In a bucket, which has no flock, that is all there is.
 """
 
 import fcntl
@@ -21,6 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fsspec
+from etils import epath
+
+from dapo_jax.places import is_address
+
 BEAT_S = 5.0  # seconds between two signs of life of a holder
 DEAD_AFTER_S = 60.0  # seconds without one after which another machine takes the lock over
 _BYTES = 400  # of a lock's file: always as many, so that it is written at once
@@ -29,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(workdir: Path) -> Iterator[None]:
+def locked(workdir: epath.Path) -> Iterator[None]:
     """Holds the lock of `workdir`. A process that has lost it, because it was stopped for long, ends at once.
 
     Raises:
@@ -44,39 +49,35 @@ def locked(workdir: Path) -> Iterator[None]:
     finally:
         ended.set()
         heart.join(BEAT_S)  # longer where the file system does not answer
-        with suppress(OSError):
-            os.pwrite(descriptor, _text({"released": True}), 0)
-        os.close(descriptor)
+        with suppress(Exception):  # a client of a store raises what it likes; the lock is then watched
+            _write(_file(workdir, number), _text({"released": True}))
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def _take(workdir: Path) -> tuple[int, int]:
-    """The number and the open file of the lock that this process has created."""
+def _take(workdir: epath.Path) -> tuple[int, int | None]:
+    """The number of the lock that this process has created, and its open file, which keeps the flock."""
     before = max(_numbers(workdir), default=0)
     if before:
         _wait_for_end(workdir, before)
     path = _file(workdir, before + 1)
     try:
-        # Closed in processes that this one starts, so that none of them keeps the lock.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = _create(path, _text(_self()))
     except FileExistsError:
         _refuse(workdir, _read(path))
-    try:
-        _flock(descriptor)  # before it says whose it is
-        os.write(descriptor, _text(_self()))
-        newest = max(_numbers(workdir))
-        if newest != before + 1:  # a look at the directory from long ago
-            _refuse(workdir, _read(_file(workdir, newest)))
-    except BaseException:
+    newest = max(_numbers(workdir))
+    if newest != before + 1:  # a look at the directory from long ago
         path.unlink()
-        os.close(descriptor)
-        raise
+        if descriptor is not None:
+            os.close(descriptor)
+        _refuse(workdir, _read(_file(workdir, newest)))
     for number in _numbers(workdir):
         if number < newest:
             _file(workdir, number).unlink(missing_ok=True)
     return newest, descriptor
 
 
-def _wait_for_end(workdir: Path, number: int) -> None:
+def _wait_for_end(workdir: epath.Path, number: int) -> None:
     """Returns once the holder of that lock is known to have ended. ValueError if it lives."""
     path = _file(workdir, number)
     text = _read(path)
@@ -84,11 +85,11 @@ def _wait_for_end(workdir: Path, number: int) -> None:
     if holder is None or "released" in holder:
         return
     if holder.get("machine") == _machine():
-        is_free = _is_free(path)
+        is_free = None if is_address(str(path)) else _is_free(path)
         if is_free:
             return
         if is_free is False and _exists(holder["process"]):
-            _refuse(workdir, text, f", last sign of life {max(time.time() - path.stat().st_mtime, 0):.0f} s ago")
+            _refuse(workdir, text, f", last sign of life {max(time.time() - path.stat().mtime, 0):.0f} s ago")
     logger.warning(
         "workdir=%s is held by %s: waiting up to %.0f s for a sign of life", workdir, _name(text), DEAD_AFTER_S
     )
@@ -106,7 +107,7 @@ def _wait_for_end(workdir: Path, number: int) -> None:
     )
 
 
-def _beat(workdir: Path, number: int, ended: threading.Event) -> None:
+def _beat(workdir: epath.Path, number: int, ended: threading.Event) -> None:
     """Gives a sign of life until the end; ends the process when another has taken the lock over."""
     beats, failing = 0, False
     while not ended.wait(BEAT_S):
@@ -114,13 +115,12 @@ def _beat(workdir: Path, number: int, ended: threading.Event) -> None:
         try:
             newest = max(_numbers(workdir), default=0)
             if newest == number:
-                with open(_file(workdir, number), "r+b", buffering=0) as file:  # opening asks the server
-                    file.write(_text({**_self(), "beats": beats}))
+                _write(_file(workdir, number), _text({**_self(), "beats": beats}))
                 failing = False
                 continue
         except FileNotFoundError:
             newest = 0
-        except OSError as error:
+        except Exception as error:  # as above
             if not failing:
                 logger.warning("workdir=%s cannot be written to (%s): trying again", workdir, error)
             failing = True
@@ -137,12 +137,14 @@ def _beat(workdir: Path, number: int, ended: threading.Event) -> None:
         os._exit(1)
 
 
-def _numbers(workdir: Path) -> list[int]:
-    ends = [name.removeprefix("lock.") for name in os.listdir(workdir) if name.startswith("lock.")]
-    return [int(end) for end in ends if end.isdigit()]
+def _numbers(workdir: epath.Path) -> list[int]:
+    if is_address(str(workdir)):
+        fsspec.filesystem("gcs").invalidate_cache()
+    names = [path.name for path in workdir.iterdir()] if workdir.exists() else []
+    return [int(name.removeprefix("lock.")) for name in names if name.startswith("lock.") and name[5:].isdigit()]
 
 
-def _file(workdir: Path, number: int) -> Path:
+def _file(workdir: epath.Path, number: int) -> epath.Path:
     return workdir / f"lock.{number}"
 
 
@@ -162,7 +164,33 @@ def _text(values: dict[str, Any]) -> bytes:
     return json.dumps(values).encode()[: _BYTES - 1].ljust(_BYTES - 1) + b"\n"
 
 
-def _read(path: Path) -> bytes | None:
+def _create(path: epath.Path, text: bytes) -> int | None:
+    """The open file that this process alone has created. FileExistsError if another was first."""
+    if is_address(str(path)):
+        fsspec.filesystem("gcs").pipe_file(str(path), text, mode="create")
+        return None
+    # Closed in processes that this one starts, so that none of them keeps the lock.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _flock(descriptor)  # before it says whose it is
+        os.write(descriptor, text)
+    except BaseException:
+        path.unlink()
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _write(path: epath.Path, text: bytes) -> None:
+    """Writes a file that is there. FileNotFoundError if it is gone: opening it asks the server."""
+    if is_address(str(path)):
+        path.write_bytes(text)
+        return
+    with open(path, "r+b", buffering=0) as file:
+        file.write(text)
+
+
+def _read(path: epath.Path) -> bytes | None:
     """What the file holds, as its server knows it: opening it asks. None if it is gone."""
     try:
         return path.read_bytes()
@@ -178,7 +206,7 @@ def _parsed(text: bytes | None) -> dict[str, Any] | None:
     return {}
 
 
-def _is_free(path: Path) -> bool | None:
+def _is_free(path: epath.Path) -> bool | None:
     """Whether no process holds the file's flock; None if the file system has none."""
     try:
         with open(path, "r+b") as file:
@@ -212,7 +240,7 @@ def _name(text: bytes | None) -> str:
     return f"process {holder['process']} on {holder['host']}" if "process" in holder else "a process that is starting"
 
 
-def _refuse(workdir: Path, text: bytes | None, sign_of_life: str = "") -> NoReturn:
+def _refuse(workdir: epath.Path, text: bytes | None, sign_of_life: str = "") -> NoReturn:
     raise ValueError(
         f"workdir={workdir} is held by another run ({_name(text)}{sign_of_life}): wait for it, end it, or choose "
         "another directory by --config.workdir=DIR"

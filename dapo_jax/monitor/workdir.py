@@ -2,19 +2,32 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from etils import epath
 
 from dapo_jax.monitor.lock import locked
 from dapo_jax.monitor.log import close_logging, log_failure, setup_logging
+from dapo_jax.monitor.mirror import KIND, mirrored
+from dapo_jax.places import copy_of, is_address
+
+
+@dataclass(frozen=True)
+class Workdir:
+    """An open work directory."""
+
+    folder: Path  # on this machine
+    upload: Callable[[str], None] = lambda name: None  # brings a file of it to where it is to be kept
 
 
 @contextmanager
-def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> Iterator[None]:
+def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> Iterator[Workdir]:
     """Creates and locks `workdir`, and sends the records of the package to its train.log until the end.
 
-    If the run fails, its traceback goes to train.log.
+    If the run fails, its traceback goes to train.log. Of an address, the run writes a copy on this machine.
 
     Args:
         detailed: show every record on the console.
@@ -24,13 +37,17 @@ def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: in
         ValueError: another run holds the directory, or this process cannot write there.
     """
     with ExitStack() as stack:
+        place = Workdir(Path(workdir))
+        if is_address(str(workdir)):
+            mirror = stack.enter_context(mirrored(str(workdir))) if process == 0 else None
+            place = Workdir(copy_of(str(workdir), KIND), mirror.upload if mirror else place.upload)
         if process == 0:
-            _prepare(Path(workdir))
-            stack.enter_context(locked(Path(workdir)))
-        setup_logging(workdir, detailed=detailed, process=process)
+            _prepare(place.folder)
+            stack.enter_context(locked(epath.Path(place.folder)))
+        setup_logging(place.folder, detailed=detailed, process=process)
         stack.callback(close_logging)
         try:
-            yield
+            yield place
         except (Exception, KeyboardInterrupt) as error:
             log_failure(error)
             raise

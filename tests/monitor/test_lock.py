@@ -8,20 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 import dapo_jax
 from dapo_jax.monitor import lock
 
 PROGRAM = """
 import sys
-from pathlib import Path
+from etils import epath
 from dapo_jax.monitor import lock
 workdir, machine, beat, dead_after = sys.argv[1:]
 lock.BEAT_S, lock.DEAD_AFTER_S = float(beat), float(dead_after)
 if machine:
     lock._machine = lambda: machine
 try:
-    with lock.locked(Path(workdir)):
+    with lock.locked(epath.Path(workdir)):
         print("held", flush=True)
         sys.stdin.read()
 except ValueError as error:
@@ -71,7 +72,7 @@ def files(workdir: Path) -> list[str]:
 def test_a_live_holder_keeps_its_lock(start, tmp_path):
     holder = start.holder()
     with pytest.raises(ValueError, match=rf"\(process {holder.pid} on .+, last sign of life \d+ s ago\): wait for it"):
-        with lock.locked(tmp_path):
+        with lock.locked(epath.Path(tmp_path)):
             pass
     other = start(machine="elsewhere")  # it sees no more than the signs of life
     assert f"held by another run (process {holder.pid} on " in said(other)
@@ -81,7 +82,7 @@ def test_a_live_holder_keeps_its_lock(start, tmp_path):
 def test_a_released_lock_is_free_at_once(start, tmp_path, caplog):
     holder = start.holder(machine="elsewhere")
     holder.communicate()
-    with lock.locked(tmp_path):
+    with lock.locked(epath.Path(tmp_path)):
         assert files(tmp_path) == ["lock.2"] and str(os.getpid()) in (tmp_path / "lock.2").read_text()
     assert "waiting" not in caplog.text
 
@@ -90,7 +91,7 @@ def test_the_lock_of_a_killed_process_of_this_machine_is_free_at_once(start, tmp
     holder = start.holder()
     holder.kill()
     holder.wait(60)
-    with lock.locked(tmp_path):
+    with lock.locked(epath.Path(tmp_path)):
         assert files(tmp_path) == ["lock.2"]
     assert "waiting" not in caplog.text
 
@@ -105,7 +106,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_taken_over(start, tmp_path, monke
         if kept:  # as a server does that has not noticed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.3)
-        with lock.locked(tmp_path):
+        with lock.locked(epath.Path(tmp_path)):
             assert files(tmp_path) == ["lock.2"]
     assert f"is taken over from process {holder.pid} on" in caplog.text and "without a sign of life" in caplog.text
 
@@ -114,7 +115,7 @@ def test_a_process_that_has_lost_its_lock_ends(start, tmp_path, monkeypatch):
     holder = start.holder(machine="elsewhere")
     holder.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.3)
-    with lock.locked(tmp_path):
+    with lock.locked(epath.Path(tmp_path)):
         holder.send_signal(signal.SIGCONT)
         assert holder.wait(60) == 1  # though its input has not ended
         _, errors = holder.communicate()
@@ -135,7 +136,7 @@ def test_of_two_successors_one_wins(start, tmp_path):
 
 
 def test_a_late_successor_does_not_go_back_to_an_older_lock(start, tmp_path, monkeypatch):
-    with lock.locked(tmp_path):
+    with lock.locked(epath.Path(tmp_path)):
         pass
     later: list[subprocess.Popen] = []
 
@@ -145,7 +146,7 @@ def test_a_late_successor_does_not_go_back_to_an_older_lock(start, tmp_path, mon
 
     monkeypatch.setattr(lock, "_wait_for_end", two_others)
     with pytest.raises(ValueError, match="held by another run"):
-        with lock.locked(tmp_path):
+        with lock.locked(epath.Path(tmp_path)):
             pass
     assert files(tmp_path) == ["lock.3"] and later[0].poll() is None
 
@@ -157,17 +158,17 @@ def test_without_flock_the_signs_of_life_decide(start, tmp_path, monkeypatch):
     holder = start.holder()
     monkeypatch.setattr("fcntl.flock", unsupported)
     with pytest.raises(ValueError, match=f"process {holder.pid} on .+, last sign of life now"):
-        with lock.locked(tmp_path):
+        with lock.locked(epath.Path(tmp_path)):
             pass
     monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.3)
     holder.kill()
     holder.wait(60)
-    with lock.locked(tmp_path):
+    with lock.locked(epath.Path(tmp_path)):
         assert files(tmp_path) == ["lock.2"]
 
 
 def test_a_lock_that_says_nothing_is_watched(tmp_path, monkeypatch):
     (tmp_path / "lock.7").write_bytes(b"")  # its process ended before it wrote
     monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.3)
-    with lock.locked(tmp_path):
+    with lock.locked(epath.Path(tmp_path)):
         assert files(tmp_path) == ["lock.8"]
