@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import fsspec
+import fsspec.config
 from etils import epath
 
 CACHE = Path("~/.cache/dapo_jax")
@@ -39,7 +40,10 @@ def place_of(path: str) -> epath.Path:
     problem = address_problem(path)
     if problem:
         raise ValueError(problem)
-    return epath.Path(path if is_address(path) else Path(path).expanduser().absolute())
+    if not is_address(path):
+        return epath.Path(Path(path).expanduser().absolute())
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False  # others write there too
+    return epath.Path(path)
 
 
 def copy_of(address: str, kind: str) -> Path:

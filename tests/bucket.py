@@ -16,8 +16,10 @@ class Bucket(LocalFileSystem):
     root = ""
     cachable = False
 
-    def __init__(self, **_) -> None:
-        super().__init__(auto_mkdir=True)
+    protocol = "gcs"
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options, auto_mkdir=True)
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -25,7 +27,7 @@ class Bucket(LocalFileSystem):
         return f"{cls.root}/{path.partition('://')[2]}".rstrip("/") if "://" in path else path
 
     def glob(self, path, **options):
-        return [found.removeprefix(f"{self.root}/") for found in super().glob(path, **options)]
+        return [str(found).removeprefix(f"{self.root}/") for found in super().glob(path, **options)]
 
 
 def make_bucket(root: Path, monkeypatch) -> Path:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import jax
 import pytest
 from bucket import ADDRESS, make_bucket
@@ -37,6 +38,12 @@ def test_a_missing_package_is_named(tmp_path):
     with pytest.raises(ValueError, match=rf"trainer.checkpoint_dir={ADDRESS}/run {cure}") as told:
         validate(config)
     assert "data.val_files=s3://a/b must be gs://BUCKET/NAME" in str(told.value)
+
+
+def test_listings_are_not_kept(bucket):
+    """gcsfs does otherwise: a run did not see its own lock in a directory that it had listed before."""
+    place_of(ADDRESS)
+    assert fsspec.filesystem("gcs").storage_options["use_listings_cache"] is False
 
 
 def test_a_model_is_copied_once_and_again_when_it_has_changed(bucket):

@@ -138,8 +138,6 @@ def _beat(workdir: epath.Path, number: int, ended: threading.Event) -> None:
 
 
 def _numbers(workdir: epath.Path) -> list[int]:
-    if is_address(str(workdir)):
-        fsspec.filesystem("gcs").invalidate_cache()
     names = [path.name for path in workdir.iterdir()] if workdir.exists() else []
     return [int(name.removeprefix("lock.")) for name in names if name.startswith("lock.") and name[5:].isdigit()]
 
