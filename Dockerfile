@@ -3,14 +3,14 @@
 #   docker build --build-arg EXTRA=cuda12 -t dapo_jax:cuda12 .
 #   docker run --gpus all -v /shared:/shared dapo_jax:cuda12 --config=configs/tiny.py --config.workdir=/shared/runs/tiny
 #
-# EXTRA is tpu, cuda12 or cuda13: the wheels bring CUDA, the host brings the driver.
+# EXTRA is tpu, cuda12 or cuda13: the wheels bring CUDA, the host brings the driver. The extra gcs reads and writes gs://.
 FROM python:3.12-slim
 ARG EXTRA=tpu
 WORKDIR /app
 
 # The dependencies alone first, so that another line of code does not install them again.
 COPY setup.py pyproject.toml README.md ./
-RUN mkdir dapo_jax && touch dapo_jax/__init__.py && pip install --no-cache-dir --editable ".[$EXTRA]"
+RUN mkdir dapo_jax && touch dapo_jax/__init__.py && pip install --no-cache-dir --editable ".[$EXTRA,gcs]"
 COPY dapo_jax dapo_jax
 COPY configs configs
 

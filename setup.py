@@ -16,6 +16,7 @@ setup(
         "flax>=0.12",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.11.30",
+        "etils[epath]>=1.14",
         "ml-collections>=1.1",
         "absl-py>=2.1",
         "numpy>=2.0",
@@ -30,6 +31,7 @@ setup(
     ],
     extras_require={
         "quickstart": ["gguf>=0.17"],
+        "gcs": ["etils[epath-gcs]>=1.14", "google-cloud-storage>=2.19"],  # gs:// addresses; Orbax deletes by the second
         "hub": ["huggingface_hub>=0.30"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],
         "plots": ["matplotlib>=3.8"],

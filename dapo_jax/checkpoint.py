@@ -20,8 +20,10 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
+from dapo_jax.places import is_address
 
 _METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
+_STEP_RECORDS = "_CHECKPOINT_METADATA"  # Orbax writes it into the directory of each checkpoint
 _SPARE_BYTES = 16 << 20  # for names, shapes and records beside the arrays
 
 
@@ -67,6 +69,7 @@ class Checkpoints:
         max_to_keep: the newest.
         keep_best: those that were saved with the best `metric`, beside the newest.
         mode: which of two metrics is better: "max" or "min".
+        timeout_s: seconds in which one must be written.
         metric: its name; a checkpoint that was saved with another one, or mode, counts as the worst. "" = accuracy.
         read_only: of another run, which may be under way: nothing is created, cleaned up or written.
     """
@@ -79,6 +82,7 @@ class Checkpoints:
         keep_best: int = 0,
         mode: str = "max",
         metric: str = "",
+        timeout_s: int = 3600,
         read_only: bool = False,
     ) -> None:
         self._directory = directory
@@ -104,6 +108,7 @@ class Checkpoints:
                     create=not read_only,
                     cleanup_tmp_directories=not read_only,
                     read_only=read_only,
+                    async_options=ocp.AsyncOptions(timeout_secs=timeout_s),
                 ),
                 item_handlers={
                     "models": ocp.PyTreeCheckpointHandler(),
@@ -223,7 +228,7 @@ class Checkpoints:
         self._manager.close()
 
     def _check_space(self, models: Models, stream: dict[str, Any]) -> None:
-        if "://" in self._directory:
+        if is_address(self._directory):
             return  # no end is known
         needed = _SPARE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves((_trained(models), stream)))
         free = shutil.disk_usage(Path(self._directory)).free
@@ -235,12 +240,14 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # Orbax and its file systems raise what they like
-            complete = max(ocp.utils.checkpoint_steps(self._directory), default=None)
+            complete = max(saved_steps(self._directory), default=None)
+            cure = "make room, or move the checkpoints to another place and set trainer.checkpoint_dir to it"
+            if isinstance(error, TimeoutError):
+                cure = "raise trainer.checkpoint_timeout_s, or write less (docs/scaling.md)"
             raise RuntimeError(
                 f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
-                f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: make "
-                "room, or move the checkpoints to another place and set trainer.checkpoint_dir to it, and start the "
-                "same command again"
+                f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: {cure}, "
+                "and start the same command again"
             ) from error
 
     @contextmanager
@@ -252,29 +259,20 @@ class Checkpoints:
             rest = f"go on from step {max(others)}" if others else "begin again"
             raise ValueError(
                 f"the checkpoint of step {step} in {self._directory} is damaged ({_first_line(error)}): restore "
-                f"{Path(self._directory) / str(step)} from a copy, or move it away to {rest}"
+                f"{self._directory}/{step} from a copy, or move it away to {rest}"
             ) from error
 
 
-def find_checkpoint(path: str) -> Origin:
-    """The checkpoint at `path`, or the newest of the run whose workdir or directory of checkpoints it is.
+def is_checkpoint(place: epath.Path) -> bool:
+    """Whether a directory is a checkpoint that was written completely: named by its step, with Orbax's records."""
+    written = place.name.isdigit() and (place / _STEP_RECORDS).exists()
+    return written and ocp.utils.is_checkpoint_finalized(place)
 
-    Raises:
-        ValueError: there is none.
-    """
-    place = epath.Path(path).expanduser()
-    if place.name.isdigit():
-        directory, wanted = place.parent, int(place.name)
-    else:
-        directory, wanted = (place / "checkpoints" if (place / "checkpoints").is_dir() else place), None
-    saved = sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
-    if not saved or wanted not in (None, *saved):
-        held = f"which holds those of steps {saved}" if saved else "and there is none"
-        raise ValueError(
-            f"{path} must be the workdir of a run that has saved a checkpoint, or one of its checkpoints, {held}: "
-            "correct the path"
-        )
-    return Origin(str(directory), saved[-1] if wanted is None else wanted)
+
+def saved_steps(directory: epath.PathLike) -> list[int]:
+    """The steps of the checkpoints in a directory, in their order; other directories with such names do not count."""
+    place = epath.Path(directory)
+    return sorted(int(one.name) for one in place.iterdir() if is_checkpoint(one)) if place.is_dir() else []
 
 
 def _digest(stream: dict[str, Any]) -> str:

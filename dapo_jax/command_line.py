@@ -22,6 +22,7 @@ from dapo_jax.parallel.processes import joined_processes
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 DEBUG = "--debug"
+STORE = ("gcsfs", "google", "aiohttp")  # packages whose errors are those of an object store
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -70,6 +71,12 @@ def _ending(error: BaseException) -> tuple[int, str | None]:
         return FAILED, f"{error}: make room, then the same command goes on after the newest checkpoint"
     if isinstance(error, PermissionError):
         return FAILED, f"{error}: let this user read and write there, or choose another place"
+    if type(error).__module__.partition(".")[0] in STORE:
+        return FAILED, (
+            f"a gs:// address cannot be reached ({type(error).__name__}: {error}): look at the bucket's name, the "
+            "network and the credentials (on Google Cloud the machine's service account, elsewhere `gcloud auth "
+            "application-default login`)"
+        )
     if isinstance(error, RuntimeError | OSError | ImportError):
         return FAILED, str(error)
     return FAILED, None

@@ -14,6 +14,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from dapo_jax.places import is_address, place_of
+
 MAY_BE_INFINITE = (  # bounds that then bound nothing
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
@@ -47,7 +49,7 @@ class ReasoningGymConfig:
 @dataclass(frozen=True)
 class DataConfig:
     task: str = "files"  # files | arithmetic | reasoning_gym (pip install 'dapo_jax[reasoning-gym]')
-    train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema
+    train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema; paths or gs:// addresses
     val_files: tuple[str, ...] = ()  # the same, for evaluation
     prompt_key: str = "prompt"  # column with chat messages or text
     train_batch_size: int = 512  # prompts per training step, after the group filter
@@ -93,7 +95,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # Hugging Face directory, .gguf file, or "random"
+    path: str = ""  # Hugging Face directory, .gguf file, a workdir, or "random"
     dtype: str = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where its products are fast)
     enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
     attention: str = "fused"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (what can run)
@@ -312,7 +314,7 @@ class ActorConfig:
 class ReferenceConfig:
     """The policy that KL divergences are to; not loaded unless one of them is on."""
 
-    path: str | None = None  # Hugging Face directory or .gguf file of the same architecture; null = model.path
+    path: str | None = None  # as model.path, of the same architecture; null = model.path
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,7 @@ class TrainerConfig:
     rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
     rollout_devices: int = 0  # with rollout_ahead: devices that sample, of all processes together; 0 = a half
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
+    checkpoint_timeout_s: int = 3600  # seconds in which a checkpoint must be written (Orbax: 1200), else the run ends
     coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone
     num_processes: int = 0  # 0 = JAX finds out; 1 = this process is alone
     process_id: int = -1  # of this process, from 0; -1 = JAX finds out
@@ -356,7 +359,7 @@ class TrainerConfig:
     compiler_options: str = "{}"  # JSON object of XLA's options for training passes, over those of docs/update.md
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
-    resume_from_path: str = ""  # begin as another run was: its workdir, or one checkpoint (WORKDIR/checkpoints/STEP)
+    resume_from_path: str = ""  # begin as another run was: WORKDIR, or WORKDIR/checkpoints/STEP
     stop_patience_s: float = 15.0  # after a signal, seconds in which an update that has begun to change weights may end
     stopped_exit_code: int = 0  # exit code after SIGTERM or SIGINT; 1 where a scheduler takes 0 for done
     max_nonfinite_steps: int = 3  # steps in a row with a loss or gradient that is not finite, after which a run ends
@@ -421,7 +424,7 @@ class Config:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     seed: int = 0  # of every random draw: weights, prompt order, sampling
-    workdir: str = "runs/dapo"  # what the run writes
+    workdir: str = "runs/dapo"  # directory or gs:// address of what the run writes
 
 
 def default_config() -> Any:
@@ -532,9 +535,15 @@ def gen_batch_size(config: Config) -> int:
 def checkpoint_dir(config: Config) -> str:
     """Where the checkpoints of a run are: an absolute path, or an address."""
     given = config.trainer.checkpoint_dir
-    if "://" in given:
-        return given
-    return str(Path(given or Path(config.workdir) / "checkpoints").expanduser().absolute())
+    return str(place_of(given) if given else place_of(config.workdir) / "checkpoints")
+
+
+def in_folder(config: Config, folder: Path) -> Config:
+    """`config` of a run that writes its records to `folder`, of this machine, and its checkpoints where it said."""
+    if not is_address(config.workdir):
+        return config
+    trainer = dataclasses.replace(config.trainer, checkpoint_dir=checkpoint_dir(config))
+    return dataclasses.replace(config, workdir=str(folder), trainer=trainer)
 
 
 def mini_batch_size(config: Config, name: str) -> int:

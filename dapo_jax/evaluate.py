@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 
+from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.evaluation import Receive, evaluate
 from dapo_jax.monitor.tensorboard import TensorBoard
+from dapo_jax.other_runs import Trained, find_trained
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.policies import Trained, find_trained, load_base, load_trained
+from dapo_jax.places import is_address
+from dapo_jax.policies import load_base, load_trained
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run, describe, open_run
 from dapo_jax.task_sets import TaskSet
@@ -51,6 +53,8 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         ValueError: the config, the model or the problems do not fit together, there is no such checkpoint, or
             `output` holds another evaluation.
     """
+    if is_address(str(output)):
+        raise ValueError(f"--output={output} must be a directory of this machine: copy it to the bucket afterwards")
     output = Path(output).expanduser()
     validate(config, training=False)
     if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
@@ -100,7 +104,7 @@ def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trai
             f"--step and --all-steps need a run: neither model.path={config.model.path} nor workdir={config.workdir} "
             "is the workdir of one: give it by --config.model.path"
         )
-    saved = sorted(ocp.utils.checkpoint_steps(checkpoint_dir(trained.config)))
+    saved = saved_steps(checkpoint_dir(trained.config))
     if step is not None and step not in saved:
         raise ValueError(
             f"--step={step} must be a checkpoint of workdir={trained.config.workdir}: choose one of {saved}"
@@ -189,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation unless given")
     given, rest = parser.parse_known_args(arguments)
     with command(["evaluate", *rest]) as config:
-        output = given.output or Path(config.workdir) / "evaluation"
+        output = given.output or f"{config.workdir}/evaluation"
         results = bench(config, output, step=given.step, all_steps=given.all_steps)
         if is_first():
             print(table(results))

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
 import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
+from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
@@ -28,9 +28,11 @@ from dapo_jax.models.load import is_gguf
 from dapo_jax.models.lora import adapter_table, merged, peft_config
 from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
+from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.policies import RANDOM, Trained, first_model, load_base, lora_of, read_model, trained_params
+from dapo_jax.places import is_address, local_model
+from dapo_jax.policies import first_model, load_base, lora_of, read_model, trained_params
 from dapo_jax.run import check_mesh
 
 DTYPES = ("bfloat16", "float32")
@@ -64,12 +66,14 @@ def export(
         ValueError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
             `adapter` without model.lora.
     """
+    if is_address(str(output)):
+        raise ValueError(f"--output={output} must be a directory of this machine: copy it to the bucket afterwards")
     output, lora = Path(output).expanduser(), lora_of(config)
     if adapter and lora is None:
         raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
     if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
         raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
-    step = _chosen_step(config, step)
+    config, step = pinned(config), _chosen_step(config, step)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
     if is_first():
@@ -82,7 +86,7 @@ def export(
         return step
     if is_first():
         model = first_model(config)
-        source = Path(model).expanduser()
+        source = local_model(model)
         if model == RANDOM or is_gguf(source):
             _write_description(config, arch, tokenizer, output, dtype)
         else:
@@ -93,7 +97,7 @@ def export(
 
 
 def _chosen_step(config: Config, step: int | None) -> int:
-    workdir, saved = config.workdir, sorted(ocp.utils.checkpoint_steps(checkpoint_dir(config)))
+    workdir, saved = config.workdir, saved_steps(checkpoint_dir(config))
     if not saved:
         raise ValueError(
             f"workdir={workdir} must be that of a run that has saved a checkpoint, and holds none: give the run's own "
@@ -158,7 +162,7 @@ def _context_length(config: Config) -> int:
     """How many tokens the model takes: what its GGUF file says, else those that it was trained with."""
     trained = config.data.max_prompt_length + config.data.max_response_length
     model = first_model(config)
-    return trained if model == RANDOM else gguf_context_length(Path(model).expanduser()) or trained
+    return trained if model == RANDOM else gguf_context_length(local_model(model)) or trained
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

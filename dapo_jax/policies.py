@@ -1,79 +1,22 @@
 """Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
 
-import dataclasses
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.checkpoint import Checkpoints, find_checkpoint
-from dapo_jax.config import Config, checkpoint_dir, from_values
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import Lora, adapter_table, merged
 from dapo_jax.models.weights import init_params, unflatten, weight_shardings, weight_table
-from dapo_jax.monitor.records import recorded_config
+from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
-
-RANDOM = "random"  # model.path of a freshly initialised model
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The policy of another run after one of its steps."""
-
-    config: Config  # that run's
-    step: int
-
-
-def find_trained(path: str) -> Trained | None:
-    """The policy of the run whose workdir, or one of whose checkpoints (WORKDIR/checkpoints/STEP), `path` is.
-
-    None if `path` is something else. ValueError if the run has saved no checkpoint.
-    """
-    place = Path(path).expanduser()
-    workdir = place.parent.parent if place.name.isdigit() and place.parent.name == "checkpoints" else place
-    try:
-        values = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(values, dict) or not {"workdir", "trainer", "actor"} <= set(values):
-        return None  # a Hugging Face directory has such a file too
-    config = dataclasses.replace(from_values(values), workdir=str(workdir))
-    own = config.trainer.checkpoint_dir
-    return Trained(config, find_checkpoint(path if workdir != place or not own else own).step)
-
-
-def pinned(config: Config) -> Config:
-    """`config` with the checkpoint of each run that it begins with, so that a restart begins with the same.
-
-    A path WORKDIR becomes WORKDIR/checkpoints/STEP: the step that an earlier start of this run has recorded, else the
-    newest.
-
-    Raises:
-        ValueError: a run would begin with itself.
-    """
-    recorded = recorded_config(config.workdir)
-    for name in ("model", "reference"):
-        section = getattr(config, name)
-        if section.path is None or section.path == RANDOM:
-            continue
-        place = Path(section.path).expanduser()
-        if place.resolve().is_relative_to(Path(config.workdir).resolve()):
-            raise ValueError(f"{name}.path={section.path} is in this run's own workdir: choose a new workdir")
-        trained = find_trained(section.path)
-        if trained is None or place.name.isdigit() or not (place / "checkpoints" / str(trained.step)).is_dir():
-            continue
-        before = str(recorded.get(name, {}).get("path"))
-        chosen = before if before.startswith(f"{place}/checkpoints/") else f"{place}/checkpoints/{trained.step}"
-        config = dataclasses.replace(config, **{name: dataclasses.replace(section, path=chosen)})
-    return config
+from dapo_jax.places import local_model
 
 
 def first_model(config: Config) -> str:
@@ -92,7 +35,7 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
     if trained is not None:
         return read_model(trained.config)
     if config.model.path != RANDOM:
-        path = Path(config.model.path).expanduser()
+        path = local_model(config.model.path)
         arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
     else:
         tokenizer = character_tokenizer()
@@ -152,7 +95,7 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     trained = find_trained(path)
     if trained is not None:
         return load_trained(trained, arch, mesh)
-    return load_params(Path(path).expanduser(), arch, place_weight(mesh, TRAIN_RULES))
+    return load_params(local_model(path), arch, place_weight(mesh, TRAIN_RULES))
 
 
 def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
@@ -183,4 +126,4 @@ def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, 
 
 def _architecture(path: str) -> Architecture:
     trained = find_trained(path)
-    return read_model_architecture(Path(path).expanduser()) if trained is None else read_model(trained.config)[0]
+    return read_model_architecture(local_model(path)) if trained is None else read_model(trained.config)[0]

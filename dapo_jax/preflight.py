@@ -29,12 +29,14 @@ from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
 from dapo_jax.models.weights import count_params
+from dapo_jax.other_runs import RANDOM, find_trained
 from dapo_jax.parallel.ahead_of_time import compile_ahead
 from dapo_jax.parallel.devices import GIB, LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.hlo_costs import Costs, program_costs
 from dapo_jax.parallel.memory import free_bytes, reserve_gpu_memory
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.policies import RANDOM, find_trained, read_model
+from dapo_jax.places import local_model
+from dapo_jax.policies import read_model
 from dapo_jax.preflight_advice import advise
 from dapo_jax.run import check_mesh
 from dapo_jax.settings import check_memory, chosen_attention, compute_dtype
@@ -140,7 +142,7 @@ def read_shape(config: Config) -> Architecture:
     """The architecture of model.path, of which only config.json need be there."""
     if config.model.path == RANDOM or find_trained(config.model.path) is not None:
         return read_model(config)[0]
-    path = Path(config.model.path).expanduser()
+    path = local_model(config.model.path)
     known = SHAPES / path.name.removesuffix("-Instruct")
     return read_model_architecture(known if not path.exists() and known.exists() else path)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
-from dapo_jax.checkpoint import Checkpoints, Origin, Progress, find_checkpoint
+from dapo_jax.checkpoint import Checkpoints, Origin, Progress, saved_steps
 from dapo_jax.collection import Collected, collected_arrays, restore_collected
 from dapo_jax.config import Config, checkpoint_dir, from_values
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor.records import config_differences, recorded_config
+from dapo_jax.other_runs import find_checkpoint
 from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.prompt_stream import restore_stream, stream_arrays
 from dapo_jax.run import Run
@@ -83,7 +83,7 @@ def _check_not_moved(config: Config) -> None:
     """Raises ValueError if the run has checkpoints where it does not look for them any more."""
     recorded = recorded_config(config.workdir)
     before = checkpoint_dir(from_values(recorded | {"workdir": config.workdir})) if recorded else ""
-    if before and before != checkpoint_dir(config) and any(ocp.utils.checkpoint_steps(before)):
+    if before and before != checkpoint_dir(config) and saved_steps(before):
         raise ValueError(
             f"workdir={config.workdir} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
             f"{checkpoint_dir(config)}: move them there, or begin in a new workdir with "

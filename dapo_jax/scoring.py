@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, fetch, indivisible_weights, place_weight, put
+from dapo_jax.places import local_model
 from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.shapes import bucket, pad_prompts
@@ -64,7 +64,7 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
             the mesh does not divide its weights.
     """
     settings = config.reward.model
-    path = Path(settings.path).expanduser()
+    path = local_model(settings.path)
     arch = read_model_architecture(path)
     if not arch.scalar_head:
         raise ValueError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")

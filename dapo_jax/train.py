@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.collection import Collected, collect, measure
 from dapo_jax.command_line import command
-from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.config import Config, checkpoint_dir, in_folder
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
@@ -29,10 +29,10 @@ from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
-from dapo_jax.monitor.workdir import open_workdir
+from dapo_jax.monitor.workdir import Workdir, open_workdir
+from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
-from dapo_jax.policies import pinned
 from dapo_jax.reports import (
     experience_histograms,
     options,
@@ -62,13 +62,14 @@ def train(config: Config) -> Models:
         Stopped: a signal asked the run to stop, and its state is saved.
     """
     validate(config)
-    with open_workdir(config.workdir, detailed=config.monitor.console == "detailed", process=jax.process_index()):
-        return _train(config)
+    detailed, process = config.monitor.console == "detailed", jax.process_index()
+    with open_workdir(config.workdir, detailed=detailed, process=process) as workdir:
+        return _train(config, workdir)
 
 
-def _train(config: Config) -> Models:
+def _train(config: Config, workdir: Workdir) -> Models:
     """`train` in an open work directory."""
-    config = pinned(config)
+    config = pinned(in_folder(config, workdir.folder))
     trainer = config.trainer
     check_processes(config)
     checkpoints = Checkpoints(
@@ -77,6 +78,7 @@ def _train(config: Config) -> Models:
         keep_best=trainer.keep_best_ckpt,
         mode=trainer.best_metric_mode,
         metric=trainer.best_metric,
+        timeout_s=trainer.checkpoint_timeout_s,
     )
     with StopRequest() as stop:
         try:
@@ -86,7 +88,7 @@ def _train(config: Config) -> Models:
                 logger.info("%s", describe(run))
                 if is_first():
                     rewind_log(config.workdir, state.progress.log_bytes)
-                with open_records(config, state.progress if origin else None) as records:
+                with open_records(config, state.progress if origin else None, workdir.upload) as records:
                     records.describe(options(config), results(run))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.console.close()
@@ -97,14 +99,16 @@ def _train(config: Config) -> Models:
     return state.models
 
 
-def open_records(config: Config, progress: Progress | None) -> RunRecords | NoRecords:
+def open_records(
+    config: Config, progress: Progress | None, upload: Callable[[str], None]
+) -> RunRecords | NoRecords:
     """The run's records, without rows of steps that are done again; `progress` that is resumed, None for a new run."""
     if not is_first():
         return NoRecords()
     write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
     write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
-    return RunRecords(config.workdir, resume_step=last_row)
+    return RunRecords(config.workdir, resume_step=last_row, upload=upload)
 
 
 def run_steps(

@@ -1,6 +1,7 @@
 """Host: what is wrong with a config, and what is allowed but rarely meant."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
@@ -20,6 +21,7 @@ from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
+from dapo_jax.places import address_problem, is_address
 from dapo_jax.rollout.shapes import bucket
 from dapo_jax.task_sets import held_out_options, parse_tasks
 
@@ -63,7 +65,7 @@ POSITIVE = (
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
     "data.reasoning_gym.num_train "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor "
+    "trainer.total_training_steps trainer.max_ckpt_to_keep trainer.checkpoint_timeout_s mesh.fsdp mesh.tensor "
     "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
     "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
     "model.random.num_kv_heads model.random.head_dim"
@@ -80,6 +82,10 @@ OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
     "trainer.test_freq": "only at the end",
     "mesh.data": "what the other axes leave",
 }
+MAY_BE_ADDRESS = (
+    *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path"),
+    *("model.path", "reference.path", "reward.model.path"),
+)
 MAX_WORKERS = 1024  # verifier processes of one training process
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 POSITIVE_OR_NULL = (
@@ -100,7 +106,7 @@ def validate(config: Config, *, training: bool = True) -> None:
     mistyped = {problem.partition("=")[0] for problem in problems}
     if all(isinstance(_lookup(config, key), int | float) for key in mistyped):  # the others cannot be compared
         others = _choice_problems(config) + _range_problems(config) + _batch_problems(config)
-        others += _algorithm_problems(config) + _evaluation_problems(config)
+        others += _algorithm_problems(config) + _evaluation_problems(config) + _address_problems(config)
         if training and config.data.task == "files" and not config.data.train_files:
             others.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
         problems += [problem for problem in others if problem.partition("=")[0] not in mistyped]
@@ -113,6 +119,20 @@ def _lookup(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def _address_problems(config: Config) -> list[str]:
+    """Addresses that cannot be used, and options that take none."""
+    places = {key: (_lookup(config, key) or "",) for key in MAY_BE_ADDRESS}
+    places |= {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    with suppress(ValueError):  # _evaluation_problems tells
+        places |= {f"evaluate.tasks.{task.name}": task.files for task in parse_tasks(config)}
+    named = [(key, address_problem(str(path))) for key, paths in places.items() for path in paths]
+    problems = [f"{key}={problem}" for key, problem in named if problem]
+    cache = config.trainer.compilation_cache_dir
+    if is_address(str(cache)):
+        problems.append(f"trainer.compilation_cache_dir={cache} must be a directory of this machine")
+    return problems
 
 
 def _choice_problems(config: Config) -> list[str]:

@@ -1,6 +1,8 @@
 """Which checkpoints are kept, which are restored, and what is said of the others."""
 
+import asyncio
 import shutil
+import threading
 from types import SimpleNamespace
 
 import absl.logging
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from dapo_jax import checkpoint
-from dapo_jax.checkpoint import Checkpoints, Progress, find_checkpoint
+from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import OptimizerSettings, init_state
 
@@ -125,11 +127,28 @@ def test_an_error_in_the_background_is_told(tmp_path, monkeypatch):
     assert 1 in {int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()}
 
 
-def test_a_checkpoint_is_found_by_workdir_directory_or_step(tmp_path):
-    write(tmp_path / "checkpoints", {1: None, 2: None}, max_to_keep=2).close()
-    directory = str(tmp_path / "checkpoints")
-    assert find_checkpoint(str(tmp_path)) == find_checkpoint(directory) == checkpoint.Origin(directory, 2)
-    assert find_checkpoint(f"{directory}/1") == checkpoint.Origin(directory, 1)
-    for path, held in ((f"{directory}/7", "steps \\[1, 2\\]"), (str(tmp_path / "none"), "there is none")):
-        with pytest.raises(ValueError, match=held):
-            find_checkpoint(path)
+def test_a_checkpoint_that_takes_too_long_names_the_option(tmp_path, monkeypatch):
+    from orbax.checkpoint import JsonCheckpointHandler
+
+    end = threading.Event()
+    write(tmp_path, {1: None}).close()
+    checkpoints = Checkpoints(str(tmp_path), timeout_s=1)
+
+    async def write_slowly(*_):
+        while not end.is_set():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(JsonCheckpointHandler, "_save_fn", write_slowly)
+    with pytest.raises(RuntimeError, match="step 1 is complete: raise trainer.checkpoint_timeout_s, or write less"):
+        try:
+            checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+            checkpoints.close()
+        finally:
+            end.set()
+
+
+def test_only_checkpoints_count_as_steps(tmp_path):
+    write(tmp_path, {1: None}).close()
+    for name in ("10", "run_5", "7.orbax-checkpoint-tmp"):  # workdirs beside it, and one that is being written
+        (tmp_path / name).mkdir()
+    assert checkpoint.saved_steps(tmp_path) == [1] and checkpoint.saved_steps(tmp_path / "none") == []

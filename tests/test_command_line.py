@@ -79,6 +79,9 @@ ENDINGS = [
     (KeyboardInterrupt(), 130, "interrupted"),
 ]
 
+HttpError = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})
+ENDINGS.append((HttpError("Invalid bucket"), 1, r"a gs:// address cannot be reached .* Invalid bucket.*credentials"))
+
 
 @pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("debug", [False, True])

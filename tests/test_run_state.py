@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 from ends_within import ends_within
+from safetensors.numpy import load_file
 from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import learning
 from dapo_jax import train as train_module
 from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.export import export
 from dapo_jax.learner import update as update_module
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
@@ -283,12 +285,22 @@ def test_the_best_accuracy_on_other_problems_is_forgotten(whole, tmp_path):
     assert row["alarm/heldout_drop"] == 0
 
 
-def test_what_a_run_begins_with_is_pinned(whole, tmp_path):
-    source = tmp_path / "source"
-    train(small_config(source, **{"trainer.total_training_steps": 1}))
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_a_run_begins_with_is_pinned(tmp_path, elsewhere):
+    """With checkpoints elsewhere a restart, and any export, took the frozen weights of the other run's newest."""
+    source, run, place = tmp_path / "source", tmp_path / "run", {}
+    if elsewhere:
+        place = {"trainer.checkpoint_dir": str(tmp_path / "elsewhere")}
+    begun = train(small_config(source, **place, **{"trainer.total_training_steps": 1}))
+    frozen = np.asarray(begun.actor.params["embedding"])
     changes = {"model.path": str(source), "trainer.total_training_steps": 1, "model.lora.rank": 2}
-    train(small_config(tmp_path / "run", **changes))
-    train(small_config(source, **{"trainer.total_training_steps": 2}))
-    train(small_config(tmp_path / "run", **changes | {"trainer.total_training_steps": 2}))
-    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    train(small_config(run, **changes))
+    gone_on = train(small_config(source, **place, **{"trainer.total_training_steps": 2}))
+    assert np.abs(gone_on.actor.params["embedding"] - frozen).max() > 0
+    changes["trainer.total_training_steps"] = 2
+    train(small_config(run, **changes))
+    recorded = json.loads((run / "config.json").read_text())
     assert recorded["model"]["path"] == f"{source}/checkpoints/1"
+    export(small_config(run, **changes), tmp_path / "exported", dtype="float32")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(exported, frozen)

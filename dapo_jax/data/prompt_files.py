@@ -11,9 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from etils import epath
 
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.models.model_files import unreadable
+from dapo_jax.places import is_address, place_of
 
 MAX_REPORTED_PROBLEMS = 10
 MAX_NESTING = 100  # levels of lists and objects in a row
@@ -34,7 +36,7 @@ def read_prompt_files(
         raise ValueError(f"max_samples={max_samples} must be -1 (all rows) or at least 1: correct it")
     rows: list[PromptRow] = []
     problems: list[str] = []
-    for path in map(Path, paths):
+    for path in (place_of(path) if is_address(path) else Path(path) for path in paths):
         for number, record in read_records(path):
             if len(rows) == max_samples or len(problems) >= MAX_REPORTED_PROBLEMS:
                 break
@@ -49,7 +51,7 @@ def read_prompt_files(
     return rows
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+def read_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
     """(row number from 1, decoded row) of one file; an undecodable line comes as its error."""
     readers = {".parquet": _parquet_records, ".jsonl": _json_lines_records, ".json": _json_lines_records}
     if path.suffix not in readers:
@@ -59,21 +61,21 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
         raise ValueError(f"prompt file {path} {state}: correct the path or prepare the data")
-    if not os.access(path, os.R_OK):
+    if isinstance(path, Path) and not os.access(path, os.R_OK):
         raise ValueError(f"prompt file {path} cannot be read by this user: change its permissions")
     return readers[path.suffix](path)
 
 
-def _parquet_records(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
     try:
-        with pq.ParquetFile(path) as file:
+        with path.open("rb") as source, pq.ParquetFile(source) as file:
             batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
             yield from enumerate((record for batch in batches for record in batch), start=1)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise unreadable(path, error) from error
 
 
-def _json_lines_records(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_lines_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -18,7 +20,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def unreadable(path: Path, error: Exception) -> ValueError:
+def unreadable(path: Path | epath.Path, error: Exception) -> ValueError:
     """The error for a file that its format's reader rejects, with the cure."""
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:

@@ -4,13 +4,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from dapo_jax.monitor.tensorboard import TensorBoard
+from dapo_jax.places import place_of
 
 _LOGGER = logging.getLogger(__name__)
 _METRICS = "metrics.jsonl"
@@ -28,10 +29,18 @@ class RunRecords:
     Args:
         workdir: the run's directory, created if needed.
         resume_step: step of the checkpoint that the run goes on from, None if it starts at the beginning.
+        upload: brings the file of that name from the directory to where it is to be kept.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int | None) -> None:
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        resume_step: int | None,
+        upload: Callable[[str], None] = lambda name: None,
+    ) -> None:
         workdir = Path(workdir)
+        self._upload = upload
         self._samples = workdir / "samples"
         self._samples.mkdir(parents=True, exist_ok=True)
         self._last_step = -1 if resume_step is None else resume_step
@@ -71,6 +80,7 @@ class RunRecords:
         self._metrics.write(to_json_line({"step": step, **values}))
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
+        self._upload(_METRICS)
         self._last_step = step
         self._tensorboard.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
@@ -156,7 +166,7 @@ def write_config(workdir: str | os.PathLike[str], config: dict[str, Any]) -> Non
 
 def recorded_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """The config in `config.json`, {} without one. ValueError if it is damaged."""
-    path = Path(workdir) / _CONFIG
+    path = place_of(os.fspath(workdir)) / _CONFIG
     try:
         recorded = json.loads(path.read_bytes())
         if not isinstance(recorded, dict):

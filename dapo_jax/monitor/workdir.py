@@ -1,24 +1,33 @@
 """Host: a run's work directory: one run at a time holds it, and its train.log says why the run failed."""
 
 import errno
-import fcntl
-import logging
 import os
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_jax.monitor.log import close_logging, log_failure, setup_logging
+from etils import epath
 
-logger = logging.getLogger(__name__)
+from dapo_jax.monitor.lock import locked
+from dapo_jax.monitor.log import close_logging, log_failure, setup_logging
+from dapo_jax.monitor.mirror import KIND, mirrored
+from dapo_jax.places import copy_of, is_address
+
+
+@dataclass(frozen=True)
+class Workdir:
+    """An open work directory."""
+
+    folder: Path  # on this machine
+    upload: Callable[[str], None] = lambda name: None  # brings a file of it to where it is to be kept
 
 
 @contextmanager
-def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> Iterator[None]:
+def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> Iterator[Workdir]:
     """Creates and locks `workdir`, and sends the records of the package to its train.log until the end.
 
-    If the run fails, its traceback goes to train.log. The system frees the lock when the process ends, however it does.
+    If the run fails, its traceback goes to train.log. Of an address, the run writes a copy on this machine.
 
     Args:
         detailed: show every record on the console.
@@ -28,46 +37,28 @@ def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: in
         ValueError: another run holds the directory, or this process cannot write there.
     """
     with ExitStack() as stack:
+        place = Workdir(Path(workdir))
+        if is_address(str(workdir)):
+            mirror = stack.enter_context(mirrored(str(workdir))) if process == 0 else None
+            place = Workdir(copy_of(str(workdir), KIND), mirror.upload if mirror else place.upload)
         if process == 0:
-            stack.enter_context(_locked(Path(workdir)))
-        setup_logging(workdir, detailed=detailed, process=process)
+            _prepare(place.folder)
+            stack.enter_context(locked(epath.Path(place.folder)))
+        setup_logging(place.folder, detailed=detailed, process=process)
         stack.callback(close_logging)
         try:
-            yield
+            yield place
         except (Exception, KeyboardInterrupt) as error:
             log_failure(error)
             raise
 
 
-@contextmanager
-def _locked(workdir: Path) -> Iterator[None]:
-    """Holds the file `workdir`/lock, which names the process and the host of the run."""
-    descriptor = _open_lock(workdir)  # closed in processes that this one starts, so that none of them keeps the lock
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 1000).decode(errors="replace").strip()
-            raise ValueError(
-                f"workdir={workdir} is held by another run ({holder or 'unknown process'}): wait for it, end it, or "
-                "choose another directory by --config.workdir=DIR"
-            ) from error
-        except OSError as error:
-            logger.warning("workdir=%s cannot be locked (%s): start no second run in it", workdir, error)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _open_lock(workdir: Path) -> int:
+def _prepare(workdir: Path) -> None:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         for path in (workdir, workdir / "train.log"):
             if path.exists() and not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return os.open(workdir / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise

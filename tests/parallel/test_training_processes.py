@@ -250,4 +250,4 @@ def test_processes_that_were_not_started_alike_are_refused(tmp_path, logs):
     ended = finish(start(tmp_path, logs, processes=2, devices=1, second={"seed": 7}), limit_s=120)
     for code, _, errors in ended:
         assert code == 2 and "seed must be the same in all processes: it is 0 in process 0 and 7 in process 1" in errors
-    assert files(tmp_path) == {"lock", "train.log"}
+    assert files(tmp_path) == {"lock.1", "train.log"}

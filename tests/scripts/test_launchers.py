@@ -141,7 +141,7 @@ def test_a_checkout_is_installed_on_every_worker(pod):
         assert not list(home.glob("*.tar.gz"))
         calls = (home / "python3.log").read_text().splitlines()
         assert [call.split(" ")[0] for call in calls] == [str(home / "dapo_jax")] * 3
-        assert calls[-1].endswith(" -m uv pip install --quiet --python venv/bin/python --editable ./source[tpu]")
+        assert calls[-1].endswith(" -m uv pip install --quiet --python venv/bin/python --editable ./source[tpu,gcs]")
     assert not list(pod.root.glob("tmp*"))
 
 
@@ -363,4 +363,5 @@ def test_the_container_holds_files_that_exist_and_does_not_run_as_root():
     assert sent[0] == "*" and {f"!{name}" for name in sources} <= set(sent)
     assert [line for line in lines if line.startswith("USER")][-1] == "USER 1000"
     [extra] = [line.removeprefix("ARG EXTRA=") for line in lines if line.startswith("ARG EXTRA=")]
-    assert f'"{extra}": [' in (ROOT / "setup.py").read_text()
+    setup = (ROOT / "setup.py").read_text()
+    assert f'"{extra}": [' in setup and '"gcs": [' in setup and any('".[$EXTRA,gcs]"' in line for line in lines)

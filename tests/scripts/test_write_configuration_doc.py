@@ -24,4 +24,4 @@ def test_a_row_is_type_default_and_meaning():
     page = script.document()
     assert "| `data.gen_batch_size` | `int \\| None` | `null` | prompts per generation round; null = " in page
     assert '| `critic.optim.lr` | `float` | `1e-05` | learning rate after the warm-up |' in page
-    assert '| `model.path` | `str` | `""` | Hugging Face directory, .gguf file, or "random" |' in page
+    assert '| `model.path` | `str` | `""` | Hugging Face directory, .gguf file, a workdir, or "random" |' in page

@@ -1,0 +1,98 @@
+"""Host: a work directory in a bucket: the run writes a copy on this machine, whose changes are uploaded.
+
+A bucket cannot append to a file, and its objects are replaced as a whole. So rows of metrics.jsonl are uploaded with
+each step, before its checkpoint, and all else once a minute and at the end.
+"""
+
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from etils import epath
+
+from dapo_jax.monitor.lock import locked
+from dapo_jax.places import copy_of, place_of
+
+UPLOAD_S = 60.0  # seconds between two uploads of what has changed
+KIND = "workdirs"  # of copies
+CHECKPOINTS = "checkpoints"  # which are written to the bucket itself
+
+logger = logging.getLogger(__name__)
+
+
+class Mirror:
+    """The copy in `folder` of the records at `address`, as they are at the beginning."""
+
+    def __init__(self, address: str) -> None:
+        self._place, self.folder = place_of(address), copy_of(address, KIND)
+        self._sent: dict[str, tuple[int, int]] = {}  # size and time of each file that the bucket has
+        self._turn = threading.Lock()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for file in _files(self._place):
+            path = self.folder / str(file).removeprefix(f"{self._place}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file.copy(path)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sent = self._states()
+
+    def upload(self, name: str | None = None) -> None:
+        """Brings the bucket to what the folder holds, or the one file called `name`."""
+        with self._turn:
+            states = self._states()
+            changed = [one for one, state in states.items() if self._sent.get(one) != state and name in (None, one)]
+            for one in changed:
+                epath.Path(self.folder / one).copy(self._place / one, overwrite=True)
+                self._sent[one] = states[one]
+            for one in [] if name else self._sent.keys() - states.keys():
+                (self._place / one).unlink(missing_ok=True)
+                del self._sent[one]
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        paths = [path for path in self.folder.rglob("*") if path.is_file() and not _is_own(path.name)]
+        stats = {str(path.relative_to(self.folder)): path.stat() for path in paths}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+@contextmanager
+def mirrored(address: str) -> Iterator[Mirror]:
+    """Holds the work directory at `address` and keeps it like its copy on this machine until the end.
+
+    Raises:
+        ValueError: another run holds it.
+    """
+    place = place_of(address)
+    place.mkdir(parents=True, exist_ok=True)
+    with locked(place):
+        mirror, ended = Mirror(address), threading.Event()
+
+        def keep_uploading() -> None:
+            while not ended.wait(UPLOAD_S):
+                try:
+                    mirror.upload()
+                except Exception as error:  # a client of a store raises what it likes
+                    logger.warning("workdir=%s: the records could not be uploaded (%s): trying again", address, error)
+
+        uploads = threading.Thread(target=keep_uploading, name="upload of the workdir", daemon=True)
+        uploads.start()
+        try:
+            yield mirror
+        finally:
+            ended.set()
+            uploads.join()
+            mirror.upload()
+
+
+def _is_own(name: str) -> bool:
+    """Whether a file belongs to the machine alone."""
+    return name.startswith("lock.") or name.endswith(".tmp")
+
+
+def _files(place: epath.Path) -> Iterator[epath.Path]:
+    for one in place.iterdir():
+        if one.is_dir():
+            if one.name != CHECKPOINTS:
+                yield from _files(one)
+        elif not _is_own(one.name):
+            yield one

@@ -1,0 +1,152 @@
+"""Host: another run by a path, and which of its checkpoints this run begins with."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from dapo_jax.checkpoint import Origin, is_checkpoint, saved_steps
+from dapo_jax.config import Config, checkpoint_dir, from_values
+from dapo_jax.monitor.records import recorded_config
+from dapo_jax.parallel.processes import gather
+from dapo_jax.places import is_address, place_of
+
+RANDOM = "random"  # model.path of a freshly initialised model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run after one of its steps."""
+
+    config: Config  # that run's
+    step: int
+
+
+def find_trained(path: str) -> Trained | None:
+    """The run that `path` names, None if it names something else.
+
+    WORKDIR is that run after its newest checkpoint; WORKDIR/checkpoints/STEP after that step, wherever the run's
+    trainer.checkpoint_dir is. What a directory holds decides, not its name: a workdir may be called 10.
+
+    Raises:
+        ValueError: the run has no such checkpoint, or there are checkpoints without the config of their run.
+    """
+    place = place_of(path)
+    config, step = _run_at(place)
+    if config is not None:
+        return Trained(config, _chosen_step(path, checkpoint_dir(config), step))
+    if is_checkpoint(place) or saved_steps(place):
+        raise ValueError(
+            f"{path} holds checkpoints without the config of their run: give the run's workdir, or "
+            "WORKDIR/checkpoints/STEP for one of its steps, wherever they are"
+        )
+    return None
+
+
+def find_checkpoint(path: str) -> Origin:
+    """The checkpoint that `path` names: of a run, as in `find_trained`, by itself, or the newest in a directory.
+
+    Raises:
+        ValueError: there is none.
+    """
+    directory, step = _checkpoints_at(place_of(path))
+    return Origin(directory, _chosen_step(path, directory, step))
+
+
+def pinned(config: Config) -> Config:
+    """`config` with the step of each run that it begins with, so that a restart begins with the same.
+
+    WORKDIR becomes WORKDIR/checkpoints/STEP, and a directory of checkpoints DIRECTORY/STEP: the step that an earlier
+    start of this run has recorded, else the newest. Every process must call it; the first, which has the records,
+    decides.
+
+    Raises:
+        ValueError: a run would begin with itself.
+    """
+    recorded = recorded_config(config.workdir)
+
+    def chosen(section: str, key: str) -> str | None:
+        path = getattr(getattr(config, section), key)
+        return _pinned_path(path, recorded.get(section, {}).get(key)) if path and path != RANDOM else path
+
+    for name in ("model", "reference"):
+        path = getattr(config, name).path
+        if path and path != RANDOM and _is_own(path, config):
+            raise ValueError(f"{name}.path={path} is in this run's own workdir: choose a new workdir")
+    model, reference, trainer = gather(
+        [chosen("model", "path"), chosen("reference", "path"), chosen("trainer", "resume_from_path")]
+    )[0]
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=model),
+        reference=dataclasses.replace(config.reference, path=reference),
+        trainer=dataclasses.replace(config.trainer, resume_from_path=trainer),
+    )
+
+
+def _is_own(path: str, config: Config) -> bool:
+    """Whether `path` names the run of `config` itself."""
+    inside = _resolved(path).is_relative_to(_resolved(config.workdir))
+    return inside or _checkpoints_at(place_of(path))[0] == checkpoint_dir(config)
+
+
+def _pinned_path(path: str, before: Any) -> str:
+    """The path of one checkpoint, if `path` leaves open which; `before` is what an earlier start has recorded."""
+    place = place_of(path)
+    directory, step = _checkpoints_at(place)
+    saved = [] if step is not None else saved_steps(directory)
+    if not saved:
+        return path  # it says which, or what needs a checkpoint there will say that there is none
+    named = f"{path.rstrip('/')}/checkpoints" if _run_at(place)[0] or directory != str(place) else path.rstrip("/")
+    if isinstance(before, str) and place_of(before).name.isdigit() and _resolved(before).parent == _resolved(named):
+        return before
+    return f"{named}/{saved[-1]}"
+
+
+def _run_at(place: epath.Path) -> tuple[Config | None, int | None]:
+    """The config of the run that `place` is the workdir of, or WORKDIR/checkpoints/STEP of, and that step."""
+    config = _config_in(place)
+    if config is None and place.name.isdigit() and place.parent.name == "checkpoints":
+        return _config_in(place.parent.parent), int(place.name)
+    return config, None
+
+
+def _config_in(workdir: epath.Path) -> Config | None:
+    """The config that a run has written to its workdir, None if that is no workdir."""
+    try:
+        values = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not {"workdir", "trainer", "actor"} <= set(values):
+        return None  # a Hugging Face directory has such a file too
+    return dataclasses.replace(from_values(values), workdir=str(workdir))
+
+
+def _checkpoints_at(place: epath.Path) -> tuple[str, int | None]:
+    """The directory of the checkpoints that `place` names, and the step if it names one."""
+    config, step = _run_at(place)
+    if config is not None:
+        return checkpoint_dir(config), step
+    if place.name.isdigit() and (is_checkpoint(place) or not place.exists()):
+        return str(place.parent), int(place.name)
+    inside = place / "checkpoints"  # of a workdir that has lost its config.json
+    return str(inside if inside.is_dir() else place), None
+
+
+def _chosen_step(path: str, directory: str, step: int | None) -> int:
+    saved = saved_steps(directory)
+    if not saved or step not in (None, *saved):
+        held = f"and {directory} holds those of steps {saved}" if saved else f"and there is none in {directory}"
+        raise ValueError(
+            f"{path} must be the workdir of a run that has saved a checkpoint, or one of its checkpoints, {held}: "
+            "correct the path"
+        )
+    return saved[-1] if step is None else step
+
+
+def _resolved(path: str) -> Path:
+    """To compare with others: an address as it is, a path without links."""
+    return Path(path) if is_address(path) else Path(path).expanduser().resolve()

@@ -1,0 +1,94 @@
+"""Host: where a run reads and writes: paths, and addresses of Google Cloud Storage such as gs://bucket/run."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import fsspec.config
+from etils import epath
+
+CACHE = Path("~/.cache/dapo_jax")
+MODEL_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")  # of a model directory
+
+
+def is_address(path: str) -> bool:
+    """Whether `path` is in an object store, not on a file system of this machine."""
+    return "://" in path
+
+
+def address_problem(path: str) -> str | None:
+    """Why `path` cannot be read and written here, with the cure; None if it can, or is no address."""
+    if not is_address(path):
+        return None
+    if not path.startswith("gs://") or ".." in path.split("/"):
+        return f"{path} must be gs://BUCKET/NAME without .., or a path: mount other stores as a directory"
+    try:
+        fsspec.get_filesystem_class("gcs")
+    except ImportError:
+        return f"{path} needs the package gcsfs: pip install 'dapo_jax[gcs]'"
+    return None
+
+
+def place_of(path: str) -> epath.Path:
+    """`path` to read and write at: an address as it is, else absolute and without ~.
+
+    Raises:
+        ValueError: it is an address that cannot be used here.
+    """
+    problem = address_problem(path)
+    if problem:
+        raise ValueError(problem)
+    if not is_address(path):
+        return epath.Path(Path(path).expanduser().absolute())
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False  # others write there too
+    return epath.Path(path)
+
+
+def copy_of(address: str, kind: str) -> Path:
+    """Where this machine keeps its copy of what is at `address`."""
+    return CACHE.expanduser() / kind / address.partition("://")[2].strip("/")
+
+
+def local_model(path: str) -> Path:
+    """The model directory or file at `path` on this machine: of an address a copy, made again when it has changed.
+
+    Raises:
+        ValueError: there is nothing at the address.
+        RuntimeError: there is no room for the copy.
+    """
+    if not is_address(path):
+        return Path(path).expanduser()
+    place = place_of(path)
+    if not place.exists():
+        raise ValueError(f"the model path {path} does not exist: give a Hugging Face model directory or a .gguf file")
+    folder = copy_of(path, "models")
+    is_file = not place.is_dir()
+    _copy([place] if is_file else [file for file in place.iterdir() if file.suffix in MODEL_FILES], folder)
+    return folder / place.name if is_file else folder
+
+
+def _copy(files: list[epath.Path], folder: Path) -> None:
+    """Makes `folder` hold `files` and no others. One process of a machine does it, others wait for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(folder.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = {file.name: (file, file.stat()) for file in files}
+        for path in folder.iterdir():
+            file, state = found.get(path.name, (None, None))
+            if state is None or (path.stat().st_size, int(path.stat().st_mtime)) != (state.length, int(state.mtime)):
+                path.unlink()
+            else:
+                del found[path.name]
+        needed, free = sum(state.length for _, state in found.values()), shutil.disk_usage(folder).free
+        if needed > free:
+            raise RuntimeError(
+                f"a copy of {files[0].parent} in {folder} takes {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are "
+                "free: make room, or mount the bucket as a directory and give that path"
+            )
+        for name, (file, state) in found.items():
+            part = folder / (name + ".part")
+            file.copy(part, overwrite=True)
+            os.utime(part, (state.mtime, state.mtime))
+            os.replace(part, folder / name)

@@ -1,0 +1,112 @@
+"""Which run and which of its checkpoints a path names, and that a restart begins with the same."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.checkpoint import Checkpoints, Origin, Progress
+from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import OptimizerSettings, init_state
+from dapo_jax.monitor.records import write_config
+from dapo_jax.other_runs import find_checkpoint, find_trained, pinned
+
+STREAM = {"next_prompt": np.array(0)}
+SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0)
+
+
+def save(directory, *steps) -> None:
+    checkpoints = Checkpoints(str(directory), max_to_keep=9)
+    for step in steps:
+        checkpoints.save(
+            Models(actor=init_state({"w": jnp.ones(2)}, SETTINGS), critic=None), Progress(step=step), STREAM
+        )
+    checkpoints.close()
+
+
+def changed(config: Config, section: str, **values) -> Config:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+def run_in(workdir, *steps, elsewhere: Path | None = None) -> Path:
+    """The workdir of a run with checkpoints of these steps, which lie `elsewhere` if that is given."""
+    config = changed(Config(workdir=str(workdir)), "trainer", checkpoint_dir=str(elsewhere or ""))
+    write_config(workdir, dataclasses.asdict(config))
+    save(checkpoint_dir(config), *steps)
+    return workdir
+
+
+def test_a_workdir_may_be_named_by_a_number(tmp_path):
+    """It was taken for the checkpoint of that step."""
+    run_in(tmp_path / "lr" / "10", 1, 2)
+    run_in(tmp_path / "lr" / "20", 5, elsewhere=tmp_path / "elsewhere" / "20")
+    for path, directory, step in (
+        (tmp_path / "lr/10", tmp_path / "lr/10/checkpoints", 2),
+        (tmp_path / "lr/10/checkpoints/1", tmp_path / "lr/10/checkpoints", 1),
+        (tmp_path / "lr/20", tmp_path / "elsewhere/20", 5),
+        (tmp_path / "lr/20/checkpoints/5", tmp_path / "elsewhere/20", 5),
+    ):
+        assert find_checkpoint(str(path)) == Origin(str(directory), step)
+        trained = find_trained(str(path))
+        assert trained is not None and (checkpoint_dir(trained.config), trained.step) == (str(directory), step)
+    with pytest.raises(ValueError, match="must be the workdir of a run that has saved a checkpoint"):
+        find_checkpoint(str(tmp_path / "lr"))  # whose directories are workdirs
+    assert find_trained(str(tmp_path / "lr")) is None
+
+
+def test_checkpoints_alone_are_found_but_belong_to_no_run(tmp_path):
+    save(tmp_path / "run" / "checkpoints", 1, 2)  # and no config.json
+    directory = str(tmp_path / "run" / "checkpoints")
+    assert find_checkpoint(str(tmp_path / "run")) == find_checkpoint(directory) == Origin(directory, 2)
+    assert find_checkpoint(f"{directory}/1") == Origin(directory, 1)
+    for path, held in ((f"{directory}/7", r"steps \[1, 2\]"), (str(tmp_path / "none"), "there is none")):
+        with pytest.raises(ValueError, match=held):
+            find_checkpoint(path)
+    for path in (directory, f"{directory}/1"):
+        with pytest.raises(ValueError, match="without the config of their run: give the run's workdir"):
+            find_trained(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("model", "path"), ("reference", "path"), ("trainer", "resume_from_path")]
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_restart_begins_with_the_same_checkpoint(tmp_path, monkeypatch, section, key, elsewhere):
+    """It read the other run's newest one, if that had a trainer.checkpoint_dir or was named to resume from."""
+    place = tmp_path / "elsewhere" if elsewhere else None
+    other = run_in(tmp_path / "other", 1, elsewhere=place)
+    config = changed(Config(workdir=str(tmp_path / "run")), section, **{key: str(other)})
+
+    def chosen(config: Config) -> str:
+        return getattr(getattr(pinned(config), section), key)
+
+    first = pinned(config)
+    write_config(config.workdir, dataclasses.asdict(first))
+    save(place or other / "checkpoints", 2)
+    assert chosen(config) == f"{other}/checkpoints/1"
+    assert find_checkpoint(chosen(config)).step == 1
+    monkeypatch.chdir(tmp_path)
+    assert chosen(changed(config, section, **{key: "other"})) == f"{other}/checkpoints/1"  # the same, said otherwise
+    assert chosen(changed(config, section, **{key: f"{other}/checkpoints/2"})) == f"{other}/checkpoints/2"
+    assert chosen(dataclasses.replace(config, workdir=str(tmp_path / "new"))) == f"{other}/checkpoints/2"
+    assert pinned(first) == first
+
+
+def test_checkpoints_alone_are_pinned_too(tmp_path):
+    save(tmp_path / "saved", 1)
+    config = changed(Config(workdir=str(tmp_path / "run")), "trainer", resume_from_path=str(tmp_path / "saved"))
+    write_config(config.workdir, dataclasses.asdict(pinned(config)))
+    save(tmp_path / "saved", 2)
+    assert pinned(config).trainer.resume_from_path == f"{tmp_path}/saved/1"
+
+
+def test_what_is_no_run_is_left_alone(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for path in ("random", str(tmp_path / "hf"), str(tmp_path / "none"), str(run_in(tmp_path / "empty"))):
+        config = changed(Config(workdir=str(tmp_path / "run")), "model", path=path)
+        assert pinned(config) == config
