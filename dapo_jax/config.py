@@ -14,6 +14,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from dapo_jax.aliases import resolve_aliases
+
 MAY_BE_INFINITE = (  # bounds that then bound nothing
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
@@ -446,8 +448,12 @@ def _optional_type(kind: Any) -> type:
 
 
 def freeze(values: Any) -> Config:
-    """The frozen dataclasses of a ConfigDict made by `default_config()`."""
-    return _freeze(Config, values)
+    """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases carried out.
+
+    Raises:
+        ValueError: unknown or missing keys, or aliases that do not go together (aliases.py).
+    """
+    return resolve_aliases(_freeze(Config, values))
 
 
 def _freeze(section: Any, values: Any) -> Any:
