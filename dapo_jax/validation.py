@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
-from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.config import (
     Config,
@@ -13,13 +12,13 @@ from dapo_jax.config import (
     mini_batch_size,
     token_budget,
     type_problems,
-    uses_reference,
 )
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
+from dapo_jax.option_uses import trained, unread_problems
 from dapo_jax.rollout.shapes import bucket
 from dapo_jax.task_sets import held_out_options, parse_tasks
 
@@ -104,6 +103,8 @@ def validate(config: Config, *, training: bool = True) -> None:
         if training and config.data.task == "files" and not config.data.train_files:
             others.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
         problems += [problem for problem in others if problem.partition("=")[0] not in mistyped]
+        named = {problem.partition("=")[0] for problem in problems}
+        problems += [problem for problem in unread_problems(config) if problem.partition("=")[0] not in named]
     if problems:
         raise ValueError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -318,11 +319,6 @@ def _algorithm_problems(config: Config) -> list[str]:
     for name in ("keep_pos_ratio", "keep_neg_ratio", "gamma", "lam"):
         if not 0 <= getattr(algorithm, name) <= 1:
             problems.append(f"algorithm.{name}={getattr(algorithm, name)} must be in [0, 1]")
-    if algorithm.adv_estimator not in ("grpo", "dapo") and keeps_some(config):
-        problems.append(
-            f"algorithm.keep_pos_ratio={algorithm.keep_pos_ratio}, keep_neg_ratio={algorithm.keep_neg_ratio} need "
-            f"algorithm.adv_estimator=grpo, not {algorithm.adv_estimator}"
-        )
     if algorithm.adv_estimator == "grpo_passk" and config.rollout.n < 2:
         problems.append(f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}")
     if config.trainer.rollout_ahead and algorithm.use_kl_in_reward:
@@ -339,10 +335,6 @@ def _algorithm_problems(config: Config) -> list[str]:
         problems.append(
             "trainer.rollout_ahead=1 trains on what an older policy has sampled, whose log-probabilities cannot be "
             "recomputed: set actor.old_logprob=auto or rollout"
-        )
-    if config.trainer.critic_warmup and not uses_critic(config):
-        problems.append(
-            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic: set algorithm.adv_estimator=gae"
         )
     corrects = correction.rollout_is != "none" or bool(correction.rollout_rs)
     if corrects and config.actor.old_logprob != "recompute":
@@ -409,22 +401,6 @@ def _filter_problems(config: Config) -> list[str]:
     return problems
 
 
-def uses_critic(config: Config) -> bool:
-    """Whether the advantage estimator needs a value function."""
-    estimator = advantages.ESTIMATORS.get(config.algorithm.adv_estimator)
-    return estimator is not None and needs(estimator, "values")
-
-
-def trained(config: Config) -> tuple[str, ...]:
-    """The sections of the models that are trained."""
-    return ("actor", "critic") if uses_critic(config) else ("actor",)
-
-
-def keeps_some(config: Config) -> bool:
-    """Whether some samples of a group are left out of training."""
-    return min(config.algorithm.keep_pos_ratio, config.algorithm.keep_neg_ratio) < 1
-
-
 def warnings(config: Config) -> list[str]:
     """What is allowed but rarely meant."""
     found = []
@@ -441,10 +417,6 @@ def warnings(config: Config) -> list[str]:
     if config.evaluate.n > 1 and config.evaluate.temperature == 0:
         found.append(f"evaluate.n={config.evaluate.n} with temperature=0: all samples of a problem are equal; n=1 does")
     algorithm, mode = config.algorithm, config.actor.policy_loss.loss_mode
-    if config.reference.path is not None and not uses_reference(config):
-        found.append("reference.path is not read: neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on")
-    if algorithm.compute_new_adv and not keeps_some(config):
-        found.append("algorithm.compute_new_adv=True changes nothing while both keep ratios are 1")
     if mode in ("gspo", "geo_mean", "sapo") and config.actor.loss_agg_mode != "seq-mean-token-mean":
         found.append(
             f"actor.policy_loss.loss_mode={mode} is defined with actor.loss_agg_mode=seq-mean-token-mean, "

@@ -16,7 +16,7 @@ LAYERS = [
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
-        *("validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
+        *("option_uses", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
         *("collection", "run_state", "learning", "reports", "policies", "task_sets"),
         *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
