@@ -161,7 +161,7 @@ class AdaptiveLimitConfig:
 class StreamConfig:
     """How backfill=stream chooses the size of its waves."""
 
-    slack: float = 1.0  # kept groups aimed at, as a multiple of those still missing
+    slack: float = 1.0  # kept groups aimed at, as a multiple of those still missing; below 1: more, smaller waves
     keep_rate_prior: float = 0.5  # assumed share of kept groups before anything is known
     keep_rate_ema: float = 0.9  # weight of the past in the running keep rate, per training step
 

@@ -388,8 +388,8 @@ def _filter_problems(config: Config) -> list[str]:
         problems.append(f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}")
     if groups.leftover_max_staleness < 1:
         problems.append(f"{name}.leftover_max_staleness={groups.leftover_max_staleness} must be 1 or more")
-    if not groups.stream.slack >= 1:
-        problems.append(f"{name}.stream.slack={groups.stream.slack} must be 1 or more")
+    if not groups.stream.slack > 0:
+        problems.append(f"{name}.stream.slack={groups.stream.slack} must be greater than 0")
     for key in ("keep_rate_prior", "keep_rate_ema"):
         if not 0 <= getattr(groups.stream, key) <= 1:
             problems.append(f"{name}.stream.{key}={getattr(groups.stream, key)} must be in [0, 1]")
@@ -398,6 +398,14 @@ def _filter_problems(config: Config) -> list[str]:
             problems.append(f"{name}.skip_uniform.{key}={getattr(groups.skip_uniform, key)} must be in (0, 1]")
     if groups.adaptive_limit.slack < 0 or groups.adaptive_limit.min_rounds < 1:
         problems.append(f"{name}.adaptive_limit needs slack >= 0 and min_rounds >= 1")
+    target, rounds, size = config.data.train_batch_size, groups.max_num_gen_batches, gen_batch_size(config)
+    must_be_full = groups.enable and groups.on_limit == "error" and groups.on_exhausted != "partial"
+    if must_be_full and 0 < rounds * size < target:
+        problems.append(
+            f"data.train_batch_size={target} groups cannot be kept of the {rounds} x {size} = {rounds * size} prompts "
+            f"that {name}.max_num_gen_batches={rounds} rounds of data.gen_batch_size={size} sample: raise one of them, "
+            f"or set {name}.on_limit=partial"
+        )
     return problems
 
 

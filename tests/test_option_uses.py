@@ -137,7 +137,7 @@ VALUES = {  # valid ones, where the rule below does not give one
     f"{FILTER}.on_empty": "skip_step", f"{FILTER}.metric": "score", "algorithm.gamma": 0.9, "algorithm.lam": 0.9,
     f"{FILTER}.filter_high": 0.9, f"{CORRECTION}.rollout_is_threshold": "5.0", "model.random.num_heads": 8,
     "model.random.num_kv_heads": 4, "model.random.head_dim": 8, "trainer.critic_warmup": 2, "trainer.test_freq": 5,
-    "monitor.alarms.heldout_drop": 0.4, "evaluate.top_k": 5, "evaluate.max_prompts": 5, f"{FILTER}.stream.slack": 1.5,
+    "monitor.alarms.heldout_drop": 0.4, "evaluate.top_k": 5, "evaluate.max_prompts": 5,
     "data.reasoning_gym.template": "{question}",
     "data.arithmetic.operators": "*",
     "data.arithmetic.template": "{a}{operator}{b}",

@@ -141,6 +141,28 @@ def test_no_filter_means_one_round_of_the_batch_size():
     assert problems({**off, "data.gen_batch_size": 512}) == problems({"data.gen_batch_size": 1024}) == []
 
 
+@pytest.mark.parametrize("backfill", ["batch", "stream"])  # a stream may sample as many prompts as the rounds
+@pytest.mark.parametrize("leftover", ["requeue", "carry"])  # a step that falls short carries nothing to the next
+def test_a_limit_that_can_never_fill_a_batch_is_refused(backfill, leftover):
+    changes = {"data.gen_batch_size": 32, f"{FILTER}.backfill": backfill, f"{FILTER}.leftover": leftover}
+    message = "^data.train_batch_size=512 groups cannot be kept of the 10 x 32 = 320 prompts .*set .*on_limit=partial"
+    assert_one(problems(changes), message)
+    for cure in (
+        {f"{FILTER}.max_num_gen_batches": 16}, {f"{FILTER}.max_num_gen_batches": 0}, {"data.gen_batch_size": 52},
+        {f"{FILTER}.on_limit": "partial"}, {f"{FILTER}.on_limit": "fallback_unfiltered"},
+        {f"{FILTER}.on_exhausted": "partial"},  # the epoch may end before the limit in every step
+        {"data.train_batch_size": 320},
+    ):  # fmt: skip
+        assert problems({**changes, **cure}) == []
+    assert_one(problems({**changes, f"{FILTER}.max_num_gen_batches": 15}), "15 x 32 = 480")
+
+
+def test_a_stream_may_aim_at_less_than_it_needs():
+    stream = {f"{FILTER}.backfill": "stream"}
+    assert problems({**stream, f"{FILTER}.stream.slack": 0.75}) == []
+    assert_one(problems({**stream, f"{FILTER}.stream.slack": 0.0}), "stream.slack=0.0 must be greater than 0")
+
+
 def test_a_kl_loss_has_a_coefficient():
     changes = {"actor.kl_loss_coef": 0.0}
     assert_one(problems({**changes, "actor.use_kl_loss": True}), "actor.kl_loss_coef=0.0 must be greater than 0")
