@@ -9,6 +9,7 @@ from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, Strea
 from dapo_jax.dynamic_sampling.metrics import sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream, wave_prompts, wave_sizes
+from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.rollout.experience import Experience, concatenate
 
 NUM_ROWS = 50
@@ -251,6 +252,15 @@ def test_the_error_counts_right_and_wrong_groups_and_names_the_ways_out():
         "change the difficulty of the data",
     ):
         assert text in str(caught.value)
+
+
+def test_the_error_says_of_other_groups_what_the_rule_says_of_them():
+    mixed = lambda number: number == 0  # noqa: E731
+    with pytest.raises(RuntimeError, match="0 uniform otherwise"):
+        run(mixed, target=2, limit=2)
+    words = rule_words("mean_range", std_threshold=0.0, filter_low=0.2, filter_high=0.8)
+    with pytest.raises(RuntimeError, match="0 dropped otherwise .mean<=0.2 or mean>=0.8."):
+        run(mixed, target=2, limit=2, words=words)
 
 
 def test_an_empty_round_is_not_an_error():
