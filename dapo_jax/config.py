@@ -383,6 +383,7 @@ class AlarmConfig:
     mismatch_growth: float = 10.0  # sampler against training pass (k3) above this multiple of its running mean
     truncation: float = 0.5  # share of trained responses that end at max_response_length above this
     reward_errors: float = 0.1  # share of samples without a verdict above this
+    score_by_length: float = 0.8  # correlation of score and length of equally right answers beyond this, + or -
     heldout_drop: float = 0.5  # held-out accuracy below this multiple of the best one so far
 
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
+from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.config import (
     Config,
@@ -170,7 +171,7 @@ def _range_problems(config: Config) -> list[str]:
     profiled, last = config.trainer.profile_steps, config.trainer.total_training_steps
     if any(type(step) is not int or not 1 <= step <= last for step in profiled):
         problems.append(f"trainer.profile_steps={profiled} must be training steps, of 1..{last}: such as (2,3)")
-    for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop"):
+    for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop", "score_by_length"):
         if not 0 <= getattr(config.monitor.alarms, name) <= 1:
             problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
     for name in ("entropy_explosion", "kl_jump", "mismatch_growth"):
@@ -418,6 +419,11 @@ def warnings(config: Config) -> list[str]:
             f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: training samples are drawn from a "
             "truncated distribution, but log-probabilities are those of the full one"
         )
+    if rollout.min_response_length > 0:
+        found.append(
+            f"rollout.min_response_length={rollout.min_response_length}: training samples are drawn from a "
+            "distribution without an earlier end of sequence, but log-probabilities are those of the full one"
+        )
     if rollout.n == 1 and config.algorithm.filter_groups.enable:
         found.append("rollout.n=1: a group of one sample is always kept, and its advantage is its reward")
     if config.evaluate.n == 1 and config.evaluate.temperature > 0:
@@ -432,13 +438,21 @@ def warnings(config: Config) -> list[str]:
         )
     if algorithm.adv_estimator == "cpo" and algorithm.filter_groups.enable:
         found.append("algorithm.adv_estimator=cpo has its own contrast: the group filter is normally off with it")
-    shaped = algorithm.filter_groups.metric in ("seq_reward", *FINAL_REWARD)
-    if algorithm.filter_groups.enable and shaped and config.reward.overlong_buffer.enable:
+    estimator = advantages.ESTIMATORS.get(algorithm.adv_estimator)
+    if estimator is not None and not needs(estimator, "num_groups") and algorithm.filter_groups.enable:
         found.append(
-            f"algorithm.filter_groups.metric={algorithm.filter_groups.metric} contains the overlong penalty: groups "
-            "whose answers are all wrong pass the filter for their lengths; acc is the paper's"
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares no samples within a group: it learns from "
+            "groups that are all right or all wrong too, which the group filter drops; it is normally off with it"
         )
     groups = algorithm.filter_groups
+    shaped = groups.metric in ("seq_reward", *FINAL_REWARD)
+    contains = ["the overlong penalty"] * (shaped and config.reward.overlong_buffer.enable)
+    contains += ["the KL divergence"] * (groups.metric in FINAL_REWARD and algorithm.use_kl_in_reward)
+    if groups.enable and contains:
+        found.append(
+            f"algorithm.filter_groups.metric={groups.metric} contains {' and '.join(contains)}, for which groups whose "
+            "answers are all wrong pass the filter; acc is the paper's"
+        )
     signed = ("math_dapo", "math_dapo_lenient", *["auto"] * (config.data.task == "files"))
     by_mean = groups.enable and groups.rule == "mean_range" and (groups.metric == "score" or shaped)
     if by_mean and groups.filter_low >= 0 and config.reward.function in signed:

@@ -42,7 +42,8 @@ ALWAYS_READ = set("""
     mesh.data mesh.fsdp mesh.tensor model.attention model.dtype model.enable_gradient_checkpointing model.lora.rank
     model.path monitor.alarms.entropy_collapse monitor.alarms.entropy_explosion monitor.alarms.kl_jump
     monitor.alarms.mismatch_growth monitor.alarms.reward_errors monitor.alarms.truncation monitor.console
-    monitor.num_samples reward.function reward.memory_limit_mb reward.model.path reward.num_workers
+    monitor.alarms.score_by_length monitor.num_samples
+    reward.function reward.memory_limit_mb reward.model.path reward.num_workers
     reward.overlong_buffer.enable reward.timeout_s rollout.decode_chunk_length rollout.max_num_seqs
     rollout.min_response_length rollout.n rollout.stop rollout.temperature rollout.top_k rollout.top_p seed
     trainer.best_metric trainer.checkpoint_dir trainer.compilation_cache_dir trainer.compiler_options

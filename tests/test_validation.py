@@ -305,14 +305,35 @@ MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "
         (SHAPED, "metric=seq_reward contains the overlong penalty", {"reward.overlong_buffer.enable": False}),
         (
             {**SHAPED, f"{FILTER}.metric": "seq_final_reward", "algorithm.use_kl_in_reward": True},
-            "metric=seq_final_reward contains the overlong penalty",
+            "metric=seq_final_reward contains the overlong penalty and the KL divergence",
             {f"{FILTER}.metric": "score"},
         ),
         (
-            {"trainer.critic_warmup": 100, "algorithm.adv_estimator": "gae"},
+            {"trainer.critic_warmup": 100, "algorithm.adv_estimator": "gae", f"{FILTER}.enable": False},
             "critic_warmup leaves no step that updates the policy",
             {"trainer.critic_warmup": 99},
         ),
+        *(
+            (
+                {f"{FILTER}.metric": metric, "algorithm.use_kl_in_reward": True},
+                f"metric={metric} contains the KL divergence, for which groups whose answers are all wrong pass",
+                usual,
+            )
+            for metric, usual in (
+                ("seq_final_reward", {f"{FILTER}.metric": "acc"}),
+                ("token_level_rewards", {f"{FILTER}.enable": False}),
+                ("seq_final_reward", {"algorithm.use_kl_in_reward": False}),
+            )
+        ),
+        *(
+            (
+                {"algorithm.adv_estimator": estimator},
+                f"adv_estimator={estimator} compares no samples within a group",
+                {f"{FILTER}.enable": False},
+            )
+            for estimator in ("gae", "reinforce_plus_plus", "remax")
+        ),
+        ({"rollout.min_response_length": 4}, "min_response_length=4: .* without", {"rollout.min_response_length": 0}),
         ({"evaluate.n": 1}, "evaluate.n=1 .* noisy", {"evaluate.temperature": 0.0}),
         ({"evaluate.temperature": 0.0}, "all samples of a problem are equal", {"evaluate.n": 1}),
         ({"rollout.n": 1}, "rollout.n=1: a group of one", {f"{FILTER}.enable": False}),
