@@ -1,13 +1,16 @@
 """Host: the option names of other trainers, turned into ours."""
 
-import dataclasses
-from typing import Any
+from __future__ import annotations
 
-from dapo_jax.config import AlgorithmConfig, Config, FilterGroupsConfig
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # config.freeze imports this module
+    from dapo_jax.config import AlgorithmConfig, Config, FilterGroupsConfig
 
 
 def resolve_aliases(config: Config) -> Config:
-    """`config` with every alias carried out and set back to None.
+    """`config` with every alias carried out and set back to None. `config.freeze` calls it.
 
     - data.rollout_batch_size, data.mini_rollout_batch_size (EasyR1): train_batch_size, gen_batch_size.
     - algorithm.use_dynamic_sample, dynamic_sample_max_gen_batches: the filter by the spread of seq_reward; at the limit
@@ -56,7 +59,7 @@ _ALGORITHM = ("use_dynamic_sample", "dynamic_sample_max_gen_batches", "online_fi
 
 def _changed(groups: FilterGroupsConfig, alias: str, changes: dict[str, Any]) -> FilterGroupsConfig:
     """`groups` with what an alias sets, unless something else was chosen there."""
-    default = FilterGroupsConfig()
+    default = type(groups)()
     for name, value in changes.items():
         chosen = getattr(groups, name)
         if chosen not in (getattr(default, name), value):
@@ -68,12 +71,13 @@ def _changed(groups: FilterGroupsConfig, alias: str, changes: dict[str, Any]) ->
 
 
 def _dynamic_sample(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    limit = algorithm.dynamic_sample_max_gen_batches
+    given = algorithm.dynamic_sample_max_gen_batches
+    limit = 3 if given is None else given
     return {
         "metric": "seq_reward",
         "rule": "std",
-        "max_num_gen_batches": 3 if limit is None else limit,
-        "on_limit": "partial",
+        "max_num_gen_batches": limit,
+        **({"on_limit": "partial"} if limit > 0 else {}),
         "on_exhausted": "partial",
         "on_empty": "train_unfiltered",
         "leftover": "discard",

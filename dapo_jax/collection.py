@@ -111,6 +111,12 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
         **statistics.score_metrics(scores),
         "rollout/model_version": int(max(part.versions.max() for part in sampled)),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
+        "reward/length_correlation": statistics.length_correlation(
+            scores["score"],
+            np.concatenate([part.lengths for part in sampled]),
+            scores["acc"] > 0 if "acc" in scores else np.zeros(compared.shape, bool),
+            np.concatenate([~part.failed for part in sampled]) & ~np.isnan(scores["score"]),
+        ),
     }
     if compared.shape[1] > 1:  # one sample has nothing to be equal to
         metrics["dynamic_sampling/uniform_share"] = float(np.mean(compared.max(axis=1) == compared.min(axis=1)))

@@ -15,8 +15,8 @@ from absl import flags
 from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
-from dapo_jax.aliases import resolve_aliases
 from dapo_jax.config import Config, freeze
+from dapo_jax.option_uses import without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.processes import joined_processes
 
@@ -125,30 +125,42 @@ def read_config(arguments: Sequence[str]) -> Config:
         if not path:
             raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
         chosen = _run_file(path)
-        _check_keys(overrides, chosen)
+        keys = _chosen_keys(overrides, chosen)
+        recipe = _recipe(chosen)
         chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
         rest = values(overrides)
-        config = resolve_aliases(freeze(chosen.value))
+        config = freeze(chosen.value)
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{error}: correct the command") from error
     if len(rest) > 1:
         raise ValueError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
-    return config
+    return config if recipe is None else without_switched_off(recipe, config, keys)
 
 
-def _check_keys(overrides: Sequence[str], config: ConfigDict) -> None:
-    """Raises ValueError with every --config.key that `config` does not have, and the names that are close."""
+def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
+    """Each key of `--config.key`. ValueError with every one that `config` does not have, and names that are close."""
     keys = [".".join(path) for path in traverse_util.flatten_dict(config.to_dict())]
     sections = {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}
-    problems = []
+    problems, chosen = [], set()
     for option in overrides:
         given = re.match(r"--?(?:no)?config\.([^=]*)", option)
         if given and given[1] not in keys and given[1] not in sections:
             close = difflib.get_close_matches(given[1], keys)
             cure = f"did you mean {' or '.join(close)}?" if close else "dapo_jax/config.py lists the keys"
             problems.append(f"{option}: there is no key {given[1]}: {cure}")
+        elif given:
+            chosen.add(given[1])
     if problems:
         raise ValueError("\n".join(problems))
+    return chosen
+
+
+def _recipe(file: ConfigDict) -> Config | None:
+    """The config of a file alone; None if it needs the command line, which may have what an alias of it lacks."""
+    try:
+        return freeze(file)
+    except ValueError:
+        return None
 
 
 def _run_file(path: str) -> ConfigDict:

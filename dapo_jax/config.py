@@ -14,6 +14,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from dapo_jax.aliases import resolve_aliases
 from dapo_jax.places import is_address, place_of
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
@@ -161,7 +162,7 @@ class AdaptiveLimitConfig:
 class StreamConfig:
     """How backfill=stream chooses the size of its waves."""
 
-    slack: float = 1.0  # kept groups aimed at, as a multiple of those still missing
+    slack: float = 1.0  # kept groups aimed at, as a multiple of those still missing; below 1: more, smaller waves
     keep_rate_prior: float = 0.5  # assumed share of kept groups before anything is known
     keep_rate_ema: float = 0.9  # weight of the past in the running keep rate, per training step
 
@@ -386,6 +387,7 @@ class AlarmConfig:
     mismatch_growth: float = 10.0  # sampler against training pass (k3) above this multiple of its running mean
     truncation: float = 0.5  # share of trained responses that end at max_response_length above this
     reward_errors: float = 0.1  # share of samples without a verdict above this
+    score_by_length: float = 0.8  # correlation of score and length of equally right answers beyond this, + or -
     heldout_drop: float = 0.5  # held-out accuracy below this multiple of the best one so far
 
 
@@ -451,8 +453,12 @@ def _optional_type(kind: Any) -> type:
 
 
 def freeze(values: Any) -> Config:
-    """The frozen dataclasses of a ConfigDict made by `default_config()`."""
-    return _freeze(Config, values)
+    """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases carried out.
+
+    Raises:
+        ValueError: unknown or missing keys, or aliases that do not go together (aliases.py).
+    """
+    return resolve_aliases(_freeze(Config, values))
 
 
 def _freeze(section: Any, values: Any) -> Any:

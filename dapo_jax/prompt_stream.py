@@ -8,6 +8,7 @@ from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.group_filter import FilterRule
 from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream
+from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.rollout.experience import from_arrays, to_arrays
 from dapo_jax.run import Run
 
@@ -47,6 +48,12 @@ def policies(config: Config) -> Policies:
         stream=Stream(slack=groups.stream.slack, max_prompts=most) if streams else None,
         keep_rate_ema=groups.stream.keep_rate_ema,
         metric=groups.metric if groups.enable else None,
+        words=rule_words(
+            groups.rule,
+            std_threshold=groups.std_threshold,
+            filter_low=groups.filter_low,
+            filter_high=groups.filter_high,
+        ),
     )
 
 

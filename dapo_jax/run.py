@@ -38,6 +38,7 @@ from dapo_jax.models.weights import build_freeze, count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import StageTimers
+from dapo_jax.option_uses import trained, uses_critic
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
 from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
@@ -65,7 +66,6 @@ from dapo_jax.settings import (
     engine_settings,
 )
 from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
-from dapo_jax.validation import trained, uses_critic
 
 logger = logging.getLogger(__name__)
 

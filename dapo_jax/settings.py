@@ -16,6 +16,7 @@ from dapo_jax.learner.trainable import HOST
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
 from dapo_jax.models.transformer import AttentionKernel
+from dapo_jax.option_uses import trained
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.memory import FRACTION
@@ -23,7 +24,6 @@ from dapo_jax.parallel.mesh import platform
 from dapo_jax.policies import lora_of
 from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
-from dapo_jax.validation import trained
 
 
 def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:

@@ -23,6 +23,7 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
+from dapo_jax.option_uses import uses_critic
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
 from dapo_jax.rollout.sampling import Sampling
@@ -38,7 +39,6 @@ from dapo_jax.rollout.wave_programs import (
 )
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings
 from dapo_jax.training_batch import micro_batches, rows_of_a_prompt
-from dapo_jax.validation import uses_critic
 
 # What lies in a device's memory for longer than a call.
 KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")

@@ -26,6 +26,7 @@ from dapo_jax.learner.models import Models
 from dapo_jax.learner.update import compute_logprobs, compute_values
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.monitor import statistics
+from dapo_jax.option_uses import keeps_some, trained, uses_critic
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
 from dapo_jax.rewards.assembly import place_rewards
@@ -35,7 +36,6 @@ from dapo_jax.rollout.shapes import bucket, pad_prompts
 from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores, shape
 from dapo_jax.settings import attention_kernel
-from dapo_jax.validation import keeps_some, trained, uses_critic
 
 FALLBACK_THRESHOLD = "2.0"
 Metrics = dict[str, float]

@@ -14,13 +14,13 @@ from dapo_jax.config import (
     mini_batch_size,
     token_budget,
     type_problems,
-    uses_reference,
 )
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
+from dapo_jax.option_uses import trained, unread_problems
 from dapo_jax.places import address_problem, is_address
 from dapo_jax.rollout.shapes import bucket
 from dapo_jax.task_sets import held_out_options, parse_tasks
@@ -110,6 +110,8 @@ def validate(config: Config, *, training: bool = True) -> None:
         if training and config.data.task == "files" and not config.data.train_files:
             others.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
         problems += [problem for problem in others if problem.partition("=")[0] not in mistyped]
+        named = {problem.partition("=")[0] for problem in problems}
+        problems += [problem for problem in unread_problems(config) if problem.partition("=")[0] not in named]
     if problems:
         raise ValueError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -189,7 +191,7 @@ def _range_problems(config: Config) -> list[str]:
     profiled, last = config.trainer.profile_steps, config.trainer.total_training_steps
     if any(type(step) is not int or not 1 <= step <= last for step in profiled):
         problems.append(f"trainer.profile_steps={profiled} must be training steps, of 1..{last}: such as (2,3)")
-    for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop"):
+    for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop", "score_by_length"):
         if not 0 <= getattr(config.monitor.alarms, name) <= 1:
             problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
     for name in ("entropy_explosion", "kl_jump", "mismatch_growth"):
@@ -338,11 +340,6 @@ def _algorithm_problems(config: Config) -> list[str]:
     for name in ("keep_pos_ratio", "keep_neg_ratio", "gamma", "lam"):
         if not 0 <= getattr(algorithm, name) <= 1:
             problems.append(f"algorithm.{name}={getattr(algorithm, name)} must be in [0, 1]")
-    if algorithm.adv_estimator not in ("grpo", "dapo") and keeps_some(config):
-        problems.append(
-            f"algorithm.keep_pos_ratio={algorithm.keep_pos_ratio}, keep_neg_ratio={algorithm.keep_neg_ratio} need "
-            f"algorithm.adv_estimator=grpo, not {algorithm.adv_estimator}"
-        )
     if algorithm.adv_estimator == "grpo_passk" and config.rollout.n < 2:
         problems.append(f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}")
     if config.trainer.rollout_ahead and algorithm.use_kl_in_reward:
@@ -359,10 +356,6 @@ def _algorithm_problems(config: Config) -> list[str]:
         problems.append(
             "trainer.rollout_ahead=1 trains on what an older policy has sampled, whose log-probabilities cannot be "
             "recomputed: set actor.old_logprob=auto or rollout"
-        )
-    if config.trainer.critic_warmup and not uses_critic(config):
-        problems.append(
-            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic: set algorithm.adv_estimator=gae"
         )
     corrects = correction.rollout_is != "none" or bool(correction.rollout_rs)
     if corrects and config.actor.old_logprob != "recompute":
@@ -416,8 +409,8 @@ def _filter_problems(config: Config) -> list[str]:
         problems.append(f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}")
     if groups.leftover_max_staleness < 1:
         problems.append(f"{name}.leftover_max_staleness={groups.leftover_max_staleness} must be 1 or more")
-    if not groups.stream.slack >= 1:
-        problems.append(f"{name}.stream.slack={groups.stream.slack} must be 1 or more")
+    if not groups.stream.slack > 0:
+        problems.append(f"{name}.stream.slack={groups.stream.slack} must be greater than 0")
     for key in ("keep_rate_prior", "keep_rate_ema"):
         if not 0 <= getattr(groups.stream, key) <= 1:
             problems.append(f"{name}.stream.{key}={getattr(groups.stream, key)} must be in [0, 1]")
@@ -426,23 +419,15 @@ def _filter_problems(config: Config) -> list[str]:
             problems.append(f"{name}.skip_uniform.{key}={getattr(groups.skip_uniform, key)} must be in (0, 1]")
     if groups.adaptive_limit.slack < 0 or groups.adaptive_limit.min_rounds < 1:
         problems.append(f"{name}.adaptive_limit needs slack >= 0 and min_rounds >= 1")
+    target, rounds, size = config.data.train_batch_size, groups.max_num_gen_batches, gen_batch_size(config)
+    must_be_full = groups.enable and groups.on_limit == "error" and groups.on_exhausted != "partial"
+    if must_be_full and 0 < rounds * size < target:
+        problems.append(
+            f"data.train_batch_size={target} groups cannot be kept of the {rounds} x {size} = {rounds * size} prompts "
+            f"that {name}.max_num_gen_batches={rounds} rounds of data.gen_batch_size={size} sample: raise one of them, "
+            f"or set {name}.on_limit=partial"
+        )
     return problems
-
-
-def uses_critic(config: Config) -> bool:
-    """Whether the advantage estimator needs a value function."""
-    estimator = advantages.ESTIMATORS.get(config.algorithm.adv_estimator)
-    return estimator is not None and needs(estimator, "values")
-
-
-def trained(config: Config) -> tuple[str, ...]:
-    """The sections of the models that are trained."""
-    return ("actor", "critic") if uses_critic(config) else ("actor",)
-
-
-def keeps_some(config: Config) -> bool:
-    """Whether some samples of a group are left out of training."""
-    return min(config.algorithm.keep_pos_ratio, config.algorithm.keep_neg_ratio) < 1
 
 
 def warnings(config: Config) -> list[str]:
@@ -454,6 +439,11 @@ def warnings(config: Config) -> list[str]:
             f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: training samples are drawn from a "
             "truncated distribution, but log-probabilities are those of the full one"
         )
+    if rollout.min_response_length > 0:
+        found.append(
+            f"rollout.min_response_length={rollout.min_response_length}: training samples are drawn from a "
+            "distribution without an earlier end of sequence, but log-probabilities are those of the full one"
+        )
     if rollout.n == 1 and config.algorithm.filter_groups.enable:
         found.append("rollout.n=1: a group of one sample is always kept, and its advantage is its reward")
     if config.evaluate.n == 1 and config.evaluate.temperature > 0:
@@ -461,10 +451,6 @@ def warnings(config: Config) -> list[str]:
     if config.evaluate.n > 1 and config.evaluate.temperature == 0:
         found.append(f"evaluate.n={config.evaluate.n} with temperature=0: all samples of a problem are equal; n=1 does")
     algorithm, mode = config.algorithm, config.actor.policy_loss.loss_mode
-    if config.reference.path is not None and not uses_reference(config):
-        found.append("reference.path is not read: neither actor.use_kl_loss nor algorithm.use_kl_in_reward is on")
-    if algorithm.compute_new_adv and not keeps_some(config):
-        found.append("algorithm.compute_new_adv=True changes nothing while both keep ratios are 1")
     if mode in ("gspo", "geo_mean", "sapo") and config.actor.loss_agg_mode != "seq-mean-token-mean":
         found.append(
             f"actor.policy_loss.loss_mode={mode} is defined with actor.loss_agg_mode=seq-mean-token-mean, "
@@ -472,13 +458,21 @@ def warnings(config: Config) -> list[str]:
         )
     if algorithm.adv_estimator == "cpo" and algorithm.filter_groups.enable:
         found.append("algorithm.adv_estimator=cpo has its own contrast: the group filter is normally off with it")
-    shaped = algorithm.filter_groups.metric in ("seq_reward", *FINAL_REWARD)
-    if algorithm.filter_groups.enable and shaped and config.reward.overlong_buffer.enable:
+    estimator = advantages.ESTIMATORS.get(algorithm.adv_estimator)
+    if estimator is not None and not needs(estimator, "num_groups") and algorithm.filter_groups.enable:
         found.append(
-            f"algorithm.filter_groups.metric={algorithm.filter_groups.metric} contains the overlong penalty: groups "
-            "whose answers are all wrong pass the filter for their lengths; acc is the paper's"
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares no samples within a group: it learns from "
+            "groups that are all right or all wrong too, which the group filter drops; it is normally off with it"
         )
     groups = algorithm.filter_groups
+    shaped = groups.metric in ("seq_reward", *FINAL_REWARD)
+    contains = ["the overlong penalty"] * (shaped and config.reward.overlong_buffer.enable)
+    contains += ["the KL divergence"] * (groups.metric in FINAL_REWARD and algorithm.use_kl_in_reward)
+    if groups.enable and contains:
+        found.append(
+            f"algorithm.filter_groups.metric={groups.metric} contains {' and '.join(contains)}, for which groups whose "
+            "answers are all wrong pass the filter; acc is the paper's"
+        )
     signed = ("math_dapo", "math_dapo_lenient", *["auto"] * (config.data.task == "files"))
     by_mean = groups.enable and groups.rule == "mean_range" and (groups.metric == "score" or shaped)
     if by_mean and groups.filter_low >= 0 and config.reward.function in signed:

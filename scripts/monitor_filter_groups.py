@@ -22,9 +22,9 @@ def read_log(path: Path) -> dict[str, list[float]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         if match := re.search(r"Generated batch (\d+)", line):
             found["batches"].append(int(match[1]))
-        elif "Filtered" in line and "std=0" in line and (match := re.search(r"\((\d+\.\d+)%\)", line)):
+        elif match := re.search(r"Filtered \(.*\((\d+\.\d+)%\)", line):  # in brackets: the rule
             found["filter_rates"].append(float(match[1]) / 100)
-        elif "Kept" in line and "std>0" in line and (match := re.search(r"(\d+) prompts", line)):
+        elif match := re.search(r"Kept \(.* (\d+) prompts", line):
             found["kept_prompts"].append(int(match[1]))
     return found
 

@@ -27,6 +27,11 @@ Written by `scripts/write_configuration_doc.py` from [`dapo_jax/config.py`](../d
 A config file starts from `default_config()` and states what differs; on the command line an option is
 `--config.actor.optim.lr=2e-6`, a tuple `"--config.trainer.profile_steps=(10,11)"`. `null` means "not given". A misspelt
 option is refused with a suggestion, and all problems of a config are reported together before a device is touched.
+
+An option that the rest of the config leaves unread is refused too, with the setting that would read it
+([`dapo_jax/option_uses.py`](../dapo_jax/option_uses.py) has them all). A recipe can still be varied by one option: what
+the command line switches off, such as `leftover` by `--config.algorithm.filter_groups.enable=False`, goes back to its
+default, and a warning names it.
 """
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from dapo_jax.config import Config, freeze
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.option_uses import without_switched_off
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
@@ -23,8 +24,12 @@ def load_config(name: str) -> Any:
 
 
 def small_config(workdir: Any, **changes: Any) -> Config:
-    """Four steps on sums up to 4, where a random model is right often enough for the filter to keep groups."""
+    """Four steps on sums up to 4, where a random model is right often enough for the filter to keep groups.
+
+    What `changes` switch off has its default, as on the command line.
+    """
     values = load_config("tiny")
+    recipe = freeze(values)
     small = {
         "workdir": str(workdir), "data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4,
         "data.train_batch_size": 4, "data.gen_batch_size": 8, "actor.ppo_mini_batch_size": 2,
@@ -34,7 +39,7 @@ def small_config(workdir: Any, **changes: Any) -> Config:
     }  # fmt: skip
     with values.unlocked():
         values.update_from_flattened_dict({**small, **changes})
-    return freeze(values)
+    return without_switched_off(recipe, freeze(values), changes)
 
 
 def rows_without_clock(workdir: Any) -> list[dict]:

@@ -10,7 +10,7 @@ def resolved(**changes) -> Config:
     values = default_config()
     with values.unlocked():
         values.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
-    return resolve_aliases(freeze(values))
+    return freeze(values)
 
 
 def test_without_aliases_nothing_changes():
@@ -25,7 +25,8 @@ def test_dynamic_sample_is_the_spread_of_the_reward_and_what_there_is():
     )  # fmt: skip
     assert groups == expected
     unlimited = {"algorithm__use_dynamic_sample": True, "algorithm__dynamic_sample_max_gen_batches": 0}
-    assert resolved(**unlimited).algorithm.filter_groups.max_num_gen_batches == 0
+    groups = resolved(**unlimited).algorithm.filter_groups
+    assert (groups.max_num_gen_batches, groups.on_limit) == (0, "error")  # without a limit nothing happens at it
     assert not resolved(algorithm__use_dynamic_sample=False).algorithm.filter_groups.enable
 
 
@@ -56,8 +57,12 @@ def test_a_size_of_zero_is_not_taken_for_none():
     assert data.train_batch_size == data.gen_batch_size == 0  # which validation refuses
 
 
-def test_no_alias_is_left_over():
-    config = resolved(algorithm__use_dynamic_sample=True, data__rollout_batch_size=64)
+def test_freeze_leaves_no_alias_over():
+    values = default_config()
+    values.algorithm.use_dynamic_sample = True
+    values.data.rollout_batch_size = 64
+    config = freeze(values)  # what train, bench and preflight are given in Python
+    assert config.algorithm.filter_groups.metric == "seq_reward" and config.data.train_batch_size == 64
     assert resolve_aliases(config) == config and config.algorithm.use_dynamic_sample is None
 
 

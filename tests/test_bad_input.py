@@ -32,10 +32,11 @@ from dapo_jax.settings import actor_settings
 
 TINY = str(CONFIGS / "tiny.py")
 HF_MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"
+SUMS = {"data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4}
 SMALL = {
-    "data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4, "data.train_batch_size": 4, "data.gen_batch_size": 8,
-    "data.max_prompt_length": 64, "actor.ppo_mini_batch_size": 2, "actor.ppo_micro_batch_size_per_device": 4,
-    "trainer.total_training_steps": 4, "reward.num_workers": 1, "reward.function": "arithmetic",
+    "data.train_batch_size": 4, "data.gen_batch_size": 8, "data.max_prompt_length": 64, "actor.ppo_mini_batch_size": 2,
+    "actor.ppo_micro_batch_size_per_device": 4, "trainer.total_training_steps": 4, "reward.num_workers": 1,
+    "reward.function": "arithmetic",
 }  # fmt: skip
 BEFORE = {  # in the work directory before each case
     "notes.txt": "mine\n",
@@ -70,7 +71,7 @@ def run(monkeypatch, capsys, arguments: list[str]) -> tuple[int, str]:
 
 
 def arguments_of(case: Case, directory: Path) -> list[str]:
-    options = {"workdir": "DIR/run", **SMALL, **case.options}
+    options = {"workdir": "DIR/run", **SMALL, **({} if "data.task" in case.options else SUMS), **case.options}
     given = case.arguments or ("--config", TINY, *(f"--config.{name}={value}" for name, value in options.items()))
     return [argument.replace("DIR", str(directory)) for argument in given]
 
@@ -167,7 +168,7 @@ options("out_of_range", {"rollout.top_p": 1.5}, "rollout.top_p=1.5 must be in (0
 options("beta_of_one", {"actor.optim.betas": "(0.9, 1.0)"}, "actor.optim.betas=(0.9, 1.0) must both be in [0, 1)")
 options("unknown_choice", {"data.truncation": "up"}, "data.truncation='up' must be one of error, left, right, middle")
 options("unknown_loss", {"actor.policy_loss.loss_mode": "x"}, "actor.policy_loss.loss_mode='x' must be one of vanilla")
-options("contradiction", {"trainer.critic_warmup": 2}, "trainer.critic_warmup=2 needs a critic: set algorithm.adv_est")
+options("contradiction", {"trainer.critic_warmup": 2}, "critic_warmup=2 is not read without algorithm.adv_est")
 options(
     "filter_off_with_rounds", {"algorithm.filter_groups.enable": False},
     "data.gen_batch_size=8 differs from data.train_batch_size=4", "algorithm.filter_groups.enable=True",

@@ -13,6 +13,7 @@ from dapo_jax import command_line
 from dapo_jax.command_line import read_config, refusals
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.memory import FRACTION
+from dapo_jax.validation import validate
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny.py")
 
@@ -35,6 +36,45 @@ def test_overrides_reach_the_config():
 def test_a_wrong_argument_is_refused_and_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(["train", "--config", TINY, *arguments])
+
+
+def write_recipe(folder, *lines: str) -> str:
+    """A config file like tiny.py with further lines."""
+    end = "    return config"
+    changes = "".join(f"    {line}\n" for line in lines)
+    (folder / "recipe.py").write_text(Path(TINY).read_text().replace(end, changes + end))
+    return str(folder / "recipe.py")
+
+
+def test_one_option_varies_a_recipe_whatever_it_switches_off(tmp_path, caplog):
+    groups = "config.algorithm.filter_groups"
+    recipe = write_recipe(tmp_path, f"{groups}.leftover = 'carry'", f"{groups}.leftover_max_staleness = 3")
+    off = ["train", "--config", recipe, f"--{groups}.enable=False"]
+    config = read_config(off)
+    validate(config)
+    assert config.algorithm.filter_groups.leftover == "requeue"
+    assert "algorithm.filter_groups.leftover is not read without algorithm.filter_groups.enable=True" in caplog.text
+    alias = read_config(["train", "--config", recipe, "--config.algorithm.use_dynamic_sample=False"])
+    assert alias == config
+    assert read_config(["train", "--config", recipe]).algorithm.filter_groups.leftover_max_staleness == 3
+    for given in ([f"--{groups}.leftover=carry"], ["--noconfig.model.enable_gradient_checkpointing",
+                                                   "--config.model.remat_policy=dots"]):  # fmt: skip
+        with pytest.raises(ValueError, match="is not read without"):
+            validate(read_config([*off, *given]))
+
+
+def test_what_a_file_sets_in_vain_is_refused(tmp_path):
+    recipe = write_recipe(tmp_path, "config.algorithm.lam = 0.9")
+    for options in ([], ["--config.seed=2"]):
+        with pytest.raises(ValueError, match="algorithm.lam=0.9 is not read without algorithm.adv_estimator=gae"):
+            validate(read_config(["train", "--config", recipe, *options]))
+
+
+def test_an_alias_of_a_file_may_need_the_command_line(tmp_path):
+    recipe = write_recipe(tmp_path, "config.algorithm.filter_low = 0.2")
+    config = read_config(["train", "--config", recipe, "--config.algorithm.online_filtering=True"])
+    assert config.algorithm.filter_groups.filter_low == 0.2
+    validate(config)
 
 
 @pytest.mark.parametrize(

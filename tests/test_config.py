@@ -19,7 +19,7 @@ from dapo_jax.config import (
     mini_batch_size,
     uses_reference,
 )
-from dapo_jax.validation import uses_critic
+from dapo_jax.option_uses import uses_critic
 
 PACKAGE = Path(dapo_jax.__file__).parent
 

@@ -23,11 +23,11 @@ from dapo_jax.learner.models import Models
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
+from dapo_jax.option_uses import uses_critic
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import read_model
 from dapo_jax.settings import actor_settings, critic_settings
 from dapo_jax.train import train
-from dapo_jax.validation import uses_critic
 
 DATA = Path(__file__).parent / "models" / "data"
 NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]

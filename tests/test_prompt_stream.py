@@ -7,11 +7,18 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.prompt_stream import policies
 from dapo_jax.train import train
 
 pytestmark = pytest.mark.slow
 FILTER = "algorithm.filter_groups"
 BATCHES = ("data/prompts_consumed", "dynamic_sampling/trained_tokens", "critic/score/mean", "actor/pg_loss")
+
+
+def test_the_log_speaks_of_the_rule_that_the_config_has(tmp_path):
+    changes = {f"{FILTER}.rule": "mean_range", f"{FILTER}.filter_low": 0.2}
+    assert policies(small_config(tmp_path, **changes)).words.kept == "0.2<mean<0.99"
+    assert policies(small_config(tmp_path)).words.dropped == "std=0"
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +32,7 @@ def reference(tmp_path_factory):
     [
         {f"{FILTER}.backfill": "stream"},
         {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 2.5},
+        {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 0.75},
         {f"{FILTER}.backfill": "stream", "rollout.max_num_seqs": 48, "data.gen_batch_size": 5},
         {"data.gen_batch_size": 3},
         {"data.gen_batch_size": 17, "rollout.max_num_seqs": 64},

@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dapo_jax.monitor.filter_log import log_round, rule_words
+from dapo_jax.monitor.workdir import open_workdir
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -64,6 +67,17 @@ def test_log_and_metrics_are_summed_up_alike(tmp_path):
     assert from_log[1:3] == from_metrics[1:3]
     assert "(2.00 a step)" in from_log[1] and "50.0%" in from_log[2] and "8 (4.0 a round)" in from_log[3]
     assert monitor.log_summary({"batches": []}) == ["no generation round in the log: is the filter on?"]
+
+
+@pytest.mark.parametrize("rule", ["std", "mean_range", "mixed"])
+def test_the_log_of_every_rule_is_read(tmp_path, rule):
+    words = rule_words(rule, std_threshold=0.0, filter_low=0.01, filter_high=0.99)
+    with open_workdir(tmp_path, detailed=False):
+        for number, kept in enumerate((2, 6), start=1):
+            log_round(step=1, round_number=number, num_prompts=8, num_samples=4, metric="acc", words=words,
+                      num_kept=kept, mean_std=0.1, num_accumulated=8, target=8)  # fmt: skip
+    found = load("monitor_filter_groups").read_log(tmp_path / "train.log")
+    assert found == {"batches": [1, 2], "filter_rates": [0.75, 0.25], "kept_prompts": [2, 6]}
 
 
 def test_variants_of_ours_are_named_options_of_their_types():

@@ -11,13 +11,13 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("config", "containers", "places"),
+    ("config", "aliases", "containers", "places"),
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
-        *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch", "collection"),
-        *("run_state", "learning", "reports", "policies", "other_runs", "task_sets"),
+        *("option_uses", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
+        *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets"),
         *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]

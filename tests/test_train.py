@@ -127,6 +127,23 @@ def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path, 
     assert row["reward/num_errors"] > 0 and row["rollout/score/min"] < 0
 
 
+def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(tmp_path, monkeypatch):
+    (tmp_path / "my_short_reward.py").write_text(
+        "def score(data_source, solution, ground_truth, extra_info):\n"
+        "    return float(solution == ground_truth) - 0.01 * len(solution)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = {"trainer.total_training_steps": 1, "data.max_response_length": 16, "trainer.test_freq": -1}
+    rows = {}
+    for name in ("my_short_reward.score", "arithmetic"):
+        train(small_config(tmp_path / name, **changes, **{"reward.function": name}))
+        rows[name] = read_metrics(tmp_path / name)[-1]
+    paid, honest = rows.values()
+    assert paid["alarm/score_by_length"] == 1 and paid["reward/length_correlation"] < -0.8
+    assert paid["train/filter_rate"] == 0  # each group passes for its lengths
+    assert honest["alarm/score_by_length"] == honest["reward/length_correlation"] == 0
+
+
 def test_resuming_needs_permission_and_another_config_is_named(reference, caplog):
     folder, _, _ = reference
     with pytest.raises(ValueError, match="resume_mode=disable"):
@@ -168,12 +185,12 @@ def test_a_mesh_of_eight_trains_like_any(tmp_path):
     assert query.addressable_shards[0].data.size * 4 == query.size
 
 
-@pytest.mark.parametrize("backfill", ["batch", "stream"])
-def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path, backfill):
+def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path):
     changes = {
         "algorithm.filter_groups.enable": False, "data.gen_batch_size": 4, "trainer.total_training_steps": 2,
-        "algorithm.filter_groups.backfill": backfill,
     }  # fmt: skip
+    with pytest.raises(ValueError, match="backfill='stream' is not read without algorithm.filter_groups.enable=True"):
+        train(small_config(tmp_path, **changes, **{"algorithm.filter_groups.backfill": "stream"}))
     train(small_config(tmp_path, **changes))
     rows = read_metrics(tmp_path)[1:]
     assert [row["data/prompts_consumed"] for row in rows] == [4, 8]

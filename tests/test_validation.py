@@ -6,13 +6,13 @@ import pytest
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.config import Config, default_config, freeze
+from dapo_jax.option_uses import keeps_some
 from dapo_jax.validation import (
     CHOICES,
     NOT_NEGATIVE,
     OFF_OR_POSITIVE,
     POSITIVE,
     POSITIVE_OR_NULL,
-    keeps_some,
     validate,
     warnings,
 )
@@ -123,8 +123,9 @@ def test_a_token_budget_holds_a_prompt_with_its_response():
     budget = {"actor.use_dynamic_bsz": True, "data.max_prompt_length": 1100, "data.max_response_length": 1000}
     assert problems({**budget, "actor.ppo_max_token_len_per_device": 2536}) == []
     assert_one(problems({**budget, "actor.ppo_max_token_len_per_device": 2535}), "padded to 1536, .* = 2536")
-    assert problems({"actor.ppo_max_token_len_per_device": 8}) == []
-    odd = {"actor.ppo_micro_batch_size_per_device": 7}
+    assert_one(problems({"actor.ppo_max_token_len_per_device": 8}), "=8 is not read without actor.use_dynamic_bsz=True")
+    odd = {"data.train_batch_size": 33, "actor.ppo_mini_batch_size": 33, "rollout.n": 5}
+    assert_one(problems(odd), "must be a multiple of actor.ppo_micro_batch_size_per_device=8")
     assert problems({**odd, "actor.use_dynamic_bsz": True}) == []  # then it is not read
 
 
@@ -140,16 +141,38 @@ def test_no_filter_means_one_round_of_the_batch_size():
     assert problems({**off, "data.gen_batch_size": 512}) == problems({"data.gen_batch_size": 1024}) == []
 
 
+@pytest.mark.parametrize("backfill", ["batch", "stream"])  # a stream may sample as many prompts as the rounds
+@pytest.mark.parametrize("leftover", ["requeue", "carry"])  # a step that falls short carries nothing to the next
+def test_a_limit_that_can_never_fill_a_batch_is_refused(backfill, leftover):
+    changes = {"data.gen_batch_size": 32, f"{FILTER}.backfill": backfill, f"{FILTER}.leftover": leftover}
+    message = "^data.train_batch_size=512 groups cannot be kept of the 10 x 32 = 320 prompts .*set .*on_limit=partial"
+    assert_one(problems(changes), message)
+    for cure in (
+        {f"{FILTER}.max_num_gen_batches": 16}, {f"{FILTER}.max_num_gen_batches": 0}, {"data.gen_batch_size": 52},
+        {f"{FILTER}.on_limit": "partial"}, {f"{FILTER}.on_limit": "fallback_unfiltered"},
+        {f"{FILTER}.on_exhausted": "partial"},  # the epoch may end before the limit in every step
+        {"data.train_batch_size": 320},
+    ):  # fmt: skip
+        assert problems({**changes, **cure}) == []
+    assert_one(problems({**changes, f"{FILTER}.max_num_gen_batches": 15}), "15 x 32 = 480")
+
+
+def test_a_stream_may_aim_at_less_than_it_needs():
+    stream = {f"{FILTER}.backfill": "stream"}
+    assert problems({**stream, f"{FILTER}.stream.slack": 0.75}) == []
+    assert_one(problems({**stream, f"{FILTER}.stream.slack": 0.0}), "stream.slack=0.0 must be greater than 0")
+
+
 def test_a_kl_loss_has_a_coefficient():
     changes = {"actor.kl_loss_coef": 0.0}
     assert_one(problems({**changes, "actor.use_kl_loss": True}), "actor.kl_loss_coef=0.0 must be greater than 0")
-    assert problems(changes) == []
+    assert problems(changes) == []  # it says what is so
 
 
 def test_overlong_buffer_must_fit_in_the_response():
     changes = {"reward.overlong_buffer.len": 2000}
     assert_one(problems({**changes, "reward.overlong_buffer.enable": True}), "overlong_buffer.len=2000 must be in 1..")
-    assert problems(changes) == []
+    assert_one(problems(changes), "overlong_buffer.len=2000 is not read without reward.overlong_buffer.enable=True")
 
 
 def test_a_critics_batches_fit_the_training_batch_if_there_is_a_critic():
@@ -158,7 +181,7 @@ def test_a_critics_batches_fit_the_training_batch_if_there_is_a_critic():
         ("critic.ppo_micro_batch_size_per_device", "32 x 16 = 512 .* of critic.ppo_micro_batch_size_per_device=7"),
     ):
         assert_one(problems({key: 7, "algorithm.adv_estimator": "gae"}), message)
-        assert problems({key: 7}) == []
+        assert_one(problems({key: 7}), f"^{key}=7 is not read without algorithm.adv_estimator=gae")
     own = {"critic.ppo_mini_batch_size": 64, "critic.ppo_micro_batch_size_per_device": 32}
     assert problems({**own, "algorithm.adv_estimator": "gae"}) == []
 
@@ -171,9 +194,11 @@ def test_a_batch_size_that_the_critic_takes_from_the_actor_is_reported_for_both(
 
 @pytest.mark.parametrize("name", ["keep_pos_ratio", "keep_neg_ratio", "gamma", "lam"])
 def test_shares_and_discounts_are_from_0_to_1(name):
+    read = {"algorithm.adv_estimator": "gae"} if name in ("gamma", "lam") else {}
     for value in (-0.1, 1.1):
         assert_one(problems({f"{ALGORITHM}.{name}": value}), rf"^algorithm.{name}={value} must be in \[0, 1\]")
-    assert problems({f"{ALGORITHM}.{name}": 0.0}) == problems({f"{ALGORITHM}.{name}": 1.0}) == []
+    for value in (0.0, 1.0):
+        assert problems({**read, f"{ALGORITHM}.{name}": value}) == []
 
 
 def test_only_grpo_keeps_some_samples():
@@ -184,13 +209,14 @@ def test_only_grpo_keeps_some_samples():
             assert keeps_some(config_with(changes))
             found = problems(changes)
             if found:
-                assert_one(found, f"{name}=0.5.* need algorithm.adv_estimator=grpo, not {estimator}")
+                assert_one(found, f"{name}=0.5 is not read without algorithm.adv_estimator=grpo or dapo")
             else:
                 allowed.append(estimator)
     assert set(allowed) == {"grpo", "dapo"}  # two names of one function
 
 
 BOTH_CORRECTED = {f"{CORRECTION}.rollout_rs": ("token_k1", "seq_mean_k3"), "actor.old_logprob": "recompute"}
+WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
 BAND = {f"{CORRECTION}.rollout_rs_threshold": ("0.5_2.0", "0.1")}
 UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
 
@@ -205,7 +231,7 @@ UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
         ),
         (
             {"trainer.critic_warmup": 3},
-            "critic_warmup=3 needs a critic: set algorithm.adv_estimator=gae",
+            "critic_warmup=3 is not read without algorithm.adv_estimator=gae",
             {"algorithm.adv_estimator": "gae"},
         ),
         (
@@ -234,7 +260,7 @@ UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
             BAND,
         ),
         (
-            {f"{CORRECTION}.rollout_is_threshold": "-1"},
+            {f"{CORRECTION}.rollout_is_threshold": "-1", **WEIGHTED},
             "rollout_correction: threshold '-1' must be",
             {f"{CORRECTION}.rollout_is_threshold": "5"},
         ),
@@ -265,7 +291,6 @@ MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "
 @pytest.mark.parametrize(
     ("unusual", "message", "usual"),
     [
-        ({"algorithm.compute_new_adv": True}, "compute_new_adv=True changes no", {"algorithm.keep_neg_ratio": 0.5}),
         *(
             (
                 {"actor.policy_loss.loss_mode": mode},
@@ -274,21 +299,41 @@ MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "
             )
             for mode in ("gspo", "geo_mean", "sapo")
         ),
-        ({"reference.path": "model"}, "reference.path is not read", {"actor.use_kl_loss": True}),
         ({"algorithm.adv_estimator": "cpo"}, "cpo has its own contrast", {f"{FILTER}.enable": False}),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.metric": "acc"}),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.enable": False}),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {"reward.overlong_buffer.enable": False}),
         (
             {**SHAPED, f"{FILTER}.metric": "seq_final_reward", "algorithm.use_kl_in_reward": True},
-            "metric=seq_final_reward contains the overlong penalty",
+            "metric=seq_final_reward contains the overlong penalty and the KL divergence",
             {f"{FILTER}.metric": "score"},
         ),
         (
-            {"trainer.critic_warmup": 100, "algorithm.adv_estimator": "gae"},
+            {"trainer.critic_warmup": 100, "algorithm.adv_estimator": "gae", f"{FILTER}.enable": False},
             "critic_warmup leaves no step that updates the policy",
             {"trainer.critic_warmup": 99},
         ),
+        *(
+            (
+                {f"{FILTER}.metric": metric, "algorithm.use_kl_in_reward": True},
+                f"metric={metric} contains the KL divergence, for which groups whose answers are all wrong pass",
+                usual,
+            )
+            for metric, usual in (
+                ("seq_final_reward", {f"{FILTER}.metric": "acc"}),
+                ("token_level_rewards", {f"{FILTER}.enable": False}),
+                ("seq_final_reward", {"algorithm.use_kl_in_reward": False}),
+            )
+        ),
+        *(
+            (
+                {"algorithm.adv_estimator": estimator},
+                f"adv_estimator={estimator} compares no samples within a group",
+                {f"{FILTER}.enable": False},
+            )
+            for estimator in ("gae", "reinforce_plus_plus", "remax")
+        ),
+        ({"rollout.min_response_length": 4}, "min_response_length=4: .* without", {"rollout.min_response_length": 0}),
         ({"evaluate.n": 1}, "evaluate.n=1 .* noisy", {"evaluate.temperature": 0.0}),
         ({"evaluate.temperature": 0.0}, "all samples of a problem are equal", {"evaluate.n": 1}),
         ({"rollout.n": 1}, "rollout.n=1: a group of one", {f"{FILTER}.enable": False}),

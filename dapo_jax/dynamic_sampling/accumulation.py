@@ -49,6 +49,7 @@ class Policies:
     stream: Stream | None  # None = rounds of gen_batch_size
     keep_rate_ema: float  # weight of earlier steps in the running keep rate
     metric: str | None  # for the log; None = no filter, and nothing to log
+    words: filter_log.RuleWords = filter_log.UNIFORM  # of the filter's rule
 
     @property
     def trains_on_dropped(self) -> bool:
@@ -357,6 +358,7 @@ def _log_round(attempt: _Attempt, *, last: bool) -> None:
         num_prompts=len(newest.keep),
         num_samples=newest.outcomes.lengths.shape[1],
         metric=policies.metric,
+        words=policies.words,
         num_kept=int(newest.keep.sum()),
         mean_std=float(newest.metric_std.mean()),
         num_accumulated=attempt.kept,
@@ -378,9 +380,11 @@ def _message(attempt: _Attempt, exhausted: bool) -> str:
     last = f"{FILTER}.{policy}=partial"
     if getattr(attempt.policies, policy) == "partial":  # there is no group to train on
         last = f"{FILTER}.on_empty=skip_step"
+    words = attempt.policies.words
+    other = "uniform otherwise" if words == filter_log.UNIFORM else f"dropped otherwise ({words.dropped})"
     return (
         f"only {attempt.kept} of data.train_batch_size={attempt.policies.target} groups kept {reason}: of "
         f"{attempt.evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
-        f"{counts['other']} uniform otherwise. Three ways out: {first}, lower data.train_batch_size, or set {last}; or "
+        f"{counts['other']} {other}. Three ways out: {first}, lower data.train_batch_size, or set {last}; or "
         "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong answers"
     )

@@ -108,7 +108,7 @@ def keep_all(experience: Experience) -> Round:
 
 
 def filtered_counts(rounds: Sequence[Verdicts]) -> dict[str, int]:
-    """How many dropped groups were all right, all wrong, and uniform in another way (or without `acc`)."""
+    """How many dropped groups were all right, all wrong, and neither (or without `acc`)."""
     dropped = [round_.outcomes.score("acc")[~round_.keep] for round_ in rounds]
     accuracy = np.concatenate(dropped) if dropped else np.zeros((0, 1))
     correct = int(np.sum(np.all(accuracy == 1, axis=1)))

@@ -33,6 +33,7 @@ def raise_alarms(
     - truncation: response_length/clip_ratio
     - reward_errors: share of samples whose verification failed
     - reward_workers: verifier processes died
+    - score_by_length: reward/length_correlation (absolute): the filter keeps groups for their lengths
 
     Args:
         memory: what the steps before have left, {} for the first: running means, and which alarms are on.
@@ -40,7 +41,9 @@ def raise_alarms(
     memory = dict(memory)
     entropy = metrics.get("actor/entropy")
     first = memory.get("first entropy")
-    ppo_kl = abs(metrics["actor/ppo_kl"]) if "actor/ppo_kl" in metrics else None
+    ppo_kl, correlation = (
+        abs(metrics[name]) if name in metrics else None for name in ("actor/ppo_kl", "reward/length_correlation")
+    )
     seen = {
         "entropy_collapse": _Seen(entropy, _times(first, settings.entropy_collapse), below=True),
         "entropy_explosion": _Seen(entropy, _times(first, settings.entropy_explosion)),
@@ -53,6 +56,7 @@ def raise_alarms(
         "truncation": _Seen(metrics.get("response_length/clip_ratio"), settings.truncation),
         "reward_errors": _Seen(metrics.get("reward/error_share"), settings.reward_errors),
         "reward_workers": _Seen(metrics.get("reward/workers_replaced"), 0.0),
+        "score_by_length": _Seen(correlation, settings.score_by_length),
     }
     if first is None and entropy is not None and math.isfinite(entropy):
         memory["first entropy"] = entropy

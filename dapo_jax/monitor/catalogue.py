@@ -64,7 +64,7 @@ def sections() -> Iterator[tuple[str, list[Metric]]]:
 _UPDATES = "optimizer steps (none for a mini-batch without a token to train on), and those that were not finite"
 _ALARMS = (  # of alarms.py
     *("entropy_collapse", "entropy_explosion", "kl_jump", "kl_loss_jump", "mismatch_growth", "all_uniform"),
-    *("truncation", "reward_errors", "reward_workers"),
+    *("truncation", "reward_errors", "reward_workers", "score_by_length"),
 )
 _SPREAD = "{mean|max|min}"
 _PROBLEM = "{eval|bench}/{task}/{score}"
@@ -87,8 +87,8 @@ CATALOGUE = (
            DYNAMIC, ALWAYS),
     Metric("dynamic_sampling/target_prompt_num", "groups", "data.train_batch_size", DYNAMIC, ALWAYS),
     Metric("dynamic_sampling/num_evaluated_prompts", "groups", "sampled groups", OWN, ALWAYS),
-    Metric("dynamic_sampling/filtered_{all_correct|all_wrong|other}", "groups", "dropped groups by their kind", OWN,
-           ALWAYS),
+    Metric("dynamic_sampling/filtered_{all_correct|all_wrong|other}", "groups",
+           "dropped groups: all right, all wrong, neither or without acc", OWN, ALWAYS),
     Metric("dynamic_sampling/num_requeued", "groups", "sampled groups that will be sampled again", OWN, ALWAYS),
     Metric("dynamic_sampling/num_discarded_valid", "groups", "kept groups that are thrown away", OWN, ALWAYS),
     Metric("dynamic_sampling/num_carried_{in|out}", "groups", "kept groups from the step before, and for the next", OWN,
@@ -125,6 +125,8 @@ CATALOGUE = (
            OWN, SAMPLED),
     Metric("reward/num_errors", "responses", "responses whose verification failed: they count as wrong", OWN, ALWAYS),
     Metric("reward/error_share", "share", "num_errors / sampled responses", OWN, SAMPLED),
+    Metric("reward/length_correlation", "-1 to 1",
+           "of score and length over equally right answers to a prompt, where their scores differ", OWN, SAMPLED),
     Metric("reward/workers_replaced", "processes", "verifier processes that died or hung in the step", OWN, ALWAYS),
     # The batch.
     Metric(f"response_length/{_SPREAD}", "tokens", "of trained responses, end-of-sequence token included", VERL),

@@ -2,12 +2,33 @@
 
 One round writes two forms of the same numbers: a block whose `Generated batch`, `Filtered (std=0)` and
 `Kept (std>0)` lines are what a DAPO log parser looks for, and one `[Dynamic Sampling]` line, which says
-neither `std=0` nor `std>0` so that no parser counts a round twice.
+neither `std=0` nor `std>0` so that no parser counts a round twice. A rule other than `std` is said in its own words.
 """
 
 import logging
+from typing import NamedTuple
 
 _LOGGER = logging.getLogger(__name__)
+
+
+class RuleWords(NamedTuple):
+    """What a filter's rule says of the groups that it drops, and of those that it keeps."""
+
+    dropped: str
+    kept: str
+
+
+UNIFORM = RuleWords("std=0", "std>0")
+
+
+def rule_words(rule: str, *, std_threshold: float, filter_low: float, filter_high: float) -> RuleWords:
+    """The words of a rule of algorithm.filter_groups; those of `std` hold `std=0` and `std>0` at any threshold."""
+    if rule == "std":
+        return RuleWords(f"std=0..{std_threshold:g}", f"std>{std_threshold:g}") if std_threshold else UNIFORM
+    if rule == "mean_range":
+        low, high = f"{filter_low:g}", f"{filter_high:g}"
+        return RuleWords(f"mean<={low} or mean>={high}", f"{low}<mean<{high}")
+    return RuleWords("not mixed", "mixed")
 
 
 def log_round(
@@ -17,6 +38,7 @@ def log_round(
     num_prompts: int,
     num_samples: int,
     metric: str,
+    words: RuleWords = UNIFORM,
     num_kept: int,
     mean_std: float,
     num_accumulated: int,
@@ -31,6 +53,7 @@ def log_round(
         num_prompts: groups evaluated in this round.
         num_samples: responses per group.
         metric: name of the metric that the filter reads.
+        words: what its rule says of that metric.
         num_kept: groups of this round that passed the filter.
         mean_std: mean over the round's groups of the metric's standard deviation.
         num_accumulated: groups kept in the step so far, this round included.
@@ -41,8 +64,8 @@ def log_round(
     _LOGGER.info("Generated batch %d, %d prompts, %d trajectories",
                  round_number, num_prompts, num_prompts * num_samples)
     _LOGGER.info("Filter groups enabled, metric=%s", metric)
-    _LOGGER.info("Filtered (std=0): %d (%.1f%%)", num_filtered, 100 * num_filtered / num_prompts)
-    _LOGGER.info("Kept (std>0): %d prompts (%.1f%%)", num_kept, 100 * num_kept / num_prompts)
+    _LOGGER.info("Filtered (%s): %d (%.1f%%)", words.dropped, num_filtered, 100 * num_filtered / num_prompts)
+    _LOGGER.info("Kept (%s): %d prompts (%.1f%%)", words.kept, num_kept, 100 * num_kept / num_prompts)
     _LOGGER.info("Mean std: %.3f", mean_std)
     _LOGGER.info("[Dynamic Sampling] Step %d, Gen batch %d: Kept %d/%d prompts (filtered %d trajectories), "
                  "Accumulated: %d/%d", step, round_number, num_kept, num_prompts,

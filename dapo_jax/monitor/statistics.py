@@ -9,6 +9,7 @@ from dapo_jax.monitor.best_of_k import Answers, pass_at, problem_statistics, sub
 OPERATORS = {  # stages by Trinity-RFT's name of what they do between sampling and training, in its order
     "0_RewardShaping": "shape", "1_GroupFilter": "filter", "2_BatchAssembly": "batch", "3_GroupAdvantage": "adv",
 }  # fmt: skip
+MIN_COMPARED = 16  # answers from which a correlation says something
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them
 
 
@@ -32,6 +33,33 @@ def score_metrics(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
 def length_metrics(name: str, lengths: np.ndarray, limit: int) -> dict[str, float]:
     """`name`_length/{mean,max,min,clip_ratio}: tokens, and the share of rows that are as long as allowed."""
     return {**spread(f"{name}_length", lengths), f"{name}_length/clip_ratio": float(np.mean(lengths >= limit))}
+
+
+def length_correlation(scores: np.ndarray, lengths: np.ndarray, right: np.ndarray, known: np.ndarray) -> float:
+    """Pearson's correlation of score and length among answers to a prompt that are equally right: -1 to 1.
+
+    The score of a verifier hardly varies among them; one that pays for length varies as the length does. So only
+    answers count whose group has at least three scores for that verdict (a partial credit has two), and 0 is returned
+    of fewer than MIN_COMPARED of them.
+
+    Args:
+        scores: [Q, G].
+        lengths: [Q, G] tokens.
+        right: [Q, G] bool, the verdict.
+        known: [Q, G] bool, False where the verification failed.
+    """
+    cells = (2 * np.arange(len(scores))[:, None] + right)[known]
+    scores, lengths = scores[known], lengths[known]
+    different, _ = np.unique(np.stack([cells, scores]), axis=1)
+    compared = np.bincount(different.astype(int), minlength=2 * len(known))[cells] >= 3
+    cells, scores, lengths = cells[compared], scores[compared], lengths[compared]
+    if len(cells) < MIN_COMPARED:
+        return 0.0
+    scores, lengths = (
+        values - (np.bincount(cells, values) / np.maximum(np.bincount(cells), 1))[cells] for values in (scores, lengths)
+    )
+    scale = np.sqrt(np.sum(scores**2) * np.sum(lengths**2))
+    return float(np.clip(np.sum(scores * lengths) / scale, -1, 1)) if scale > 0 else 0.0
 
 
 def advantage_metrics(name: str, values: np.ndarray) -> dict[str, float]:

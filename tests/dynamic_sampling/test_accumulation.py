@@ -10,6 +10,7 @@ from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, Strea
 from dapo_jax.dynamic_sampling.metrics import sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream, wave_prompts, wave_sizes
+from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.rollout.experience import Experience, concatenate
 
 NUM_ROWS = 50
@@ -233,6 +234,16 @@ def test_a_stream_may_sample_as_many_prompts_as_the_rounds_hold():
         run(lambda number: False, limit=3, stream=Stream(slack=1.0, max_prompts=64))
 
 
+@pytest.mark.parametrize("slack", [1e-6, 0.25, 0.75])
+@pytest.mark.parametrize("keep_rate", [1e-6, 0.5, 1.0])  # of earlier steps, right or wrong
+def test_a_stream_with_less_slack_than_it_needs_takes_more_waves_for_the_same_batch(slack, keep_rate):
+    kept = lambda number: number % 3 == 0  # noqa: E731
+    stream = Stream(slack=slack, max_prompts=16)
+    accepted, waves = run(kept, target=8, limit=20, stream=stream, state=start(keep_rate=keep_rate))
+    assert numbers_of(accepted) == list(range(0, 24, 3)) and accepted.outcome == "full"
+    assert all(len(wave) >= 2 for wave in waves)  # an eighth of the largest: never none
+
+
 def test_the_error_counts_right_and_wrong_groups_and_names_the_ways_out():
     with pytest.raises(RuntimeError) as caught:
         run(lambda number: number == 0, target=2, limit=2)
@@ -244,6 +255,15 @@ def test_the_error_counts_right_and_wrong_groups_and_names_the_ways_out():
         "change the difficulty of the data",
     ):
         assert text in str(caught.value)
+
+
+def test_the_error_says_of_other_groups_what_the_rule_says_of_them():
+    mixed = lambda number: number == 0  # noqa: E731
+    with pytest.raises(RuntimeError, match="0 uniform otherwise"):
+        run(mixed, target=2, limit=2)
+    words = rule_words("mean_range", std_threshold=0.0, filter_low=0.2, filter_high=0.8)
+    with pytest.raises(RuntimeError, match="0 dropped otherwise .mean<=0.2 or mean>=0.8."):
+        run(mixed, target=2, limit=2, words=words)
 
 
 def test_an_empty_round_is_not_an_error():

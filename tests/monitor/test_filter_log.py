@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dapo_jax.monitor.filter_log import log_enough, log_round
+from dapo_jax.monitor.filter_log import log_enough, log_round, rule_words
 from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import RunRecords, read_metrics
 
@@ -116,6 +116,28 @@ def test_parser_reads_whole_percentages(tmp_path, num_kept, rate):
     assert parse_filter_logs(tmp_path / "train.log") == {
         "batches": [1], "filter_rates": [rate], "kept_prompts": [num_kept]
     }
+
+
+@pytest.mark.parametrize(
+    ("rule", "threshold", "dropped", "kept"),
+    [
+        ("std", 0.0, "std=0", "std>0"),
+        ("std", 0.05, "std=0..0.05", "std>0.05"),
+        ("mean_range", 0.0, "mean<=0.1 or mean>=0.9", "0.1<mean<0.9"),
+        ("mixed", 0.0, "not mixed", "mixed"),
+    ],
+)
+def test_the_lines_say_what_the_rule_says(tmp_path, rule, threshold, dropped, kept):
+    words = rule_words(rule, std_threshold=threshold, filter_low=0.1, filter_high=0.9)
+    log_round(step=1, round_number=1, num_prompts=8, num_samples=4, metric="acc", words=words, num_kept=2,
+              mean_std=0.1, num_accumulated=2, target=2)
+    lines = messages(tmp_path)
+    assert f"Filtered ({dropped}): 6 (75.0%)" in lines and f"Kept ({kept}): 2 prompts (25.0%)" in lines
+    if rule == "std":
+        read = parse_filter_logs(tmp_path / "train.log")
+        assert read == {"batches": [1], "filter_rates": [0.75], "kept_prompts": [2]}
+    else:
+        assert "std=0" not in "".join(lines) and "std>0" not in "".join(lines)
 
 
 def test_parser_agrees_with_the_metrics(tmp_path):

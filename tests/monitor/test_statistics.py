@@ -7,6 +7,7 @@ from dapo_jax.monitor.statistics import (
     evaluation_metrics,
     explained_variance,
     group_reward_metrics,
+    length_correlation,
     length_metrics,
     score_metrics,
     time_metrics,
@@ -30,6 +31,43 @@ def test_evaluation_means_and_population_deviations():
         "eval/dummy/accuracy/best@2": pytest.approx(np.mean([0.9, 0.9, 0.95])),
         "eval/dummy/accuracy/worst@2": pytest.approx(np.mean([0.8, 0.6, 0.85])),
     }
+
+
+RANDOM = np.random.default_rng(0)
+LENGTHS = RANDOM.integers(5, 100, (32, 8))
+RIGHT = RANDOM.random((32, 8)) < 0.4
+
+
+@pytest.mark.parametrize("verdict", ["said", "the score itself", "none"])
+@pytest.mark.parametrize(
+    ("penalty", "sign"), [(0.005 * LENGTHS, -1), (0.5 * (LENGTHS / 100) ** 2, -1), (0.3 * np.cos(LENGTHS / 32), 1)]
+)
+def test_a_score_that_pays_for_length_is_seen(verdict, penalty, sign):
+    scores = np.where(RIGHT, 1.0, -1.0 if verdict != "none" else 1.0) - penalty
+    right = {"said": RIGHT, "the score itself": scores > 0, "none": np.zeros_like(RIGHT)}[verdict]
+    found = length_correlation(scores, LENGTHS, right, np.ones_like(RIGHT))
+    assert 0.8 < sign * found <= 1
+
+
+def test_an_honest_score_is_not_taken_for_one_that_pays_for_length():
+    known, longer = np.ones_like(RIGHT), np.where(RIGHT, LENGTHS, 100)  # what is wrong is cut off
+    honest = {
+        "right or wrong": np.where(RIGHT, 1.0, -1.0),
+        "partial credit for a form that only short answers have": np.where(RIGHT, 1.0, np.where(LENGTHS < 50, 0.1, 0)),
+        "a judge's mark": np.where(RIGHT, 1.0, 0.0) + RANDOM.normal(0, 0.1, RIGHT.shape),
+    }
+    for name, scores in honest.items():
+        for lengths in (LENGTHS, longer):
+            assert abs(length_correlation(scores, lengths, RIGHT, known)) < 0.5, name
+
+
+def test_of_few_answers_and_failed_verifications_no_correlation_is_known():
+    scores, known = -0.01 * LENGTHS, np.ones_like(RIGHT)
+    assert length_correlation(scores[:2, :7], LENGTHS[:2, :7], RIGHT[:2, :7] & False, known[:2, :7]) == 0
+    assert length_correlation(scores, LENGTHS, RIGHT, known & False) == 0
+    assert length_correlation(scores, np.full_like(LENGTHS, 7), RIGHT, known) == 0
+    noisy = np.where(RIGHT, RANDOM.normal(0, 100, RIGHT.shape), scores)
+    assert length_correlation(noisy, LENGTHS, RIGHT & False, ~RIGHT) == pytest.approx(-1)
 
 
 def test_the_bootstrap_of_the_same_tasks():
