@@ -321,6 +321,7 @@ USES = (
         lambda config: bool(config.trainer.best_metric) or _measures(config),
     ),
     _use("trainer.rollout_devices", "trainer.rollout_ahead=1", lambda config: config.trainer.rollout_ahead == 1),
+    _use("trainer.stop_patience_s", "trainer.rollout_ahead=0", lambda config: config.trainer.rollout_ahead == 0),
     _use("monitor.alarms.heldout_drop monitor.detailed_stats", MEASURED, _measures),
     _use("evaluate.n|temperature|top_p|top_k|max_prompts|batch_size|bootstrap", MEASURED, _measures),
     _use(

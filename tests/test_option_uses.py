@@ -49,8 +49,8 @@ ALWAYS_READ = set("""
     trainer.best_metric trainer.checkpoint_dir trainer.compilation_cache_dir trainer.compiler_options
     trainer.coordinator trainer.gpu_memory_fraction trainer.heartbeat_timeout_s trainer.max_ckpt_to_keep
     trainer.max_nonfinite_steps trainer.num_processes trainer.process_id trainer.profile_steps trainer.resume_from_path
-    trainer.resume_mode trainer.rollout_ahead trainer.save_freq trainer.stopped_exit_code trainer.total_training_steps
-    trainer.val_before_train workdir
+    trainer.checkpoint_timeout_s trainer.resume_mode trainer.rollout_ahead trainer.save_freq trainer.save_minutes
+    trainer.stopped_exit_code trainer.total_training_steps trainer.val_before_train workdir
 """.split())
 OTHER_RULES = {  # validate has a rule of their own for where they are not read, or they then say what is so anyway
     "data.gen_batch_size", f"{CORRECTION}.rollout_rs_threshold", "actor.share_prompts",
@@ -108,6 +108,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     MEASURED: (NOTHING_MEASURED, {}),
     f"trainer.best_metric, or {MEASURED}": (NOTHING_MEASURED, {}),
     "trainer.rollout_ahead=1": ({}, {"trainer.rollout_ahead": 1}),
+    "trainer.rollout_ahead=0": ({"trainer.rollout_ahead": 1}, {}),
     "a temperature above 0": ({"evaluate.temperature": 0.0}, {}),
     **{
         f"actor.policy_loss.loss_mode={' or '.join(modes)}": (
