@@ -23,6 +23,7 @@ from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, wait
 
 JOIN_TIMEOUT_S = 300  # processes wait so long for each other
 QUIET_S = 10  # after which a process says whom it waits for
+SHORTEST = 1024  # bytes that a message between processes is padded to
 CURE = (
     "Start every process, with trainer.coordinator=HOST:PORT (a port of process 0 that the others reach), "
     "trainer.num_processes and trainer.process_id if they do not find each other; trainer.num_processes=1 starts this "
@@ -79,9 +80,14 @@ def gather(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.array(len(text))).reshape(-1)
-    padded = np.pad(text, (0, int(lengths.max()) - len(text)))
+    padded = np.pad(text, (0, _padded(int(lengths.max())) - len(text)))
     texts = multihost_utils.process_allgather(padded)
     return [json.loads(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
+
+
+def _padded(length: int) -> int:
+    """The next power of two from SHORTEST: JAX compiles for each length that is sent, and keeps the program."""
+    return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
 def any_process(value: bool) -> bool:
