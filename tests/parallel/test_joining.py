@@ -263,14 +263,14 @@ def finish(*running: subprocess.Popen) -> list[tuple[int, str, str]]:
             process.kill()
 
 
-def command(*, quiet_s: float = 100, limit_s: int = 200, **options) -> str:
-    """A command that prints how many processes there are; options of the trainer."""
+def command(body="print('processes', jax.process_count())", *, quiet_s: float = 100, limit_s: int = 200, **options):
+    """A command that prints how many processes there are, or does something else; options of the trainer."""
     arguments = ["command", "--config", "configs/tiny.py"]
     arguments += [f"--config.trainer.{name}={value}" for name, value in options.items()]
     return (
         "import jax\nfrom dapo_jax.command_line import command\nfrom dapo_jax.parallel import processes\n"
         f"processes.QUIET_S, processes.JOIN_TIMEOUT_S = {quiet_s}, {limit_s}\n"
-        f"with command({arguments}):\n    print('processes', jax.process_count())"
+        f"with command({arguments}):\n    {body}"
     )
 
 
@@ -316,3 +316,18 @@ def test_tasks_of_slurm_join():
     environment = {**slurm(2, "localhost"), "JAX_COORDINATOR_PORT": str(free_port())}
     ended = finish(*(start(command(), {**environment, "SLURM_PROCID": str(i)}) for i in range(2)))
     assert [(code, output.splitlines()[-1]) for code, output, _ in ended] == [(0, "processes 2")] * 2, ended
+
+
+def test_one_that_fails_is_named_by_the_others():
+    """What a process with one CPU fetches from a gather that fails raises ValueError, which is no wrong input."""
+    environment = {"JAX_NUM_CPU_DEVICES": "1"}
+    given = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
+    gathers = "[processes.gather('x' * length) for length in (1, 5000, 1)]"
+    fails = "processes.gather('x'); 1 / 0"
+    running = [
+        start(command(body, process_id=process, **given), environment) for process, body in enumerate((gathers, fails))
+    ]
+    (code, _, errors), (other_code, _, other_errors) = finish(*running)
+    assert (code, other_code) == (1, 1) and "ZeroDivisionError" in other_errors, errors + other_errors
+    assert "JAX cannot go on: " in errors and "this is a bug" not in errors
+    assert errors.splitlines()[-1] == "dapo_jax: process 1 has failed: division by zero"
