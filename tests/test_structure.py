@@ -17,7 +17,7 @@ LAYERS = [
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
         *("aliases", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch", "collection"),
-        *("run_state", "learning", "reports", "policies", "task_sets"),
+        *("run_state", "learning", "reports", "policies", "task_sets", "output_directory"),
         *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]
