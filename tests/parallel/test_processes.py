@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.processes import gather
@@ -45,7 +46,7 @@ def collected(tmp_path, *, processes, devices):
         for i in range(processes)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=300) for process in running]
+        outputs = [process.communicate(timeout=LIMIT_S) for process in running]
     finally:
         for process in running:
             process.kill()
