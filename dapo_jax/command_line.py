@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax.config import Config, freeze
 from dapo_jax.option_uses import without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
-from dapo_jax.parallel.processes import joined_processes
+from dapo_jax.parallel.processes import is_jax_failure, joined_processes
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 DEBUG = "--debug"
@@ -52,11 +52,11 @@ def _ending(error: BaseException) -> tuple[int, str | None]:
     """The exit code and the message of a failure; None for the message of a bug."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted: the same command goes on after the newest checkpoint"
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not is_jax_failure(error):
         return WRONG_INPUT, str(error)
     if isinstance(error, NotImplementedError | RecursionError):
         return FAILED, None
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if is_jax_failure(error):
         first = str(error).partition("\n")[0]
         if "RESOURCE_EXHAUSTED" not in first:
             return FAILED, f"JAX cannot go on: {first}"

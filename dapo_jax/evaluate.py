@@ -25,8 +25,8 @@ from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.evaluation import Receive, evaluate
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.other_runs import Trained, find_trained
+from dapo_jax.output_directory import is_written, new_output, output_directory
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.places import is_address
 from dapo_jax.policies import load_base, load_trained
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run, describe, open_run
@@ -40,7 +40,7 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
     """Measures one model, or checkpoints of a run, and writes metrics and generations to the directory `output`.
 
     Of checkpoints, TensorBoard is given the metrics as curves over their steps. Every process must call it; process 0
-    writes.
+    writes. A directory that is there is whole; until then it is OUTPUT.partial.
 
     Args:
         step: of a checkpoint to measure.
@@ -53,12 +53,8 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         ValueError: the config, the model or the problems do not fit together, there is no such checkpoint, or
             `output` holds another evaluation.
     """
-    if is_address(str(output)):
-        raise ValueError(f"--output={output} must be a directory of this machine: copy it to the bucket afterwards")
-    output = Path(output).expanduser()
     validate(config, training=False)
-    if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
-        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
+    output = new_output(output)
     checkpoints = _checkpoints(config, step, all_steps)
     if checkpoints:
         config = dataclasses.replace(
@@ -69,26 +65,26 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         run = stack.enter_context(open_run(_without_training(config), training=False))
         if not run.task_sets:
             raise ValueError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
+        directory = stack.enter_context(output_directory(output))
         if is_first():
-            output.mkdir(parents=True, exist_ok=True)
             print(describe(run))
         models = checkpoints or [find_trained(config.model.path)]
         curves = None
         if is_first() and models[0] is not None:
-            curves = stack.enter_context(closing(TensorBoard(output / CURVES, first_step=0)))
+            curves = stack.enter_context(closing(TensorBoard(directory / CURVES, first_step=0)))
         for trained in models:
             start = time.perf_counter()
             params = (
                 load_trained(trained, run.arch, run.mesh) if trained else load_base(run.config, run.arch, run.mesh)
             )
             known = {"model": config.model.path, "step": trained.step if trained else None}
-            metrics = evaluate(run, params, prefix="bench", receive=_writer(run, output, known))
+            metrics = evaluate(run, params, prefix="bench", receive=_writer(run, directory, known))
             run.decode_weights.drop()
             del params
             metrics["time/bench"] = time.perf_counter() - start
             results.append({**known, "metrics": metrics})
             if is_first():
-                (output / METRICS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+                (directory / METRICS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             if curves is not None:
                 curves.add_scalars(known["step"], metrics)
     return results
@@ -191,9 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which.add_argument("--step", type=int, help="training step of the checkpoint to measure")
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")
     parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation unless given")
+    parser.add_argument("--if-missing", action="store_true", help="do nothing where OUTPUT is there")
     given, rest = parser.parse_known_args(arguments)
     with command(["evaluate", *rest]) as config:
         output = given.output or f"{config.workdir}/evaluation"
+        if given.if_missing and is_written(Path(output).expanduser()):
+            return
         results = bench(config, output, step=given.step, all_steps=given.all_steps)
         if is_first():
             print(table(results))

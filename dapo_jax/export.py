@@ -29,9 +29,10 @@ from dapo_jax.models.lora import adapter_table, merged, peft_config
 from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.other_runs import RANDOM, Trained, pinned
+from dapo_jax.output_directory import new_output, output_directory
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.places import is_address, local_model
+from dapo_jax.places import local_model
 from dapo_jax.policies import first_model, load_base, lora_of, read_model, trained_params
 from dapo_jax.run import check_mesh
 
@@ -55,7 +56,7 @@ def export(
 ) -> int:
     """Writes the policy after training step `step` to the directory `output`, and returns the step.
 
-    Every process must call it; process 0 writes. The weights come last: a directory that has them is whole.
+    Every process must call it; process 0 writes. A directory that is there is whole.
 
     Args:
         step: of a checkpoint in config.workdir; None: of the newest.
@@ -66,33 +67,28 @@ def export(
         ValueError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
             `adapter` without model.lora.
     """
-    if is_address(str(output)):
-        raise ValueError(f"--output={output} must be a directory of this machine: copy it to the bucket afterwards")
-    output, lora = Path(output).expanduser(), lora_of(config)
+    output, lora = new_output(output), lora_of(config)
     if adapter and lora is None:
         raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
-    if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
-        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
     config, step = pinned(config), _chosen_step(config, step)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
-    if is_first():
-        output.mkdir(parents=True, exist_ok=True)
-    if adapter:
-        assert lora is not None
+    with output_directory(output) as directory:
+        if adapter:
+            assert lora is not None
+            if is_first():
+                _write_json(directory / "adapter_config.json", peft_config(lora, config.model.path))
+            write_safetensors(directory, adapter_table(arch, lora), params, dtype=dtype, name="adapter_model")
+            return step
         if is_first():
-            _write_json(output / "adapter_config.json", peft_config(lora, config.model.path))
-        write_safetensors(output, adapter_table(arch, lora), params, dtype=dtype, name="adapter_model")
-        return step
-    if is_first():
-        model = first_model(config)
-        source = local_model(model)
-        if model == RANDOM or is_gguf(source):
-            _write_description(config, arch, tokenizer, output, dtype)
-        else:
-            _copy_description(source, output, dtype)
-    whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
-    write_safetensors(output, weight_table(arch), whole, dtype=dtype)
+            model = first_model(config)
+            source = local_model(model)
+            if model == RANDOM or is_gguf(source):
+                _write_description(config, arch, tokenizer, directory, dtype)
+            else:
+                _copy_description(source, directory, dtype)
+        whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
+        write_safetensors(directory, weight_table(arch), whole, dtype=dtype)
     return step
 
 

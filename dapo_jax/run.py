@@ -40,6 +40,7 @@ from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.option_uses import trained, uses_critic
 from dapo_jax.parallel.compilation import keep_compiled
+from dapo_jax.parallel.idle_gpus import idle_gpus
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
 from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import (
@@ -131,6 +132,8 @@ def open_run(
     check_memory(config, mesh)
     for note in device_notes(config, arch, mesh):
         logger.info("%s", note)
+    if config.mesh.data == -1 and platform(mesh) == "gpu" and (warning := idle_gpus()):
+        logger.warning("%s", warning)
     settings = actor_settings(config, arch, mesh)
     freeze = build_freeze(arch, settings.dtype, mesh)
     frozen = freeze(load_base(config, arch, mesh)) if settings.lora is not None else None

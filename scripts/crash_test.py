@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -111,17 +112,17 @@ class Child:
         self.process.wait()
 
     def durations(self) -> dict[str, float]:
-        """Seconds of the longest visit to each stage, without the first two, which compile; once the run has ended."""
-        longest: dict[str, float] = {}
+        """Seconds of the median visit to each stage, without the first two, which compile; once the run has ended."""
+        spent: dict[str, list[float]] = {}
         visits: Counter[str] = Counter()
         stage, since = "", time.monotonic()
         for line in self._told:
             now = time.monotonic()
             if visits[stage] > 2:
-                longest[stage] = max(longest.get(stage, 0.0), now - since)
+                spent.setdefault(stage, []).append(now - since)
             stage, since = line.strip(), now
             visits[stage] += 1
-        return longest
+        return {stage: statistics.median(seconds) for stage, seconds in spent.items()}
 
     def kill_in(self, stage: str, dice: random.Random, seconds: dict[str, float]) -> str | None:
         """Kills the process at a random moment of a visit to `stage`. The stage it was in, None if it had ended."""
@@ -136,7 +137,7 @@ class Child:
                 break
         else:
             return None
-        longest = 1.5 * seconds.get(now_in, 1.0) if stage else 8.0
+        longest = 1.5 * seconds.get(now_in, 0.0) if stage else 8.0
         time.sleep(dice.choice([0.0, dice.uniform(0, longest)]) if stage else dice.uniform(0, longest))
         if self.process.poll() is not None:
             return None

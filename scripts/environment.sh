@@ -4,7 +4,7 @@
 use_environment() { # use_environment EXTRA: the active environment, or .venv; installs the package with EXTRA
   local extra=$1
   if [[ -z "${VIRTUAL_ENV:-}" ]]; then
-    if [[ ! -x .venv/bin/python ]]; then
+    if [[ ! -e .venv/bin/activate ]]; then # which venv writes last
       local interpreter=${PYTHON:-python3}
       "$interpreter" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "$interpreter is $("$interpreter" --version 2>&1); dapo_jax needs Python 3.11 or newer: set PYTHON" >&2

@@ -12,8 +12,8 @@
 #   HOST       number of this host; host 0 exports (what TPU, GKE or Slurm say, else 0)
 #   PYTHON     interpreter (python)
 #
-# The same command again goes on where it was: data that is there is not prepared again, training resumes from its last
-# checkpoint, and a model or an evaluation that is there is not made again.
+# Run the same command again after it was killed: data, model and evaluation have their names once they are whole, and
+# are not made again; training resumes from its last checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -63,8 +63,5 @@ train "$@"
 if [[ "$host" == 0 && ! -e "$output/config.json" ]]; then
   export_model "$@"
 fi
-if [[ ! -e "$output-evaluation/done" ]]; then # on all hosts, as training; host 0 writes
-  "$python" -m dapo_jax.evaluate --config "$config" "$@" --all-steps --output "$output-evaluation"
-  mkdir -p "$output-evaluation"
-  touch "$output-evaluation/done"
-fi
+# On all hosts, as training; process 0 says whether it is missing, and writes.
+"$python" -m dapo_jax.evaluate --config "$config" "$@" --all-steps --if-missing --output "$output-evaluation"

@@ -1,12 +1,14 @@
-"""A limit for what would otherwise go on for minutes; far above what it takes, it measures no speed."""
+"""A limit for what hangs; far above what it takes on a machine that is busy, it measures no speed."""
 
 import contextlib
 import signal
 from collections.abc import Iterator
 
+from waiting import LIMIT_S
+
 
 @contextlib.contextmanager
-def ends_within(seconds: float) -> Iterator[None]:
+def ends_within(seconds: float = LIMIT_S) -> Iterator[None]:
     """Raises TimeoutError in the body, on the main thread, once it has run for so long."""
 
     def stop(*_: object) -> None:

@@ -64,7 +64,7 @@ ACCEPTED: dict[str, Case] = {}  # unusual, but right
 def run(monkeypatch, capsys, arguments: list[str]) -> tuple[int, str]:
     """The exit code of the training command and what it says on stderr."""
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    with pytest.raises(SystemExit) as ended, ends_within(60):
+    with pytest.raises(SystemExit) as ended, ends_within():
         train.main()
     assert isinstance(ended.value.code, int)
     return ended.value.code, capsys.readouterr().err

@@ -114,6 +114,7 @@ ENDINGS = [
     (PermissionError(errno.EACCES, "Permission denied", "train.log"), 1, "'train.log': let this user"),
     (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\n" + "x\n" * 99), 1, "memory .*9 GiB.*: lower actor"),
     (jax.errors.JaxRuntimeError("INTERNAL: broken\n" + "x\n" * 99), 1, "JAX cannot go on: INTERNAL: broken"),
+    (ValueError("UNKNOWN: Gloo AllGather failed: closed by peer"), 1, "JAX cannot go on: UNKNOWN: Gloo"),
     (MemoryError("10 GiB"), 1, "this machine has too little memory"),
     (ImportError("x needs gguf: pip install it"), 1, "pip install"),
     (KeyboardInterrupt(), 130, "interrupted"),

@@ -242,7 +242,7 @@ def test_a_stop_does_not_wait_for_verdicts(tmp_path, monkeypatch):
     slow = {"reward.function": "hostile_verifier.score_slowly", "reward.timeout_s": 600.0}
     asking = threading.Timer(5, os.kill, (os.getpid(), signal.SIGTERM))  # by then everything is sampled
     at_call(monkeypatch, train_module, "collect", 1, asking.start)
-    with ends_within(120), pytest.raises(Stopped):
+    with ends_within(), pytest.raises(Stopped):
         train(small_config(tmp_path, **slow, **{"trainer.val_before_train": False}))
 
 

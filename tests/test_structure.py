@@ -17,7 +17,7 @@ LAYERS = [
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
         *("option_uses", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
-        *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets"),
+        *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets", "output_directory"),
         *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]

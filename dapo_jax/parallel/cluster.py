@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # of a step by srun
 METADATA_TRIES, METADATA_TIMEOUT_S, METADATA_PAUSE_S = 3, 5, 1
@@ -81,12 +81,9 @@ def check_address(coordinator: str, *, listens: bool) -> None:
 
 def waiting_for() -> str:
     """What this process waits for while JAX joins the processes, with the address of process 0."""
-    try:
-        from jax._src.distributed import global_state  # no public name tells what JAX has found
-
-        address, process = global_state.coordinator_address, global_state.process_id
-    except (ImportError, AttributeError):
-        address, process = None, 0
+    state = _jax_state()
+    address = getattr(state, "coordinator_address", None)
+    process = getattr(state, "process_id", 0)
     if not address:
         return "JAX looks for process 0"
     if process == 0:
@@ -97,6 +94,20 @@ def waiting_for() -> str:
             return f"process {process} reaches process 0 at {address} and waits for the others"
     except (OSError, ValueError) as error:
         return f"process {process} does not reach process 0 at {address} ({error})"
+
+
+def jax_client() -> Any:
+    """JAX's client of the service that process 0 runs for all; None if there is none."""
+    return getattr(_jax_state(), "client", None)
+
+
+def _jax_state() -> Any:
+    """What JAX knows of the processes. No public name has it."""
+    try:
+        from jax._src.distributed import global_state
+    except ImportError:
+        return None
+    return global_state
 
 
 def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:

@@ -6,12 +6,13 @@ Every process runs the same loop. What they decide on is replicated or gathered 
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -19,10 +20,13 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, waiting_for
+from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, jax_client, waiting_for
 
 JOIN_TIMEOUT_S = 300  # processes wait so long for each other
 QUIET_S = 10  # after which a process says whom it waits for
+FAILURE = "dapo_jax/failure"  # where the first process that fails tells the others, in JAX's key-value store
+LOST = "UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED"  # how errors of a lost connection begin
+SHORTEST = 1024  # bytes that a message between processes is padded to
 CURE = (
     "Start every process, with trainer.coordinator=HOST:PORT (a port of process 0 that the others reach), "
     "trainer.num_processes and trainer.process_id if they do not find each other; trainer.num_processes=1 starts this "
@@ -79,9 +83,14 @@ def gather(value: Any) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.array(len(text))).reshape(-1)
-    padded = np.pad(text, (0, int(lengths.max()) - len(text)))
+    padded = np.pad(text, (0, _padded(int(lengths.max())) - len(text)))
     texts = multihost_utils.process_allgather(padded)
     return [json.loads(row[:length].tobytes()) for row, length in zip(texts, lengths, strict=True)]
+
+
+def _padded(length: int) -> int:
+    """The next power of two from SHORTEST: JAX compiles for each length that is sent, and keeps the program."""
+    return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
 def any_process(value: bool) -> bool:
@@ -203,21 +212,31 @@ def _limited_wait(cluster: Cluster) -> Iterator[None]:
         joined.set()
 
 
+def is_jax_failure(error: BaseException | None) -> bool:
+    """Whether JAX could not run a program. What is fetched from one whose connection is lost raises ValueError."""
+    if isinstance(error, ValueError):
+        return re.match(rf"({LOST}): ", str(error)) is not None
+    return isinstance(error, jax.errors.JaxRuntimeError)
+
+
 def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
     """Ends this process without waiting for the others, which would wait for this one.
 
     A SystemExit has told its reason, and carries the error behind it as its cause.
     """
     cause = error.__cause__ if isinstance(error, SystemExit) else error
-    if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(cause):
-        # Most often another process has ended. JAX's service knows which within the time below, and ends this one
-        # with that message.
+    failure = None
+    if is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause):  # most often another process has ended
         print(
             f"dapo_jax: process {jax.process_index()} cannot go on: {str(cause).partition(chr(10))[0]}\n"
-            "dapo_jax: most often another process has ended: JAX says below which",
+            "dapo_jax: most often another process has ended: what it has told, or JAX has noticed, is below",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        time.sleep(1.5 * heartbeat_timeout_s)
+        failure = _failure_of_another(1.5 * heartbeat_timeout_s)
+    if failure is not None:
+        print(f"dapo_jax: {failure}", file=sys.stderr, flush=True)
+    elif cause is not None:
+        _tell_others(cause)
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
         code = 1
@@ -230,3 +249,29 @@ def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _tell_others(cause: BaseException) -> None:
+    """Tells the other processes that this one fails, unless another has."""
+    client = jax_client()
+    if client is None:
+        return
+    reason = str(cause).partition("\n")[0] or type(cause).__name__
+    with suppress(jax.errors.JaxRuntimeError):  # another has failed before, or process 0 has ended
+        client.key_value_set(FAILURE, f"process {jax.process_index()} has failed: {reason}")
+
+
+def _failure_of_another(limit_s: float) -> str | None:
+    """What the first process that failed has told the others; None if none has.
+
+    One that was killed tells nothing. JAX's service notices it within `limit_s`, and ends this process with a message
+    that names it.
+    """
+    client = jax_client()
+    if client is None:
+        time.sleep(limit_s)
+        return None
+    try:
+        return client.blocking_key_value_get(FAILURE, int(1000 * limit_s))
+    except jax.errors.JaxRuntimeError:
+        return None

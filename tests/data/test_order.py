@@ -60,7 +60,7 @@ def test_without_shuffling_the_rows_come_in_order():
 
 def test_far_prompts_are_found_at_once():
     order = PromptOrder(17_000, seed=0, shuffle=True)
-    with ends_within(25):
+    with ends_within():
         assert 0 <= order.row(10**12) < 17_000
 
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from ends_within import ends_within
+from waiting import LIMIT_S, wait_until
 
 from dapo_jax.data import template_sandbox
 from dapo_jax.data.chat_template import render
@@ -56,7 +57,7 @@ def plain(template, messages=USER):
 def test_a_template_cannot_make_what_is_too_large(template):
     refusals = "SecurityError|OverflowError: Range too big|UndefinedError: 'lipsum'|No filter named 'random'"
     message = f"the chat template failed .*({refusals}).* the model's template"
-    with ends_within(25), pytest.raises(ValueError, match=message):
+    with ends_within(), pytest.raises(ValueError, match=message):
         plain(template)
 
 
@@ -71,7 +72,7 @@ def test_a_template_cannot_make_what_is_too_large(template):
 )
 def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
     monkeypatch.setattr(template_sandbox, "TIME_LIMIT_S", 0.2)
-    with ends_within(30), pytest.raises(ValueError, match="TimeoutError: still running after 0.2 s|SecurityError"):
+    with ends_within(), pytest.raises(ValueError, match="TimeoutError: still running after 0.2 s|SecurityError"):
         plain(template)
     assert plain(SHORT)
 
@@ -80,14 +81,14 @@ def test_a_timer_that_runs_goes_on_after_a_rendering(monkeypatch):
     fired = []
     previous = signal.signal(signal.SIGALRM, lambda *_: fired.append(time.monotonic()))
     try:
-        signal.setitimer(signal.ITIMER_REAL, 30.0)
+        signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT_S)
         plain(SHORT)
-        assert 25 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30 and not fired
+        assert LIMIT_S < signal.getitimer(signal.ITIMER_REAL)[0] <= 2 * LIMIT_S and not fired
         monkeypatch.setattr(template_sandbox, "TIME_LIMIT_S", 0.2)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(ValueError, match="still running"):
             plain("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-        time.sleep(0.05)
+        wait_until(lambda: fired)
         assert len(fired) == 1
         assert plain(SHORT) and signal.getitimer(signal.ITIMER_REAL)[0] == 0
     finally:

@@ -61,7 +61,7 @@ HEADER = 8 + int.from_bytes(SAFETENSORS[:8], "little")
 @example(SAFETENSORS)
 def test_safetensors(places, content):
     path = new(places, model__safetensors=content)
-    with little_memory(), ends_within(60), read_or_refused(path):
+    with little_memory(), ends_within(), read_or_refused(path):
         params = load_safetensors(path, ARCH, keep)
         assert params["layers"]["query"].shape == (2, 4, 2, 2)
 
@@ -99,7 +99,7 @@ SETTINGS = {"eos_token": "<eos>", "pad_token": "<pad>", "chat_template": "{{ mes
 @given(damaged(TOKENIZER))
 def test_damaged_tokenizers(places, content):
     path = new(places, tokenizer__json=content, tokenizer_config__json=json.dumps(SETTINGS).encode())
-    with little_memory(), ends_within(60), read_or_refused(path):
+    with little_memory(), ends_within(), read_or_refused(path):
         load_tokenizer(path).encode("1 + 1 =")
 
 
@@ -152,7 +152,7 @@ def gguf_bytes(tmp_path_factory) -> bytes:
 def test_gguf(places, gguf_bytes, data):
     content = data.draw(damaged(gguf_bytes, header=len(gguf_bytes) // 2))
     path = new(places, model__gguf=content) / "model.gguf"
-    with little_memory(), ends_within(60):
+    with little_memory(), ends_within():
         with read_or_refused(path):
             load_gguf(path, read_gguf_architecture(path), keep)
         with read_or_refused(path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from waiting import LIMIT_S
 
 from dapo_jax.parallel import cluster
 from dapo_jax.parallel.cluster import check_address, find_cluster, waiting_for
@@ -257,20 +258,20 @@ def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
 def finish(*running: subprocess.Popen) -> list[tuple[int, str, str]]:
     """Each one's exit code, output and errors."""
     try:
-        return [(process.returncode, *texts) for process in running for texts in [process.communicate(timeout=300)]]
+        return [(process.returncode, *texts) for process in running for texts in [process.communicate(timeout=LIMIT_S)]]
     finally:
         for process in running:
             process.kill()
 
 
-def command(*, quiet_s: float = 100, limit_s: int = 200, **options) -> str:
-    """A command that prints how many processes there are; options of the trainer."""
+def command(body="print('processes', jax.process_count())", *, quiet_s: float = 100, limit_s: int = 200, **options):
+    """A command that prints how many processes there are, or does something else; options of the trainer."""
     arguments = ["command", "--config", "configs/tiny.py"]
     arguments += [f"--config.trainer.{name}={value}" for name, value in options.items()]
     return (
         "import jax\nfrom dapo_jax.command_line import command\nfrom dapo_jax.parallel import processes\n"
         f"processes.QUIET_S, processes.JOIN_TIMEOUT_S = {quiet_s}, {limit_s}\n"
-        f"with command({arguments}):\n    print('processes', jax.process_count())"
+        f"with command({arguments}):\n    {body}"
     )
 
 
@@ -290,14 +291,28 @@ def test_on_kaggles_tpu_machine_a_command_starts_alone():
     assert (code, output, errors) == (0, "processes 1\n", "")
 
 
+# Processes wait no longer for each other than JAX needs to find the address of process 0.
+AT_ONCE = """
+import threading, time, types
+from dapo_jax.parallel import processes
+
+class Joined(threading.Event):
+    def wait(self, timeout=None):
+        while processes.waiting_for() == "JAX looks for process 0":
+            time.sleep(0.05)
+        return False
+
+processes.threading = types.SimpleNamespace(Event=Joined, Thread=threading.Thread)
+"""
+
+
 def test_processes_that_do_not_find_each_other_end_with_the_addresses():
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     given = [{"coordinator": address, "num_processes": 2, "process_id": i} for i, address in enumerate(addresses)]
     port = free_port()
     by_slurm = {**slurm(2, "localhost"), "SLURM_PROCID": "1", "JAX_COORDINATOR_PORT": str(port)}
-    limits = {"quiet_s": 0.5, "limit_s": 2}
-    running = [start(command(**limits, **values), {}) for values in given]
-    ended = finish(*running, start(command(**limits), by_slurm))
+    running = [start(AT_ONCE + command(limit_s=2, **values), {}) for values in given]
+    ended = finish(*running, start(AT_ONCE + command(limit_s=2), by_slurm))
     waits = (
         f"process 0 waits at {addresses[0]} for the others",
         f"process 1 does not reach process 0 at {addresses[1]} (",
@@ -316,3 +331,18 @@ def test_tasks_of_slurm_join():
     environment = {**slurm(2, "localhost"), "JAX_COORDINATOR_PORT": str(free_port())}
     ended = finish(*(start(command(), {**environment, "SLURM_PROCID": str(i)}) for i in range(2)))
     assert [(code, output.splitlines()[-1]) for code, output, _ in ended] == [(0, "processes 2")] * 2, ended
+
+
+def test_one_that_fails_is_named_by_the_others():
+    """What a process with one CPU fetches from a gather that fails raises ValueError, which is no wrong input."""
+    environment = {"JAX_NUM_CPU_DEVICES": "1"}
+    given = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
+    gathers = "[processes.gather('x' * length) for length in (1, 5000, 1)]"
+    fails = "processes.gather('x'); 1 / 0"
+    running = [
+        start(command(body, process_id=process, **given), environment) for process, body in enumerate((gathers, fails))
+    ]
+    (code, _, errors), (other_code, _, other_errors) = finish(*running)
+    assert (code, other_code) == (1, 1) and "ZeroDivisionError" in other_errors, errors + other_errors
+    assert "JAX cannot go on: " in errors and "this is a bug" not in errors
+    assert errors.splitlines()[-1] == "dapo_jax: process 1 has failed: division by zero"

@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from waiting import LIMIT_S
+
+from dapo_jax.parallel import processes
+from dapo_jax.parallel.processes import gather
 
 WORKER = Path(__file__).with_name("process_worker.py")
 FILTER = "algorithm.filter_groups"
@@ -40,7 +46,7 @@ def collected(tmp_path, *, processes, devices):
         for i in range(processes)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=300) for process in running]
+        outputs = [process.communicate(timeout=LIMIT_S) for process in running]
     finally:
         for process in running:
             process.kill()
@@ -59,3 +65,18 @@ def test_processes_sample_and_keep_alike(tmp_path):
     for found, expected in zip(first, one, strict=True):
         assert found.pop("logprob") == pytest.approx(expected.pop("logprob"), abs=1e-3)
         assert found == expected
+
+
+def test_messages_of_any_length_take_few_programs(monkeypatch):
+    """JAX compiles a gather for each length that is sent, and keeps it: 1.4 MB each."""
+    lengths = set()
+
+    def process_allgather(array):
+        lengths.add(array.shape)
+        return np.stack([array, array])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", process_allgather)
+    for length in (*range(0, 3000, 7), 4094, 4095, 4096, 1_000_000):
+        assert gather("é" * length) == ["é" * length] * 2
+    assert gather(None) == [None] * 2 and len(lengths) < 12

@@ -5,9 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
+from waiting import LIMIT_S, wait_until
 
 from dapo_jax.parallel import stopping
 from dapo_jax.parallel.stopping import Pace, Stopped, StopRequest
@@ -31,10 +31,11 @@ def test_the_first_signal_waits_for_a_safe_point(number):
 def test_before_the_first_safe_point_it_stops_there_and_then():
     with StopRequest(), pytest.raises(Stopped, match="SIGTERM before the first step"):
         ask()
-        time.sleep(1)
+        wait_until(lambda: False)
 
 
-def test_a_signal_that_arrives_twice_at_once_counts_once():
+def test_a_signal_that_arrives_twice_at_once_counts_once(monkeypatch):
+    monkeypatch.setattr(stopping, "_REPEATED_S", LIMIT_S)
     with StopRequest() as stop:
         with stop.safe():
             pass

@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -17,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from small_run import CONFIGS, rows_without_clock, small_config
+from waiting import LIMIT_S
 
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import checkpoint_dir
@@ -35,6 +34,23 @@ SMALL = {
     "algorithm.filter_groups.max_num_gen_batches": 0, "reward.num_workers": 1, "actor.optim.lr": 1e-3,
     "actor.optim.eps": 1e-6,  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
 }  # fmt: skip
+
+
+# The training command, which gets a signal when it begins to train on a step.
+SIGNALLED = """
+import os, signal, sys
+from dapo_jax import train
+
+train_step = train.train_step
+
+def signalled(run, records, state, *arguments):
+    if state.progress.step == int(os.environ["STEP"]) - 1:
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    return train_step(run, records, state, *arguments)
+
+train.train_step = signalled
+train.main()
+"""
 
 
 def free_port() -> int:
@@ -59,7 +75,17 @@ class Started(NamedTuple):
         return self.process.returncode, *texts
 
 
-def start(workdir, logs, *, processes, devices, second=None, command=("train",), **changes) -> list[Started]:
+class Signal(NamedTuple):
+    """What a training process gets, and when."""
+
+    number: int
+    process: int
+    step: int  # the one that it begins to train on
+
+
+def start(
+    workdir, logs, *, processes, devices, second=None, command=("train",), gets: Signal | None = None, **changes
+) -> list[Started]:
     """The command, in so many processes with so many devices each; `second`: what process 1 has otherwise."""
     port, running = free_port(), []
     environment = {
@@ -72,20 +98,24 @@ def start(workdir, logs, *, processes, devices, second=None, command=("train",),
             values |= {"trainer.coordinator": f"127.0.0.1:{port}", "trainer.num_processes": processes,
                        "trainer.process_id": process}  # fmt: skip
         flags = [f"--config.{name}={value}" for name, value in values.items()]
+        program = ["-m", f"dapo_jax.{command[0]}"]
+        if gets is not None and gets.process == process:
+            program = ["-c", SIGNALLED]
+            environment |= {"STEP": str(gets.step), "SIGNAL": str(gets.number)}
         outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill
         popen = subprocess.Popen(
-            [sys.executable, "-m", f"dapo_jax.{command[0]}", "--config", CONFIGS / "tiny.py", *flags, *command[1:]],
+            [sys.executable, *program, "--config", CONFIGS / "tiny.py", *flags, *command[1:]],
             env=environment, stdout=outputs[0], stderr=outputs[1],
         )  # fmt: skip
         running.append(Started(popen, *outputs))
     return running
 
 
-def finish(running: list[Started], limit_s: float = 300) -> list[tuple[int, str, str]]:
+def finish(running: list[Started]) -> list[tuple[int, str, str]]:
     """Each process' exit code, output and errors."""
     try:
         for started in running:
-            started.process.wait(limit_s)
+            started.process.wait(LIMIT_S)
     finally:
         for started in running:
             started.process.kill()
@@ -121,15 +151,6 @@ def policy(workdir) -> dict:
 def files(workdir: Path) -> set[str]:
     names = (str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file())
     return {name for name in names if not name.startswith(("checkpoints", "tensorboard"))}
-
-
-def wait_for(path: str | Path, condition: Callable[[str], bool]) -> None:
-    """Until the text of a file fulfils a condition."""
-    for _ in range(1200):
-        if os.path.exists(path) and condition(Path(path).read_text()):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{path} never had what was waited for")
 
 
 @pytest.fixture(scope="module")
@@ -210,16 +231,9 @@ def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, 
 def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two):
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
     for killed in (1, 0):
-        running = start(tmp_path, logs, **where)
-        try:
-            wait_for(running[0].out.name, lambda text: "step 3/4" in text)  # and step 2 is saved
-            running[killed].process.kill()
-            running[killed].process.wait(60)
-            (code, _, errors) = finish([running[1 - killed]], limit_s=60)[0]
-        finally:
-            for started in running:
-                started.process.kill()
-        assert code != 0
+        ended = finish(start(tmp_path, logs, gets=Signal(signal.SIGKILL, process=killed, step=4), **where))
+        (code, _, errors) = ended[1 - killed]
+        assert ended[killed][0] == -signal.SIGKILL and code != 0
         if killed == 1:
             assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\s*1\b", errors), errors[-2000:]
         else:
@@ -232,12 +246,7 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two):
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.save_freq": -1}
-    running = start(tmp_path, logs, **where)
-    try:
-        wait_for(tmp_path / "metrics.jsonl", lambda text: len(text.splitlines()) >= 2)
-        running[1].process.send_signal(signal.SIGTERM)
-    finally:
-        ended = finish(running, limit_s=120)
+    ended = finish(start(tmp_path, logs, gets=Signal(signal.SIGTERM, process=1, step=2), **where))
     assert [code for code, _, _ in ended] == [0, 0], [errors[-2000:] for _, _, errors in ended]
     assert "stopped by a signal to another process after step" in ended[0][2]
     (saved,) = (int(path.name) for path in (tmp_path / "checkpoints").iterdir())
@@ -247,7 +256,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two)
 
 
 def test_processes_that_were_not_started_alike_are_refused(tmp_path, logs):
-    ended = finish(start(tmp_path, logs, processes=2, devices=1, second={"seed": 7}), limit_s=120)
+    ended = finish(start(tmp_path, logs, processes=2, devices=1, second={"seed": 7}))
     for code, _, errors in ended:
         assert code == 2 and "seed must be the same in all processes: it is 0 in process 0 and 7 in process 1" in errors
     assert files(tmp_path) == {"lock.1", "train.log"}

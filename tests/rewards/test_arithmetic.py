@@ -55,5 +55,5 @@ def test_a_ground_truth_that_is_no_number_is_an_error():
 
 @pytest.mark.parametrize("text", ["1", "-", "1,111", "111,", "0 ", "\0\ud800"])
 def test_hostile_texts_are_wrong_and_end(text):
-    with ends_within(25):
+    with ends_within():
         assert not check(text * (400_000 // len(text)), "34")["acc"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ends_within import ends_within
+from waiting import LIMIT_S, wait_until
 
 from dapo_jax.rewards import worker, worker_pool
 from dapo_jax.rewards.worker import normalize_result
@@ -53,27 +54,17 @@ def hasty_pool():
     yield from hostile_pool(timeout_s=2)
 
 
-def has_ended(pid, within_s=20.0):
+def has_ended(pid):
     """True once the process is gone, or dead and only not collected yet."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state in "ZX":
-            return True
-        time.sleep(0.02)
-    return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
 
 
-def read_pid(path, within_s=20.0):
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text():
-            return int(path.read_text())
-        time.sleep(0.02)
-    raise AssertionError("the verifier did not start")
+def read_pid(path):
+    return int(wait_until(lambda: path.exists() and path.read_text(), "the verifier"))
 
 
 def test_verdicts_come_in_the_order_of_the_requests():
@@ -87,7 +78,7 @@ def test_verdicts_come_in_the_order_of_the_requests():
 
 
 def assert_one_is_wrong(pool, solution, error):
-    with ends_within(25):
+    with ends_within():
         verdicts = pool.score([request(name) for name in ("right", solution, "right", "right")])
     assert [verdict.numbers for verdict in verdicts] == [RIGHT, WRONG, RIGHT, RIGHT]
     assert error in verdicts[1].error
@@ -140,7 +131,7 @@ def test_a_result_with_numbers_and_names_of_any_length_is_cut(pool):
 
 def assert_it_costs_one_worker(pool, how, error):
     before, replaced = set(pool._workers), pool.num_replaced
-    with ends_within(25):
+    with ends_within():
         verdicts = pool.score([request("subverted", how=how), request("right"), request("right")])
     assert [verdict.numbers for verdict in verdicts] == [WRONG, RIGHT, RIGHT]
     assert error in verdicts[0].error
@@ -177,7 +168,7 @@ def test_a_verifier_that_forks_answers_once(pool):
 
 @pytest.mark.parametrize("solution", ["print_a_flood", "start_a_thread"])
 def test_what_does_not_fail_is_scored(pool, solution):
-    with ends_within(25):
+    with ends_within():
         verdicts = pool.score([request(solution)] * 8)
     assert [verdict.numbers for verdict in verdicts] == [RIGHT] * 8
 
@@ -198,7 +189,8 @@ def test_nothing_that_a_verifier_starts_outlives_its_worker(solution, daemon, tm
     monkeypatch.syspath_prepend(DATA)
     with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=30) as pool:
         pool.score([request(solution, path=str(tmp_path / "pid"), daemon=daemon)])
-    assert has_ended(read_pid(tmp_path / "pid"))
+    pid = read_pid(tmp_path / "pid")
+    wait_until(lambda: has_ended(pid))
 
 
 def test_extra_info_reaches_the_verifier_as_json(pool):
@@ -233,11 +225,12 @@ def test_a_worker_survives_an_exception_but_not_a_timeout(hasty_pool):
 
 def test_the_time_limit_holds_for_each_sample_and_kills_its_children(hasty_pool, tmp_path):
     requests = [request("start_a_child", path=str(tmp_path / str(i))) for i in range(4)]
-    with ends_within(25):
+    with ends_within():
         verdicts = hasty_pool.score(requests)
     assert [verdict.error for verdict in verdicts] == ["timeout after 2 s"] * 4
     if sys.platform == "linux":
-        assert all(has_ended(read_pid(tmp_path / str(i))) for i in range(4))
+        pids = [read_pid(tmp_path / str(i)) for i in range(4)]
+        wait_until(lambda: all(map(has_ended, pids)))
 
 
 def test_what_a_verifier_prints_goes_to_stderr(capfd, monkeypatch):
@@ -320,7 +313,7 @@ def test_a_verifier_that_does_not_load_is_a_value_error(name, code, reason, tmp_
     monkeypatch.syspath_prepend(tmp_path)
     if code == "while True: pass":
         monkeypatch.setattr(worker_pool, "_START_LIMIT_S", 1.0)
-    with ends_within(25), pytest.raises(ValueError, match=f"reward.function='{name}'.*{reason}"):
+    with ends_within(), pytest.raises(ValueError, match=f"reward.function='{name}'.*{reason}"):
         VerifierPool(name, num_workers=1, timeout_s=30, memory_limit_mb=256)
 
 
@@ -377,7 +370,7 @@ def test_close_does_not_wait_for_a_verifier(tmp_path, monkeypatch):
     thread = threading.Thread(target=lambda: verdicts.extend(pool.score([asleep])))
     thread.start()
     read_pid(tmp_path / "pid")
-    with ends_within(25):
+    with ends_within():
         pool.close()
         thread.join()
     assert verdicts[0].error == "worker died (exit code -9)"
@@ -395,10 +388,10 @@ def test_a_busy_worker_ends_with_a_killed_parent(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(DATA), *sys.path])}
     parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
     pid = read_pid(tmp_path / "pid")
-    assert not has_ended(pid, within_s=0.1)
+    assert not has_ended(pid)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert has_ended(pid)
+    wait_until(lambda: has_ended(pid))
 
 
 def test_a_program_that_does_not_close_its_pool_ends():
@@ -407,4 +400,4 @@ def test_a_program_that_does_not_close_its_pool_ends():
         "pool = VerifierPool('arithmetic', num_workers=2, timeout_s=60)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=LIMIT_S, check=True)

@@ -6,12 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -69,7 +68,7 @@ class Pod:
         variables = {"TPU_NAME": "slice", "ZONE": "zone-a", **variables}
         command = ["bash", str(SCRIPTS / "launch_tpu_vm.sh"), *arguments]
         env = {**os.environ, "PATH": path, **variables}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
     def calls(self) -> list[list[str]]:
         file = self.root / "calls.jsonl"
@@ -108,15 +107,7 @@ def shell(commands: str, folder: Path, tools: Path, **variables: str) -> subproc
     env = {name: value for name, value in os.environ.items() if name not in ("TPU_NAME", "ZONE", "PROJECT")}
     env |= {"PATH": f"{tools}{os.pathsep}{env['PATH']}", **variables}
     command = ["bash", "-euc", commands]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it never happened")
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def test_every_shell_script_passes_shellcheck():
@@ -179,7 +170,7 @@ def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
         f"{name}: started process {pid}" for name, pid in zip(NAMES, first, strict=True)
     ]
     expected = "".join(f"<{argument}>\n" for argument in ["-m", "dapo_jax.train", *options])
-    wait_for(lambda: pod.output() == [expected] * 2)
+    wait_until(lambda: pod.output() == [expected] * 2)
 
     again = pod.launch("run", *options)
     assert again.returncode != 0 and "is training already" in again.stderr and pod.pids() == first
@@ -201,14 +192,15 @@ def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
 
 def test_training_that_does_not_stop_is_killed(pod):
     (pod.homes[1] / "deaf").touch()
+    script(pod.homes[1] / "bin/sleep", "")  # there time passes at once
     assert pod.launch("run").returncode == 0
     pids = pod.pids()
-    wait_for(lambda: all(pod.output()))
-    stopped = pod.launch("stop", "2")
+    wait_until(lambda: all(pod.output()))
+    stopped = pod.launch("stop")
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stdout.splitlines()[0] == f"host-0: stopped process {pids[0]}"
     assert stopped.stdout.splitlines()[1].startswith(f"host-1: killed process {pids[1]}")
-    wait_for(lambda: not runs(pids[1]))
+    wait_until(lambda: not runs(pids[1]))
 
 
 def test_another_process_with_the_number_of_an_earlier_one_is_left_alone(pod):
@@ -279,22 +271,22 @@ STEP = "srun <--kill-on-bad-exit=1> <--label> <--cpus-per-task=8> <python3> <-m>
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_slurm_job_is_one_step_and_ends_as_it_ends(cluster, status):
-    assert submit(cluster, "--config", "a b", STATUS=str(status)).wait(60) == status
+    assert submit(cluster, "--config", "a b", STATUS=str(status)).wait(LIMIT_S) == status
     assert (cluster / "calls").read_text() == f"{STEP} <--config> <a b>\n"
 
 
 def test_a_slurm_job_out_of_time_stops_training_and_is_requeued(cluster):
     job, calls = submit(cluster), cluster / "calls"
-    wait_for(calls.exists)
+    wait_until(calls.exists)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(60) == 0
+    assert job.wait(LIMIT_S) == 0
     assert [line.rstrip(" <>") for line in calls.read_text().splitlines()] == [
         STEP.rstrip(" <>"), "scancel <--signal=TERM> <42", "step over", "scontrol <requeue> <42",
     ]  # fmt: skip
 
 
 def test_a_slurm_job_without_an_environment_is_refused(cluster):
-    assert submit(cluster, PYTHON="no-such-python").wait(60) == 2
+    assert submit(cluster, PYTHON="no-such-python").wait(LIMIT_S) == 2
     assert not (cluster / "calls").exists()
 
 

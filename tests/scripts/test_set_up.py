@@ -25,7 +25,7 @@ with open(os.environ["CALLS"], "a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1:3] == ["-m", "venv"]:
     bin = Path(sys.argv[3], "bin")
-    bin.mkdir(parents=True)
+    bin.mkdir(parents=True, exist_ok=True)
     shutil.copy(sys.argv[0], bin / "python")
     (bin / "activate").write_text(f"export VIRTUAL_ENV='{bin.parent.absolute()}' PATH='{bin.absolute()}':$PATH")
 if sys.argv[1:] == ["-"]:
@@ -72,6 +72,13 @@ def test_the_quickstart_makes_an_environment_once_and_trains(checkout):
     assert train == ["-m", "dapo_jax.train", "--config", "configs/quickstart.py"]
     [train] = checkout("scripts/quickstart.sh", "--model", "a b.gguf", "--config.seed=1")
     assert train[3:] == ["configs/quickstart.py", "--config.model.path=a b.gguf", "--config.seed=1"]
+
+
+def test_an_environment_that_was_made_by_half_is_made_again(checkout, tmp_path):
+    python = tmp_path / ".venv/bin/python"  # the first of its files; venv was killed while it installed pip
+    python.parent.mkdir(parents=True)
+    shutil.copy(tmp_path / "tools/python", python)
+    assert ["-m", "venv", ".venv"] in checkout("scripts/quickstart.sh")
 
 
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):

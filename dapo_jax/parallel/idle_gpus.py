@@ -1,0 +1,53 @@
+"""Host: GPUs of this host that no process of the run uses."""
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from itertools import takewhile
+
+import jax
+
+from dapo_jax.parallel.processes import gather
+
+NVIDIA_SMI_TIMEOUT_S = 60
+
+
+def idle_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
+    """A warning if JAX has fewer GPUs on this host than there are; None if it has them all.
+
+    Every process must call it.
+    """
+    host = socket.gethostname()
+    devices = [count for name, count in gather([host, jax.local_device_count()]) if name == host]
+    named = gpus_of_host(environment, len(devices))
+    source, count = max(named.items(), key=lambda item: item[1], default=("", 0))
+    if sum(devices) >= count:
+        return None
+    return (
+        f"JAX uses {sum(devices)} of the {count} GPUs that {source} names on {host}: under Slurm start a task per GPU, "
+        "elsewhere correct CUDA_VISIBLE_DEVICES or JAX_LOCAL_DEVICE_IDS; if this is meant, set mesh.data in place of -1"
+    )
+
+
+def gpus_of_host(environment: Mapping[str, str], num_processes: int) -> dict[str, int]:
+    """How many GPUs this host has for the run, by what says so.
+
+    Args:
+        num_processes: of the run on this host.
+    """
+    found = {}
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        visible = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
+        found["CUDA_VISIBLE_DEVICES"] = len(list(takewhile(lambda name: name not in ("", "-1"), visible)))
+    for name, factor in (("SLURM_GPUS_ON_NODE", 1), ("SLURM_GPUS_PER_TASK", num_processes)):
+        if number := re.search(r"\d+$", environment.get(name, "")):  # 4, or a100:4
+            found[name] = int(number[0]) * factor
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], env=dict(environment), timeout=NVIDIA_SMI_TIMEOUT_S, capture_output=True
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return found
+    return found | {"nvidia-smi": len(re.findall(rb"^GPU \d", listed.stdout, re.MULTILINE))}
