@@ -26,7 +26,7 @@ from dapo_jax.evaluation import Receive, evaluate
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.other_runs import Trained, find_trained
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.places import is_address
+from dapo_jax.places import output_folder
 from dapo_jax.policies import load_base, load_trained
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.run import Run, describe, open_run
@@ -53,12 +53,8 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         ValueError: the config, the model or the problems do not fit together, there is no such checkpoint, or
             `output` holds another evaluation.
     """
-    if is_address(str(output)):
-        raise ValueError(f"--output={output} must be a directory of this machine: copy it to the bucket afterwards")
-    output = Path(output).expanduser()
     validate(config, training=False)
-    if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
-        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
+    output = output_folder(output)
     checkpoints = _checkpoints(config, step, all_steps)
     if checkpoints:
         config = dataclasses.replace(

@@ -31,7 +31,7 @@ from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.places import is_address, local_model
+from dapo_jax.places import local_model, output_folder
 from dapo_jax.policies import first_model, load_base, lora_of, read_model, trained_params
 from dapo_jax.run import check_mesh
 
@@ -66,13 +66,9 @@ def export(
         ValueError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
             `adapter` without model.lora.
     """
-    if is_address(str(output)):
-        raise ValueError(f"--output={output} must be a directory of this machine: copy it to the bucket afterwards")
-    output, lora = Path(output).expanduser(), lora_of(config)
+    output, lora = output_folder(output), lora_of(config)
     if adapter and lora is None:
         raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
-    if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
-        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
     config, step = pinned(config), _chosen_step(config, step)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)

@@ -46,6 +46,16 @@ def place_of(path: str) -> epath.Path:
     return epath.Path(path)
 
 
+def output_folder(path: str | Path) -> Path:
+    """The directory that a command writes to. ValueError if it holds something, or is not of this machine."""
+    if is_address(str(path)):
+        raise ValueError(f"--output={path} must be a directory of this machine: copy it to the bucket afterwards")
+    output = Path(path).expanduser()
+    if output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None):
+        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
+    return output
+
+
 def copy_of(address: str, kind: str) -> Path:
     """Where this machine keeps its copy of what is at `address`."""
     return CACHE.expanduser() / kind / address.partition("://")[2].strip("/")
