@@ -61,8 +61,13 @@ def test_a_model_is_copied_once_and_again_when_it_has_changed(bucket):
     assert sorted(path.name for path in copy.iterdir()) == ["b.safetensors", "config.json"]
     (bucket / "model" / "config.json").write_text("longer than before")
     assert (local_model(address) / "config.json").read_text() == "longer than before"
-    (bucket / "m.gguf").write_text("weights")
-    assert local_model(f"{ADDRESS}/m.gguf").read_text() == "weights"
+    (bucket / "model" / "m.gguf").write_text("weights")
+    assert local_model(f"{ADDRESS}/model/m.gguf").read_text() == "weights"
+    assert (local_model(address) / "m.gguf").read_text() == "weights"
+    (bucket / "model" / "tuned").mkdir()
+    (bucket / "model" / "tuned" / "config.json").write_text("tuned")
+    assert (local_model(f"{address}/tuned") / "config.json").read_text() == "tuned"
+    assert (local_model(address) / "config.json").read_text() == "longer than before"
     with pytest.raises(ValueError, match="the model path gs://bucket/none does not exist"):
         local_model(f"{ADDRESS}/none")
 
