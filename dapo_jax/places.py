@@ -63,10 +63,13 @@ def local_model(path: str) -> Path:
     place = place_of(path)
     if not place.exists():
         raise ValueError(f"the model path {path} does not exist: give a Hugging Face model directory or a .gguf file")
-    folder = copy_of(path, "models")
-    is_file = not place.is_dir()
-    _copy([place] if is_file else [file for file in place.iterdir() if file.suffix in MODEL_FILES], folder)
-    return folder / place.name if is_file else folder
+    if place.is_dir():
+        folder = copy_of(path, "models")
+        _copy([file for file in place.iterdir() if file.suffix in MODEL_FILES], folder)
+        return folder
+    folder = copy_of(path, "model_files")
+    _copy([place], folder)
+    return folder / place.name
 
 
 def _copy(files: list[epath.Path], folder: Path) -> None:
@@ -76,6 +79,8 @@ def _copy(files: list[epath.Path], folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = {file.name: (file, file.stat()) for file in files}
         for path in folder.iterdir():
+            if path.is_dir() or path.suffix == ".lock":  # of a model at a longer address
+                continue
             file, state = found.get(path.name, (None, None))
             if state is None or (path.stat().st_size, int(path.stat().st_mtime)) != (state.length, int(state.mtime)):
                 path.unlink()

@@ -15,6 +15,7 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 from dapo_jax import places
 from dapo_jax.checkpoint import saved_steps
 from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.evaluate import bench
 from dapo_jax.export import export
 from dapo_jax.other_runs import find_trained
 from dapo_jax.places import address_problem, local_model, place_of
@@ -60,10 +61,23 @@ def test_a_model_is_copied_once_and_again_when_it_has_changed(bucket):
     assert sorted(path.name for path in copy.iterdir()) == ["b.safetensors", "config.json"]
     (bucket / "model" / "config.json").write_text("longer than before")
     assert (local_model(address) / "config.json").read_text() == "longer than before"
-    (bucket / "m.gguf").write_text("weights")
-    assert local_model(f"{ADDRESS}/m.gguf").read_text() == "weights"
+    (bucket / "model" / "m.gguf").write_text("weights")
+    assert local_model(f"{ADDRESS}/model/m.gguf").read_text() == "weights"
+    assert (local_model(address) / "m.gguf").read_text() == "weights"
+    (bucket / "model" / "tuned").mkdir()
+    (bucket / "model" / "tuned" / "config.json").write_text("tuned")
+    assert (local_model(f"{address}/tuned") / "config.json").read_text() == "tuned"
+    assert (local_model(address) / "config.json").read_text() == "longer than before"
     with pytest.raises(ValueError, match="the model path gs://bucket/none does not exist"):
         local_model(f"{ADDRESS}/none")
+
+
+def test_outputs_of_commands_are_not_written_to_a_directory_called_gs(bucket, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory of this machine"):
+        export(small_config(tmp_path), f"{ADDRESS}/out")
+    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory of this machine"):
+        bench(small_config(tmp_path), f"{ADDRESS}/out")
 
 
 def test_a_copy_without_room_is_refused(bucket, monkeypatch):

@@ -93,9 +93,9 @@ def _wait_for_end(workdir: epath.Path, number: int) -> None:
     logger.warning(
         "workdir=%s is held by %s: waiting up to %.0f s for a sign of life", workdir, _name(text), DEAD_AFTER_S
     )
-    start = time.monotonic()
-    while time.monotonic() - start < DEAD_AFTER_S:
-        time.sleep(min(BEAT_S, DEAD_AFTER_S) / 5)
+    pause = min(BEAT_S, DEAD_AFTER_S) / 5
+    for _ in range(round(DEAD_AFTER_S / pause)):  # looks, not seconds: a server that is away stops both
+        time.sleep(pause)
         now = _read(path)
         found = _parsed(now)
         if found is None or "released" in found:
@@ -127,9 +127,12 @@ def _beat(workdir: epath.Path, number: int, ended: threading.Event) -> None:
             continue
         if ended.is_set():
             return
-        taker = f"is now held by {_name(_read(_file(workdir, newest)))}" if newest > number else "has lost its lock"
+        taker = "another process"
+        with suppress(Exception):
+            taker = _name(_read(_file(workdir, newest)))
+        found = f"is now held by {taker}" if newest > number else "has lost its lock"
         print(
-            f"dapo_jax: workdir={workdir} {taker}: this process, which gave no sign of life for {DEAD_AFTER_S:.0f} s "
+            f"dapo_jax: workdir={workdir} {found}: this process, which gave no sign of life for {DEAD_AFTER_S:.0f} s "
             "or whose lock was removed, ends without saving",
             file=sys.stderr,
             flush=True,
