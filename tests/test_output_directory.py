@@ -1,7 +1,7 @@
 import pytest
 
 from dapo_jax import evaluate, output_directory
-from dapo_jax.output_directory import check_output
+from dapo_jax.output_directory import new_output
 
 
 def write(output, names):
@@ -23,7 +23,7 @@ def test_a_directory_that_is_there_is_whole(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         write(output, killed())
-    check_output(output)
+    new_output(output)
     assert files(tmp_path) == ["deep/out.partial/config.json"]
     write(output, ["weights"])
     assert files(tmp_path) == ["deep/out/weights"] and not output.with_name("out.partial").exists()
@@ -34,7 +34,7 @@ def test_only_a_new_or_an_empty_directory_is_written(tmp_path, monkeypatch):
     assert files(tmp_path) == ["weights"]
     for taken in (tmp_path, tmp_path / "weights"):
         with pytest.raises(ValueError, match="must be a new or an empty directory"):
-            check_output(taken)
+            new_output(taken)
     (tmp_path / "volume").mkdir()
     monkeypatch.setattr(output_directory.Path, "rmdir", lambda path: (_ for _ in ()).throw(OSError(16, "busy")))
     with pytest.raises(ValueError, match="volume cannot be replaced .*busy.*: name a new directory inside it"):
