@@ -49,4 +49,4 @@ def test_no_evaluation_is_made_twice_if_missing(tmp_path, monkeypatch, capsys):
     evaluate.main([*command, str(tmp_path / "out")])
     write(tmp_path / "out", ["metrics.json"])
     evaluate.main([*command, str(tmp_path / "out")])
-    assert made == [tmp_path / "out"]
+    assert made == [str(tmp_path / "out")]
