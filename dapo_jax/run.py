@@ -49,6 +49,7 @@ from dapo_jax.parallel.sharding import (
     replicated,
 )
 from dapo_jax.policies import load_base, load_reference, lora_of, read_model
+from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine
@@ -138,6 +139,8 @@ def open_run(
         stack.enter_context(jax.set_mesh(mesh))
         functions = [reward_function(config), *(task.options.reward_function for task in task_sets)]
         verifiers = {name: stack.enter_context(verifier_pool(config, name)) for name in dict.fromkeys(functions)}
+        for rows, name in zip((train_set.rows, *(task.prompts.rows for task in task_sets)), functions, strict=True):
+            check_ground_truths(rows, name, verifiers[name])
         engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
         stack.callback(engine.close)
         console = Console(
