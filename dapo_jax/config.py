@@ -335,7 +335,8 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    total_training_steps: int = 100  # batches trained on
+    total_training_steps: int = 100  # batches trained on; -1 = as many as total_epochs says
+    total_epochs: int | None = None  # at most total_epochs x prompts // train_batch_size steps; null = no such bound
     critic_warmup: int = 0  # first training steps that update the critic alone; the policy's schedule starts after
     save_freq: int = 10  # training steps between checkpoints; -1 = only at the end
     test_freq: int = 10  # training steps between evaluations; -1 = only at the end

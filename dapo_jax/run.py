@@ -63,6 +63,7 @@ from dapo_jax.settings import (
     critic_settings,
     device_notes,
     engine_settings,
+    with_total_steps,
 )
 from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
 from dapo_jax.validation import trained, uses_critic
@@ -125,6 +126,8 @@ def open_run(
             {"the training prompts": train_set.checksum()}
             | {f"the prompts of {task.options.name or 'evaluation'}": task.prompts.checksum() for task in task_sets}
         )
+    if training:
+        config = with_total_steps(config, len(train_set), done=initial_step)
     mesh, rollout_mesh = make_meshes(config)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)

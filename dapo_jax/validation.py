@@ -63,7 +63,7 @@ POSITIVE = (
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
     "data.reasoning_gym.num_train "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor "
+    "trainer.max_ckpt_to_keep mesh.fsdp mesh.tensor "
     "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
     "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
     "model.random.num_kv_heads model.random.head_dim"
@@ -76,6 +76,7 @@ NOT_NEGATIVE = (
     "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.weight_decay"
 ).split()
 OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
+    "trainer.total_training_steps": "as many as trainer.total_epochs says",
     "trainer.save_freq": "only at the end",
     "trainer.test_freq": "only at the end",
     "mesh.data": "what the other axes leave",
@@ -83,6 +84,7 @@ OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
 MAX_WORKERS = 1024  # verifier processes of one training process
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 POSITIVE_OR_NULL = (
+    "trainer.total_epochs",
     "data.gen_batch_size",
     "actor.loss_scale_factor",
     "critic.ppo_mini_batch_size",
@@ -167,8 +169,11 @@ def _range_problems(config: Config) -> list[str]:
     if not 0 <= config.trainer.stopped_exit_code <= 255:
         problems.append(f"trainer.stopped_exit_code={config.trainer.stopped_exit_code} must be in 0..255")
     profiled, last = config.trainer.profile_steps, config.trainer.total_training_steps
-    if any(type(step) is not int or not 1 <= step <= last for step in profiled):
-        problems.append(f"trainer.profile_steps={profiled} must be training steps, of 1..{last}: such as (2,3)")
+    if any(type(step) is not int or step < 1 or 0 < last < step for step in profiled):
+        of = f"1..{last}" if last > 0 else "1 and more"
+        problems.append(f"trainer.profile_steps={profiled} must be training steps, of {of}: such as (2,3)")
+    if last == -1 and config.trainer.total_epochs is None:
+        problems.append("trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them")
     for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop"):
         if not 0 <= getattr(config.monitor.alarms, name) <= 1:
             problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
@@ -476,6 +481,6 @@ def warnings(config: Config) -> list[str]:
             "algorithm.filter_groups.leftover=carry with actor.old_logprob=recompute: carried groups are treated as "
             "if the newer policy had sampled them"
         )
-    if config.trainer.critic_warmup >= config.trainer.total_training_steps:
+    if config.trainer.critic_warmup >= config.trainer.total_training_steps > 0:
         found.append("trainer.critic_warmup leaves no step that updates the policy")
     return found

@@ -340,7 +340,11 @@ def test_what_must_not_be_negative_is_refused_below_zero(key):
 def test_minus_one_has_a_meaning_and_zero_has_none(key):
     for value in (0, -2):
         assert_one(problems({key: value}), rf"^{key}={value} must be greater than 0, or -1 \({OFF_OR_POSITIVE[key]}\)$")
-    assert problems({key: -1}) == []
+    assert problems({"trainer.total_epochs": 1, key: -1}) == []
+
+
+def test_as_many_steps_as_the_epochs_say_needs_epochs():
+    assert_one(problems({"trainer.total_training_steps": -1}), "total_training_steps=-1 needs trainer.total_epochs")
 
 
 @pytest.mark.parametrize(
