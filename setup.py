@@ -32,6 +32,7 @@ setup(
         "quickstart": ["gguf>=0.17"],
         "hub": ["huggingface_hub>=0.30"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],
+        "wandb": ["wandb>=0.19"],
         "plots": ["matplotlib>=3.8"],
         "test": [
             "pytest>=8",

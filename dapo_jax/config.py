@@ -347,6 +347,9 @@ class TrainerConfig:
     best_metric_mode: str = "max"  # max | min
     rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
     rollout_devices: int = 0  # with rollout_ahead: devices that sample, of all processes together; 0 = a half
+    logger: tuple[str, ...] = ("console", "tensorboard")  # beside metrics.jsonl: console | tensorboard | wandb
+    project_name: str = "dapo_jax"  # of the run in Weights & Biases (logger wandb: pip install 'dapo_jax[wandb]')
+    experiment_name: str = ""  # the run's name there; empty = the last part of workdir
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
     coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone
     num_processes: int = 0  # 0 = JAX finds out; 1 = this process is alone

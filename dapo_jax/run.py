@@ -150,7 +150,7 @@ def open_run(
             config.trainer.total_training_steps,
             initial_step=initial_step,
             enabled=training and is_first(),
-            mode=config.monitor.console,
+            mode=config.monitor.console if "console" in config.trainer.logger else "quiet",
         )
         stack.callback(console.close)
         timers = StageTimers()

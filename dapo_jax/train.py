@@ -28,6 +28,7 @@ from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
+from dapo_jax.monitor.weights_and_biases import check_installed
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
@@ -61,6 +62,8 @@ def train(config: Config) -> Models:
         Stopped: a signal asked the run to stop, and its state is saved.
     """
     validate(config)
+    if "wandb" in config.trainer.logger:
+        check_installed()
     with open_workdir(config.workdir, detailed=config.monitor.console == "detailed", process=jax.process_index()):
         return _train(config)
 
@@ -101,7 +104,14 @@ def open_records(config: Config, progress: Progress | None) -> RunRecords | NoRe
     write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
     write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
-    return RunRecords(config.workdir, resume_step=last_row)
+    trainer = config.trainer
+    return RunRecords(
+        config.workdir,
+        resume_step=last_row,
+        logger=trainer.logger,
+        project_name=trainer.project_name,
+        experiment_name=trainer.experiment_name,
+    )
 
 
 def run_steps(

@@ -8,6 +8,7 @@ from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.config import (
     Config,
+    TrainerConfig,
     gen_batch_size,
     micro_batch_size,
     mini_batch_size,
@@ -20,6 +21,7 @@ from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
+from dapo_jax.monitor.records import TRACKERS
 from dapo_jax.rollout.shapes import bucket
 from dapo_jax.task_sets import held_out_options, parse_tasks
 
@@ -172,6 +174,14 @@ def _range_problems(config: Config) -> list[str]:
     if any(type(step) is not int or step < 1 or 0 < last < step for step in profiled):
         of = f"1..{last}" if last > 0 else "1 and more"
         problems.append(f"trainer.profile_steps={profiled} must be training steps, of {of}: such as (2,3)")
+    logger, default = config.trainer.logger, TrainerConfig()
+    if not {*logger} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
+        problems.append(f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)}, each once")
+    if "console" not in logger and config.monitor.console not in ("steps", "quiet"):
+        problems.append(f"monitor.console={config.monitor.console} needs 'console' in trainer.logger={logger}: add it")
+    for name in ("project_name", "experiment_name"):
+        if "wandb" not in logger and getattr(config.trainer, name) != getattr(default, name):
+            problems.append(f"trainer.{name} needs 'wandb' in trainer.logger={logger}: add it, or leave out the name")
     if last == -1 and config.trainer.total_epochs is None:
         problems.append("trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them")
     for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop"):
