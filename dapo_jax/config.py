@@ -122,6 +122,7 @@ class OverlongBufferConfig:
     enable: bool = False  # DAPO's recipes: True
     len: int = 256  # tokens before max_response_length over which the penalty grows
     penalty_factor: float = 1.0  # penalty of a response of max_response_length tokens
+    log: bool = True  # of an enabled one, the share of penalised responses: rollout/overlong/mean (verl: False)
 
 
 @dataclass(frozen=True)

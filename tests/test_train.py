@@ -154,7 +154,7 @@ def test_the_overlong_penalty_reaches_the_reward(tmp_path):
     }  # fmt: skip
     train(small_config(tmp_path, **changes))
     row = read_metrics(tmp_path)[-1]
-    assert row["rollout/overlong_reward/mean"] < 0
+    assert row["rollout/overlong_reward/mean"] < 0 < row["rollout/overlong/mean"] <= 1
     np.testing.assert_allclose(
         row["rollout/seq_reward/mean"], row["rollout/score/mean"] + row["rollout/overlong_reward/mean"], atol=1e-5
     )

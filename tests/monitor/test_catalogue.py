@@ -24,7 +24,8 @@ WITH_CRITIC = {
     "algorithm.rollout_correction.rollout_rs_threshold": ("2.0", "2.0"),
     "actor.entropy_coeff": 0.01, "evaluate.bootstrap": True, "monitor.detailed_stats": True,
 }  # fmt: skip
-GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True, "actor.policy_loss.loss_mode": "kl_cov"}
+GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True, "actor.policy_loss.loss_mode": "kl_cov",
+           "reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4}  # fmt: skip
 
 
 def documentation_script():
