@@ -317,12 +317,18 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class CriticModelConfig:
+    path: str = ""  # Hugging Face directory or .gguf file of the policy's architecture; empty = the policy's weights
+
+
+@dataclass(frozen=True)
 class CriticConfig:
-    """A value function, the model of model.path with a scalar head, trained if adv_estimator needs one (gae).
+    """A value function, a transformer like the policy's with a scalar head, trained if adv_estimator needs one (gae).
 
     actor.loss_scale_factor and actor.count_empty_sequences hold for its loss too.
     """
 
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int | None = None  # prompts per optimizer step; null = the actor's
     ppo_micro_batch_size_per_device: int | None = None  # responses per pass on one device; null = the actor's
     ppo_epochs: int = 1  # passes over a training batch

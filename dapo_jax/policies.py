@@ -147,6 +147,27 @@ def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], A
     return freeze(load_policy(path, arch, mesh))
 
 
+def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of critic.model.path, sharded for training; with `score` if the file has a scalar head.
+
+    Args:
+        arch: of the policy. The critic's must be the same but for the head: both see the same tokens, and the mesh,
+            kernels and micro-batches are chosen for it.
+    """
+    if find_trained(path) is not None:
+        raise ValueError(
+            f"critic.model.path={path} is a run's: name a model's files, such as those that dapo_jax.export writes"
+        )
+    own = read_model_architecture(Path(path).expanduser())
+    free = {"scalar_head": False, "tie_embeddings": arch.tie_embeddings, "initializer_range": arch.initializer_range}
+    if dataclasses.replace(own, **free) != arch:
+        raise ValueError(
+            f"critic.model.path={path} must have the architecture of model.path but for the head: choose another, or "
+            "leave it empty for the policy's weights"
+        )
+    return load_params(Path(path).expanduser(), own, place_weight(mesh, TRAIN_RULES))
+
+
 def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     """The float32 parameters of the language model at `path`, sharded for training."""
     trained = find_trained(path)

@@ -48,7 +48,7 @@ from dapo_jax.parallel.sharding import (
     move,
     replicated,
 )
-from dapo_jax.policies import load_base, load_reference, lora_of, read_model
+from dapo_jax.policies import load_base, load_critic, load_reference, lora_of, read_model
 from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
@@ -332,11 +332,18 @@ def describe(run: Run) -> str:
 
 
 def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic | None, mesh: Mesh) -> Models:
-    """The policy of model.path, and a critic with its weights and a zero head."""
+    """The policy of model.path, and a critic: with a zero head on its weights or on those of critic.model.path, or with
+    the scalar head that the latter has.
+    """
     if lora_of(config) is not None:
         state = actor.trainable.init_random(config.seed)
-        trunk = load_base(config, arch, mesh) if critic is not None else None
     else:
         state = actor.trainable.init_from(load_base(config, arch, mesh))
-        trunk = state.params
-    return Models(actor=state, critic=critic.init_from_policy(trunk) if critic is not None else None)
+    if critic is None:
+        return Models(actor=state, critic=None)
+    if config.critic.model.path:
+        trunk = load_critic(config.critic.model.path, arch, mesh)
+    else:
+        trunk = state.params if lora_of(config) is None else load_base(config, arch, mesh)
+    begin = critic.trainable.init_from if "score" in trunk else critic.init_from_policy
+    return Models(actor=state, critic=begin(trunk))
