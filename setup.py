@@ -34,6 +34,7 @@ setup(
         "gcs": ["etils[epath-gcs]>=1.14", "google-cloud-storage>=2.19"],  # gs:// addresses; Orbax deletes by the second
         "hub": ["huggingface_hub>=0.30"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],
+        "wandb": ["wandb>=0.19"],
         "plots": ["matplotlib>=3.8"],
         "test": [
             "pytest>=8",

@@ -125,6 +125,7 @@ class OverlongBufferConfig:
     enable: bool = False  # DAPO's recipes: True
     len: int = 256  # tokens before max_response_length over which the penalty grows
     penalty_factor: float = 1.0  # penalty of a response of max_response_length tokens
+    log: bool = True  # of an enabled one, the share of penalised responses: rollout/overlong/mean (verl: False)
 
 
 @dataclass(frozen=True)
@@ -319,12 +320,18 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True)
+class CriticModelConfig:
+    path: str = ""  # Hugging Face directory or .gguf file of the policy's architecture; empty = the policy's weights
+
+
+@dataclass(frozen=True)
 class CriticConfig:
-    """A value function, the model of model.path with a scalar head, trained if adv_estimator needs one (gae).
+    """A value function, a transformer like the policy's with a scalar head, trained if adv_estimator needs one (gae).
 
     actor.loss_scale_factor and actor.count_empty_sequences hold for its loss too.
     """
 
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int | None = None  # prompts per optimizer step; null = the actor's
     ppo_micro_batch_size_per_device: int | None = None  # responses per pass on one device; null = the actor's
     ppo_epochs: int = 1  # passes over a training batch
@@ -338,7 +345,8 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    total_training_steps: int = 100  # batches trained on
+    total_training_steps: int = 100  # batches trained on; -1 = as many as total_epochs says
+    total_epochs: int | None = None  # at most total_epochs x prompts // train_batch_size steps; null = no such bound
     critic_warmup: int = 0  # first training steps that update the critic alone; the policy's schedule starts after
     save_freq: int = 10  # training steps between checkpoints; -1 = only at the end
     save_minutes: float = 0.0  # beside them, a checkpoint once the newest is so many minutes old; 0 = off
@@ -350,6 +358,9 @@ class TrainerConfig:
     best_metric_mode: str = "max"  # max | min
     rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
     rollout_devices: int = 0  # with rollout_ahead: devices that sample, of all processes together; 0 = a half
+    logger: tuple[str, ...] = ("console", "tensorboard")  # beside metrics.jsonl: console | tensorboard | wandb
+    project_name: str = "dapo_jax"  # of the run in Weights & Biases (logger wandb: pip install 'dapo_jax[wandb]')
+    experiment_name: str = ""  # the run's name there; empty = the last part of workdir
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
     checkpoint_timeout_s: int = 3600  # seconds in which a checkpoint must be written (Orbax: 1200), else the run ends
     coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone

@@ -171,7 +171,7 @@ USES = (
         lambda config: bool(config.reward.model.path),
     ),
     _use("reward.model.function_weight", VERIFIED, _verifies),
-    _with("reward.overlong_buffer.len|penalty_factor", "reward.overlong_buffer.enable", True),
+    _with("reward.overlong_buffer.len|penalty_factor|log", "reward.overlong_buffer.enable", True),
     *(
         _with(f"algorithm.{name}", ESTIMATOR, *_having(name, ESTIMATORS))
         for name in ("norm_adv_by_std_in_grpo", "gamma", "lam")
@@ -232,6 +232,11 @@ USES = (
     _use("trainer.test_freq", MEASURED, _measures, idle=-1),
     _use("trainer.keep_best_ckpt", f"trainer.best_metric, or {MEASURED}", _chooses_best, idle=0),
     _use("trainer.best_metric_mode", f"trainer.best_metric, or {MEASURED}", _chooses_best),
+    _use(
+        "trainer.project_name|experiment_name",
+        "'wandb' in trainer.logger",
+        lambda config: "wandb" in config.trainer.logger,
+    ),
     _with("trainer.rollout_devices", "trainer.rollout_ahead", 1),
     _with("trainer.stop_patience_s", "trainer.rollout_ahead", 0),
     _use("monitor.alarms.heldout_drop monitor.detailed_stats", MEASURED, _measures),

@@ -1,5 +1,6 @@
 """Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,28 @@ def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], A
     if config.reference.path is not None and _architecture(path) != arch:
         raise ValueError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
     return freeze(load_policy(path, arch, mesh))
+
+
+def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of critic.model.path, sharded for training; with `score` if the file has a scalar head.
+
+    Args:
+        arch: of the policy. The critic's must be the same but for the head: both see the same tokens, and the mesh,
+            kernels and micro-batches are chosen for it.
+    """
+    if find_trained(path) is not None:
+        raise ValueError(
+            f"critic.model.path={path} is a run's: name a model's files, such as those that dapo_jax.export writes"
+        )
+    place = local_model(path)
+    own = read_model_architecture(place)
+    free = {"scalar_head": False, "tie_embeddings": arch.tie_embeddings, "initializer_range": arch.initializer_range}
+    if dataclasses.replace(own, **free) != arch:
+        raise ValueError(
+            f"critic.model.path={path} must have the architecture of model.path but for the head: choose another, or "
+            "leave it empty for the policy's weights"
+        )
+    return load_params(place, own, place_weight(mesh, TRAIN_RULES))
 
 
 def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:

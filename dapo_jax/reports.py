@@ -150,6 +150,7 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
     accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
     evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
     problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
+    tensorboard = [("TensorBoard", f"tensorboard --logdir {workdir / 'tensorboard'}")]
     seconds = dict(sorted(run.timers.totals.items(), key=lambda item: -item[1]))
     return [
         ("held-out accuracy before", accuracies.get(0)),
@@ -162,6 +163,6 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
         ("groups kept", progress.groups_kept),
         ("groups dropped", progress.groups_dropped),
         ("seconds per stage", seconds),
-        ("TensorBoard", f"tensorboard --logdir {workdir / 'tensorboard'}"),
+        *(tensorboard if "tensorboard" in run.config.trainer.logger else []),
         ("checkpoints", checkpoint_dir(run.config)),
     ]

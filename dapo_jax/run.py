@@ -51,7 +51,8 @@ from dapo_jax.parallel.sharding import (
     replicated,
 )
 from dapo_jax.parallel.stopping import Pace, unpaced
-from dapo_jax.policies import load_base, load_reference, lora_of, read_model
+from dapo_jax.policies import load_base, load_critic, load_reference, lora_of, read_model
+from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine
@@ -65,6 +66,7 @@ from dapo_jax.settings import (
     critic_settings,
     device_notes,
     engine_settings,
+    with_total_steps,
 )
 from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
 
@@ -127,6 +129,8 @@ def open_run(
             {"the training prompts": train_set.checksum()}
             | {f"the prompts of {task.options.name or 'evaluation'}": task.prompts.checksum() for task in task_sets}
         )
+    if training:
+        config = with_total_steps(config, len(train_set), done=initial_step)
     mesh, rollout_mesh = make_meshes(config)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
@@ -143,13 +147,15 @@ def open_run(
         stack.enter_context(jax.set_mesh(mesh))
         functions = [reward_function(config), *(task.options.reward_function for task in task_sets)]
         verifiers = {name: stack.enter_context(verifier_pool(config, name)) for name in dict.fromkeys(functions)}
+        for rows, name in zip((train_set.rows, *(task.prompts.rows for task in task_sets)), functions, strict=True):
+            check_ground_truths(rows, name, verifiers[name])
         engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
         stack.callback(engine.close)
         console = Console(
             config.trainer.total_training_steps,
             initial_step=initial_step,
             enabled=training and is_first(),
-            mode=config.monitor.console,
+            mode=config.monitor.console if "console" in config.trainer.logger else "quiet",
         )
         stack.callback(console.close)
         timers = StageTimers()
@@ -332,11 +338,18 @@ def describe(run: Run) -> str:
 
 
 def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic | None, mesh: Mesh) -> Models:
-    """The policy of model.path, and a critic with its weights and a zero head."""
+    """The policy of model.path, and a critic: with a zero head on its weights or on those of critic.model.path, or with
+    the scalar head that the latter has.
+    """
     if lora_of(config) is not None:
         state = actor.trainable.init_random(config.seed)
-        trunk = load_base(config, arch, mesh) if critic is not None else None
     else:
         state = actor.trainable.init_from(load_base(config, arch, mesh))
-        trunk = state.params
-    return Models(actor=state, critic=critic.init_from_policy(trunk) if critic is not None else None)
+    if critic is None:
+        return Models(actor=state, critic=None)
+    if config.critic.model.path:
+        trunk = load_critic(config.critic.model.path, arch, mesh)
+    else:
+        trunk = state.params if lora_of(config) is None else load_base(config, arch, mesh)
+    begin = critic.trainable.init_from if "score" in trunk else critic.init_from_policy
+    return Models(actor=state, critic=begin(trunk))

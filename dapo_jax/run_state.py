@@ -64,7 +64,7 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
             f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to go on "
             "from one of its earlier checkpoints"
         )
-    if origin is not None and origin.step > total:
+    if origin is not None and origin.step > total > 0:  # -1: known once the prompts are read
         raise ValueError(
             f"trainer.total_training_steps={total} is less than the {origin.step} steps that {origin.directory} has "
             "done: raise it, or choose another workdir"

@@ -110,12 +110,18 @@ def add_model_scores(
 
 
 def shape(experience: Experience, config: Config, mesh: Mesh) -> Experience:
-    """Adds the scores `overlong_reward` and `seq_reward`, the reward of the whole response."""
+    """Adds the scores `overlong_reward` and `seq_reward`, the reward of the whole response.
+
+    With a buffer whose log is on, also `overlong`: 1 where the penalty is not 0, else 0.
+    """
     buffer = config.reward.overlong_buffer
-    return shape_rewards(
+    shaped = shape_rewards(
         experience,
         max_response_length=config.data.max_response_length,
         overlong_buffer_length=buffer.len if buffer.enable else 0,
         overlong_penalty_factor=buffer.penalty_factor,
         mesh=mesh,
     )
+    if not (buffer.enable and buffer.log):
+        return shaped
+    return shaped.with_scores(overlong=(shaped.scores["overlong_reward"] < 0).astype(np.float32))

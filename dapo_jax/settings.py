@@ -1,7 +1,9 @@
 """Host: from the config to the settings of the compiled functions, as the model and the devices allow them."""
 
+import dataclasses
 import functools
 import json
+import logging
 import os
 from typing import Any
 
@@ -24,6 +26,35 @@ from dapo_jax.parallel.mesh import platform
 from dapo_jax.policies import lora_of
 from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
+
+logger = logging.getLogger(__name__)
+
+
+def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
+    """`config` with the number of training steps that trainer.total_epochs and total_training_steps allow.
+
+    An epoch is as many steps as it takes to train on `num_prompts` groups. So the number, on which learning rates
+    depend, is known before the first step; prompts that the filter drops make the run go through the rows more often
+    (metric data/epoch).
+
+    Raises:
+        ValueError: there is no such step, or `done` and trainer.profile_steps go beyond the last.
+    """
+    trainer, batch = config.trainer, config.data.train_batch_size
+    if trainer.total_epochs is None:
+        return config
+    steps, given = trainer.total_epochs * num_prompts // batch, trainer.total_training_steps
+    name = f"trainer.total_epochs={trainer.total_epochs} ({steps} steps of {batch} of {num_prompts} prompts)"
+    if 0 < given < steps:
+        logger.warning("trainer.total_training_steps=%d ends the run before %s: -1 leaves it to these", given, name)
+        return config
+    if steps < max(done, *trainer.profile_steps, 1):
+        raise ValueError(
+            f"{name} must reach step 1, the last one done ({done}) and trainer.profile_steps={trainer.profile_steps}: "
+            "raise it, or change these or the workdir"
+        )
+    logger.info("%s", name)
+    return dataclasses.replace(config, trainer=dataclasses.replace(trainer, total_training_steps=steps))
 
 
 def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:

@@ -29,6 +29,7 @@ from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
+from dapo_jax.monitor.weights_and_biases import check_installed
 from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
@@ -62,6 +63,8 @@ def train(config: Config) -> Models:
         Stopped: a signal asked the run to stop, and its state is saved.
     """
     validate(config)
+    if "wandb" in config.trainer.logger:
+        check_installed()
     detailed, process = config.monitor.console == "detailed", jax.process_index()
     with open_workdir(config.workdir, detailed=detailed, process=process) as workdir:
         return _train(config, workdir)
@@ -108,7 +111,15 @@ def open_records(
     write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
     write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
-    return RunRecords(config.workdir, resume_step=last_row, upload=upload)
+    trainer = config.trainer
+    return RunRecords(
+        config.workdir,
+        resume_step=last_row,
+        upload=upload,
+        logger=trainer.logger,
+        project_name=trainer.project_name,
+        experiment_name=trainer.experiment_name,
+    )
 
 
 def run_steps(

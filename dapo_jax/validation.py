@@ -20,6 +20,7 @@ from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
+from dapo_jax.monitor.records import TRACKERS
 from dapo_jax.option_uses import trained, unread_problems
 from dapo_jax.places import address_problem, is_address
 from dapo_jax.rollout.shapes import bucket
@@ -65,7 +66,7 @@ POSITIVE = (
     "critic.ppo_epochs critic.cliprange_value "
     "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
     "data.reasoning_gym.num_train "
-    "trainer.total_training_steps trainer.max_ckpt_to_keep trainer.checkpoint_timeout_s mesh.fsdp mesh.tensor "
+    "trainer.max_ckpt_to_keep trainer.checkpoint_timeout_s mesh.fsdp mesh.tensor "
     "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
     "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
     "model.random.num_kv_heads model.random.head_dim"
@@ -78,17 +79,19 @@ NOT_NEGATIVE = (
     "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.weight_decay"
 ).split()
 OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
+    "trainer.total_training_steps": "as many as trainer.total_epochs says",
     "trainer.save_freq": "only at the end",
     "trainer.test_freq": "only at the end",
     "mesh.data": "what the other axes leave",
 }
 MAY_BE_ADDRESS = (
     *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path"),
-    *("model.path", "reference.path", "reward.model.path"),
+    *("model.path", "reference.path", "critic.model.path", "reward.model.path"),
 )
 MAX_WORKERS = 1024  # verifier processes of one training process
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 POSITIVE_OR_NULL = (
+    "trainer.total_epochs",
     "data.gen_batch_size",
     "actor.loss_scale_factor",
     "critic.ppo_mini_batch_size",
@@ -189,8 +192,16 @@ def _range_problems(config: Config) -> list[str]:
     if not 0 <= config.trainer.stopped_exit_code <= 255:
         problems.append(f"trainer.stopped_exit_code={config.trainer.stopped_exit_code} must be in 0..255")
     profiled, last = config.trainer.profile_steps, config.trainer.total_training_steps
-    if any(type(step) is not int or not 1 <= step <= last for step in profiled):
-        problems.append(f"trainer.profile_steps={profiled} must be training steps, of 1..{last}: such as (2,3)")
+    if any(type(step) is not int or step < 1 or 0 < last < step for step in profiled):
+        of = f"1..{last}" if last > 0 else "1 and more"
+        problems.append(f"trainer.profile_steps={profiled} must be training steps, of {of}: such as (2,3)")
+    logger = config.trainer.logger
+    if not {*logger} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
+        problems.append(f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)}, each once")
+    if "console" not in logger and config.monitor.console not in ("steps", "quiet"):
+        problems.append(f"monitor.console={config.monitor.console} needs 'console' in trainer.logger={logger}: add it")
+    if last == -1 and config.trainer.total_epochs is None:
+        problems.append("trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them")
     for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop", "score_by_length"):
         if not 0 <= getattr(config.monitor.alarms, name) <= 1:
             problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
@@ -490,6 +501,6 @@ def warnings(config: Config) -> list[str]:
             "algorithm.filter_groups.leftover=carry with actor.old_logprob=recompute: carried groups are treated as "
             "if the newer policy had sampled them"
         )
-    if config.trainer.critic_warmup >= config.trainer.total_training_steps:
+    if config.trainer.critic_warmup >= config.trainer.total_training_steps > 0:
         found.append("trainer.critic_warmup leaves no step that updates the policy")
     return found

@@ -11,10 +11,10 @@ if its python is not given and its packages are not installed beside dapo_jax. T
     long tail N   lognormal lengths with a mean of about N / 6, cut at N; tokens after a response's end do not count.
                   Tunix has no lengths by row and is left out
 
-Columns: tokens/s is the median of the repeats after a first call, whose extra time is "compile s"; "of the limit" is
-the share of what the device could do at best: for every step the time of the matrix products alone of the rows that are
-still alive, measured on the same weights in the same run, or of reading weights and cache at the memory's bandwidth,
-whichever is longer. Peak is the most memory that the process has taken so far, earlier cases included.
+Columns: tokens/s is the median of the repeats after a first call, which compiles and whose seconds are "first s"; "of
+the limit" is the share of what the device could do at best: for every step the time of the matrix products alone of the
+rows that are still alive, measured on the same weights in the same run, or of reading weights and cache at the memory's
+bandwidth, whichever is longer. Peak is the most memory that the process has taken so far, earlier cases included.
 """
 
 import argparse

@@ -18,8 +18,8 @@ Responses are given, nothing is sampled. The peers keep all activations; dapo_ja
 computes them again). In bfloat16, weights and moments of dapo_jax and TRL (autocast) are float32, those of Tunix not.
 
 Columns: tokens/s counts prompt and response of every row, also where a prompt is run once for several rows; it is the
-median of the repeats after a first call, whose extra time is "compile s". "Of the limit" compares with the matrix
-products alone, measured in dapo_jax in the same dtype and run: three times those of forward passes over the
+median of the repeats after a first call, which compiles and whose seconds are "first s". "Of the limit" compares with
+the matrix products alone, measured in dapo_jax in the same dtype and run: three times those of forward passes over the
 micro-batches, with a prompt in every row and the head on responses only. Shared prompts can exceed it. MFU is the FLOPs
 of these products over what the device's data sheet promises in bfloat16. Peak is the most memory that the process has
 taken.

@@ -34,7 +34,7 @@ left out: `num_turns/`, `tool_call_counts/`, `response_length_non_aborted/`, `re
 | `training/off_policy/trajectory_staleness/*` | `sample/staleness/*` |
 | `timing_s/dump_rollout_generations` | `timing_s/write` |
 | `rollout/accuracy/*`, `eval/{task}/accuracy/*` | `rollout/acc/*`, `eval/{task}/acc/*` |
-| `overlong` (verl, with `overlong_buffer.log`) | `rollout/overlong_reward/*`, always there |
+| `overlong` (verl, with `overlong_buffer.log`) | `rollout/overlong/*`; `rollout/overlong_reward/*` always |
 | `actor/final_loss` | `actor/loss` |
 | `critic/kl`, `critic/kl_coef` (KL in the reward) | `actor/reward_kl_penalty`, `actor/reward_kl_penalty_coeff` |
 | `critic/loss` | `critic/vf_loss` |

@@ -289,6 +289,13 @@ nested = '{"a":' * 500 + "1" + "}" * 500
 prompts("deep_value", lines(f'{json.dumps(ROW)[:-1]}, "extra_info": {nested}}}'),
         "row 1: extra_info is nested deeper than 100 levels: flatten it")  # fmt: skip
 prompts("half_a_character", lines(asking("\ud800")), r"row 1: prompt holds '\ud800', half of a character: write the")
+prompts("truth_that_no_answer_equals", lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
+        "ground truths with which every response is wrong (1 rows)", "rows.jsonl row 2: ground_truth='five' is "
+        "no answer that arithmetic accepts")  # fmt: skip
+prompts("held_out_truth_that_no_answer_equals", lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
+        "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
+        data__task="arithmetic", data__train_files="()",
+        evaluate__tasks='{"named": {"files": "DIR/rows.jsonl"}}')  # fmt: skip
 prompts("half_a_character_in_the_truth", lines({**ROW, "reward_model": {"ground_truth": "\udfff"}}),
         r"row 1: reward_model holds '\udfff', half of a character: write the whole")  # fmt: skip
 prompts("no_utf8", lines(ROW) + b'{"prompt": "\xff"}\n', "row 2: must be a JSON object, not 'utf-8' codec", ONE_OBJECT)

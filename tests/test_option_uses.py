@@ -50,7 +50,8 @@ ALWAYS_READ = set("""
     trainer.coordinator trainer.gpu_memory_fraction trainer.heartbeat_timeout_s trainer.max_ckpt_to_keep
     trainer.max_nonfinite_steps trainer.num_processes trainer.process_id trainer.profile_steps trainer.resume_from_path
     trainer.checkpoint_timeout_s trainer.resume_mode trainer.rollout_ahead trainer.save_freq trainer.save_minutes
-    trainer.stopped_exit_code trainer.total_training_steps trainer.val_before_train workdir
+    trainer.stopped_exit_code trainer.logger trainer.total_epochs trainer.total_training_steps
+    trainer.val_before_train workdir
 """.split())
 OTHER_RULES = {  # validate has a rule of their own for where they are not read, or they then say what is so anyway
     "data.gen_batch_size", f"{CORRECTION}.rollout_rs_threshold", "actor.share_prompts",
@@ -107,6 +108,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "critic.optim.lr_scheduler_type=cosine": ({}, {"critic.optim.lr_scheduler_type": "cosine"}),
     MEASURED: (NOTHING_MEASURED, {}),
     f"trainer.best_metric, or {MEASURED}": (NOTHING_MEASURED, {}),
+    "'wandb' in trainer.logger": ({}, {"trainer.logger": ("console", "wandb")}),
     "trainer.rollout_ahead=1": ({}, {"trainer.rollout_ahead": 1}),
     "trainer.rollout_ahead=0": ({"trainer.rollout_ahead": 1}, {}),
     "a temperature above 0": ({"evaluate.temperature": 0.0}, {}),
@@ -132,7 +134,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 VALUES = {  # valid ones, where the rule below does not give one
     "actor.optim.min_lr_ratio": 0.1, "critic.optim.min_lr_ratio": 0.1, "actor.loss_scale_factor": 100.0,
     "critic.ppo_mini_batch_size": 64, "critic.ppo_micro_batch_size_per_device": 16, "critic.optim.betas": (0.8, 0.9),
-    "reference.path": "models/other", "reward.error_score": -2.0, "data.truncation": "left",
+    "reference.path": "models/other", "critic.model.path": "models/other", "trainer.project_name": "math",
+    "trainer.experiment_name": "first", "reward.error_score": -2.0, "data.truncation": "left",
     "data.prompt_key": "question", "data.train_files": ("b.parquet",), "data.val_files": ("b.parquet",),
     "data.reasoning_gym.datasets": ("gcd",), "model.lora.target_modules": ("q_proj",),
     "algorithm.keep_pos_ratio": 0.5, "algorithm.keep_neg_ratio": 0.5, f"{FILTER}.on_limit": "partial",

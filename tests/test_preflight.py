@@ -13,10 +13,12 @@ import pytest
 from jax.sharding import Mesh
 from small_run import load_config, small_config
 
+from dapo_jax import preflight as preflight_module
 from dapo_jax.config import freeze
 from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.devices import GIB, Limits, limits_of
 from dapo_jax.parallel.hlo_costs import Collective, Costs
+from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.preflight import Measured, main, read_shape, refused, seconds, summary, tables, usable_memory
 from dapo_jax.preflight_advice import advise
 from dapo_jax.step_programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
@@ -121,6 +123,12 @@ def test_of_a_gpu_only_the_share_that_jax_takes_is_usable():
     assert usable_memory(config, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
     with pytest.raises(ValueError, match="the memory of TPU v1 is not known: choose a device of TPU v4, .*H100"):
         usable_memory(config, absent("TPU v1", "tpu"), limits_of(SimpleNamespace(device_kind="TPU v1")))
+
+
+def test_a_device_that_is_here_is_asked_for_its_memory(monkeypatch):
+    mesh = make_mesh(8, 1, 1)
+    monkeypatch.setattr(preflight_module, "free_bytes", {mesh: 3.0 * GIB}.get)
+    assert usable_memory(small_config("unused"), mesh, LIMIT) == 3 * GIB
 
 
 LIMIT = Limits("device", 10 * GIB, 100.0, 10.0, 1.0)

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -6,17 +7,20 @@ import jax
 import numpy as np
 import pytest
 from reward_model_files import write_reward_model
+from safetensors.numpy import load_file, save_file
 from small_run import small_config
 
 from dapo_jax.checkpoint import Progress
 from dapo_jax.collection import Collected
 from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.critic import build_critic
 from dapo_jax.learning import recomputes
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import load_policy, load_reference, read_model
-from dapo_jax.settings import actor_settings
+from dapo_jax.run import init_models
+from dapo_jax.settings import actor_settings, critic_settings
 from dapo_jax.train import advance
 
 DATA = Path(__file__).parent / "models" / "data"
@@ -51,6 +55,51 @@ def test_a_reference_of_another_architecture_is_refused():
     message = f"reference.path={QWEN2} must have the architecture of model.path={LLAMA}"
     with pytest.raises(ValueError, match=re.escape(message)):
         reference_of({"model.path": LLAMA, "reference.path": QWEN2})
+
+
+def critic_of(policy, critic_path):
+    """The parameters that a run of the policy at `policy` and its critic begin with."""
+    config = small_config("unused", **{
+        "model.path": str(policy), "algorithm.adv_estimator": "gae", "critic.model.path": str(critic_path),
+    })  # fmt: skip
+    mesh, (arch, _) = make_mesh(8, 1, 1), read_model(config)
+    with jax.set_mesh(mesh):
+        actor = build_actor(actor_settings(config, arch, mesh), mesh)
+        critic = build_critic(critic_settings(config, arch, mesh), mesh)
+        models = init_models(config, arch, actor, critic, mesh)
+    assert models.critic is not None
+    return models.actor.params, models.critic.params
+
+
+def test_a_critic_begins_with_its_own_files(tmp_path):
+    policy = write_reward_model(tmp_path / "policy", architectures=["LlamaForCausalLM"])
+    other = write_reward_model(tmp_path / "other", architectures=["LlamaForCausalLM"])
+    tensors = {name: 2 * values for name, values in load_file(other / "model.safetensors").items()}
+    save_file(tensors, other / "model.safetensors")
+    params, begun = critic_of(policy, "")
+    same_params, twice = critic_of(policy, other)
+    assert_equal(params, same_params)
+    assert_equal(twice["layers"], jax.tree.map(lambda x: 2 * x, begun["layers"]))
+    assert not np.any(begun["score"]) and not np.any(twice["score"])
+
+
+def test_a_critic_takes_the_scalar_head_of_its_files(tmp_path):
+    policy = write_reward_model(tmp_path / "policy", architectures=["LlamaForCausalLM"])
+    scored = write_reward_model(tmp_path / "scored", initializer_range=0.5)
+    head = load_file(scored / "model.safetensors")["score.weight"]
+    np.testing.assert_array_equal(critic_of(policy, scored)[1]["score"], head[0])
+
+
+def test_a_critic_of_another_architecture_or_of_a_run_is_refused(tmp_path):
+    policy = write_reward_model(tmp_path / "policy", architectures=["LlamaForCausalLM"])
+    wider = write_reward_model(tmp_path / "wider", intermediate_size=96)
+    with pytest.raises(ValueError, match="critic.model.path=.*wider must have the architecture of model.path but for"):
+        critic_of(policy, wider)
+    config = {**dataclasses.asdict(small_config(tmp_path / "run")), "workdir": str(tmp_path / "run")}
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="critic.model.path=.*run"):
+        critic_of(policy, tmp_path / "run")
 
 
 def test_a_sequence_classification_model_is_no_policy(tmp_path):

@@ -187,6 +187,18 @@ def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
     np.testing.assert_array_equal(found["score"], EXPERIENCE.scores["score"])
 
 
+@pytest.mark.parametrize(("enable", "log"), [(True, True), (True, False), (False, True)])
+def test_the_share_of_overlong_responses_is_logged_if_asked(enable, log):
+    config = small_config("unused", **{
+        "data.max_response_length": 4, "reward.overlong_buffer.enable": enable, "reward.overlong_buffer.len": 2,
+        "reward.overlong_buffer.log": log,
+    })  # fmt: skip
+    found = shape(EXPERIENCE, config, mesh_of((8, 1, 1))).scores
+    assert ("overlong" in found) == (enable and log)
+    if "overlong" in found:
+        np.testing.assert_array_equal(found["overlong"], [[0, 0], [1, 1]])
+
+
 @pytest.mark.slow
 def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
     config = small_config(tmp_path, **{

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,3 +112,14 @@ def test_benchmarked_lengths_have_a_long_tail():
     lengths = rollout.make_lengths("long tail 256", 64)
     assert lengths.min() >= 1 and lengths.max() <= 256 and 256 / 8 < lengths.mean() < 256 / 5
     assert (rollout.make_lengths("fixed 64", 3) == 64).all()
+
+
+def test_a_benchmark_gives_the_seconds_of_the_first_call_as_they_were():
+    """Less the median of the others it was below zero where nothing compiles, or the machine slowed down."""
+    contenders = load("contenders")
+    slowed = contenders.Result(SimpleNamespace(name="hf float32"), 10.0, [12.0, 14.0], tokens=26, peak=0.0)
+    row = slowed.row(slowed, None)
+    assert (row["first s"], row["seconds"], row["tokens/s"]) == (10.0, [12.0, 14.0], 2.0)
+    for path in (SCRIPTS.parent / "docs" / "results").glob("*.json"):
+        rows = json.loads(path.read_text()).get("rows", [])
+        assert all(row["first s"] > 0 for row in rows if "first s" in row)

@@ -20,6 +20,29 @@ def memories(*kinds):
     return lambda: [SimpleNamespace(kind=kind) for kind in kinds]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "given", "steps"), [(None, 7, 7), (3, -1, 7), (3, 100, 7), (3, 7, 7), (3, 6, 6), (1, -1, 2), (4, -1, 10)]
+)
+def test_the_fewer_steps_of_epochs_and_steps_are_trained(epochs, given, steps):
+    """Ten groups an epoch, four a step; an epoch's rest goes into the next one's batch."""
+    changes = {"trainer.total_epochs": epochs, "trainer.total_training_steps": given}
+    config = settings.with_total_steps(small_config("unused", **changes), 10, done=0)
+    assert config.trainer.total_training_steps == steps
+
+
+def test_steps_that_end_before_the_epochs_are_told(caplog):
+    config = small_config("unused", **{"trainer.total_epochs": 9, "trainer.total_training_steps": 4})
+    settings.with_total_steps(config, 40, done=0)
+    assert "total_training_steps=4 ends the run before trainer.total_epochs=9 (90 steps of 4 of 40" in caplog.text
+
+
+@pytest.mark.parametrize(("num_prompts", "done", "profiled"), [(3, 0, ()), (8, 3, ()), (8, 0, (1, 3))])
+def test_epochs_that_do_not_reach_a_step_are_refused(num_prompts, done, profiled):
+    changes = {"trainer.total_epochs": 1, "trainer.total_training_steps": -1, "trainer.profile_steps": profiled}
+    with pytest.raises(ValueError, match=r"total_epochs=1 \(\d steps .* must reach step 1, the last one done"):
+        settings.with_total_steps(small_config("unused", **changes), num_prompts, done=done)
+
+
 DEVICES = {
     "cpu": SimpleNamespace(platform="cpu", device_kind="cpu", addressable_memories=memories("pinned_host")),
     "tpu": SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"),

@@ -49,6 +49,21 @@ def kill_after(monkeypatch, function: str, calls: int) -> None:
     monkeypatch.setattr(module, function, dying)
 
 
+def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monkeypatch):
+    cosine = {"data.arithmetic.num_train": 12, "actor.optim.lr_scheduler_type": "cosine", "trainer.save_freq": 1}
+    epochs = small_config(
+        tmp_path / "epochs", **cosine, **{"trainer.total_epochs": 1, "trainer.total_training_steps": -1}
+    )
+    with monkeypatch.context() as patch:
+        kill_after(patch, "collect", 2)
+        with pytest.raises(Killed):
+            train(epochs)
+    models = train(epochs)
+    steps = small_config(tmp_path / "steps", **cosine, **{"trainer.total_training_steps": 3})
+    assert_same_policy(models, jax.device_get(train(steps).actor.params))
+    assert rows_without_clock(tmp_path / "epochs") == rows_without_clock(tmp_path / "steps")
+
+
 @pytest.mark.parametrize(("function", "calls"), [("collect", 4), ("update", 3), ("record", 5), ("is_due", 8)])
 def test_resume_equals_not_stopping(reference, tmp_path, monkeypatch, function, calls):
     _, params, rows = reference
@@ -156,7 +171,7 @@ def test_the_overlong_penalty_reaches_the_reward(tmp_path):
     }  # fmt: skip
     train(small_config(tmp_path, **changes))
     row = read_metrics(tmp_path)[-1]
-    assert row["rollout/overlong_reward/mean"] < 0
+    assert row["rollout/overlong_reward/mean"] < 0 < row["rollout/overlong/mean"] <= 1
     np.testing.assert_allclose(
         row["rollout/seq_reward/mean"], row["rollout/score/mean"] + row["rollout/overlong_reward/mean"], atol=1e-5
     )

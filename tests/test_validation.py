@@ -385,7 +385,25 @@ def test_what_must_not_be_negative_is_refused_below_zero(key):
 def test_minus_one_has_a_meaning_and_zero_has_none(key):
     for value in (0, -2):
         assert_one(problems({key: value}), rf"^{key}={value} must be greater than 0, or -1 \({OFF_OR_POSITIVE[key]}\)$")
-    assert problems({key: -1}) == []
+    assert problems({"trainer.total_epochs": 1, key: -1}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.logger": ("console", "mlflow")}, "trainer.logger=.* must be some of console, tensorboard, wandb"),
+        ({"trainer.logger": ("wandb", "wandb")}, "trainer.logger=.* must be some of"),
+        ({"trainer.logger": (), "monitor.console": "json"}, "monitor.console=json needs 'console' in trainer.logger"),
+        ({"trainer.project_name": "math"}, "trainer.project_name='math' is not read without 'wandb' in trainer.logger"),
+        ({"trainer.experiment_name": "a"}, "trainer.experiment_name='a' is not read without 'wandb' in trainer.logger"),
+    ],
+)
+def test_what_trackers_are_named_is_checked(changes, message):
+    assert_one(problems(changes), message)
+
+
+def test_as_many_steps_as_the_epochs_say_needs_epochs():
+    assert_one(problems({"trainer.total_training_steps": -1}), "total_training_steps=-1 needs trainer.total_epochs")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def read_prompt_files(
     """The rows of all files, in order; only the first `max_samples` of them unless it is -1.
 
     A row has `prompt` (text, or a list of {role, content}; `prompt_key` names another column), `data_source`,
-    `reward_model.ground_truth` (text or a number) and, optionally, `extra_info`.
+    `reward_model.ground_truth` (text, or a number, which becomes its shortest text) and, optionally, `extra_info`.
 
     Raises:
         ValueError: naming file, row and field of the first bad rows; or a missing, empty or unknown file.
@@ -40,8 +40,9 @@ def read_prompt_files(
         for number, record in read_records(path):
             if len(rows) == max_samples or len(problems) >= MAX_REPORTED_PROBLEMS:
                 break
-            row, row_problems = _prompt_row(record, prompt_key)
-            problems += [f"{path} row {number}: {problem}" for problem in row_problems]
+            origin = f"{path} row {number}"
+            row, row_problems = _prompt_row(record, prompt_key, origin)
+            problems += [f"{origin}: {problem}" for problem in row_problems]
             if row is not None:
                 rows.append(row)
     if problems:
@@ -69,10 +70,24 @@ def read_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
 def _parquet_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as source, pq.ParquetFile(source) as file:
-            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+            batches = (_records(batch) for batch in file.iter_batches(batch_size=1024))
             yield from enumerate((record for batch in batches for record in batch), start=1)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise unreadable(path, error) from error
+
+
+def _records(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a batch. A ground truth in 32 or 16 bits is what was written: 0.1, not 0.10000000149."""
+    records = batch.to_pylist()
+    column = batch.schema.field("reward_model").type if "reward_model" in batch.schema.names else pa.null()
+    if pa.types.is_struct(column) and column.get_field_index("ground_truth") >= 0:
+        kind = column.field("ground_truth").type
+        if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+            for record in records:
+                reward_model = record["reward_model"] or {}
+                if reward_model.get("ground_truth") is not None:
+                    reward_model["ground_truth"] = float(str(kind.to_pandas_dtype()(reward_model["ground_truth"])))
+    return records
 
 
 def _json_lines_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
@@ -89,7 +104,7 @@ def _json_lines_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
                     yield number, error
 
 
-def _prompt_row(record: Any, prompt_key: str) -> tuple[PromptRow | None, list[str]]:
+def _prompt_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | None, list[str]]:
     """The row, or None and what is wrong with it."""
     if not isinstance(record, dict):
         found = record if isinstance(record, Exception) else f"a {type(record).__name__}"
@@ -100,7 +115,7 @@ def _prompt_row(record: Any, prompt_key: str) -> tuple[PromptRow | None, list[st
     reward_model, extra_info = record.get("reward_model"), record.get("extra_info")
     prompt: Any = record.get(prompt_key)
     data_source: Any = record.get("data_source")
-    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    ground_truth: Any = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     extra_info = {} if extra_info is None else extra_info
     problems = []
     if not (_is_text(prompt) or _is_chat(prompt)):
@@ -121,7 +136,16 @@ def _prompt_row(record: Any, prompt_key: str) -> tuple[PromptRow | None, list[st
         return None, problems
     if not isinstance(prompt, str):  # a Parquet column gives every message the union of all keys
         prompt = tuple({key: value for key, value in entry.items() if value is not None} for entry in prompt)
-    return PromptRow(prompt, data_source, str(ground_truth), extra_info), []
+    truth = ground_truth if isinstance(ground_truth, str) else _shortest_text(ground_truth)
+    return PromptRow(prompt, data_source, truth, extra_info, origin), []
+
+
+def _shortest_text(number: float | Decimal) -> str:
+    """The number in digits, without a point or zeros that it does not need: what a verifier compares as text."""
+    text = f"{number if isinstance(number, Decimal) else Decimal(repr(number)):f}"
+    if "." in text:
+        text = text.rstrip("0").removesuffix(".")
+    return "0" if text == "-0" else text
 
 
 def _unfit(value: Any, nesting: int = 1) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class PromptRow:
     data_source: str  # names the task; the reward function may dispatch on it
     ground_truth: str
     extra_info: dict
+    origin: str = field(default="a generated row", compare=False)  # file and row, for messages
 
 
 def prompt_identity(prompt: tuple[dict, ...] | str) -> str:

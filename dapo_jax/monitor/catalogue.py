@@ -73,6 +73,8 @@ CATALOGUE = (
     # The samples of a step, before and after the group filter.
     Metric(f"rollout/{{score}}/{_SPREAD}", "the score's", "over all sampled groups, of the mean over a group's samples",
            TRINITY, f"{SAMPLED}; one for each number that the verifier returns, and overlong_reward, seq_reward"),
+    Metric(f"rollout/overlong/{_SPREAD}", "share", "of sampled responses that the overlong penalty meets", VERL,
+           "reward.overlong_buffer.enable and its log"),
     Metric("rollout/finished_task_count", "groups", "groups that were sampled and verified", TRINITY, ALWAYS),
     Metric("rollout/model_version", "steps", "training steps that the sampling policy had seen", TRINITY, SAMPLED),
     Metric("train/num_gen_batches", "rounds", "generation rounds, in stream mode waves, until the batch was full",

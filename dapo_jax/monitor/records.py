@@ -1,4 +1,4 @@
-"""Host: a run's records in its work directory: `config.json`, `metrics.jsonl`, `tensorboard/`, `samples/`."""
+"""Host: a run's records in its work directory (`config.json`, `metrics.jsonl`, `samples/`), and those of trackers."""
 
 import json
 import logging
@@ -11,8 +11,10 @@ from typing import Any, Self
 import numpy as np
 
 from dapo_jax.monitor.tensorboard import TensorBoard
+from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.places import place_of
 
+TRACKERS = ("tensorboard", "wandb")
 _LOGGER = logging.getLogger(__name__)
 _METRICS = "metrics.jsonl"
 _CONFIG = "config.json"
@@ -30,6 +32,8 @@ class RunRecords:
         workdir: the run's directory, created if needed.
         resume_step: step of the checkpoint that the run goes on from, None if it starts at the beginning.
         upload: brings the file of that name from the directory to where it is to be kept.
+        logger: which trackers the rows go to as well: some of TRACKERS.
+        project_name, experiment_name: of the run in Weights & Biases.
     """
 
     def __init__(
@@ -38,6 +42,9 @@ class RunRecords:
         *,
         resume_step: int | None,
         upload: Callable[[str], None] = lambda name: None,
+        logger: Sequence[str] = ("tensorboard",),
+        project_name: str = "dapo_jax",
+        experiment_name: str = "",
     ) -> None:
         workdir = Path(workdir)
         self._upload = upload
@@ -49,22 +56,29 @@ class RunRecords:
             if int(path.stem.removeprefix("step_")) > self._last_step:
                 path.unlink()
         self._metrics = open(workdir / _METRICS, "a", encoding="utf-8")
-        self._tensorboard = TensorBoard(workdir / "tensorboard", first_step=self._last_step + 1)
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        first_step = self._last_step + 1
+        if "tensorboard" in logger:
+            self._trackers.append(TensorBoard(workdir / "tensorboard", first_step=first_step))
+        if "wandb" in logger:
+            name = experiment_name or workdir.absolute().name
+            self._trackers.append(WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step))
 
     def describe(self, options: Mapping[str, Any], results: Sequence[str]) -> None:
-        """Shows the run in TensorBoard's table of runs.
+        """Shows the run in the trackers' tables of runs.
 
         Args:
-            options: value by dotted key; the table shows the first few unless asked for more.
+            options: value by dotted key; TensorBoard's table shows the first few unless asked for more.
             results: names of the metrics that runs are compared by.
         """
-        self._tensorboard.add_config(options, results)
+        for tracker in self._trackers:
+            tracker.add_config(options, results)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the row of a step; it is on disk when this returns.
 
         Values are numbers or scalar arrays. One that is not finite is `null` in the row and left out of
-        TensorBoard.
+        the trackers.
 
         Raises:
             TypeError: a value is not a single number.
@@ -82,11 +96,13 @@ class RunRecords:
         os.fsync(self._metrics.fileno())
         self._upload(_METRICS)
         self._last_step = step
-        self._tensorboard.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
+        for tracker in self._trackers:
+            tracker.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def write_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes histograms, made by monitor/tensorboard.py, for TensorBoard alone."""
-        self._tensorboard.add_histograms(step, histograms)
+        """Shows histograms, made by monitor/tensorboard.py, in the trackers."""
+        for tracker in self._trackers:
+            tracker.add_histograms(step, histograms)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes some responses of a step with their scores, one dict of text and numbers a line.
@@ -97,7 +113,8 @@ class RunRecords:
             return
         text = "".join(to_json_line(sample) for sample in samples)
         _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
-        self._tensorboard.add_samples(step, samples)
+        for tracker in self._trackers:
+            tracker.add_samples(step, samples)
 
     def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a batch that made a loss or gradient not finite to `nonfinite/`, the first ten of a run."""
@@ -115,7 +132,8 @@ class RunRecords:
     def close(self) -> None:
         """Flushes and closes all files; a second call does nothing."""
         self._metrics.close()
-        self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class NoRecords:

@@ -16,7 +16,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 # Names of a value, or views of it: nothing is read or written.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all add-dependency "
-    "partition-id replica-id iota async-start async-update async-done copy-done slice-done opt-barrier".split()
+    "partition-id replica-id iota async-start async-update opt-barrier".split()
 )
 NO_TRAFFIC = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "Sharding")  # custom calls
 
@@ -157,26 +157,31 @@ class _Counter:
         return [shape for operand in instruction.operands if operand in known for shape in known[operand].shapes]
 
     def _bytes(self, instruction: Instruction, name: str) -> float:
-        """What the instruction reads and writes in main memory: of what it slices or updates, only that part."""
-        op, operands = instruction.op, self._operands(instruction, name)
-        if op in FREE or (op == "custom-call" and any(target in instruction.attributes for target in NO_TRAFFIC)):
+        """What the instruction reads and writes in main memory: of what it slices or updates, only that part.
+
+        What is asynchronous counts where it starts, as if it were not. `X-start` gives what X takes, what X gives and
+        counters on the chip; but a copy's start its destination and its source, an all-reduce's its result alone.
+        """
+        op, operands, results = instruction.op, self._operands(instruction, name), instruction.shapes
+        if op in FREE or op.endswith("-done"):
             return 0.0
-        if op.removesuffix("-done") in COLLECTIVES:
-            return 0.0  # counted at its start, which gives operand and result, of an all-reduce the result alone
-        if op.removesuffix("-start") in COLLECTIVES and op.endswith("-start"):
-            return _main(instruction.shapes) * (2 if op == "all-reduce-start" else 1)
+        if op == "copy-start":
+            return _main(results[:2])
+        if op.endswith("-start"):
+            op = op.removesuffix("-start")
+            results = results if op == "all-reduce" else results[len(operands) :]
+        if op == "custom-call" and any(target in instruction.attributes for target in NO_TRAFFIC):
+            return 0.0
         if op == "custom-call" and instruction.target.startswith(("__cublas", "__cudnn")):
-            return _main(operands) + _main([shape for shape in instruction.shapes if shape.kind not in ("s8", "u8")])
-        if op in ("copy-start", "slice-start"):  # (destination, source, ...)
-            return 2 * instruction.shapes[0].bytes if op == "slice-start" else _main(instruction.shapes[:2])
+            return _main(operands) + _main([shape for shape in results if shape.kind not in ("s8", "u8")])
         if op in ("dynamic-slice", "slice", "gather"):
-            return _main(instruction.shapes) + _main([instruction.shapes[0]])
+            return _main(results) + (results[0].bytes if _main(operands[:1]) else 0.0)
         if op == "dynamic-update-slice":
-            return 2 * _main(operands[1:2])
+            return _main(operands[1:2]) + (operands[1].bytes if _main(results) else 0.0)
         if op == "fusion":
             (called,) = instruction.called("calls")
             return self._fusion_bytes(called)
-        return _main(operands) + _main(instruction.shapes)
+        return _main(operands) + _main(results)
 
     def _fusion_bytes(self, name: str) -> float:
         body = self.computations[name]
@@ -204,7 +209,7 @@ class _Counter:
             if value.op == "bitcast" and value.operands[0] in body:
                 return written(body[value.operands[0]])
             if value.op == "dynamic-update-slice":
-                return _everything(body[value.operands[1]])
+                return _everything(body[value.operands[1]]) if _main(value.shapes) else 0.0
             return _main(value.shapes)
 
         total = 0.0

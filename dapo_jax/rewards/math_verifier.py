@@ -1,14 +1,20 @@
 r"""Host: symbolic comparison of mathematical answers with the library math-verify."""
 
 import logging
+import re
 from typing import Any
+
+_BETWEEN_LISTED = re.compile(r"\s*(?:[,;]|[,;]?\s*(?:and|or))\s*")  # two boxes that are one answer
+_LAYOUT = re.compile(r"\\q?quad|\\text|\\[()\[\],;:! ]|[${}]")
 
 
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     r"""1 if the last answer in the solution (LaTeX or plain) equals the ground truth as mathematics, else 0.
 
-    As verl, the ground truth is read as `\boxed{...}`. The library's own time limits are off, because they
-    need the main thread's signals: whoever calls this bounds its time and memory, as the pool does.
+    The last box is the answer; boxes with only a comma, a semicolon, "and" or "or" between them are one answer, a list.
+    Without a box, it is what the library finds. As verl, the ground truth is read as `\boxed{...}`. The library's own
+    time limits are off, because they need the main thread's signals: whoever calls this bounds its time and memory, as
+    the pool does.
 
     No text is executed: LaTeX is read by a grammar. Plain expressions reach Python's `eval` through SymPy, but the
     library lets only digits, blanks and `. + - * / ^ ( )` through, of which no name can be made.
@@ -20,9 +26,37 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
     gold = parse(rf"\boxed{{{ground_truth}}}", extraction_config=[latex], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if not gold:
         raise ValueError(f"ground_truth={ground_truth!r} must be mathematics in LaTeX: correct the data row")
-    answers = parse(solution, extraction_config=[plain, latex], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    answers = parse(_from_last_answer(solution), extraction_config=[plain, latex], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     correct = verify(gold, answers, timeout_seconds=None)
     return {"score": float(correct), "acc": correct, "pred": str(answers[-1]) if answers else ""}
+
+
+def _from_last_answer(solution: str) -> str:
+    """The solution from its last box on. The boxes of a list become one.
+
+    The library joins boxes itself, but across up to 70 characters of any text with a comma in it.
+    """
+    *before, tail = solution.split(r"\boxed")
+    end = _end_of_braces(tail)
+    if not before or end is None:
+        return r"\boxed" + tail if before else solution
+    contents = [tail[1 : end - 1]]
+    for part in reversed(before[1:]):
+        part_end = _end_of_braces(part)
+        if part_end is None or not _BETWEEN_LISTED.fullmatch(_LAYOUT.sub(" ", part[part_end:])):
+            break
+        contents.insert(0, part[1 : part_end - 1])
+    return rf"\boxed{{{','.join(contents)}}}{tail[end:]}"
+
+
+def _end_of_braces(text: str) -> int | None:
+    """Where the `{...}` ends that `text` begins with, None if it begins with none that closes."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth <= 0:
+            return position + 1 if position else None
+    return None
 
 
 def load() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
 
-OWN_SCORES = ("seq_reward", "overlong_reward", "seq_final_reward", "token_level_rewards", "reward_model")
+OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 import json
 from decimal import Decimal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -39,17 +40,36 @@ def test_parquet_and_jsonl_give_the_same_plain_rows(tmp_path):
     assert type(first.extra_info["index"]) is int and type(first.extra_info["tags"]) is list
 
 
-@pytest.mark.parametrize("value, text", [(72, "72"), (0.5, "0.5"), (0, "0")])
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        *[(72, "72"), (0.5, "0.5"), (0, "0"), (145.0, "145"), (-3.0, "-3"), (-0.0, "0"), (1200.0, "1200")],
+        *[(12.50, "12.5"), (1e-7, "0.0000001"), (1e22, "1" + "0" * 22), (10**30, "1" + "0" * 30)],
+    ],
+)
 def test_numeric_ground_truth_becomes_text(tmp_path, value, text):
     path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "reward_model": {"ground_truth": value}}])
     assert read_prompt_files([path])[0].ground_truth == text
 
 
-def test_decimal_ground_truth_of_parquet_becomes_text(tmp_path):
-    path = write_parquet(
-        tmp_path / "a.parquet", [{**GOOD, "reward_model": {"ground_truth": Decimal("7.50")}}]
-    )
-    assert read_prompt_files([path])[0].ground_truth == "7.50"
+@pytest.mark.parametrize(
+    "kind, value, text",
+    [
+        *[(pa.decimal128(9, 2), Decimal("7.50"), "7.5"), (pa.decimal128(9, 2), Decimal("145.00"), "145")],
+        *[(pa.float64(), 145.0, "145"), (pa.float32(), 0.1, "0.1"), (pa.float32(), 145.0, "145")],
+        *[(pa.float16(), np.float16(0.1), "0.1"), (pa.int64(), 2**62 + 1, str(2**62 + 1))],
+    ],
+)
+def test_numeric_ground_truth_of_parquet_becomes_its_shortest_text(tmp_path, kind, value, text):
+    columns = {"prompt": ["1 + 1 ="], "data_source": ["sums"]}
+    truths = pa.array([{"ground_truth": value}], pa.struct([("ground_truth", kind)]))
+    pq.write_table(pa.table({**columns, "reward_model": truths}), tmp_path / "a.parquet")
+    assert read_prompt_files([str(tmp_path / "a.parquet")])[0].ground_truth == text
+
+
+def test_a_text_ground_truth_is_kept_as_it_is_spelt(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "reward_model": {"ground_truth": "145.0"}}])
+    assert read_prompt_files([path])[0].ground_truth == "145.0"
 
 
 def test_message_keys_that_parquet_fills_with_null_are_dropped(tmp_path):

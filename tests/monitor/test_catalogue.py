@@ -25,7 +25,8 @@ WITH_CRITIC = {
     "actor.entropy_coeff": 0.01, "actor.policy_loss.loss_mode": "kl_cov",
     "evaluate.bootstrap": True, "monitor.detailed_stats": True,
 }  # fmt: skip
-GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True}
+GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True,
+           "reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4}  # fmt: skip
 
 
 def documentation_script():

@@ -24,9 +24,21 @@ def test_an_unknown_device_has_no_limits():
     assert limits.name == "cpu" and limits.memory is None and not limits.is_known
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA L40S", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
+@pytest.mark.parametrize("kind", ["NVIDIA L40S", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 PCIe", "NVIDIA GH200 144G"])
 def test_a_relative_of_a_known_gpu_is_not_taken_for_it(kind):
     assert not limits_of(SimpleNamespace(device_kind=kind)).is_known
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "gigabytes"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100", 80), ("NVIDIA A100-SXM4-40GB", "A100-40GB", 40),
+        ("NVIDIA H100 80GB HBM3", "H100", 80), ("NVIDIA GH200 480GB", "GH200", 96),  # 480 GB are its CPU's
+    ],
+)  # fmt: skip
+def test_a_gpu_has_its_own_memory_and_not_that_of_a_relative(kind, name, gigabytes):
+    limits = limits_of(SimpleNamespace(device_kind=kind))
+    assert limits.name == name and gigabytes * 1e9 < limits.memory < gigabytes * 1.08e9  # pyright: ignore
 
 
 def test_products_of_float32_have_limits_of_their_own():

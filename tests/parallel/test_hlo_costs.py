@@ -141,6 +141,57 @@ def test_what_lies_on_the_chip_is_not_moved():
     assert program_costs(everything, HOST[:4]).bytes > program_costs(TPU, HOST[:4]).bytes
 
 
+HBM, CHIP = "{1,0:T(8,128)(2,1)}", "{1,0:T(8,128)(2,1)S(1)}"  # the device's memory, and the compiler's on the chip
+PART, WHOLE = 16 * 8 * 2, 64 * 8 * 2  # bytes
+ONE_OPERATION = """HloModule f
+
+%wrapped (q: bf16[64,8]) -> bf16[16,8] {
+  %q = bf16[64,8]FROM parameter(0)
+  ROOT %inside = bf16[16,8]TO slice(%q), slice={[0:16], [0:8]}
+}
+
+ENTRY %main (a: bf16[64,8], i: s32[]) -> bf16[16,8] {
+  %a = bf16[64,8]FROM parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %u = bf16[16,8]TO parameter(2)
+  LINE
+}
+"""
+STARTED = "((bf16[64,8]FROM), bf16[16,8]TO, s32[]{:S(2)})"
+STARTED_AT = STARTED.replace("FROM", "FROM, s32[]{:T(128)}, s32[]{:T(128)}")
+PERMUTED = "(bf16[64,8]FROM, bf16[64,8]TO, u32[]{:S(2)})"
+
+
+@pytest.mark.parametrize(
+    ("line", "of_a", "of_the_other"),
+    [
+        ("%r = bf16[16,8]TO slice(%a), slice={[0:16], [0:8]}", PART, PART),
+        ("%r = bf16[16,8]TO dynamic-slice(%a, %i, %i), dynamic_slice_sizes={16,8}", PART, PART),
+        (f"%r = {STARTED} slice-start(%a), slice={{[0:16], [0:8]}}", PART, PART),
+        (f"%r = {STARTED_AT} dynamic-slice-start(%a, %i, %i)", PART, PART),
+        (f"%r = {STARTED} async-start(%a), calls=%wrapped", PART, PART),
+        ("%r = (bf16[16,8]TO, bf16[16,8]FROM, u32[]{:S(2)}) copy-start(%a)", PART, PART),
+        ("%r = bf16[16,8]TO slice-done(%a)", 0, 0),
+        ("%r = bf16[16,8]TO dynamic-slice-done(%a)", 0, 0),
+        ("%r = bf16[16,8]TO copy-done(%a)", 0, 0),
+        ("%r = bf16[64,8]FROM dynamic-update-slice(%a, %u, %i, %i)", PART, PART),
+        ("%r = bf16[16,8]TO reduce-scatter(%a), replica_groups={{0,1,2,3}}", WHOLE, PART),
+        ("%r = bf16[16,8]TO all-to-all(%a), replica_groups={{0,1,2,3}}", WHOLE, PART),
+        (f"%r = {PERMUTED} collective-permute-start(%a), source_target_pairs={{{{0,1}}}}", WHOLE, WHOLE),
+        ("%r = bf16[16,8]TO collective-permute-done(%a)", 0, 0),
+    ],
+)  # fmt: skip
+def test_what_one_operation_reads_and_writes(line, of_a, of_the_other):
+    """Of what is sliced or updated, the part alone, started or not; only what lies in the device's memory."""
+    text = ONE_OPERATION.replace("LINE", line)
+
+    def moved(source, destination):
+        return program_costs(text.replace("FROM", source).replace("TO", destination), [0] * 4).bytes
+
+    found = [moved(*place) for place in ((HBM, CHIP), (CHIP, HBM), (HBM, HBM), (CHIP, CHIP))]
+    assert found == [of_a, of_the_other, of_a + of_the_other, 0]
+
+
 def test_a_loop_whose_turns_depend_on_data_is_reported():
     def until(x):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x)

@@ -93,7 +93,9 @@ def started(verifiers):
     )  # pyright: ignore[reportArgumentType]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["seq_reward", "seq_final_reward", "overlong_reward", "reward_model", "format/acc"])
+@pytest.mark.parametrize(
+    "name", ["seq_reward", "seq_final_reward", "overlong_reward", "overlong", "reward_model", "format/acc"]
+)
 def test_a_verifier_may_not_use_a_name_that_has_a_meaning(name):
     with pytest.raises(ValueError, match=f"the reward function returns '{name}'"):
         started(_Verifiers(**{name: 1.0}))()

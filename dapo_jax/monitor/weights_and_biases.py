@@ -1,0 +1,82 @@
+"""Host: a run's curves, histograms and responses in Weights & Biases (pip install 'dapo_jax[wandb]')."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_RUN = "wandb.json"  # in the work directory: {"id": of the run, "last_step": that has been logged}
+
+
+def check_installed() -> None:
+    """Raises ValueError, with the cure, if the package wandb is not installed."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "trainer.logger has 'wandb', whose package is not installed: pip install 'dapo_jax[wandb]', or leave it out"
+        )
+
+
+class WeightsAndBiases:
+    """What `TensorBoard` shows, as a run of Weights & Biases. WANDB_MODE=offline keeps it in `workdir/wandb`.
+
+    A run that is resumed goes on under its id, and steps that it does again are not logged again.
+
+    Args:
+        first_step: the first that this start may write; 0 for a run that begins, which gets a new id.
+    """
+
+    def __init__(self, workdir: Path, *, project: str, name: str, first_step: int) -> None:
+        check_installed()
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._file = workdir / _RUN
+        self._wandb = wandb
+        known = json.loads(self._file.read_text()) if first_step and self._file.exists() else {}
+        self._last_step = known.get("last_step", -1)
+        self._run = wandb.init(
+            project=project, name=name, id=known.get("id"), resume="allow" if known else None, dir=str(workdir)
+        )
+        self._write_file()
+
+    def add_config(self, config: Mapping[str, Any], results: Sequence[str]) -> None:
+        """The options by dotted key, as they are now; `results` are in the table of runs by themselves."""
+        self._run.config.update(dict(config), allow_val_change=True)
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """A point of each curve, by the metric's name. It ends the step."""
+        self._log(step, dict(values), commit=True)
+        if step > self._last_step:
+            self._last_step = step
+            self._write_file()
+
+    def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
+        """Histograms made by `tensorboard.histogram` or `counted`, by name."""
+        found = {}
+        for name, parts in histograms.items():
+            if parts:
+                edges = np.linspace(*parts["edges"], len(parts["counts"]) + 1)
+                found[name] = self._wandb.Histogram(np_histogram=(np.array(parts["counts"]), edges))
+        self._log(step, found, commit=False)
+
+    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Responses as a table."""
+        columns = list(dict.fromkeys(name for sample in samples for name in sample))
+        rows = [[sample.get(name) for name in columns] for sample in samples]
+        self._log(step, {"samples": self._wandb.Table(columns=columns, data=rows)}, commit=False)
+
+    def close(self) -> None:
+        """Ends the run and waits until it is sent; a second call does nothing."""
+        self._run.finish()
+
+    def _log(self, step: int, values: dict[str, Any], *, commit: bool) -> None:
+        if step > self._last_step:
+            self._run.log(values, step=step, commit=commit)
+
+    def _write_file(self) -> None:
+        temporary = self._file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"id": self._run.id, "last_step": self._last_step}))
+        os.replace(temporary, self._file)

@@ -1,0 +1,60 @@
+"""Host: asks the verifiers, before a run begins, whether any answer to a problem could be right."""
+
+import math
+from collections.abc import Iterable
+
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.rewards.verifiers import verifier_for
+from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
+
+MAX_ASKED = 1000  # different ground truths of math_verify, which takes milliseconds for one; of the others all
+MAX_REPORTED = 10
+
+# How a response says the ground truth so that the verifier reads it; one of the forms must be right. Your own function
+# has forms that we do not know, `none` has no wrong answers, and `reasoning_gym` makes its ground truths itself.
+_FORMS = {
+    "arithmetic": ("{}",),
+    "gsm8k": ("#### {}",),
+    "gsm8k_flexible": ("{}",),
+    "math_dapo": ("Answer: {}", r"\boxed{{{}}}"),
+    "math_dapo_lenient": ("Answer: {}", r"\boxed{{{}}}"),
+    "math_verify": (r"\boxed{{{}}}",),
+}
+
+
+def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: VerifierPool) -> None:
+    """Raises ValueError with the first rows whose ground truth the verifier does not accept as an answer.
+
+    Args:
+        function: the name of the verifier in `verifiers`, or the dotted path of your own, which is not asked.
+    """
+    same: dict[tuple[str, str], list[PromptRow]] = {}  # by verifier and ground truth
+    for row in rows:
+        name = verifier_for(row.data_source) if function == "auto" else function
+        if name in _FORMS:
+            same.setdefault((name, row.ground_truth), []).append(row)
+    slow = [key for key in same if key[0] == "math_verify"]
+    stride = math.ceil(len(slow) / MAX_ASKED) or 1
+    asked = [key for key in same if key[0] != "math_verify"] + slow[::stride]
+    requests = [
+        ScoreRequest(row.data_source, form.format(truth), truth, row.extra_info)
+        for name, truth in asked
+        for row in same[name, truth][:1]
+        for form in _FORMS[name]
+    ]
+    verdicts = iter(verifiers.score(requests))
+    problems = []
+    for name, truth in asked:
+        found = [next(verdicts) for _ in _FORMS[name]]
+        if not any(verdict.numbers["acc"] for verdict in found):
+            reason = found[0].error or f"which reads {found[0].pred!r} in {_FORMS[name][0].format(truth)[:60]!r}"
+            problems += [
+                f"{row.origin}: ground_truth={truth[:60]!r} is no answer that {name} accepts, {reason}"
+                for row in same[name, truth]
+            ]
+    if problems:
+        listed = "\n  ".join(problems[:MAX_REPORTED])
+        raise ValueError(
+            f"ground truths with which every response is wrong ({len(problems)} rows): write them as the verifier "
+            f"reads answers, leave their rows out, or choose another reward.function:\n  {listed}"
+        )

@@ -1,0 +1,84 @@
+import pytest
+
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.rewards import ground_truths
+from dapo_jax.rewards.ground_truths import check_ground_truths
+from dapo_jax.rewards.verifiers import VERIFIERS, wrong_score
+from dapo_jax.rewards.worker import normalize_result
+from dapo_jax.rewards.worker_pool import Verdict, VerifierPool
+
+
+class InThisProcess:
+    """A pool without processes, of one verifier."""
+
+    def __init__(self, name):
+        self.name, self.num_asked = name, 0
+
+    def score(self, requests):
+        self.num_asked += len(requests)
+        return [self._judge(request) for request in requests]
+
+    def _judge(self, request):
+        arguments = request.data_source, request.solution, request.ground_truth, request.extra_info
+        try:
+            return Verdict(*normalize_result(VERIFIERS[self.name](*arguments)), None)
+        except ValueError as error:
+            return Verdict({"score": wrong_score(self.name, request.data_source), "acc": 0.0}, None, str(error))
+
+
+def row(ground_truth, data_source="openai/gsm8k", number=1):
+    return PromptRow("p", data_source, ground_truth, {}, f"a.jsonl row {number}")
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        ("arithmetic", ["34", "-3", "0.5", "1,234", "145.0"], ["five", "1/2", "34 apples 5", "nan"]),
+        ("gsm8k", ["34", "-3", "0.5", "1,234"], ["34 apples", "$34", "1/2", "five"]),
+        ("gsm8k_flexible", ["34", "-3", "0.5", "1,234"], ["34.", "1/2", "five", "+3"]),
+        ("math_dapo", ["34", r"\frac{1}{2}", "$x$", r"\text{(A)}", "two\nlines", "5 dollars"], ["7\n" * 200]),
+        ("math_dapo_lenient", ["34", r"\frac{1}{2}", "$x$", "+34"], ["7\n" * 200]),
+        ("math_verify", ["34", r"\frac{1}{2}", "1,2", r"\{1,2\}", r"\text{(A)}"], ["", "}"]),
+        ("reasoning_gym", ["anything"], []),
+        ("none", ["anything"], []),
+        ("package.module.function", ["anything"], []),
+    ],
+)
+def test_the_verifier_says_which_ground_truths_it_can_accept(name, accepted, refused):
+    pool = InThisProcess(name)
+    check_ground_truths([row(ground_truth) for ground_truth in accepted], name, pool)
+    for ground_truth in refused:
+        with pytest.raises(ValueError, match=f"is no answer that {name} accepts"):
+            check_ground_truths([row("34"), row(ground_truth)], name, pool)
+
+
+def test_every_verifier_that_compares_with_the_ground_truth_is_asked():
+    assert VERIFIERS.keys() - ground_truths._FORMS.keys() == {"none", "reasoning_gym", "auto"}
+
+
+def test_the_rows_are_named_with_value_rule_and_cure():
+    rows = [row("34", number=1), row("34 apples", number=2), row("1", number=3), row("34 apples", number=4)]
+    with VerifierPool("auto", num_workers=1, timeout_s=30) as pool, pytest.raises(ValueError) as error:
+        check_ground_truths(rows, "auto", pool)
+    first, *lines = str(error.value).splitlines()
+    assert first.startswith(
+        "ground truths with which every response is wrong (2 rows): write them as the verifier reads answers"
+    )
+    assert lines == [
+        f"  a.jsonl row {number}: ground_truth='34 apples' is no answer that gsm8k accepts, "
+        "which reads '34' in '#### 34 apples'"
+        for number in (2, 4)
+    ]
+
+
+def test_a_verifier_that_fails_says_why():
+    with pytest.raises(ValueError, match="row 1: ground_truth='five' .*arithmetic accepts.*must be a number"):
+        check_ground_truths([row("five", "arithmetic")], "auto", InThisProcess("auto"))
+
+
+def test_equal_ground_truths_are_asked_once_and_few_of_a_slow_verifier(monkeypatch):
+    monkeypatch.setattr(ground_truths, "MAX_ASKED", 10)
+    for name, expected in {"gsm8k": 45, "math_verify": 9}.items():
+        pool = InThisProcess(name)
+        check_ground_truths([row(str(index % 45)) for index in range(90)], name, pool)
+        assert pool.num_asked == expected
