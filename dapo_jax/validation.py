@@ -182,6 +182,8 @@ def _range_problems(config: Config) -> list[str]:
     for name in ("project_name", "experiment_name"):
         if "wandb" not in logger and getattr(config.trainer, name) != getattr(default, name):
             problems.append(f"trainer.{name} needs 'wandb' in trainer.logger={logger}: add it, or leave out the name")
+    if config.monitor.filter_log and not config.algorithm.filter_groups.enable:
+        problems.append("monitor.filter_log=True needs algorithm.filter_groups.enable=True: they are its lines")
     if last == -1 and config.trainer.total_epochs is None:
         problems.append("trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them")
     for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop"):

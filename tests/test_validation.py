@@ -350,6 +350,8 @@ def test_minus_one_has_a_meaning_and_zero_has_none(key):
         ({"trainer.logger": ("wandb", "wandb")}, "trainer.logger=.* must be some of"),
         ({"trainer.logger": (), "monitor.console": "json"}, "monitor.console=json needs 'console' in trainer.logger"),
         ({"trainer.project_name": "math"}, "trainer.project_name needs 'wandb' in trainer.logger"),
+        ({"monitor.filter_log": True, "algorithm.filter_groups.enable": False},
+         "monitor.filter_log=True needs algorithm.filter_groups.enable=True"),
         ({"trainer.experiment_name": "a"}, "trainer.experiment_name needs 'wandb' in trainer.logger"),
     ],
 )

@@ -5,7 +5,7 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -15,13 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> Iterator[None]:
+def open_workdir(
+    workdir: str | os.PathLike[str], *, detailed: bool, also: Collection[str] = (), process: int = 0
+) -> Iterator[None]:
     """Creates and locks `workdir`, and sends the records of the package to its train.log until the end.
 
     If the run fails, its traceback goes to train.log. The system frees the lock when the process ends, however it does.
 
     Args:
         detailed: show every record on the console.
+        also: names of loggers of which it shows every record in any case.
         process: index among the processes of a run. Those after the first neither lock nor write.
 
     Raises:
@@ -30,7 +33,7 @@ def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: in
     with ExitStack() as stack:
         if process == 0:
             stack.enter_context(_locked(Path(workdir)))
-        setup_logging(workdir, detailed=detailed, process=process)
+        setup_logging(workdir, detailed=detailed, also=also, process=process)
         stack.callback(close_logging)
         try:
             yield
