@@ -11,7 +11,7 @@ import numpy as np
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
 from dapo_jax.dynamic_sampling.metrics import sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
-from dapo_jax.monitor import statistics
+from dapo_jax.monitor import filter_log, statistics
 from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
 from dapo_jax.rollout.experience import Experience, Outcomes, from_arrays, to_arrays
 from dapo_jax.rollout.sampling import TRAIN, Sampling
@@ -69,15 +69,20 @@ def collect(
 
         return finish
 
+    if groups.enable:
+        filter_log.log_start()
     with jax.set_mesh(run.rollout_mesh):
         return accumulate_groups(start_round, stream, prompt_source(run), policies(config), step=step)
 
 
 def measure(run: Run, accepted: Accepted) -> Collected:
     """The groups to train on, with the metrics of all that were sampled for them."""
+    metrics = sampling_metrics(accepted) | experience_metrics(run, accepted)
+    if run.config.algorithm.filter_groups.enable and accepted.experience is not None:
+        filter_log.log_step(metrics)
     return Collected(
         accepted.experience,
-        sampling_metrics(accepted) | experience_metrics(run, accepted),
+        metrics,
         num_kept=sum(int(round_.keep.sum()) for round_ in accepted.rounds),
         num_evaluated=sum(len(round_.keep) for round_ in accepted.rounds),
     )

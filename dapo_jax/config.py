@@ -406,6 +406,7 @@ class AlarmConfig:
 class MonitorConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     console: str = "steps"  # steps (a line each) | detailed (and train.log) | quiet (final table) | json (for programs)
+    filter_log: bool = False  # train.log's lines of dynamic sampling, which scripts parse, on the console (stderr) too
     num_samples: int = 8  # responses a step whose text is kept: best, worst, cut off, any, a quarter each
     detailed_stats: bool = False  # of evaluations: /mean, /max, /min and /std over problems of each metric too
 

@@ -195,7 +195,8 @@ USES = (
     ),
     _with(
         f"{F}.metric|rule|std_threshold|filter_low|filter_high|keep_singletons|max_num_gen_batches|on_limit|on_empty "
-        f"{F}.leftover|leftover_max_staleness|backfill {F}.adaptive_limit. {F}.stream. {F}.skip_uniform.",
+        f"{F}.leftover|leftover_max_staleness|backfill {F}.adaptive_limit. {F}.stream. {F}.skip_uniform. "
+        "monitor.filter_log",
         f"{F}.enable",
         True,
     ),

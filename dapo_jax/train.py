@@ -24,6 +24,7 @@ from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.learning import is_finite, recomputes, train_on, trains_on_older_samples
+from dapo_jax.monitor import filter_log
 from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
@@ -66,7 +67,8 @@ def train(config: Config) -> Models:
     if "wandb" in config.trainer.logger:
         check_installed()
     detailed, process = config.monitor.console == "detailed", jax.process_index()
-    with open_workdir(config.workdir, detailed=detailed, process=process) as workdir:
+    also = (filter_log.LOGGER,) if config.monitor.filter_log else ()
+    with open_workdir(config.workdir, detailed=detailed, also=also, process=process) as workdir:
         return _train(config, workdir)
 
 

@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dapo_jax.command_line import read_config
-from dapo_jax.config import Config
+from dapo_jax.config import Config, default_config, freeze
 from dapo_jax.monitor.records import flatten
 from dapo_jax.validation import validate
 
@@ -53,3 +54,19 @@ def test_python_of_the_guide_is_a_config(tmp_path):
     config = read_config(["train", "--config", str(file)])
     validate(config)
     assert config.workdir == "runs/mine"
+
+
+def test_a_yaml_of_a_fork_is_the_config_below_it(tmp_path):
+    page = (ROOT / "docs/coming_from_verl.md").read_text().partition("## EasyR1 and its forks")[2]
+    [theirs] = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+    ours, resolved = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    file = tmp_path / "fork.py"
+    file.write_text(ours)
+    for key, value in flatten(yaml.safe_load(theirs)).items():
+        assert f"config.{key.removeprefix('worker.')} = {value!r}".replace("'", '"') in ours, key
+    config = read_config(["train", "--config", str(file)])
+    validate(config)
+    plain = default_config()
+    exec(resolved, {"config": plain})
+    plain.model.path, plain.data.train_files, plain.rollout.n = config.model.path, config.data.train_files, 16
+    assert config == freeze(plain)

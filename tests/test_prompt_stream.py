@@ -102,3 +102,20 @@ def test_prompts_with_a_uniform_history_are_left_out_and_counted(tmp_path):
             "trainer.test_freq": -1, "trainer.save_freq": -1}  # fmt: skip
     train(small_config(tmp_path, **skip))
     assert sum(row.get("dynamic_sampling/num_skipped_uniform", 0) for row in read_metrics(tmp_path)) > 0
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_lines_of_dynamic_sampling_are_on_the_console_if_asked(tmp_path, capsys, asked):
+    one_round = {f"{FILTER}.on_limit": "partial", f"{FILTER}.max_num_gen_batches": 1, "trainer.total_training_steps": 1}
+    train(small_config(tmp_path, **one_round, **{"monitor.filter_log": asked}))
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    written = [line.split("] ", 1)[1] for line in lines]
+    [row] = [row for row in read_metrics(tmp_path) if row["step"]]
+    last = written.index("INFO: Starting training iteration...")
+    block = written[written.index("INFO: Starting rollout generation...") : last + 1]
+    assert block[1].startswith("INFO: Generated batch 1, 8 prompts, ")
+    rate = row["train/filter_rate"]
+    assert block[-3:-1] == ["INFO: train/num_gen_batches: 1", f"INFO: train/filter_rate: {rate:.3f}"]
+    printed = capsys.readouterr()
+    shown = [line for line in printed.err.splitlines() if line.startswith("INFO: ")]
+    assert shown == (block if asked else []) and "step 1/1" in printed.out

@@ -394,6 +394,8 @@ def test_minus_one_has_a_meaning_and_zero_has_none(key):
         ({"trainer.logger": ("console", "mlflow")}, "trainer.logger=.* must be some of console, tensorboard, wandb"),
         ({"trainer.logger": ("wandb", "wandb")}, "trainer.logger=.* must be some of"),
         ({"trainer.logger": (), "monitor.console": "json"}, "monitor.console=json needs 'console' in trainer.logger"),
+        ({"monitor.filter_log": True, "algorithm.filter_groups.enable": False},
+         "monitor.filter_log=True is not read without algorithm.filter_groups.enable=True"),
         ({"trainer.project_name": "math"}, "trainer.project_name='math' is not read without 'wandb' in trainer.logger"),
         ({"trainer.experiment_name": "a"}, "trainer.experiment_name='a' is not read without 'wandb' in trainer.logger"),
     ],

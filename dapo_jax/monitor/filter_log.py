@@ -6,9 +6,16 @@ neither `std=0` nor `std>0` so that no parser counts a round twice. A rule other
 """
 
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
-_LOGGER = logging.getLogger(__name__)
+LOGGER = __name__
+_LOGGER = logging.getLogger(LOGGER)
+
+
+def log_start() -> None:
+    """Logs that a step begins to sample."""
+    _LOGGER.info("Starting rollout generation...")
 
 
 class RuleWords(NamedTuple):
@@ -64,9 +71,12 @@ def log_round(
     _LOGGER.info("Generated batch %d, %d prompts, %d trajectories",
                  round_number, num_prompts, num_prompts * num_samples)
     _LOGGER.info("Filter groups enabled, metric=%s", metric)
+    _LOGGER.info("Computing metric std for %d prompts...", num_prompts)
+    _LOGGER.info("Filter statistics: Total prompts: %d", num_prompts)
     _LOGGER.info("Filtered (%s): %d (%.1f%%)", words.dropped, num_filtered, 100 * num_filtered / num_prompts)
     _LOGGER.info("Kept (%s): %d prompts (%.1f%%)", words.kept, num_kept, 100 * num_kept / num_prompts)
     _LOGGER.info("Mean std: %.3f", mean_std)
+    _LOGGER.info("Accumulated prompts: %d / %d", num_accumulated, target)
     _LOGGER.info("[Dynamic Sampling] Step %d, Gen batch %d: Kept %d/%d prompts (filtered %d trajectories), "
                  "Accumulated: %d/%d", step, round_number, num_kept, num_prompts,
                  num_filtered * num_samples, num_accumulated, target)
@@ -83,3 +93,10 @@ def log_enough(num_trajectories: int) -> None:
     _LOGGER.info("Collected enough data. Taking first %d trajectories.", num_trajectories)
     _LOGGER.info("[Dynamic Sampling] Accumulated enough prompts, proceeding with %d trajectories",
                  num_trajectories)
+
+
+def log_step(metrics: Mapping[str, float]) -> None:
+    """Logs the rounds and the filter rate of a step, before it trains."""
+    _LOGGER.info("train/num_gen_batches: %d", metrics["train/num_gen_batches"])
+    _LOGGER.info("train/filter_rate: %.3f", metrics["train/filter_rate"])
+    _LOGGER.info("Starting training iteration...")

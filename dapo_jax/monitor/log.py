@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,13 +38,16 @@ class _FileHandler(logging.FileHandler):
         super().handleError(record)
 
 
-def setup_logging(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> None:
+def setup_logging(
+    workdir: str | os.PathLike[str], *, detailed: bool, also: Collection[str] = (), process: int = 0
+) -> None:
     """Sends the records of the package from INFO upwards to `workdir/train.log` (appended) and the console.
 
     The console (stderr) shows warnings and errors, with `detailed` every record. Called again, it replaces
     the handlers of the call before and leaves those of others alone.
 
     Args:
+        also: names of loggers of which the console shows every record in any case.
         process: index among the processes of a run. Those after the first write no file, and their warnings to the
             console with their index.
     """
@@ -58,11 +62,12 @@ def setup_logging(workdir: str | os.PathLike[str], *, detailed: bool, process: i
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
 
     _LOGGER.addHandler(file)
-    _add_console(logging.NOTSET if detailed else logging.WARNING, "%(levelname)s: %(message)s")
+    _add_console(logging.NOTSET if detailed else logging.WARNING, "%(levelname)s: %(message)s", also)
 
 
-def _add_console(level: int, form: str) -> None:
-    console = _ConsoleHandler(level)
+def _add_console(level: int, form: str, also: Collection[str] = ()) -> None:
+    console = _ConsoleHandler()
+    console.addFilter(lambda record: record.levelno >= level or record.name in also)
     console.name = _CONSOLE
     console.setFormatter(logging.Formatter(form))
     _LOGGER.addHandler(console)

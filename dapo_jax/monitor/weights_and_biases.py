@@ -58,7 +58,8 @@ class WeightsAndBiases:
         found = {}
         for name, parts in histograms.items():
             if parts:
-                edges = np.linspace(*parts["edges"], len(parts["counts"]) + 1)
+                low, high = parts["edges"]
+                edges = np.linspace(low, high, len(parts["counts"]) + 1)
                 found[name] = self._wandb.Histogram(np_histogram=(np.array(parts["counts"]), edges))
         self._log(step, found, commit=False)
 

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,16 @@ class Workdir:
 
 
 @contextmanager
-def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: int = 0) -> Iterator[Workdir]:
+def open_workdir(
+    workdir: str | os.PathLike[str], *, detailed: bool, also: Collection[str] = (), process: int = 0
+) -> Iterator[Workdir]:
     """Creates and locks `workdir`, and sends the records of the package to its train.log until the end.
 
     If the run fails, its traceback goes to train.log. Of an address, the run writes a copy on this machine.
 
     Args:
         detailed: show every record on the console.
+        also: names of loggers of which it shows every record in any case.
         process: index among the processes of a run. Those after the first neither lock nor write.
 
     Raises:
@@ -44,7 +47,7 @@ def open_workdir(workdir: str | os.PathLike[str], *, detailed: bool, process: in
         if process == 0:
             _prepare(place.folder)
             stack.enter_context(locked(epath.Path(place.folder)))
-        setup_logging(place.folder, detailed=detailed, process=process)
+        setup_logging(place.folder, detailed=detailed, also=also, process=process)
         stack.callback(close_logging)
         try:
             yield place

@@ -37,6 +37,14 @@ def test_console_shows_warnings_and_with_detailed_everything(tmp_path, capsys, d
     assert captured.out == ""
 
 
+def test_the_console_shows_every_record_of_a_logger_that_is_named(tmp_path, capsys):
+    setup_logging(tmp_path, detailed=False, also=("dapo_jax.named",))
+    for name in ("named", "other"):
+        logging.getLogger(f"dapo_jax.{name}").info("from %s", name)
+        logging.getLogger(f"dapo_jax.{name}").warning("of %s", name)
+    assert capsys.readouterr().err == "INFO: from named\nWARNING: of named\nWARNING: of other\n"
+
+
 def test_records_do_not_reach_the_root_logger_twice(tmp_path, capsys):
     root = logging.StreamHandler()
     logging.getLogger().addHandler(root)
