@@ -15,6 +15,7 @@ from dapo_jax import command_line
 from dapo_jax.evaluate import _without_training, bench, main, table
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.option_uses import without_switched_off
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.settings import check_memory
 from dapo_jax.train import train
@@ -118,6 +119,7 @@ def test_a_model_is_measured_without_training_data_and_in_pieces(trained, tmp_pa
         data=dataclasses.replace(trained.data, task="files"),
         evaluate=dataclasses.replace(trained.evaluate, batch_size=1),
     )
+    config = without_switched_off(trained, config, ())
     [result] = bench(config, tmp_path / "out")
     assert result["step"] == 2 and result["model"] == trained.workdir
     own = {name for name in whole if name.startswith(("bench/own/", "bench/greedy/"))}
@@ -125,6 +127,7 @@ def test_a_model_is_measured_without_training_data_and_in_pieces(trained, tmp_pa
     for name in own:
         assert result["metrics"][name] == pytest.approx(whole[name], abs=1e-12), name
     nothing = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, tasks="{}"))
+    nothing = without_switched_off(config, nothing, ())
     with pytest.raises(ValueError, match="nothing to evaluate"):
         bench(nothing, tmp_path / "nothing")
 

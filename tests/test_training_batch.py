@@ -21,14 +21,17 @@ from dapo_jax.train import train
 from dapo_jax.training_batch import make_batch
 
 pytestmark = pytest.mark.slow
-COV = {"actor.policy_loss.clip_cov_lb": -9.0, "actor.policy_loss.clip_cov_ratio": 0.1,
-       "actor.policy_loss.kl_cov_ratio": 0.1}  # fmt: skip
+OPTIONS = {  # of losses
+    "clip_cov": {"actor.policy_loss.clip_cov_lb": -9.0, "actor.policy_loss.clip_cov_ratio": 0.1},
+    "kl_cov": {"actor.policy_loss.kl_cov_ratio": 0.1},
+}
 
 
 def changes_of(estimator: str, loss: str) -> dict:
     return {
-        "algorithm.adv_estimator": estimator, "actor.policy_loss.loss_mode": loss, **COV, "trainer.test_freq": -1,
-        "trainer.save_freq": -1, "trainer.val_before_train": False, "trainer.total_training_steps": 3,
+        "algorithm.adv_estimator": estimator, "actor.policy_loss.loss_mode": loss, **OPTIONS.get(loss, {}),
+        "trainer.test_freq": -1, "trainer.save_freq": -1, "trainer.val_before_train": False,
+        "trainer.total_training_steps": 3,
     }  # fmt: skip
 
 
