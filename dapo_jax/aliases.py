@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from dapo_jax.errors import InputError
+
 if TYPE_CHECKING:  # config.freeze imports this module
     from dapo_jax.config import AlgorithmConfig, Config, FilterGroupsConfig
 
@@ -27,14 +29,14 @@ def resolve_aliases(config: Config) -> Config:
     """
     algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
     if algorithm.use_dynamic_sample and algorithm.online_filtering:
-        raise ValueError("algorithm.use_dynamic_sample and algorithm.online_filtering exclude each other: choose one")
+        raise InputError("algorithm.use_dynamic_sample and algorithm.online_filtering exclude each other: choose one")
     if algorithm.use_dynamic_sample is None and algorithm.dynamic_sample_max_gen_batches is not None:
-        raise ValueError("algorithm.dynamic_sample_max_gen_batches needs algorithm.use_dynamic_sample=True")
+        raise InputError("algorithm.dynamic_sample_max_gen_batches needs algorithm.use_dynamic_sample=True")
     if algorithm.online_filtering is None:
         given = [f"algorithm.{name}" for name in _ONLINE if getattr(algorithm, name) is not None]
         given += ["trainer.max_try_make_batch"] * (limit is not None)
         if given:
-            raise ValueError(f"{', '.join(given)} need algorithm.online_filtering=True")
+            raise InputError(f"{', '.join(given)} need algorithm.online_filtering=True")
     groups = algorithm.filter_groups
     if algorithm.use_dynamic_sample:
         groups = _changed(groups, "use_dynamic_sample", _dynamic_sample(algorithm))
@@ -63,7 +65,7 @@ def _changed(groups: FilterGroupsConfig, alias: str, changes: dict[str, Any]) ->
     for name, value in changes.items():
         chosen = getattr(groups, name)
         if chosen not in (getattr(default, name), value):
-            raise ValueError(
+            raise InputError(
                 f"algorithm.{alias}=True sets algorithm.filter_groups.{name}={value}, and {chosen} was chosen: "
                 f"leave out one of them, or use the options of algorithm.filter_groups without algorithm.{alias}"
             )

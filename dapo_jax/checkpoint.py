@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from dapo_jax.errors import InputError
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.places import is_address
@@ -117,12 +118,12 @@ class Checkpoints:
                 },
             )
         except OSError as error:
-            raise ValueError(
+            raise InputError(
                 f"the directory of checkpoints {directory} cannot be used ({error}): choose another by "
                 "trainer.checkpoint_dir or workdir"
             ) from error
         except ValueError as error:  # the metrics of a checkpoint are read here
-            raise ValueError(
+            raise InputError(
                 f"a checkpoint in {directory} is damaged ({_first_line(error)}): look for an empty or broken file "
                 f"{directory}/*/metrics/metrics and move its checkpoint away"
             ) from error
@@ -186,7 +187,7 @@ class Checkpoints:
         saved = self._saved_shapes(step)
         models = sorted({name.partition(".")[0] for name in saved})
         if models != sorted(wanted):
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint of step {step} holds {models}, the run has {sorted(wanted)}: choose another workdir, "
                 "or the algorithm.adv_estimator that the checkpoint was made with"
             )
@@ -199,7 +200,7 @@ class Checkpoints:
         progress = Progress(**restored["progress"])
         with self._reading(step):
             if progress.stream not in ("", _digest(restored["stream"])):
-                raise ValueError("what it holds of the prompts and groups has changed")
+                raise InputError("what it holds of the prompts and groups has changed")
         return Models(**restored["models"]), dataclasses.replace(progress, stream=""), restored["stream"]
 
     def restore_policy(self, step: int, shape: Any) -> Any:
@@ -257,7 +258,7 @@ class Checkpoints:
         except Exception as error:  # as above
             others = [number for number in self._manager.all_steps() if number != step]
             rest = f"go on from step {max(others)}" if others else "begin again"
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint of step {step} in {self._directory} is damaged ({_first_line(error)}): restore "
                 f"{self._directory}/{step} from a copy, or move it away to {rest}"
             ) from error
@@ -298,7 +299,7 @@ def _check_shapes(step: int, saved: dict[str, tuple[int, ...]], wanted: dict[str
     differing = sorted(name for name in saved | wanted if saved.get(name) != wanted.get(name))
     if differing:
         name = differing[0]
-        raise ValueError(
+        raise InputError(
             f"the checkpoint of step {step} is of another model: {len(differing)} arrays differ, {name} has shape "
             f"{saved.get(name, 'none')} there and {wanted.get(name, 'none')} in this run: choose another workdir, or "
             "the model.path, model.lora and optimizer settings that the checkpoint was made with"

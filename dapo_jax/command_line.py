@@ -16,6 +16,7 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.config import Config, freeze
+from dapo_jax.errors import InputError
 from dapo_jax.option_uses import without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.processes import is_jax_failure, joined_processes
@@ -30,7 +31,7 @@ OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def refusals(arguments: Sequence[str]) -> Iterator[None]:
     """Ends a command that fails with a message on stderr and an exit code, without the traceback.
 
-    2: wrong input (ValueError). 1: the run cannot go on (RuntimeError, OSError, MemoryError, a missing package).
+    2: wrong input (InputError). 1: the run cannot go on (RuntimeError, OSError, MemoryError, a missing package).
     130: an interrupt. Anything else is a bug: 1, with the traceback.
 
     Args:
@@ -52,7 +53,7 @@ def _ending(error: BaseException) -> tuple[int, str | None]:
     """The exit code and the message of a failure; None for the message of a bug."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted: the same command goes on after the newest checkpoint"
-    if isinstance(error, ValueError) and not is_jax_failure(error):
+    if isinstance(error, InputError):
         return WRONG_INPUT, str(error)
     if isinstance(error, NotImplementedError | RecursionError):
         return FAILED, None
@@ -123,7 +124,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         overrides = first(list(arguments), known_only=True)
         path = first["config"].value
         if not path:
-            raise ValueError("--config is missing: give a config file, for example --config configs/tiny.py")
+            raise InputError("--config is missing: give a config file, for example --config configs/tiny.py")
         chosen = _run_file(path)
         keys = _chosen_keys(overrides, chosen)
         recipe = _recipe(chosen)
@@ -131,9 +132,9 @@ def read_config(arguments: Sequence[str]) -> Config:
         rest = values(overrides)
         config = freeze(chosen.value)
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{error}: correct the command") from error
+        raise InputError(f"{error}: correct the command") from error
     if len(rest) > 1:
-        raise ValueError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
+        raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
     return config if recipe is None else without_switched_off(recipe, config, keys)
 
 
@@ -151,7 +152,7 @@ def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
         elif given:
             chosen.add(given[1])
     if problems:
-        raise ValueError("\n".join(problems))
+        raise InputError("\n".join(problems))
     return chosen
 
 
@@ -166,7 +167,7 @@ def _recipe(file: ConfigDict) -> Config | None:
 def _run_file(path: str) -> ConfigDict:
     """What get_config() of a Python file returns."""
     if not Path(path).is_file():
-        raise ValueError(f"--config={path} is not a file: give a config file, for example --config configs/tiny.py")
+        raise InputError(f"--config={path} is not a file: give a config file, for example --config configs/tiny.py")
     rule = f"--config={path} must be a Python file whose get_config() returns default_config() with changes"
     try:
         names = runpy.run_path(path)
@@ -174,10 +175,10 @@ def _run_file(path: str) -> ConfigDict:
     except (Exception, SystemExit) as error:  # a config file is a foreign program: anything can come out of it
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f" in line {lines[-1]}" if lines else ""
-        raise ValueError(f"{rule}, and fails{where} with {type(error).__name__}: {error}: correct the file") from error
+        raise InputError(f"{rule}, and fails{where} with {type(error).__name__}: {error}: correct the file") from error
     if not isinstance(config, ConfigDict):
         found = f"returns {config!r}" if "get_config" in names else "has no get_config"
-        raise ValueError(f"{rule}, and {found}: correct the file")
+        raise InputError(f"{rule}, and {found}: correct the file")
     return config
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from ml_collections import config_dict
 
 from dapo_jax.aliases import resolve_aliases
+from dapo_jax.errors import InputError
 from dapo_jax.places import is_address, place_of
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
@@ -476,10 +477,10 @@ def freeze(values: Any) -> Config:
 def _freeze(section: Any, values: Any) -> Any:
     kinds = typing.get_type_hints(section)
     if not hasattr(values, "keys"):
-        raise ValueError(f"{section.__name__}={values!r} must be a section of keys: start from default_config()")
+        raise InputError(f"{section.__name__}={values!r} must be a section of keys: start from default_config()")
     for found, names in {"unknown": set(values) - set(kinds), "missing": set(kinds) - set(values)}.items():
         if names:
-            raise ValueError(f"{found} config keys {sorted(names)} in {section.__name__}: start from default_config()")
+            raise InputError(f"{found} config keys {sorted(names)} in {section.__name__}: start from default_config()")
     fields = {
         name: _freeze(kind, values[name])
         if dataclasses.is_dataclass(kind)
@@ -499,7 +500,7 @@ def from_values(values: dict[str, Any]) -> Config:
 def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     for name, default in defaults.items():
         if isinstance(default, dict) != isinstance(values.get(name, default), dict):
-            raise ValueError(f"{name} is {values[name]!r}, which no run has written: restore the file")
+            raise InputError(f"{name} is {values[name]!r}, which no run has written: restore the file")
     known = {
         name: _completed(default, values[name]) if isinstance(default, dict) and name in values else default
         for name, default in defaults.items()

@@ -22,6 +22,7 @@ import numpy as np
 from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.errors import InputError
 from dapo_jax.evaluation import Receive, evaluate
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.other_runs import Trained, find_trained
@@ -64,7 +65,7 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
     with ExitStack() as stack:
         run = stack.enter_context(open_run(_without_training(config), training=False))
         if not run.task_sets:
-            raise ValueError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
+            raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
         directory = stack.enter_context(output_directory(output))
         if is_first():
             print(describe(run))
@@ -96,13 +97,13 @@ def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trai
         return []
     trained = find_trained(config.model.path) or find_trained(config.workdir)
     if trained is None:
-        raise ValueError(
+        raise InputError(
             f"--step and --all-steps need a run: neither model.path={config.model.path} nor workdir={config.workdir} "
             "is the workdir of one: give it by --config.model.path"
         )
     saved = saved_steps(checkpoint_dir(trained.config))
     if step is not None and step not in saved:
-        raise ValueError(
+        raise InputError(
             f"--step={step} must be a checkpoint of workdir={trained.config.workdir}: choose one of {saved}"
         )
     return [dataclasses.replace(trained, step=one) for one in (saved if step is None else [step])]

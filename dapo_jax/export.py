@@ -21,6 +21,7 @@ from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.gguf_files import gguf_context_length
 from dapo_jax.models.hf_config import hf_config, one_or_all
@@ -69,7 +70,7 @@ def export(
     """
     output, lora = new_output(output), lora_of(config)
     if adapter and lora is None:
-        raise ValueError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
+        raise InputError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
     config, step = pinned(config), _chosen_step(config, step)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
@@ -95,12 +96,12 @@ def export(
 def _chosen_step(config: Config, step: int | None) -> int:
     workdir, saved = config.workdir, saved_steps(checkpoint_dir(config))
     if not saved:
-        raise ValueError(
+        raise InputError(
             f"workdir={workdir} must be that of a run that has saved a checkpoint, and holds none: give the run's own "
             "by --config.workdir, or train first"
         )
     if step is not None and step not in saved:
-        raise ValueError(f"--step={step} must be a checkpoint of workdir={workdir}: choose one of {saved}")
+        raise InputError(f"--step={step} must be a checkpoint of workdir={workdir}: choose one of {saved}")
     return saved[-1] if step is None else step
 
 
@@ -111,7 +112,7 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
     try:
         return mesh, trained_params(Trained(config, step), arch, mesh)
     except ValueError as error:
-        raise ValueError(
+        raise InputError(
             f"the checkpoint of step {step} in workdir={config.workdir} must be of the model in the config: give the "
             f"config that the run had, which is in its config.json ({error})"
         ) from error

@@ -10,6 +10,7 @@ from etils import epath
 
 from dapo_jax.checkpoint import Origin, is_checkpoint, saved_steps
 from dapo_jax.config import Config, checkpoint_dir, from_values
+from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import recorded_config
 from dapo_jax.parallel.processes import gather
 from dapo_jax.places import is_address, place_of
@@ -39,7 +40,7 @@ def find_trained(path: str) -> Trained | None:
     if config is not None:
         return Trained(config, _chosen_step(path, checkpoint_dir(config), step))
     if is_checkpoint(place) or saved_steps(place):
-        raise ValueError(
+        raise InputError(
             f"{path} holds checkpoints without the config of their run: give the run's workdir, or "
             "WORKDIR/checkpoints/STEP for one of its steps, wherever they are"
         )
@@ -75,7 +76,7 @@ def pinned(config: Config) -> Config:
     for name in ("model", "reference"):
         path = getattr(config, name).path
         if path and path != RANDOM and _is_own(path, config):
-            raise ValueError(f"{name}.path={path} is in this run's own workdir: choose a new workdir")
+            raise InputError(f"{name}.path={path} is in this run's own workdir: choose a new workdir")
     model, reference, trainer = gather(
         [chosen("model", "path"), chosen("reference", "path"), chosen("trainer", "resume_from_path")]
     )[0]
@@ -140,7 +141,7 @@ def _chosen_step(path: str, directory: str, step: int | None) -> int:
     saved = saved_steps(directory)
     if not saved or step not in (None, *saved):
         held = f"and {directory} holds those of steps {saved}" if saved else f"and there is none in {directory}"
-        raise ValueError(
+        raise InputError(
             f"{path} must be the workdir of a run that has saved a checkpoint, or one of its checkpoints, {held}: "
             "correct the path"
         )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.places import is_address
 
@@ -16,10 +17,10 @@ def new_output(path: str | Path) -> Path:
         ValueError: it is not of this machine, or there and not empty.
     """
     if is_address(str(path)):
-        raise ValueError(f"--output={path} must be a directory of this machine: copy it to the bucket afterwards")
+        raise InputError(f"--output={path} must be a directory of this machine: copy it to the bucket afterwards")
     output = Path(path).expanduser().absolute()
     if is_written(output):
-        raise ValueError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
+        raise InputError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
     return output
 
 
@@ -53,4 +54,4 @@ def _remove_empty(output: Path) -> None:
     try:
         output.rmdir()
     except OSError as error:
-        raise ValueError(f"--output={output} cannot be replaced ({error}): name a new directory inside it") from error
+        raise InputError(f"--output={output} cannot be replaced ({error}): name a new directory inside it") from error

@@ -9,6 +9,8 @@ import fsspec
 import fsspec.config
 from etils import epath
 
+from dapo_jax.errors import InputError
+
 CACHE = Path("~/.cache/dapo_jax")
 MODEL_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")  # of a model directory
 
@@ -39,7 +41,7 @@ def place_of(path: str) -> epath.Path:
     """
     problem = address_problem(path)
     if problem:
-        raise ValueError(problem)
+        raise InputError(problem)
     if not is_address(path):
         return epath.Path(Path(path).expanduser().absolute())
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False  # others write there too
@@ -62,7 +64,7 @@ def local_model(path: str) -> Path:
         return Path(path).expanduser()
     place = place_of(path)
     if not place.exists():
-        raise ValueError(f"the model path {path} does not exist: give a Hugging Face model directory or a .gguf file")
+        raise InputError(f"the model path {path} does not exist: give a Hugging Face model directory or a .gguf file")
     if place.is_dir():
         folder = copy_of(path, "models")
         _copy([file for file in place.iterdir() if file.suffix in MODEL_FILES], folder)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import Lora, adapter_table, merged
@@ -56,9 +57,9 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
             initializer_range=sizes.initializer_range,
         )
     if arch.scalar_head:
-        raise ValueError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
+        raise InputError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
     if tokenizer.vocab_size > arch.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, the model "
             f"{arch.vocab_size} embeddings: they do not belong together"
         )
@@ -87,7 +88,7 @@ def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], A
     if path == RANDOM:
         return freeze(load_base(config, arch, mesh))
     if config.reference.path is not None and _architecture(path) != arch:
-        raise ValueError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
+        raise InputError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
     return freeze(load_policy(path, arch, mesh))
 
 
@@ -99,14 +100,14 @@ def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
             kernels and micro-batches are chosen for it.
     """
     if find_trained(path) is not None:
-        raise ValueError(
+        raise InputError(
             f"critic.model.path={path} is a run's: name a model's files, such as those that dapo_jax.export writes"
         )
     place = local_model(path)
     own = read_model_architecture(place)
     free = {"scalar_head": False, "tie_embeddings": arch.tie_embeddings, "initializer_range": arch.initializer_range}
     if dataclasses.replace(own, **free) != arch:
-        raise ValueError(
+        raise InputError(
             f"critic.model.path={path} must have the architecture of model.path but for the head: choose another, or "
             "leave it empty for the policy's weights"
         )

@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.command_line import read_config, refusals
 from dapo_jax.config import Config, gen_batch_size
+from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
 from dapo_jax.models.weights import count_params
@@ -77,7 +78,7 @@ def preflight(
     """
     validate(config)
     if config.trainer.rollout_ahead:
-        raise ValueError(
+        raise InputError(
             "trainer.rollout_ahead=1 divides the devices, and a preflight compiles for one mesh: set it to 0 and give "
             "the devices that train, or those that sample"
         )
@@ -134,7 +135,7 @@ def usable_memory(config: Config, mesh: Mesh, limits: Limits) -> float:
     if device in jax.devices():
         return free_bytes(mesh)
     if limits.memory is None:
-        raise ValueError(f"the memory of {device.device_kind} is not known: choose a device of {', '.join(LIMITS)}")
+        raise InputError(f"the memory of {device.device_kind} is not known: choose a device of {', '.join(LIMITS)}")
     return limits.memory * (config.trainer.gpu_memory_fraction if device.platform == "gpu" else 1.0)
 
 
@@ -169,7 +170,7 @@ def measure(program: Program, mesh: Mesh, config: Config, progress: Any = None) 
     except RuntimeError as error:
         if "cuDNN" not in str(error):
             raise
-        raise ValueError(
+        raise InputError(
             f"{program.name} needs cuDNN to compile ({error}): pip install --no-deps 'nvidia-cudnn-cu13<10', or set "
             "model.attention=xla"
         ) from error

@@ -30,6 +30,7 @@ from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import Actor, LatestWeights, build_actor
 from dapo_jax.learner.critic import Critic, build_critic
 from dapo_jax.learner.models import Models
@@ -261,7 +262,7 @@ def read_prompts(
     names = [name for task in task_sets for name, _ in task.by_name()]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
+            raise InputError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
     return _tokenize(config, train_rows, tokenizer) if training else PromptSet([], []), task_sets
 
 
@@ -310,7 +311,7 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
                 f"{name}.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}"
             )
     if problems:
-        raise ValueError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
+        raise InputError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
 
 
 def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from dapo_jax.collection import Collected, collected_arrays, restore_collected
 from dapo_jax.config import Config, checkpoint_dir, from_values
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
+from dapo_jax.errors import InputError
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor.records import config_differences, recorded_config
 from dapo_jax.other_runs import find_checkpoint
@@ -49,7 +50,7 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
     latest = checkpoints.latest_step()
     check_agreement({"the step of the newest checkpoint": latest})
     if latest is not None and config.trainer.resume_mode == "disable":
-        raise ValueError(
+        raise InputError(
             f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
             "choose another workdir, or resume_mode=auto to go on"
         )
@@ -60,12 +61,12 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
         _check_not_moved(config)
         origin = find_checkpoint(other) if other else None
     if other and Path(other).expanduser().resolve().is_relative_to(Path(config.workdir).resolve()):
-        raise ValueError(
+        raise InputError(
             f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to go on "
             "from one of its earlier checkpoints"
         )
     if origin is not None and origin.step > total > 0:  # -1: known once the prompts are read
-        raise ValueError(
+        raise InputError(
             f"trainer.total_training_steps={total} is less than the {origin.step} steps that {origin.directory} has "
             "done: raise it, or choose another workdir"
         )
@@ -84,7 +85,7 @@ def _check_not_moved(config: Config) -> None:
     recorded = recorded_config(config.workdir)
     before = checkpoint_dir(from_values(recorded | {"workdir": config.workdir})) if recorded else ""
     if before and before != checkpoint_dir(config) and saved_steps(before):
-        raise ValueError(
+        raise InputError(
             f"workdir={config.workdir} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
             f"{checkpoint_dir(config)}: move them there, or begin in a new workdir with "
             f"trainer.resume_from_path={before}"
@@ -160,7 +161,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     prompts = run.train_set.checksum()
     if progress.prompts not in ("", prompts):
         if own:
-            raise ValueError(
+            raise InputError(
                 f"the training prompts are not those that workdir={run.config.workdir} has trained on: restore the "
                 "data options and files, or begin in a new workdir with trainer.resume_from_path or model.path set to "
                 "this one"
@@ -180,14 +181,14 @@ def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
         return
     measured = "kl" in groups
     if measured != config.algorithm.use_kl_in_reward:
-        raise ValueError(
+        raise InputError(
             f"the checkpoint holds groups that were sampled with algorithm.use_kl_in_reward={measured}, and the run "
             f"has {not measured}: go on with that, or begin in a new workdir with model.path set to this one"
         )
     wanted = config.rollout.n, config.data.max_response_length
     if tuple(groups["responses"].shape[1:]) != wanted:
         n, length = groups["responses"].shape[1:]
-        raise ValueError(
+        raise InputError(
             f"the checkpoint holds groups that were sampled with rollout.n={n}, data.max_response_length={length}, and "
             f"the run has {wanted[0]}, {wanted[1]}: go on with those, or begin in a new workdir with model.path set to "
             "this one"

@@ -12,6 +12,7 @@ from dapo_jax.config import Config
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.dynamic_sampling.rounds import shape_rewards
+from dapo_jax.errors import InputError
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -67,16 +68,16 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
     path = local_model(settings.path)
     arch = read_model_architecture(path)
     if not arch.scalar_head:
-        raise ValueError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")
+        raise InputError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > arch.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"the tokenizer of reward.model.path={settings.path} has ids up to {tokenizer.vocab_size - 1}, the model "
             f"{arch.vocab_size} embeddings: they do not belong together"
         )
     problems = indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES)
     if problems:
-        raise ValueError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
+        raise InputError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
     model = build_reward_model(arch, dtype, mesh)
     return ModelScorer(
         model=model,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dapo_jax.config import ActorConfig, Config, CriticConfig
+from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.critic import CriticSettings, critic_architecture
 from dapo_jax.learner.optimizer import OptimizerSettings
@@ -49,7 +50,7 @@ def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
         logger.warning("trainer.total_training_steps=%d ends the run before %s: -1 leaves it to these", given, name)
         return config
     if steps < max(done, *trainer.profile_steps, 1):
-        raise ValueError(
+        raise InputError(
             f"{name} must reach step 1, the last one done ({done}) and trainer.profile_steps={trainer.profile_steps}: "
             "raise it, or change these or the workdir"
         )
@@ -161,7 +162,7 @@ def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[st
     name = KERNELS.get(device.platform, "xla") if asked == "fused" else asked
     problem = "" if name == "xla" else unfit(name, device, compute_dtype(config, mesh), arch.head_dim)
     if problem and asked != "fused":
-        raise ValueError(f"model.attention={asked} {problem}: choose fused or xla, or other devices")
+        raise InputError(f"model.attention={asked} {problem}: choose fused or xla, or other devices")
     return ("xla" if problem else name), problem
 
 
@@ -178,11 +179,11 @@ def check_memory(config: Config, mesh: Mesh) -> None:
     if not offloaded or (HOST in _memories(mesh) and platform(mesh) != "cpu"):
         return
     if platform(mesh) == "gpu":
-        raise ValueError(
+        raise InputError(
             f"{offloaded[0]} cannot be compiled for absent GPUs, whose host memory JAX does not know: leave it out "
             "here, or compile on the GPUs with --topology=gpu"
         )
-    raise ValueError(
+    raise InputError(
         f"{offloaded[0]} needs devices with a memory of their own, and JAX has {platform(mesh)}: choose another value"
     )
 

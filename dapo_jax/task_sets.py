@@ -14,6 +14,7 @@ from typing import Any
 from dapo_jax.config import Config
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import prompt_identity
+from dapo_jax.errors import InputError
 
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a default: what JSON gives for it
     int: ((int,), "a whole number"),
@@ -82,9 +83,9 @@ def parse_tasks(config: Config) -> list[TaskOptions]:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"evaluate.tasks={text!r} must be JSON: {error}") from error
+        raise InputError(f"evaluate.tasks={text!r} must be JSON: {error}") from error
     if not isinstance(given, dict):
-        raise ValueError(f"evaluate.tasks={text!r} must be a JSON object: task set -> its options")
+        raise InputError(f"evaluate.tasks={text!r} must be a JSON object: task set -> its options")
     default = held_out_options(config)
     return [_parse(name, options, default) for name, options in given.items()]
 
@@ -92,16 +93,16 @@ def parse_tasks(config: Config) -> list[TaskOptions]:
 def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
     where = f"evaluate.tasks, {name!r}"
     if not name or not isinstance(options, dict):
-        raise ValueError(f"{where} must have a name, and an object of options such as {{'files': 'aime.parquet'}}")
+        raise InputError(f"{where} must have a name, and an object of options such as {{'files': 'aime.parquet'}}")
     known = [field.name for field in dataclasses.fields(TaskOptions) if field.name != "name"]
     for key, value in options.items():
         if key not in known:
-            raise ValueError(f"{where}: {key!r} is no option: choose among {', '.join(known)}")
+            raise InputError(f"{where}: {key!r} is no option: choose among {', '.join(known)}")
         kinds, description = _KINDS[type(getattr(default, key))]
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ValueError(f"{where}: {key}={value!r} must be {description}")
+            raise InputError(f"{where}: {key}={value!r} must be {description}")
     files = options.get("files", ())
     files = (files,) if isinstance(files, str) else tuple(files)
     if not files or not all(isinstance(file, str) for file in files):
-        raise ValueError(f"{where}: files={options.get('files')!r} must be a path or a list of paths")
+        raise InputError(f"{where}: files={options.get('files')!r} must be a path or a list of paths")
     return dataclasses.replace(default, **options | {"name": name, "files": files})

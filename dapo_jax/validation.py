@@ -17,6 +17,7 @@ from dapo_jax.config import (
 )
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
+from dapo_jax.errors import InputError
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
@@ -116,7 +117,7 @@ def validate(config: Config, *, training: bool = True) -> None:
         named = {problem.partition("=")[0] for problem in problems}
         problems += [problem for problem in unread_problems(config) if problem.partition("=")[0] not in named]
     if problems:
-        raise ValueError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise InputError("the config has problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def _lookup(config: Config, key: str) -> Any:
@@ -226,7 +227,7 @@ def _range_problems(config: Config) -> list[str]:
     try:
         variables = json.loads(config.data.chat_template_kwargs)
         if not isinstance(variables, dict):
-            raise ValueError("not an object")
+            raise InputError("not an object")
         taken = sorted(set(variables) & set(TEMPLATE_ARGUMENTS))
         if taken:
             problems.append(
@@ -240,7 +241,7 @@ def _range_problems(config: Config) -> list[str]:
         )
     try:
         if not isinstance(json.loads(config.trainer.compiler_options), dict):
-            raise ValueError("not an object")
+            raise InputError("not an object")
     except (ValueError, RecursionError) as error:
         problems.append(
             f"trainer.compiler_options={config.trainer.compiler_options[:100]!r} must be a JSON object ({error}): "

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from dapo_jax.data.prompt_files import MAX_REPORTED_PROBLEMS, read_records
 from dapo_jax.data.rows import prompt_identity
+from dapo_jax.errors import InputError
 
 # Around every problem of DAPO-Math-17k and AIME-2024, as their authors publish them (arXiv:2503.14476).
 DAPO_PROMPT = (
@@ -101,13 +102,13 @@ def collect_rows(paths: Iterable[Path], convert: Callable[[dict[str, Any]], Row]
             if answer_of(first) != answer_of(row):
                 conflicting.add(identity)
     if problems:
-        raise ValueError("bad rows (the first row is 1):\n  " + "\n  ".join(problems))
+        raise InputError("bad rows (the first row is 1):\n  " + "\n  ".join(problems))
     rows = [first for identity, (first, _) in kept.items() if identity not in conflicting]
     counts.conflicting = sum(kept[identity][1] for identity in conflicting)
     counts.duplicates = sum(repeats - 1 for identity, (_, repeats) in kept.items() if identity not in conflicting)
     counts.written = len(rows)
     if not rows:
-        raise ValueError(f"no row is left of {', '.join(map(str, paths))}: name other files\n{counts}")
+        raise InputError(f"no row is left of {', '.join(map(str, paths))}: name other files\n{counts}")
     return rows, counts
 
 
@@ -121,7 +122,7 @@ def dapo_prompt(record: dict[str, Any]) -> str:
     if not isinstance(prompt, list):
         return DAPO_PROMPT.format(problem=text_field(record, "problem", "Problem", "question", "prompt"))
     if len(prompt) != 1 or not isinstance(prompt[0], dict) or prompt[0].get("role") != "user":
-        raise ValueError(f"prompt must be one message of the user, not {str(prompt)[:80]!r}: correct the row")
+        raise InputError(f"prompt must be one message of the user, not {str(prompt)[:80]!r}: correct the row")
     return text_field(prompt[0], "content")
 
 
@@ -136,7 +137,7 @@ def text_field(record: dict[str, Any], *names: str) -> str:
         value = record.get(name)
         if isinstance(value, str) and value.strip():
             return value
-    raise ValueError(
+    raise InputError(
         f"{' or '.join(names)} must be non-empty text, and the row has {_shown(record, names)}: "
         "give the file as its publisher ships it"
     )
@@ -152,7 +153,7 @@ def number_field(record: dict[str, Any], *names: str) -> str:
         number = plain_number(record.get(name))
         if number is not None:
             return number
-    raise ValueError(
+    raise InputError(
         f"{' or '.join(names)} must be a number, and the row has {_shown(record, names)}: "
         "give the file as its publisher ships it"
     )
@@ -196,13 +197,13 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
 def check_output(path: Path) -> None:
     """ValueError unless the suffix names a format."""
     if path.suffix not in WRITERS:
-        raise ValueError(f"output {path} must end in one of {', '.join(WRITERS)}: correct its name")
+        raise InputError(f"output {path} must end in one of {', '.join(WRITERS)}: correct its name")
 
 
 def split_path(pattern: str, split: str) -> Path:
     """The output of one split: `{split}` replaced. ValueError if the pattern has no such place."""
     if "{split}" not in pattern:
-        raise ValueError(f"output {pattern} must hold {{split}}, which becomes train and the like: add it")
+        raise InputError(f"output {pattern} must hold {{split}}, which becomes train and the like: add it")
     path = Path(pattern.replace("{split}", split))
     check_output(path)
     return path
@@ -217,20 +218,20 @@ def download(repository: str, pattern: str) -> list[Path]:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ValueError(
+        raise InputError(
             "--download needs the package huggingface_hub: pip install 'dapo_jax[hub]', or give files"
         ) from error
     try:
         folder = Path(snapshot_download(repository, repo_type="dataset", allow_patterns=pattern))
     except Exception as error:  # the library's own, httpx's and the system's have no common class
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
+        raise InputError(
             f"--download cannot fetch {pattern} of {repository} from the Hugging Face hub ({reason[0]}): download "
             f"it where there is a network, and give the file"
         ) from error
     files = sorted(folder.glob(pattern))
     if not files:
-        raise ValueError(f"{repository} of the Hugging Face hub has no file {pattern}: download it by hand")
+        raise InputError(f"{repository} of the Hugging Face hub has no file {pattern}: download it by hand")
     return files
 
 
@@ -295,7 +296,7 @@ def _object(record: Any) -> dict[str, Any]:
     if isinstance(record, dict):
         return record
     found = record if isinstance(record, Exception) else f"a {type(record).__name__}"
-    raise ValueError(f"must be a JSON object, not {found}: write one object on each line")
+    raise InputError(f"must be a JSON object, not {found}: write one object on each line")
 
 
 def _shown(record: dict[str, Any], names: Sequence[str]) -> str:

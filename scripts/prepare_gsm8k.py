@@ -28,6 +28,8 @@ from data_preparation import (
     write_rows,
 )
 
+from dapo_jax.errors import InputError
+
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 ANSWER = re.compile(r"#### (-?[0-9.,]+)\s*$")
 REPOSITORY = "openai/gsm8k"
@@ -44,7 +46,7 @@ def gsm8k_row(record: dict[str, Any], split: str, excluded: Collection[str]) -> 
         raise Dropped("questions of the test split")
     found = ANSWER.search(solution)
     if found is None:
-        raise ValueError(f"answer must end in '#### <number>', not {solution[-60:]!r}: correct the row")
+        raise InputError(f"answer must end in '#### <number>', not {solution[-60:]!r}: correct the row")
     return make_row(
         f"{question} {INSTRUCTION}",
         data_source="openai/gsm8k",

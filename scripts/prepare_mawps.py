@@ -30,6 +30,8 @@ from data_preparation import (
     write_rows,
 )
 
+from dapo_jax.errors import InputError
+
 EXAMPLES = (  # made up; before every problem, since a small model follows examples rather than instructions
     ("Ann has 3 red pens and 4 blue pens. How many pens does Ann have?", "3 + 4 = 7"),
     ("A baker had 12 rolls and sold 5 of them. How many rolls are left?", "12 - 5 = 7"),
@@ -137,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert templates["train"].isdisjoint(templates["heldout"])
     for split, found in splits.items():
         if not found:
-            raise ValueError(f"the {split} split has no row: change --heldout-share or give more problems")
+            raise InputError(f"the {split} split has no row: change --heldout-share or give more problems")
     print(counts)
     for split, found in splits.items():
         write_rows(found, outputs[split])

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from data_preparation import Row, command, make_row, parser_of, split_path, write_rows
 
+from dapo_jax.errors import InputError
+
 LOW, HIGH = 1, 20
 NUM_TERMS = (2, 3)
 EXAMPLE = (8, 5, 6)
@@ -59,7 +61,7 @@ def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
     wanted = {"heldout": num_heldout, "train": num_train}
     for split, number in wanted.items():
         if number < 1 or number % len(NUM_TERMS):
-            raise ValueError(f"{number} {split} problems are no multiple of {len(NUM_TERMS)}: ask for more or fewer")
+            raise InputError(f"{number} {split} problems are no multiple of {len(NUM_TERMS)}: ask for more or fewer")
     by_length: list[dict[str, list[Terms]]] = []
     for num_terms in NUM_TERMS:
         dice = np.random.default_rng([seed, num_terms])
@@ -71,7 +73,7 @@ def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
         orders = [order for family in families[num_families:] for order in sorted(set(itertools.permutations(family)))]
         num_orders = num_train // len(NUM_TERMS)
         if len(heldout) < num_families or len(orders) < num_orders:
-            raise ValueError(f"there are too few sums of {num_terms} numbers: ask for fewer problems")
+            raise InputError(f"there are too few sums of {num_terms} numbers: ask for fewer problems")
         train = [orders[index] for index in dice.permutation(len(orders))[:num_orders]]
         by_length.append({"heldout": heldout, "train": train})
     return {

@@ -10,6 +10,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from dapo_jax.errors import InputError
+
 ROOM = 2**30  # bytes that a reader may take: the files have some thousands
 SIZES = [0, 1, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1]  # which headers may claim
 
@@ -61,10 +63,10 @@ JSON = st.recursive(
 
 @contextmanager
 def read_or_refused(path: Path | None = None) -> Iterator[None]:
-    """Lets a ValueError that names `path` pass, and no other error."""
+    """Lets an InputError that names `path` pass, and no other error."""
     try:
         yield
-    except ValueError as error:
+    except InputError as error:
         assert path is None or str(path) in str(error), repr(error)
 
 

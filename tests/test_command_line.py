@@ -11,6 +11,7 @@ import pytest
 
 from dapo_jax import command_line
 from dapo_jax.command_line import read_config, refusals
+from dapo_jax.errors import InputError
 from dapo_jax.parallel import processes
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.validation import validate
@@ -108,7 +109,7 @@ def test_a_missing_config_is_refused():
 
 
 ENDINGS = [
-    (ValueError("rollout.n=0: raise it"), 2, "rollout.n=0: raise it"),
+    (InputError("rollout.n=0: raise it"), 2, "rollout.n=0: raise it"),
     (RuntimeError("no group was kept"), 1, "no group was kept"),
     (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 1, "'metrics.jsonl': make room"),
     (PermissionError(errno.EACCES, "Permission denied", "train.log"), 1, "'train.log': let this user"),
@@ -136,10 +137,10 @@ def test_a_failure_ends_with_its_code_and_message_and_with_debug_its_traceback(c
     assert re.search(message, last) and ("\nx\n" in told) == (debug and "\nx" in str(error))
 
 
-@pytest.mark.parametrize("error", [TypeError("x"), KeyError("x"), NotImplementedError("x"), RecursionError("x")])
-def test_any_other_error_is_called_a_bug_with_its_traceback(capsys, error):
+@pytest.mark.parametrize("kind", [TypeError, ValueError, KeyError, NotImplementedError, RecursionError])
+def test_any_other_error_is_called_a_bug_with_its_traceback(capsys, kind):
     with pytest.raises(SystemExit) as ended, refusals(["train"]):
-        raise error
+        raise kind("x")
     told = capsys.readouterr().err
     assert ended.value.code == 1 and "Traceback" in told and "a bug of dapo_jax" in told.splitlines()[-1]
 

@@ -11,7 +11,7 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("config", "aliases", "containers", "places"),
+    ("errors", "config", "aliases", "containers", "places"),
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
@@ -55,6 +55,18 @@ def test_every_file_says_whether_it_is_host_or_device():
             continue
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert docstring.startswith(("Host:", "Device:")), path
+
+
+# What runs in a verifier's process, where the text of an error is the sample's, and what reads no input.
+WITHOUT_INPUT = {f"rewards/{name}.py" for name in ("worker", "arithmetic", "math_verifier", "reasoning_gym")}
+WITHOUT_INPUT |= {"parallel/hlo_text.py"}
+
+
+def test_wrong_input_is_refused_by_an_error_of_its_own():
+    """A plain ValueError is a bug, or JAX's: with exit code 2 another command would not be tried."""
+    for path in modules():
+        found = "ValueError(" in path.read_text()
+        assert found == (str(path.relative_to(PACKAGE)) in WITHOUT_INPUT), path
 
 
 def test_the_package_does_not_import_torch_or_transformers():

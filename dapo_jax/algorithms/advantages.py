@@ -21,6 +21,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.errors import InputError
+
 EPSILON = 1e-6
 Estimates = tuple[jax.Array, jax.Array]
 
@@ -219,7 +221,7 @@ def cpo(
         if wrap_method == "negonly_seq_kl":
             added = jnp.where(all_positive, 0.0, added)
     else:
-        raise ValueError(f"algorithm.cpo.wrap_method={wrap_method!r} must be one of {', '.join(CPO_METHODS)}")
+        raise InputError(f"algorithm.cpo.wrap_method={wrap_method!r} must be one of {', '.join(CPO_METHODS)}")
     advantages = advantages + jnp.where(mask, added, 0.0)
     return advantages, advantages
 

@@ -14,6 +14,8 @@ tokens, so that the sums of micro-batches and of devices add up to the loss of t
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.errors import InputError
+
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "group-token-mean")
 
 
@@ -57,7 +59,7 @@ def token_weights(
         group_tokens = jax.ops.segment_sum(lengths, segments, rows)
         num_groups = jnp.sum(group_tokens > 0)
         return mask / jnp.maximum(group_tokens, 1)[segments][:, None] / jnp.maximum(num_groups, 1)
-    raise ValueError(f"loss_agg_mode={mode!r} must be one of {', '.join(MODES)}")
+    raise InputError(f"loss_agg_mode={mode!r} must be one of {', '.join(MODES)}")
 
 
 def weighted_sum(token_loss: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:

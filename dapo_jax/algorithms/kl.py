@@ -15,6 +15,8 @@ the gradients of k1 and k3 are not (arXiv:2506.09477).
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.errors import InputError
+
 MAX_DIFFERENCE = 20.0
 MAX_K3 = 10.0
 ROUNDING = 1e-5  # nats: two passes over one policy differ by less in float32
@@ -46,7 +48,7 @@ def _estimate(logprobs: jax.Array, ref_logprobs: jax.Array, estimator: str) -> j
         return jnp.clip(jnp.exp(negative) - negative - 1, -MAX_K3, MAX_K3)
     if estimator == "abs":
         return magnitude(difference)
-    raise ValueError(f"KL estimator {estimator!r} must be one of {', '.join(PENALTIES)}")
+    raise InputError(f"KL estimator {estimator!r} must be one of {', '.join(PENALTIES)}")
 
 
 def magnitude(difference: jax.Array) -> jax.Array:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.errors import InputError
+
 MAX_LOG_RATIO = 20.0
 OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
 WEIGHTS = ("token", "sequence")
@@ -49,7 +51,7 @@ def parse_threshold(text: str) -> Band:
         return Band(None, numbers[0])
     if len(numbers) == 2 and 0 < numbers[0] < numbers[1]:
         return Band(numbers[0], numbers[1])
-    raise ValueError(f"threshold {text!r} must be 'high' or 'low_high' with 0 < low < high, such as 2.0 or 0.5_2.0")
+    raise InputError(f"threshold {text!r} must be 'high' or 'low_high' with 0 < low < high, such as 2.0 or 0.5_2.0")
 
 
 def importance_weights(

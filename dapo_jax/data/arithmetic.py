@@ -7,6 +7,7 @@ import string
 import numpy as np
 
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.errors import InputError
 
 OPERATORS = {"+": python_operators.add, "-": python_operators.sub, "*": python_operators.mul}
 COMMUTATIVE = "+*"
@@ -49,7 +50,7 @@ def arithmetic_rows(
     train = [problem for index in train_families for problem in _family(index, operators, low, span)]
 
     if len(heldout) < num_heldout or len(train) < max(num_train, 1):
-        raise ValueError(
+        raise InputError(
             f"data.arithmetic.operators={operators!r} with operands from {low} to {high} make "
             f"{len(operators) * span**2} problems, too few for num_train={num_train} and num_heldout={num_heldout}: "
             "lower these or widen low..high"
@@ -64,13 +65,13 @@ def _check_arguments(
     operators: str, low: int, high: int, num_train: int, num_heldout: int, template: str
 ) -> None:
     if not operators or len(set(operators)) < len(operators) or not set(operators) <= set(OPERATORS):
-        raise ValueError(
+        raise InputError(
             f"data.arithmetic.operators={operators!r} must be some of {''.join(OPERATORS)}, each once: correct it"
         )
     if low > high:
-        raise ValueError(f"data.arithmetic.low={low} must not exceed high={high}: swap them")
+        raise InputError(f"data.arithmetic.low={low} must not exceed high={high}: swap them")
     if num_train < 0 or num_heldout < 0:
-        raise ValueError(
+        raise InputError(
             f"data.arithmetic.num_train={num_train}, num_heldout={num_heldout} must not be negative: raise them"
         )
     try:
@@ -78,7 +79,7 @@ def _check_arguments(
     except ValueError:  # a brace that is not closed
         fields = set()
     if fields != {"a", "operator", "b"}:
-        raise ValueError(
+        raise InputError(
             f"data.arithmetic.template={template!r} must have the fields {{a}}, {{operator}}, {{b}} and no others: "
             "correct it"
         )

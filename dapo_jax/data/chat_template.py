@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import jinja2
 
 from dapo_jax.data.template_sandbox import Sandbox, time_limit
+from dapo_jax.errors import InputError
 
 # Today, as templates see it: a run that is started again tomorrow must have the same prompts. Llama's own
 # fall-back; its templates take another day as chat_template_kwargs={"date_string": ...}.
@@ -39,7 +40,7 @@ def render(
             return _compiled(template).render(variables)
     except Exception as error:  # a template is a foreign program: anything can come out of it
         roles = [message.get("role") for message in messages]
-        raise ValueError(
+        raise InputError(
             f"the chat template failed on messages with roles {roles}: {type(error).__name__}: {error}. "
             "Change the messages, data.system_prompt or data.chat_template_kwargs, or the model's template"
         ) from error

@@ -6,6 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.gguf_files import read_metadata
 
 CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # values of tokenizer.ggml.token_type
@@ -39,13 +40,13 @@ def read_tokenizer_metadata(path: Path) -> dict[str, Any]:
     metadata = read_metadata(path, "tokenizer.")
     for name, known in {"ggml.model": ["gpt2"], "ggml.pre": list(WORD_PATTERNS)}.items():
         if metadata.get(name) not in known:
-            raise ValueError(
+            raise InputError(
                 f"{path}: tokenizer.{name}={metadata.get(name)!r} must be one of {', '.join(known)}: "
                 "use the model's Hugging Face directory instead"
             )
     missing = {"ggml.tokens", "ggml.merges", "ggml.token_type", "ggml.eos_token_id"} - set(metadata)
     if missing:
-        raise ValueError(
+        raise InputError(
             f"{path} lacks tokenizer.{', tokenizer.'.join(sorted(missing))}: "
             "use a complete GGUF file or the model's Hugging Face directory"
         )

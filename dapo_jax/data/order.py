@@ -3,6 +3,8 @@
 import grain
 import numpy as np
 
+from dapo_jax.errors import InputError
+
 
 class PromptOrder:
     """An endless order of rows: prompt number q lies in epoch q // num_rows; each epoch has every row once.
@@ -12,7 +14,7 @@ class PromptOrder:
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool):
         if num_rows < 1:
-            raise ValueError(f"num_rows={num_rows} must be at least 1: give the data set rows")
+            raise InputError(f"num_rows={num_rows} must be at least 1: give the data set rows")
         self.num_rows = num_rows
         rows = grain.MapDataset.range(num_rows)
         if shuffle:

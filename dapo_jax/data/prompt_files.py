@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from etils import epath
 
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.errors import InputError
 from dapo_jax.models.model_files import unreadable
 from dapo_jax.places import is_address, place_of
 
@@ -33,7 +34,7 @@ def read_prompt_files(
         ValueError: naming file, row and field of the first bad rows; or a missing, empty or unknown file.
     """
     if max_samples != -1 and max_samples < 1:
-        raise ValueError(f"max_samples={max_samples} must be -1 (all rows) or at least 1: correct it")
+        raise InputError(f"max_samples={max_samples} must be -1 (all rows) or at least 1: correct it")
     rows: list[PromptRow] = []
     problems: list[str] = []
     for path in (place_of(path) if is_address(path) else Path(path) for path in paths):
@@ -46,9 +47,9 @@ def read_prompt_files(
             if row is not None:
                 rows.append(row)
     if problems:
-        raise ValueError("bad rows in prompt files (the first row is 1):\n  " + "\n  ".join(problems))
+        raise InputError("bad rows in prompt files (the first row is 1):\n  " + "\n  ".join(problems))
     if not rows:
-        raise ValueError(f"prompt files {[str(path) for path in paths]} hold no rows: name files that do")
+        raise InputError(f"prompt files {[str(path) for path in paths]} hold no rows: name files that do")
     return rows
 
 
@@ -56,14 +57,14 @@ def read_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
     """(row number from 1, decoded row) of one file; an undecodable line comes as its error."""
     readers = {".parquet": _parquet_records, ".jsonl": _json_lines_records, ".json": _json_lines_records}
     if path.suffix not in readers:
-        raise ValueError(
+        raise InputError(
             f"prompt file {path} ends in {path.suffix!r}, must end in one of {', '.join(readers)}: convert it"
         )
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
-        raise ValueError(f"prompt file {path} {state}: correct the path or prepare the data")
+        raise InputError(f"prompt file {path} {state}: correct the path or prepare the data")
     if isinstance(path, Path) and not os.access(path, os.R_OK):
-        raise ValueError(f"prompt file {path} cannot be read by this user: change its permissions")
+        raise InputError(f"prompt file {path} cannot be read by this user: change its permissions")
     return readers[path.suffix](path)
 
 
@@ -96,7 +97,7 @@ def _json_lines_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
                 if line.startswith(b"["):
-                    raise ValueError(f"prompt file {path} is one JSON list: write one object on each line (JSON Lines)")
+                    raise InputError(f"prompt file {path} is one JSON list: write one object on each line (JSON Lines)")
             if line.strip():
                 try:
                     yield number, json.loads(line.decode())

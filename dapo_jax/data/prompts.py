@@ -11,6 +11,7 @@ import numpy as np
 
 from dapo_jax.data.rows import PromptRow, duplicate_rows, prompt_identity
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.errors import InputError
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
@@ -70,9 +71,9 @@ def tokenize_prompts(
         ValueError: on a longer prompt with "error", an empty prompt, or if no prompt is left.
     """
     if truncation not in TRUNCATIONS:
-        raise ValueError(f"truncation={truncation!r} must be one of {', '.join(TRUNCATIONS)}: correct it")
+        raise InputError(f"truncation={truncation!r} must be one of {', '.join(TRUNCATIONS)}: correct it")
     if max_prompt_length < 1:
-        raise ValueError(f"max_prompt_length={max_prompt_length} must be at least 1: raise it")
+        raise InputError(f"max_prompt_length={max_prompt_length} must be at least 1: raise it")
     known: dict[str, list[int]] = {}  # published data sets repeat a prompt up to a hundred times
     encoded = []
     for row in rows:
@@ -85,9 +86,9 @@ def tokenize_prompts(
     overlong = [index for index, tokens in enumerate(encoded) if len(tokens) > max_prompt_length]
     max_length = max(map(len, encoded), default=0)
     if [] in encoded:
-        raise ValueError(f"the prompt of row {encoded.index([])} (from 0) has no tokens: fill or remove it")
+        raise InputError(f"the prompt of row {encoded.index([])} (from 0) has no tokens: fill or remove it")
     if overlong and truncation == "error" and not filter_overlong:
-        raise ValueError(
+        raise InputError(
             f"{len(overlong)} of {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} "
             f"tokens (longest {max_length}; first row {overlong[0]}, from 0): raise data.max_prompt_length, "
             "drop them by data.filter_overlong_prompts=True, or cut them by data.truncation=left|right|middle"
@@ -95,7 +96,7 @@ def tokenize_prompts(
     dropped = set(overlong) if filter_overlong else set()
     kept = [index for index in range(len(rows)) if index not in dropped]
     if not kept:
-        raise ValueError(
+        raise InputError(
             f"no prompt is left: {len(rows)} rows, {len(overlong)} of them longer than "
             f"max_prompt_length={max_prompt_length} and dropped: give rows or raise data.max_prompt_length"
         )
@@ -146,7 +147,7 @@ def _with_hint(row: PromptRow) -> tuple[dict, ...] | str:
         return f"{hint}\n{row.prompt}"
     turns = [index for index, message in enumerate(row.prompt) if message["role"] == "user"]
     if not turns:
-        raise ValueError(f"a prompt needs a user turn for the hint of adv_estimator=cpo, this has none: {row.prompt}")
+        raise InputError(f"a prompt needs a user turn for the hint of adv_estimator=cpo, this has none: {row.prompt}")
     hinted = {**row.prompt[turns[-1]], "content": f"{hint}\n{row.prompt[turns[-1]]['content']}"}
     return (*row.prompt[: turns[-1]], hinted, *row.prompt[turns[-1] + 1 :])
 

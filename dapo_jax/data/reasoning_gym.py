@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.errors import InputError
 
 SOURCE_PREFIX = "reasoning_gym/"  # of data_source; the name of the data set follows
 # Their problems depend on Python's hash seed (reasoning-gym 0.1.25), so that another process makes others.
@@ -41,7 +42,7 @@ def reasoning_gym_rows(
     """
     fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
     if fields != {"question"}:
-        raise ValueError(f"template={template!r} must have the field {{question}} and no others: correct it")
+        raise InputError(f"template={template!r} must have the field {{question}} and no others: correct it")
     check_names(datasets)
     library_seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) // 2  # it counts on: seed + index
     train, heldout = [], []
@@ -67,7 +68,7 @@ def load_library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ValueError(
+        raise InputError(
             f"data.task=reasoning_gym needs the library reasoning-gym ({error}): pip install 'dapo_jax[reasoning-gym]'"
         ) from error
     return reasoning_gym
@@ -80,9 +81,9 @@ def check_names(datasets: Sequence[str]) -> None:
         if name not in known or name == "composite":
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(near)}?" if near else "its documentation lists them"
-            raise ValueError(f"data.reasoning_gym.datasets: the library has no data set {name!r}: {hint}")
+            raise InputError(f"data.reasoning_gym.datasets: the library has no data set {name!r}: {hint}")
         if name in UNREPEATABLE:
-            raise ValueError(
+            raise InputError(
                 f"data.reasoning_gym.datasets: the problems of {name!r} differ from process to process, so that "
                 "verifiers cannot know them: leave it out"
             )
@@ -112,7 +113,7 @@ def _distinct_rows(name: str, seed: int, count: int, template: str) -> Iterator[
                 extra_info = {"seed": seed, "index": index, "digest": digest(entry["question"])}
                 yield PromptRow((message,), SOURCE_PREFIX + name, str(entry["answer"]), extra_info)
     if len(seen) < count:
-        raise ValueError(
+        raise InputError(
             f"data.reasoning_gym.datasets: {name} has {len(seen)} different problems, and num_train + num_heldout = "
             f"{count} are wanted: lower these"
         )

@@ -12,6 +12,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from dapo_jax.data import gguf_tokenizer
 from dapo_jax.data.chat_template import render
+from dapo_jax.errors import InputError
 from dapo_jax.models.model_files import read_object, unreadable
 
 MAX_TOKENS = 2**31
@@ -58,7 +59,7 @@ class Tokenizer:
             bos = self.encode(self.special_tokens["bos_token"]) if self.add_bos else []
             return bos + self.encode(prompt + (response or ""))
         if self.chat_template is None:
-            raise ValueError(
+            raise InputError(
                 "the tokenizer has no chat template, but the prompt is a list of messages: use an instruct "
                 "model, give prompts as plain text, or add chat_template.jinja to the model's directory"
             )
@@ -89,20 +90,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     elif path.suffix == ".gguf" and path.is_file():
         tokenizer = _from_gguf(path)
     else:
-        raise ValueError(
+        raise InputError(
             f"tokenizer path {str(path)!r} must be an existing directory with tokenizer.json or an existing "
             ".gguf file: correct the path or download the model first"
         )
     for name, index in (*(("eos_token_id", index) for index in tokenizer.eos_ids), ("pad_token_id", tokenizer.pad_id)):
         known = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < MAX_TOKENS
         if not known or tokenizer.backend.id_to_token(index) is None:
-            raise ValueError(f"{path}: {name}={index!r} must be a token of the tokenizer: correct its files")
+            raise InputError(f"{path}: {name}={index!r} must be a token of the tokenizer: correct its files")
     for name in ("bos_token", "eos_token", "pad_token"):
         text = tokenizer.special_tokens.get(name)
         if text is not None and tokenizer.backend.token_to_id(text) is None:
-            raise ValueError(f"{path}: {name}={text!r} must be a token of the tokenizer: correct its files")
+            raise InputError(f"{path}: {name}={text!r} must be a token of the tokenizer: correct its files")
     if tokenizer.add_bos and "bos_token" not in tokenizer.special_tokens:
-        raise ValueError(f"{path}: add_bos_token is true, so there must be a bos_token: name it or set false")
+        raise InputError(f"{path}: add_bos_token is true, so there must be a bos_token: name it or set false")
     return tokenizer
 
 
@@ -128,7 +129,7 @@ def character_tokenizer() -> Tokenizer:
 def _from_directory(directory: Path) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(
+        raise InputError(
             f"{directory} has no tokenizer.json: save the model's fast tokenizer there by AutoTokenizer"
         )
     try:
@@ -173,7 +174,7 @@ def _directory_eos_ids(
             return tuple(eos) if isinstance(eos, list) else (eos,)
     eos = backend.token_to_id(special_tokens.get("eos_token", ""))
     if eos is None:
-        raise ValueError(
+        raise InputError(
             f"{directory} names no end-of-sequence token: give eos_token_id in generation_config.json or "
             "config.json, or eos_token in tokenizer_config.json"
         )
@@ -191,7 +192,7 @@ def _directory_chat_template(directory: Path, configured: Any) -> str | None:
     if isinstance(configured, list) and all(isinstance(entry, dict) for entry in configured):
         configured = {entry.get("name"): entry.get("template") for entry in configured}.get("default")
     if not isinstance(configured, str | None):
-        raise ValueError(
+        raise InputError(
             f"{directory / 'tokenizer_config.json'}: chat_template={str(configured)[:60]!r} must be text, or a list of "
             "objects with name and template: download it again, or write chat_template.jinja"
         )
@@ -210,7 +211,7 @@ def _from_gguf(path: Path) -> Tokenizer:
         raise unreadable(path, error) from error
     chat_template = metadata.get("chat_template")
     if not isinstance(chat_template, str | None):
-        raise ValueError(f"{path}: tokenizer.chat_template={str(chat_template)[:60]!r} must be text: download it again")
+        raise InputError(f"{path}: tokenizer.chat_template={str(chat_template)[:60]!r} must be text: download it again")
     return Tokenizer(
         backend=backend,
         eos_ids=(eos,) if eot in (None, eos) else (eos, eot),

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dapo_jax.errors import InputError
+
 
 @struct.dataclass
 class GroupStatistics:
@@ -65,5 +67,5 @@ def keep_groups(statistics: GroupStatistics, rule: FilterRule) -> jax.Array:
     elif rule.name == "mixed":
         kept = (statistics.max > 0) & (statistics.min <= 0)
     else:
-        raise ValueError(f"algorithm.filter_groups.rule={rule.name!r} must be one of {', '.join(RULES)}")
+        raise InputError(f"algorithm.filter_groups.rule={rule.name!r} must be one of {', '.join(RULES)}")
     return jnp.where(statistics.count == 1, rule.keep_singletons, kept)

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.dynamic_sampling.group_filter import FilterRule, group_statistics, keep_groups
+from dapo_jax.errors import InputError
 from dapo_jax.parallel.sharding import fetch, put_rows
 from dapo_jax.rewards.assembly import assemble_rewards
 from dapo_jax.rollout.experience import Experience, Outcomes
@@ -77,7 +78,7 @@ def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: M
         available |= dict.fromkeys(FINAL_REWARD, available.get("seq_final_reward", available["seq_reward"]))
     found = available.get(metric, np.full(experience.failed.shape, np.nan))
     if _lacks_some(found, experience.failed):
-        raise ValueError(
+        raise InputError(
             f"algorithm.filter_groups.metric={metric!r} is not measured for every sample: choose one of "
             f"{sorted(name for name, values in available.items() if not _lacks_some(values, experience.failed))}, "
             "or let the reward function return it"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.model_files import read_object
 
 
@@ -41,12 +42,12 @@ class Architecture:
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"num_attention_heads={self.num_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even, for rotary embeddings")
+            raise InputError(f"head_dim={self.head_dim} must be even, for rotary embeddings")
 
 
 # Start of the Hugging Face architecture name -> (family, qkv_bias, qk_norm)
@@ -74,23 +75,23 @@ def read_architecture(directory: str | Path) -> Architecture:
     """The architecture described by `directory`/config.json. ValueError names what is not supported."""
     path = Path(directory) / "config.json"
     if not path.exists():
-        raise ValueError(f"{path} does not exist: model.path must be a Hugging Face model directory")
+        raise InputError(f"{path} does not exist: model.path must be a Hugging Face model directory")
     hf = read_object(path)
     try:
         return architecture_from_hf(hf)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}: choose a supported model, or download it again") from error
+        raise InputError(f"{path}: {error}: choose a supported model, or download it again") from error
 
 
 def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     """Translates a Hugging Face config, in the spelling before or after transformers 5."""
     mistyped = _mistyped(hf)
     if mistyped:
-        raise ValueError("; ".join(mistyped))
+        raise InputError("; ".join(mistyped))
     known = {name + task: name for name in FAMILIES for task in (LANGUAGE_MODEL, REWARD_MODEL)}
     names = hf.get("architectures") or []
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
-        raise ValueError(f"architectures={names} is not supported: choose one of {sorted(known)}")
+        raise InputError(f"architectures={names} is not supported: choose one of {sorted(known)}")
     family, qkv_bias, qk_norm = FAMILIES[known[names[0]]]
     scalar_head = names[0].endswith(REWARD_MODEL)
     rope = hf.get("rope_parameters") or {}
@@ -100,7 +101,7 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     if scalar_head and num_labels != 1:
         problems.append(f"{num_labels} labels: a reward model has one")
     if problems:
-        raise ValueError(f"{names[0]} with " + "; ".join(problems))
+        raise InputError(f"{names[0]} with " + "; ".join(problems))
     return Architecture(
         family=family,
         vocab_size=hf["vocab_size"],

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import Weight, unflatten, weight_table
 
@@ -54,7 +55,7 @@ def assemble(
     found = [*problems, *_mismatches(tensors, expected, unused or {})]
     if found:
         more = [f"and {len(found) - MAX_PROBLEMS} more"] if len(found) > MAX_PROBLEMS else []
-        raise ValueError(
+        raise InputError(
             f"{source} must hold the weights of the model that it describes (take both from one download): "
             + "; ".join(found[:MAX_PROBLEMS] + more)
         )
@@ -98,7 +99,7 @@ def _read_leaf(source: Path, weight: Weight, tensors: Mapping[str, StoredTensor]
         else:
             part.reshape(weight.hf_shape)[...] = tensor.read()
         if not np.isfinite(part).all():
-            raise ValueError(
+            raise InputError(
                 f"{source}: {np.count_nonzero(~np.isfinite(part))} of {part.size} values of tensor {name} are NaN or "
                 "infinite: download the model again, or take an earlier checkpoint of the run that wrote it"
             )

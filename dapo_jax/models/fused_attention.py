@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.remat import ATTENDED
 from dapo_jax.parallel.devices import cuda_generation
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -48,9 +49,9 @@ def fused_attention(
         "splash": functools.partial(_splash, interpret=interpret),
     }
     if implementation not in kernels:
-        raise ValueError(f"implementation={implementation!r} is unknown: choose one of {', '.join(kernels)}")
+        raise InputError(f"implementation={implementation!r} is unknown: choose one of {', '.join(kernels)}")
     if implementation == "cudnn" and query.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(
+        raise InputError(
             f"query.dtype={query.dtype} must be bfloat16 or float16 with implementation='cudnn': "
             "cast the weights to bfloat16, or take another implementation"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import FAMILIES, Architecture, is_positive_number, is_size
 from dapo_jax.models.assemble import Place, StoredTensor, assemble
 from dapo_jax.models.gguf_layout import check_layout
@@ -46,13 +47,13 @@ def read_gguf_architecture(path: str | Path) -> Architecture:
     reader = open_gguf(path)
     name = read_metadata(path, "general.").get("architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(f"{path}: general.architecture={name!r} must be one of {sorted(ARCHITECTURES)}")
+        raise InputError(f"{path}: general.architecture={name!r} must be one of {sorted(ARCHITECTURES)}")
     family, qkv_bias, qk_norm = FAMILIES[ARCHITECTURES[name]]
     values = read_metadata(path, f"{name}.")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     problems = _unsupported(values, tensors)
     if problems:
-        raise ValueError(f"{path} ({name}): {'; '.join(problems)}: use the model's Hugging Face directory")
+        raise InputError(f"{path} ({name}): {'; '.join(problems)}: use the model's Hugging Face directory")
     hidden_size, num_heads = values["embedding_length"], values["attention.head_count"]
     try:
         return Architecture(
@@ -71,7 +72,7 @@ def read_gguf_architecture(path: str | Path) -> Architecture:
             qk_norm=qk_norm,
         )
     except ValueError as error:
-        raise ValueError(f"{path}: {error}: choose a supported model, or download it again") from error
+        raise InputError(f"{path}: {error}: choose a supported model, or download it again") from error
 
 
 def _head_dim(values: dict[str, Any]) -> int:
@@ -168,7 +169,7 @@ def _read(tensor: Any, interleaved_heads: int | None) -> np.ndarray:
     try:
         array = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
-        raise ValueError(f"tensor {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
+        raise InputError(f"tensor {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
     if interleaved_heads is None:
         return array
     rows = array.reshape(interleaved_heads, -1, 2, array.shape[-1])

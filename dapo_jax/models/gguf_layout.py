@@ -4,6 +4,8 @@ import mmap
 import struct
 from pathlib import Path
 
+from dapo_jax.errors import InputError
+
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by the type of a value
 STRING, ARRAY = 8, 9
@@ -20,7 +22,7 @@ def check_layout(path: Path) -> None:
     with path.open("rb") as file:
         size = path.stat().st_size
         if size < 24:
-            raise ValueError(f"{size} bytes are too few for a GGUF header")
+            raise InputError(f"{size} bytes are too few for a GGUF header")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _Walk(data).header()
 
@@ -31,11 +33,11 @@ class _Walk:
 
     def header(self) -> None:
         if self._data[:4] != MAGIC:
-            raise ValueError(f"begins with {self._data[:4]!r}, must begin with {MAGIC!r}")
+            raise InputError(f"begins with {self._data[:4]!r}, must begin with {MAGIC!r}")
         self._skip(4)
         version = self._number("<I")
         if version not in VERSIONS:
-            raise ValueError(f"GGUF version {version} must be one of {VERSIONS}, little-endian")
+            raise InputError(f"GGUF version {version} must be one of {VERSIONS}, little-endian")
         num_tensors, num_fields = self._number("<Q"), self._number("<Q")
         for _ in range(num_fields):
             self._skip(self._number("<Q"))
@@ -44,7 +46,7 @@ class _Walk:
             self._skip(self._number("<Q"))
             dimensions = self._number("<I")
             if dimensions > MAX_DIMENSIONS:
-                raise ValueError(f"a tensor of {dimensions} dimensions, at most {MAX_DIMENSIONS} are allowed")
+                raise InputError(f"a tensor of {dimensions} dimensions, at most {MAX_DIMENSIONS} are allowed")
             self._skip(8 * dimensions + 4 + 8)
 
     def _value(self, kind: int) -> None:
@@ -55,14 +57,14 @@ class _Walk:
         elif kind == ARRAY:
             element, count = self._number("<I"), self._number("<Q")
             if count > MAX_ELEMENTS or element == ARRAY:
-                raise ValueError(f"an array of {count} elements of type {element}, at most {MAX_ELEMENTS} are allowed")
+                raise InputError(f"an array of {count} elements of type {element}, at most {MAX_ELEMENTS} are allowed")
             if element in SCALAR_BYTES:
                 self._skip(count * SCALAR_BYTES[element])
             else:
                 for _ in range(count):
                     self._value(element)
         else:
-            raise ValueError(f"a value of unknown type {kind}")
+            raise InputError(f"a value of unknown type {kind}")
 
     def _number(self, form: str) -> int:
         at = self._at
@@ -72,4 +74,4 @@ class _Walk:
     def _skip(self, size: int) -> None:
         self._at += size
         if self._at > len(self._data):
-            raise ValueError(f"the header says that the file has {self._at} bytes or more, it has {len(self._data)}")
+            raise InputError(f"the header says that the file has {self._at} bytes or more, it has {len(self._data)}")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture, read_architecture
 from dapo_jax.models.assemble import Place
 from dapo_jax.models.gguf_files import load_gguf, read_gguf_architecture
@@ -27,4 +28,4 @@ def is_gguf(path: str | Path) -> bool:
     if path.is_dir():
         return False
     state = "is neither" if path.exists() else "does not exist"
-    raise ValueError(f"the model path {path} {state}: give a Hugging Face model directory or a .gguf file")
+    raise InputError(f"the model path {path} {state}: give a Hugging Face model directory or a .gguf file")

@@ -6,6 +6,8 @@ from typing import Any
 
 from etils import epath
 
+from dapo_jax.errors import InputError
+
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -16,14 +18,14 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise unreadable(path, error) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}: download it again")
+        raise InputError(f"{path} must hold a JSON object, not a {type(value).__name__}: download it again")
     return value
 
 
-def unreadable(path: Path | epath.Path, error: Exception) -> ValueError:
+def unreadable(path: Path | epath.Path, error: Exception) -> InputError:
     """The error for a file that its format's reader rejects, with the cure."""
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            return ValueError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull'")
+            return InputError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull'")
     reason = str(error)[:300] or type(error).__name__
-    return ValueError(f"{path} is damaged or incomplete ({reason}): download it again")
+    return InputError(f"{path} is damaged or incomplete ({reason}): download it again")

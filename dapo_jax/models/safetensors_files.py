@@ -7,6 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.assemble import Place, StoredTensor, assemble
 from dapo_jax.models.model_files import read_object, unreadable
@@ -48,17 +49,17 @@ def _weight_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.exists():
-        raise ValueError(
+        raise InputError(
             f"{directory} holds neither {single.name} nor {index.name}: "
             "model.path must hold the weights as safetensors; convert other formats first"
         )
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(name == Path(str(name)).name for name in names.values()):
-        raise ValueError(f"{index} must have a weight_map from tensors to files beside it: download it again")
+        raise InputError(f"{index} must have a weight_map from tensors to files beside it: download it again")
     files = [directory / name for name in sorted(set(names.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(f"{index} names files that are not there: {missing}: download them into {directory}")
+        raise InputError(f"{index} names files that are not there: {missing}: download them into {directory}")
     return files
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save_file
 
+from dapo_jax.errors import InputError
 from dapo_jax.models.assemble import tensor_names
 from dapo_jax.models.weights import Weight
 from dapo_jax.parallel.sharding import fetch
@@ -45,7 +46,7 @@ def write_safetensors(
     found = {(path, tuple(leaf.shape)) for path, leaf in leaves.items()}
     expected = {(weight.path, tuple(weight.shape)) for weight in table}
     if found != expected:
-        raise ValueError(
+        raise InputError(
             f"the parameters must be the weights of the table: missing {sorted(expected - found)}, "
             f"unknown {sorted(found - expected)}: take both from one architecture"
         )

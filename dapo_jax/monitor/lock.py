@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import fsspec
 from etils import epath
 
+from dapo_jax.errors import InputError
 from dapo_jax.places import is_address
 
 BEAT_S = 5.0  # seconds between two signs of life of a holder
@@ -242,7 +243,7 @@ def _name(text: bytes | None) -> str:
 
 
 def _refuse(workdir: epath.Path, text: bytes | None, sign_of_life: str = "") -> NoReturn:
-    raise ValueError(
+    raise InputError(
         f"workdir={workdir} is held by another run ({_name(text)}{sign_of_life}): wait for it, end it, or choose "
         "another directory by --config.workdir=DIR"
     )

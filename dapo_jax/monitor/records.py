@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from dapo_jax.errors import InputError
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.places import place_of
@@ -85,10 +86,10 @@ class RunRecords:
             ValueError: the step is not after the last one, or a metric is called "step".
         """
         if step <= self._last_step:
-            raise ValueError(f"step={step} must be greater than the last step, {self._last_step}: "
+            raise InputError(f"step={step} must be greater than the last step, {self._last_step}: "
                              "write each step once, with all its metrics in one call")
         if "step" in metrics:
-            raise ValueError('metric "step" would hide the number of the step: rename it')
+            raise InputError('metric "step" would hide the number of the step: rename it')
         values = {name: _to_float(name, value) for name, value in metrics.items()}
 
         self._metrics.write(to_json_line({"step": step, **values}))
@@ -188,11 +189,11 @@ def recorded_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         recorded = json.loads(path.read_bytes())
         if not isinstance(recorded, dict):
-            raise ValueError("it is no object")
+            raise InputError("it is no object")
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it, the run writes it again") from error
+        raise InputError(f"{path} is damaged ({error}): remove it, the run writes it again") from error
     return recorded
 
 

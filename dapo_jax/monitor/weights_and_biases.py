@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.errors import InputError
+
 _RUN = "wandb.json"  # in the work directory: {"id": of the run, "last_step": that has been logged}
 
 
 def check_installed() -> None:
     """Raises ValueError, with the cure, if the package wandb is not installed."""
     if importlib.util.find_spec("wandb") is None:
-        raise ValueError(
+        raise InputError(
             "trainer.logger has 'wandb', whose package is not installed: pip install 'dapo_jax[wandb]', or leave it out"
         )
 

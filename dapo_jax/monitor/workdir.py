@@ -9,6 +9,7 @@ from pathlib import Path
 
 from etils import epath
 
+from dapo_jax.errors import InputError
 from dapo_jax.monitor.lock import locked
 from dapo_jax.monitor.log import close_logging, log_failure, setup_logging
 from dapo_jax.monitor.mirror import KIND, mirrored
@@ -65,7 +66,7 @@ def _prepare(workdir: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ValueError(
+        raise InputError(
             f"workdir={workdir} must be a directory that this process can make and write to ({error}): choose another "
             "by --config.workdir=DIR, or let this user write there"
         ) from error

@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dapo_jax.errors import InputError
+
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # of a step by srun
 METADATA_TRIES, METADATA_TIMEOUT_S, METADATA_PAUSE_S = 3, 5, 1
 REACH_TIMEOUT_S = 5
@@ -64,7 +66,7 @@ def check_address(coordinator: str, *, listens: bool) -> None:
     """
     port = _number(coordinator.rpartition(":")[2])
     if ":" not in coordinator or port is None or not 0 < port < 2**16:
-        raise ValueError(f"trainer.coordinator={coordinator!r} must be HOST:PORT, an address of process 0: correct it")
+        raise InputError(f"trainer.coordinator={coordinator!r} must be HOST:PORT, an address of process 0: correct it")
     if not listens:
         return
     with socket.socket(socket.AF_INET) as probe:
@@ -73,7 +75,7 @@ def check_address(coordinator: str, *, listens: bool) -> None:
             probe.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise ValueError(
+                raise InputError(
                     f"trainer.coordinator={coordinator!r}: another program of this host listens on port {port}: choose "
                     "another port in all processes, or end that program"
                 ) from error

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from dapo_jax.errors import InputError
 from dapo_jax.parallel.gpus import GPUS
 
 GIB = 2.0**30
@@ -97,7 +98,7 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     topology = topology.lower()
     name, _, shape = topology.partition(":")
     if (name == "gpu" and shape) or name == "v100":
-        raise ValueError(
+        raise InputError(
             f"--topology={topology} must name a GPU that CUDA 13 knows: choose {_known_gpus(shape or '8')}"
         )
     if name in GPUS:
@@ -113,7 +114,7 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
         jax.config.update("jax_platforms", "cpu")  # JAX itself must not look for the TPU
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise ValueError(
+        raise InputError(
             f"--topology={topology} must be a slice that libtpu knows, such as v5e:4x4 or v5p:4x4x8 (pip install "
             f"'dapo_jax[tpu-preflight]'), a GPU, {_known_gpus('8')}, or cpu, gpu or tpu: those of this "
             f"machine. {error}"
@@ -124,7 +125,7 @@ def _gpus(topology: str) -> Sequence[Any]:
     """Absent GPUs: "NAME:GPUS" of one host, or "NAME:HOSTSxGPUS"."""
     name, _, shape = topology.partition(":")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape):
-        raise ValueError(
+        raise InputError(
             f"--topology={topology} must be {name}:GPUS or {name}:HOSTSxGPUS: give, for example, {name}:8 or {name}:2x8"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a GPU of this machine is not touched
@@ -136,7 +137,7 @@ def _gpus(topology: str) -> Sequence[Any]:
         ).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:
         version = jax.__version__
-        raise ValueError(
+        raise InputError(
             f"--topology={topology} needs JAX's compiler for GPUs: pip install 'dapo_jax[cuda13]', or without "
             f"CUDA's libraries pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "
             f"'nvidia-cudnn-cu13<10' ({error})"

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from dapo_jax.errors import InputError
+
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # rows of prompts, responses and training batches
 
@@ -25,7 +27,7 @@ def make_mesh(
     if data == -1:
         data = count // (fsdp * tensor)
     if data * fsdp * tensor != count:
-        raise ValueError(
+        raise InputError(
             f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must be the number of devices, "
             f"{count}: change one of them, or set mesh.data=-1"
         )
@@ -34,7 +36,7 @@ def make_mesh(
     try:
         return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
     except NotImplementedError as error:  # a slice whose sides do not make up the axes
-        raise ValueError(
+        raise InputError(
             f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor} cannot be laid out on this slice: choose axes "
             f"that are products of its sides ({error})"
         ) from error
@@ -52,7 +54,7 @@ def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
     own, processes = jax.local_device_count(), jax.process_count()
     of_process = (sampling or jax.device_count() // 2) // processes
     if sampling % processes or not 0 < of_process < own or of_process % tensor or (own - of_process) % tensor:
-        raise ValueError(
+        raise InputError(
             f"trainer.rollout_devices={sampling} must leave each of the {processes} processes a multiple of "
             f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: change one of the two, or start "
             "one process for all devices of a host"

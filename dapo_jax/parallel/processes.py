@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from dapo_jax.errors import InputError
 from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, jax_client, waiting_for
 
 JOIN_TIMEOUT_S = 300  # processes wait so long for each other
@@ -114,7 +115,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
         shown = [of_process.get(name) for of_process in found]
         other = next((process for process, value in enumerate(shown) if value != shown[0]), None)
         if other is not None:
-            raise ValueError(
+            raise InputError(
                 f"{name} must be the same in all processes: it is {shown[0]!r} in process 0 and {shown[other]!r} in "
                 f"process {other}: start every process with the same command and files"
             )
@@ -133,7 +134,7 @@ def check_shared(directory: str) -> None:
     if is_first():
         token.unlink()
     if not all(seen):
-        raise ValueError(
+        raise InputError(
             f"process {seen.index(False)} does not see what process 0 writes to {directory}: checkpoints need a place "
             "that all processes reach: set trainer.checkpoint_dir (a shared directory, or gs://...)"
         )
@@ -173,9 +174,9 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
                 return False
             if nothing_found:
                 reason = "JAX does not find them (on TPUs it needs the extra tpu)"
-            raise ValueError(_refusal(cluster, reason)) from error
+            raise InputError(_refusal(cluster, reason)) from error
         missing = [name for name, is_given in given.items() if not is_given]
-        raise ValueError(
+        raise InputError(
             f"trainer.{', trainer.'.join(missing or given)} does not fit or cannot be found out here: give "
             "trainer.coordinator=HOST:PORT (of process 0), trainer.num_processes and trainer.process_id, or none of "
             f"them ({reason})"

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dapo_jax.errors import InputError
 from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
 
 Rules = dict[str, str | None]
@@ -157,7 +158,7 @@ def move(tree: Any, mesh: Mesh) -> Any:
         try:
             parts = [jax.device_put(there[_extent(index, array.shape)], device) for device, index in wanted.items()]
         except KeyError:
-            raise ValueError(
+            raise InputError(
                 f"process {jax.process_index()} trains on devices that lack a part of the weights that it has to "
                 "sample with: choose mesh.tensor so that it divides the devices of a process, or 1"
             ) from None

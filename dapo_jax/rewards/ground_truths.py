@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.errors import InputError
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
@@ -54,7 +55,7 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
             ]
     if problems:
         listed = "\n  ".join(problems[:MAX_REPORTED])
-        raise ValueError(
+        raise InputError(
             f"ground truths with which every response is wrong ({len(problems)} rows): write them as the verifier "
             f"reads answers, leave their rows out, or choose another reward.function:\n  {listed}"
         )

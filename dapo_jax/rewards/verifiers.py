@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from dapo_jax.errors import InputError
 from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
@@ -36,7 +37,7 @@ def verifier_for(data_source: str) -> str:
     if data_source.startswith("reasoning_gym/"):
         return "reasoning_gym"
     if data_source not in _BY_DATA_SOURCE:
-        raise ValueError(
+        raise InputError(
             f"data_source={data_source!r} has no verifier, it must start with 'aime' or be one of "
             f"{', '.join(_BY_DATA_SOURCE)}: set reward.function to a verifier's name or to the dotted path "
             "of your own function, or correct data_source in the data"
@@ -83,19 +84,19 @@ def load_verifier(name: str) -> Verifier:
     module_name, _, function_name = name.rpartition(".")
     rule = f"reward.function={name!r} must be one of {', '.join(VERIFIERS)} or a path package.module.function"
     if not module_name:
-        raise ValueError(f"{rule}: correct the name")
+        raise InputError(f"{rule}: correct the name")
     try:
         module = importlib.import_module(module_name)
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
-        raise ValueError(
+        raise InputError(
             f"{rule}, but importing {module_name!r} failed with {type(error).__name__}: {error}: correct the "
             "path, or start the run in the directory that holds the module"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"{rule}, but {module_name!r} has no function {function_name!r}: correct the path")
+        raise InputError(f"{rule}, but {module_name!r} has no function {function_name!r}: correct the path")
     return function
 
 

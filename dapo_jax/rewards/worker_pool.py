@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_jax.errors import InputError
 from dapo_jax.rewards.messages import (
     MAX_ANSWER,
     Answer,
@@ -89,11 +90,11 @@ class VerifierPool:
             error_score: of a sample without a verdict; None = `verifiers.wrong_score`.
         """
         if num_workers < 1:
-            raise ValueError(f"reward.num_workers={num_workers} must be at least 1: raise it")
+            raise InputError(f"reward.num_workers={num_workers} must be at least 1: raise it")
         if not timeout_s > 0:
-            raise ValueError(f"reward.timeout_s={timeout_s} must be positive: raise it")
+            raise InputError(f"reward.timeout_s={timeout_s} must be positive: raise it")
         if memory_limit_mb < 0:
-            raise ValueError(f"reward.memory_limit_mb={memory_limit_mb} must be 0 (none) or more: raise it")
+            raise InputError(f"reward.memory_limit_mb={memory_limit_mb} must be 0 (none) or more: raise it")
         self._verifier = verifier
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
@@ -250,7 +251,7 @@ class _Worker:
         except (EOFError, OSError):
             error = self._not_loaded(f"ended its process (exit code {self.stop()}) while it was loaded")
         if error is not None:
-            raise ValueError(error)
+            raise InputError(error)
         self._ready = True
 
     def ask(self, request: bytes, timeout_s: float) -> Answer:

@@ -8,6 +8,7 @@ import numpy as np
 
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.errors import InputError
 
 OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
 
@@ -95,11 +96,11 @@ def check_score_names(names: Iterable[str]) -> None:
     """Raises ValueError if a verifier returns a number under a name that has a meaning already."""
     for name in names:
         if name in OWN_SCORES:
-            raise ValueError(
+            raise InputError(
                 f"the reward function returns {name!r}, which is computed from its score: give that number another name"
             )
         if "/" in name:
-            raise ValueError(
+            raise InputError(
                 f"the reward function returns {name!r}: in the names of metrics / stands between parts, use _ in it"
             )
 

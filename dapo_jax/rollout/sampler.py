@@ -14,6 +14,7 @@ from dapo_jax.containers import Rollout
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 from dapo_jax.rollout.engine import Engine
@@ -110,7 +111,7 @@ def check_stop_strings(tokenizer: Tokenizer, strings: Sequence[str]) -> None:
     """Raises ValueError if a string can never stand in a response, as a special token has no text there."""
     for string in strings:
         if string.strip() not in tokenizer.decode(tokenizer.encode(string)):
-            raise ValueError(
+            raise InputError(
                 f"rollout.stop has {string!r}, which holds a special token of the model: those have no text in a "
                 "response, so it would never end there; leave it out (a response ends at the model's end tokens anyway)"
             )
