@@ -1,7 +1,9 @@
 """The table of what must compile for every accelerator: a line each, by the options that change a program."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import accelerators.programs as of
@@ -10,7 +12,8 @@ from accelerators.programs import Parts, Program, step
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.kl import PENALTIES
 from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
-from dapo_jax.config import default_config
+from dapo_jax.config import Config, default_config, freeze
+from dapo_jax.option_uses import without_switched_off
 
 H100, V5E = "h100:8", "v5e:2x4"
 LLAMA = {
@@ -52,6 +55,20 @@ class Case:
     family: str = ""  # of FAMILIES; empty: the random model
     platforms: tuple[str, ...] = (H100, V5E)
     devices: tuple[int, int] = (0, 8)  # those of the mesh, from and to
+
+
+def config_of(case: Case, directory: Path) -> Config:
+    """The small config with the changes of a case; what they switch off has its default.
+
+    Args:
+        directory: where the model's config.json is written if the case names a family.
+    """
+    values = small()
+    if case.family:
+        (directory / "config.json").write_text(json.dumps(FAMILIES[case.family]))
+        values.model.path = str(directory)
+    values.update_from_flattened_dict(case.changes)
+    return without_switched_off(freeze(small()), freeze(values), case.changes)
 
 
 DECODE = r"decode \d+ rows a shard, window 64"

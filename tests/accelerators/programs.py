@@ -15,7 +15,7 @@ from dapo_jax.algorithms.aggregation import MODES
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import PENALTIES
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
-from dapo_jax.config import Config, freeze
+from dapo_jax.config import Config
 from dapo_jax.containers import Batch
 from dapo_jax.dynamic_sampling.group_filter import group_statistics
 from dapo_jax.learner.actor import build_actor
@@ -66,14 +66,12 @@ class Parts:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
 
 
-def parts_of(values: Any, topology: str, *, devices: tuple[int, int] = (0, 8)) -> Parts:
+def parts_of(config: Config, topology: str, *, devices: tuple[int, int] = (0, 8)) -> Parts:
     """The parts for the devices of `topology`, or some of them.
 
     Args:
-        values: the ConfigDict.
         devices: the first, and the one after the last.
     """
-    config = freeze(values)
     validate(config)
     there = _devices(topology)[slice(*devices)]
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor

@@ -6,9 +6,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from accelerators.cases import CASES, config_of
 from accelerators.programs import wide_types
 
 import dapo_jax
+from dapo_jax.validation import validate
 
 PACKAGE = Path(dapo_jax.__file__).parent
 # How many functions each file compiles. programs.py lowers them, or the same function where it is made inside another
@@ -18,6 +20,11 @@ COMPILED = {
     "dynamic_sampling/group_filter.py": 1, "policies.py": 1, "learner/critic.py": 2, "learner/update.py": 1,
     "learner/actor.py": 3, "learner/trainable.py": 5, "models/weights.py": 1, "run.py": 1, "training_batch.py": 6,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_config_of_a_case_is_valid(case, tmp_path):
+    validate(config_of(case, tmp_path))
 
 
 def test_every_function_that_is_compiled_has_a_case():

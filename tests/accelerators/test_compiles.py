@@ -1,12 +1,11 @@
 """Every program compiles for NVIDIA GPUs and TPUs that are not here. Run by scripts/test_accelerators.sh."""
 
-import json
 import os
 import re
 
 import jax
 import pytest
-from accelerators.cases import CASES, DECODE, FAMILIES, H100, UPDATE, V5E, Case, small
+from accelerators.cases import CASES, DECODE, H100, UPDATE, V5E, Case, config_of
 from accelerators.programs import parts_of, step, wide_types
 
 from dapo_jax.parallel.ahead_of_time import compile_ahead
@@ -16,12 +15,7 @@ KEPT = os.environ["DAPO_JAX_ACCELERATORS"]
 
 def compiled(case, topology, directory):
     """The optimised text of each program of a case by its name. The test fails where one does not compile."""
-    values, texts = small(), {}
-    if case.family:
-        (directory / "config.json").write_text(json.dumps(FAMILIES[case.family]))
-        values.model.path = str(directory)
-    values.update_from_flattened_dict(case.changes)
-    parts = parts_of(values, topology, devices=case.devices)
+    parts, texts = parts_of(config_of(case, directory), topology, devices=case.devices), {}
     programs = list(case.programs(parts))  # outside of the mesh, on whose devices nothing can be computed
     with jax.set_mesh(parts.mesh):
         for name, lower in programs:
