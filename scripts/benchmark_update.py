@@ -146,13 +146,14 @@ class Ours:
         from dapo_jax.training_batch import rows_of
 
         groups, size, length = self.args.batch // self.args.group, self.args.group, self.args.new_tokens
-        batch = rows_of(self.run, Experience(
+        experience = Experience(
             numbers=np.arange(groups), rows=np.arange(groups), prompts=self.run.train_set.tokens,
             responses=make_responses(self.args).astype(np.int32).reshape(groups, size, length),
             mask=np.ones((groups, size, length), bool), finished=np.ones((groups, size), bool), texts=[], scores={},
             logprobs=np.full((groups, size, length), -math.log(self.run.arch.vocab_size), np.float32),
             versions=np.zeros(groups, np.int64), failed=np.zeros((groups, size), bool),
-        ))  # fmt: skip
+        )  # fmt: skip
+        batch = rows_of(self.run, experience, num_groups=groups)
         advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
         return dataclasses.replace(batch, advantages=advantages.astype(np.float32))
 
