@@ -15,7 +15,8 @@ from dapo_jax.validation import validate, warnings
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
-DAPO_7B, DAPO_32B = "dapo_qwen2.5_7b_math", "dapo_qwen2.5_32b_math"
+DAPO_7B, DAPO_32B, DAPO_SHORT = "dapo_qwen2.5_7b_math", "dapo_qwen2.5_32b_math", "dapo_qwen2.5_7b"
+CPO = "cpo"
 CLIP_COV, KL_COV = "entropy_clip_cov", "entropy_kl_cov"
 
 QWEN = {
@@ -28,7 +29,14 @@ QWEN_7B = Architecture(
 QWEN_32B = Architecture(
     hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40, num_kv_heads=8, **QWEN
 )
-LARGE = [(DAPO_7B, QWEN_7B, 8), (DAPO_32B, QWEN_32B, 128), (CLIP_COV, QWEN_7B, 8), (KL_COV, QWEN_7B, 8)]
+QWEN3_4B = Architecture(
+    family="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32,
+    num_kv_heads=8, head_dim=128, rope_theta=1e6, rms_norm_eps=1e-6, tie_embeddings=True,
+)  # fmt: skip
+LARGE = [
+    (DAPO_7B, QWEN_7B, 8), (DAPO_32B, QWEN_32B, 128), (DAPO_SHORT, QWEN_7B, 8), (CLIP_COV, QWEN_7B, 8),
+    (KL_COV, QWEN_7B, 8), (CPO, QWEN3_4B, 8),
+]  # fmt: skip
 
 
 def load(name: str) -> Config:
@@ -114,23 +122,42 @@ ENTROPY = SHARED | {
         (DAPO_32B, DAPO | {
             "gen_batch_size": 1536, "max_lengths": (2048, 20480), "filter": ("acc", 10), "test_freq": 5, "save_freq": 5,
         }),
+        (DAPO_SHORT, DAPO | {
+            "gen_batch_size": 1536, "max_lengths": (2048, 2048), "filter": ("acc", 10), "overlong": (512, 1.0),
+            "validation": (1.0, 1.0, 32), "test_freq": 2, "save_freq": 2,
+        }),
         (CLIP_COV, ENTROPY | {"loss_mode": "clip_cov"}),
         (KL_COV, ENTROPY | {"loss_mode": "kl_cov"}),
+        (CPO, SHARED | {
+            "train_batch_size": 1024, "gen_batch_size": None, "n": 8, "ppo_mini_batch_size": 256,
+            "adv_estimator": "cpo", "loss_mode": "vanilla", "kl": (False, True), "lr": (1e-6, "constant", 0),
+            "weight_decay": 0.01, "max_lengths": (2048, 16384), "truncation": "error", "overlong": None,
+            "filter": None, "validation": (0.0, 1.0, 1), "test_freq": 7, "save_freq": 7,
+        }),
     ],
-    ids=[DAPO_7B, DAPO_32B, CLIP_COV, KL_COV],
+    ids=[DAPO_7B, DAPO_32B, DAPO_SHORT, CLIP_COV, KL_COV, CPO],
 )  # fmt: skip
 def test_large_recipes_have_the_published_values(name, values):
     assert published(load(name)) == values
 
 
-@pytest.mark.parametrize("name", [DAPO_7B, DAPO_32B])
+@pytest.mark.parametrize("name", [DAPO_7B, DAPO_32B, DAPO_SHORT])
 def test_dapo_clips_higher_and_trains_as_long_as_published(name):
     config = load(name)
     assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high, config.actor.clip_ratio_c) == (0.2, 0.28, 10.0)
     updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     assert updates == 16
     steps = config.trainer.total_training_steps
-    assert steps == 200 if name == DAPO_7B else steps * updates == 5280
+    assert steps == 200 if name != DAPO_32B else steps * updates == 5280
+
+
+def test_cpo_has_the_published_hint_and_losses():
+    config = load(CPO)
+    assert (config.algorithm.cpo.wrap_method, config.actor.kl_loss_coef, config.actor.kl_loss_type) == (
+        "seq_kl", 0.001, "low_var_kl"
+    )  # fmt: skip
+    assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high, config.actor.clip_ratio_c) == (0.2, 0.2, 3.0)
+    assert (config.trainer.total_epochs, config.trainer.total_training_steps) == (20, -1)
 
 
 def test_entropy_recipes_have_the_published_losses():
