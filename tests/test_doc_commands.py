@@ -173,8 +173,8 @@ def test_what_is_installed_is_an_extra_of_the_package(command):
     *_, target = shlex.split(command)
     if target in ("tensorboard", "xprof"):
         return  # of others
-    if extra := re.fullmatch(r"(?:\.|dapo_jax)\[([\w-]+)\]", target):
-        assert f'"{extra[1]}": [' in (ROOT / "setup.py").read_text()
+    if extras := re.fullmatch(r"(?:\.|dapo_jax)\[([\w,-]+)\]", target):
+        assert all(f'"{extra}": [' in (ROOT / "setup.py").read_text() for extra in extras[1].split(","))
     else:
         assert target == "."
 
