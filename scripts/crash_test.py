@@ -4,13 +4,15 @@
 
 One run is left alone. The other is ended by SIGKILL while it samples, verifies, updates, evaluates, writes a checkpoint
 or writes records, and started again by the same command. Then both must have the same parameters and optimizer state
-and the same metrics (apart from clocks) bit for bit, each step once in metrics.jsonl, and one curve in TensorBoard.
+and the same metrics (apart from clocks) bit for bit, each step once in metrics.jsonl, each round once in train.log,
+and one curve in TensorBoard.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -186,6 +188,8 @@ def differences(whole: Path, killed: Path) -> Iterator[str]:
     for name in sorted(arrays | found):
         if name not in arrays or name not in found or arrays[name] != found[name]:
             yield f"{name} of the last checkpoint differs"
+    if rounds(whole) != rounds(killed):
+        yield "train.log tells of other rounds of sampling"
     if curves(whole) != curves(killed):
         yield "TensorBoard shows other curves"
     if list((killed / "checkpoints").glob("*tmp*")):
@@ -198,6 +202,11 @@ def metric_rows(workdir: Path) -> list[dict]:
     return read_metrics(workdir) if (workdir / "metrics.jsonl").exists() else []
 
 
+def rounds(workdir: Path) -> list[str]:
+    """What train.log says of each round of sampling."""
+    return re.findall(r"Step \d+, Gen batch .*", (workdir / "train.log").read_text())
+
+
 def saved_steps(workdir: Path) -> list[int]:
     return [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
 
@@ -205,7 +214,7 @@ def saved_steps(workdir: Path) -> list[int]:
 def last_checkpoint(workdir: Path) -> dict[str, bytes]:
     """What the newest checkpoint holds, by name: parameters, moments, prompt cursor, carried groups, counters.
 
-    Not the free memory that a start has measured.
+    Not the free memory that a start has measured, nor the size of its log.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -218,7 +227,7 @@ def last_checkpoint(workdir: Path) -> dict[str, bytes]:
     found = {jax.tree_util.keystr(path): jax.device_get(leaf).tobytes() for path, leaf in leaves}
     progress = json.loads((place / "progress" / "metadata").read_text())
     found |= {name: json.dumps(value).encode() for name, value in progress.items() if name != "stream"}
-    return {name: value for name, value in found.items() if "free_bytes" not in name}
+    return {name: value for name, value in found.items() if "free_bytes" not in name and name != "log_bytes"}
 
 
 def curves(workdir: Path) -> dict[str, list[tuple[int, float]]]:

@@ -1,5 +1,7 @@
 """The policies of dynamic sampling in whole runs of a random two-layer model."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def test_carried_groups_survive_a_restart(tmp_path, monkeypatch):
     assert carried[0] == 0 and max(carried) > 0
     evaluated = sum(row["dynamic_sampling/num_evaluated_prompts"] for row in rows[1:])
     assert evaluated <= 4 * 16 and progress[0].groups_kept + progress[0].groups_dropped == evaluated
-    assert progress[0] == progress[-1]
+    assert dataclasses.replace(progress[0], log_bytes=0) == dataclasses.replace(progress[-1], log_bytes=0)
 
 
 def test_a_step_without_groups_updates_nothing(tmp_path):

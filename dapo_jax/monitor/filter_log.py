@@ -96,7 +96,8 @@ def log_enough(num_trajectories: int) -> None:
 
 
 def log_step(metrics: Mapping[str, float]) -> None:
-    """Logs the rounds and the filter rate of a step, before it trains."""
+    """Logs the rounds and the filter rate of a step, before it trains; without a round there is no rate."""
     _LOGGER.info("train/num_gen_batches: %d", metrics["train/num_gen_batches"])
-    _LOGGER.info("train/filter_rate: %.3f", metrics["train/filter_rate"])
+    if "train/filter_rate" in metrics:
+        _LOGGER.info("train/filter_rate: %.3f", metrics["train/filter_rate"])
     _LOGGER.info("Starting training iteration...")
