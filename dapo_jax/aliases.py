@@ -30,9 +30,9 @@ def resolve_aliases(config: Config) -> Config:
     algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
     if algorithm.use_dynamic_sample and algorithm.online_filtering:
         raise InputError("algorithm.use_dynamic_sample and algorithm.online_filtering exclude each other: choose one")
-    if algorithm.use_dynamic_sample is None and algorithm.dynamic_sample_max_gen_batches is not None:
+    if not algorithm.use_dynamic_sample and algorithm.dynamic_sample_max_gen_batches is not None:
         raise InputError("algorithm.dynamic_sample_max_gen_batches needs algorithm.use_dynamic_sample=True")
-    if algorithm.online_filtering is None:
+    if not algorithm.online_filtering:
         given = [f"algorithm.{name}" for name in _ONLINE if getattr(algorithm, name) is not None]
         given += ["trainer.max_try_make_batch"] * (limit is not None)
         if given:

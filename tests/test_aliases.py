@@ -70,7 +70,15 @@ def test_freeze_leaves_no_alias_over():
     ("changes", "message"),
     [
         ({"algorithm__dynamic_sample_max_gen_batches": 3}, "needs algorithm.use_dynamic_sample=True"),
+        (
+            {"algorithm__use_dynamic_sample": False, "algorithm__dynamic_sample_max_gen_batches": 3},
+            "needs algorithm.use_dynamic_sample=True",
+        ),
         ({"algorithm__filter_low": 0.1}, "algorithm.filter_low need algorithm.online_filtering=True"),
+        (
+            {"algorithm__online_filtering": False, "algorithm__filter_key": "overall"},
+            "algorithm.filter_key need algorithm.online_filtering=True",
+        ),
         ({"trainer__max_try_make_batch": 3}, "trainer.max_try_make_batch need algorithm.online_filtering=True"),
         ({"algorithm__use_dynamic_sample": True, "algorithm__online_filtering": True}, "exclude each other"),
         (
