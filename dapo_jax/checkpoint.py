@@ -21,6 +21,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from dapo_jax.errors import InputError
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
+from dapo_jax.parallel.processes import is_jax_failure
 from dapo_jax.places import is_address
 
 _METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
@@ -241,6 +242,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # Orbax and its file systems raise what they like
+            if is_jax_failure(error):
+                raise
             complete = max(saved_steps(self._directory), default=None)
             cure = "make room, or move the checkpoints to another place and set trainer.checkpoint_dir to it"
             if isinstance(error, TimeoutError):
@@ -256,6 +259,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # as above
+            if is_jax_failure(error):
+                raise
             others = [number for number in self._manager.all_steps() if number != step]
             rest = f"go on from step {max(others)}" if others else "begin again"
             raise InputError(

@@ -153,11 +153,11 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AdaptiveLimitConfig:
-    """A limit of rounds from the filter rate that a step has seen: train_batch_size / (gen_batch_size kept) + slack."""
+    """A limit of rounds from the share of groups that a step has kept (dynamic_sampling/schedule.py)."""
 
     enable: bool = False  # compute the limit in each step, at most max_num_gen_batches
     slack: float = 2.0  # rounds more than expected
-    min_rounds: int = 2  # rounds before the limit is computed
+    min_rounds: int = 2  # rounds before the limit is computed; later ones can lower it
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
     check_mesh(config, arch, mesh)
     try:
         return mesh, trained_params(Trained(config, step), arch, mesh)
-    except ValueError as error:
+    except InputError as error:
         raise InputError(
             f"the checkpoint of step {step} in workdir={config.workdir} must be of the model in the config: give the "
             f"config that the run had, which is in its config.json ({error})"

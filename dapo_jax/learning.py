@@ -49,7 +49,8 @@ def train_on(
     batch, batch_metrics = make_batch(run, experience, models, recompute=recomputed, kl_coef=progress.kl_coef)
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
     batch_metrics |= statistics.balance_metrics(
-        sequence_lengths(batch), tokens_of_devices(batch, update_settings(run, "actor", step))
+        sequence_lengths(batch)[: experience.finished.size],
+        tokens_of_devices(batch, update_settings(run, "actor", step))
     )
     models, wait = update(run, models, batch, step)
 

@@ -12,7 +12,7 @@ from dapo_jax.checkpoint import Origin, is_checkpoint, saved_steps
 from dapo_jax.config import Config, checkpoint_dir, from_values
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import recorded_config
-from dapo_jax.parallel.processes import gather
+from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.places import is_address, place_of
 
 RANDOM = "random"  # model.path of a freshly initialised model
@@ -67,19 +67,20 @@ def pinned(config: Config) -> Config:
     Raises:
         ValueError: a run would begin with itself.
     """
-    recorded = recorded_config(config.workdir)
-
-    def chosen(section: str, key: str) -> str | None:
-        path = getattr(getattr(config, section), key)
-        return _pinned_path(path, recorded.get(section, {}).get(key)) if path and path != RANDOM else path
-
     for name in ("model", "reference"):
         path = getattr(config, name).path
-        if path and path != RANDOM and _is_own(path, config):
+        if path and path != RANDOM and is_own(path, config):
             raise InputError(f"{name}.path={path} is in this run's own workdir: choose a new workdir")
-    model, reference, trainer = gather(
-        [chosen("model", "path"), chosen("reference", "path"), chosen("trainer", "resume_from_path")]
-    )[0]
+
+    def chosen() -> list[str | None]:
+        recorded, paths = recorded_config(config.workdir), []
+        for section, key in (("model", "path"), ("reference", "path"), ("trainer", "resume_from_path")):
+            path = getattr(getattr(config, section), key)
+            before = recorded.get(section, {}).get(key)
+            paths.append(_pinned_path(path, before) if path and path != RANDOM else path)
+        return paths
+
+    model, reference, trainer = gather(chosen() if is_first() else None)[0]
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=model),
@@ -88,7 +89,7 @@ def pinned(config: Config) -> Config:
     )
 
 
-def _is_own(path: str, config: Config) -> bool:
+def is_own(path: str, config: Config) -> bool:
     """Whether `path` names the run of `config` itself."""
     inside = _resolved(path).is_relative_to(_resolved(config.workdir))
     return inside or _checkpoints_at(place_of(path))[0] == checkpoint_dir(config)

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.errors import InputError
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor.records import config_differences, recorded_config
-from dapo_jax.other_runs import find_checkpoint
+from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.prompt_stream import restore_stream, stream_arrays
 from dapo_jax.run import Run
@@ -60,7 +59,7 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
     else:
         _check_not_moved(config)
         origin = find_checkpoint(other) if other else None
-    if other and Path(other).expanduser().resolve().is_relative_to(Path(config.workdir).resolve()):
+    if other and is_own(other, config):
         raise InputError(
             f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to go on "
             "from one of its earlier checkpoints"

@@ -61,7 +61,7 @@ def train(config: Config) -> Models:
     Raises:
         ValueError: the config, the model, the data or the mesh do not fit together.
         RuntimeError: the run cannot go on, for example because too few groups pass the filter.
-        Stopped: a signal asked the run to stop, and its state is saved.
+        Stopped: a signal asked the run to stop; what could be saved is saved.
     """
     validate(config)
     if "wandb" in config.trainer.logger:
@@ -164,7 +164,7 @@ def run_steps(
             raise
         except Exception as error:
             if jax.process_count() == 1 or isinstance(error, SharedFailure):  # several write together
-                save_before_end(run, checkpoints, state)
+                logger.error("the run ends %s", save_before_end(run, checkpoints, state))
             raise
         trained = True
         run.profiles.end()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DAPO-Math-17k from end to end: prepare the data, see that it fits, train, export, measure. CONFIG decides about the
+# DAPO-Math-17k from end to end: prepare the data, see that it fits, train, measure, export. CONFIG decides about the
 # group filter (docs/data.md). In the environment with the package: on one host, or the same command on every host of a pod.
 #
 #   bash scripts/run_dapo_math.sh [--config.model.path=DIR] [--config.workdir=DIR] [--config.key=value ...]
@@ -9,7 +9,7 @@
 #   AIME_FILE  aime-2024.parquet, the same
 #   TOPOLOGY   for the preflight: gpu or tpu on one host (gpu), on a pod its name, such as v5p:2x2x4; none leaves it out
 #   OUTPUT     directory of the exported model (build/dapo_math); beside it OUTPUT-evaluation, metrics and generations
-#   HOST       number of this host; host 0 exports (what TPU, GKE or Slurm say, else 0)
+#   HOST       number of this process; process 0 exports (what TPU, GKE or Slurm say, else 0)
 #   PYTHON     interpreter (python)
 #
 # Run the same command again after it was killed: data, model and evaluation have their names once they are whole, and
@@ -21,7 +21,7 @@ python=${PYTHON:-python}
 config=${CONFIG:-configs/dapo_qwen2.5_7b_math.py}
 topology=${TOPOLOGY:-gpu}
 output=${OUTPUT:-build/dapo_math}
-host=${HOST:-${TPU_WORKER_ID:-${JOB_COMPLETION_INDEX:-${SLURM_NODEID:-0}}}}
+host=${HOST:-${TPU_WORKER_ID:-${JOB_COMPLETION_INDEX:-${SLURM_PROCID:-0}}}}
 
 prepare() { # SCRIPT OUTPUT PUBLISHED_FILE: the file may be empty
   [[ -e "$2" ]] || "$python" "scripts/$1" "${3:---download}" --output "$2"
@@ -60,8 +60,8 @@ prepare prepare_math_dapo.py data/dapo-math-17k.parquet "${DAPO_FILE:-}"
 prepare prepare_aime.py data/aime-2024.parquet "${AIME_FILE:-}"
 [[ "$topology" == none ]] || preflight "$@"
 train "$@"
-if [[ "$host" == 0 && ! -e "$output/config.json" ]]; then
-  export_model "$@"
-fi
 # On all hosts, as training; process 0 says whether it is missing, and writes.
 "$python" -m dapo_jax.evaluate --config "$config" "$@" --all-steps --if-missing --output "$output-evaluation"
+if [[ "$host" == 0 && ! -e "$output/config.json" ]]; then # last: no other host waits for it
+  export_model "$@"
+fi

@@ -62,7 +62,7 @@ def saved(folder) -> list[int]:
     ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, monkeypatch, module, name, number, step):
-    config = small_config(tmp_path, **{"trainer.save_freq": -1})
+    config = small_config(tmp_path, **{"trainer.save_freq": -1, "trainer.stop_patience_s": 600.0})
     with monkeypatch.context() as patch:
         at_call(patch, module, name, number, lambda: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Stopped, match="SIGTERM"):
@@ -94,7 +94,8 @@ def test_an_update_that_outlasts_the_patience_is_thrown_away(whole, tmp_path, mo
     assert rows_without_clock(tmp_path) == whole[2]
     rounds = sum(row["train/num_gen_batches"] for row in whole[2][1:])
     assert (tmp_path / "train.log").read_text().count("Generated batch") == rounds, "each round stands once"
-    assert words in (tmp_path / "train.discarded.log").read_text()
+    assert words in (tmp_path / "train.log").read_text()
+    assert "Generated batch" in (tmp_path / "train.discarded.log").read_text()
 
 
 def test_checkpoints_are_at_most_so_many_minutes_apart(tmp_path, monkeypatch):

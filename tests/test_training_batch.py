@@ -167,7 +167,7 @@ def batch_with(accepted, *, fallen_back=False, **changes):
         return experience, *make_batch(run, experience, run.init_models(), recompute=recompute, kl_coef=0.0)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax"])
+@pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax", "cpo", "gae"])
 def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing(accepted, estimator):
     config, experience, models = accepted
     changes = {"algorithm.adv_estimator": estimator, "algorithm.keep_neg_ratio": 0.5} if estimator == "grpo" else {

@@ -141,6 +141,7 @@ class _Attempt:
         self.in_flight: deque[tuple[int, Callable[[], Round]]] = deque()
         self.cursor, self.dispatched, self.num_rounds = state.next_prompt, 0, 0
         self.limit = fixed_limit(policies.limits)
+        self.adapted: float | None = None  # the limit once it has been adapted
         self.expected_rounds = expected_rounds(
             policies.target - _size(self.carried), gen_batch_size=policies.gen_batch_size, keep_rate=state.keep_rate
         )
@@ -211,15 +212,15 @@ class _Attempt:
         self._take(wait())
         policies = self.policies
         if policies.limits.adaptive_slack is not None and self.num_rounds >= policies.limits.adaptive_min_rounds:
-            limit = adaptive_limit(
+            self.adapted = self.limit = adaptive_limit(
                 policies.limits,
+                before=self.adapted,
                 evaluated=self.evaluated,
                 kept=self.kept_now,
                 missing=policies.target - _size(self.carried),
                 gen_batch_size=policies.gen_batch_size,
                 keep_rate=self.state.keep_rate,
             )
-            self.limit = min(self.limit, limit)
         if policies.metric is not None:
             ends = self.num_rounds >= self.limit or self.cursor >= self.epoch_end
             _log_round(self, last=ends and not self.in_flight)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+Z = 3.09  # standard deviations: one case in 1000 lies further below
 MIN_KEEP_RATE = 1e-3  # assumed at least, so that a step in which nothing is kept expects an end
 
 
@@ -31,22 +32,46 @@ def fixed_limit(limits: Limits) -> float:
 
 
 def adaptive_limit(
-    limits: Limits, *, evaluated: int, kept: int, missing: int, gen_batch_size: int, keep_rate: float
+    limits: Limits,
+    *,
+    before: float | None,
+    evaluated: int,
+    kept: int,
+    missing: int,
+    gen_batch_size: int,
+    keep_rate: float,
 ) -> float:
-    """Rounds that a step may have, as its first rounds (`adaptive_min_rounds` or more) let expect.
+    """Rounds that a step may have, from the share of groups that it has kept so far.
 
-    int(missing / (gen_batch_size * seen rate) + slack), where `missing` groups were to be found at the start of the
-    step and the seen rate is (kept + 0.5) / (evaluated + 1). While no group has been kept, at most the rounds in which
-    a tenth of the running `keep_rate` would have shown one in 999 of 1000 cases, plus slack.
+    After `adaptive_min_rounds` rounds it is int(missing / (gen_batch_size * rate) + slack), where `missing` groups
+    were to be found at the start of the step and the rate is (kept + 0.5) / (evaluated + 1). Later rounds can only
+    lower it: to the same with the lower end of Wilson's interval (Z standard deviations) as the rate, so that chance
+    does not. While no group has been kept, it is at most the rounds in which a tenth of the running `keep_rate` would
+    have shown one in 999 of 1000 cases, plus slack.
 
-    The step takes the least of all its rounds' limits: one that followed the rate up and down would recede as fast as
-    rounds without kept groups come.
+    A limit that followed the rate up and down would recede as fast as rounds without kept groups come.
+
+    Args:
+        before: the limit after the round before; None = this round is the first that sets it.
+        keep_rate: of earlier steps.
     """
     assert limits.adaptive_slack is not None
-    needed = missing * (evaluated + 1) / (gen_batch_size * (kept + 0.5))
+    bounds = []  # of the rounds that are needed
     if kept == 0:
-        needed = min(needed, 10 * math.log(1000) / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
-    return min(fixed_limit(limits), int(needed + limits.adaptive_slack))
+        bounds.append(10 * math.log(1000) / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
+    if before is None:
+        before = fixed_limit(limits)
+        bounds.append(missing * (evaluated + 1) / (gen_batch_size * (kept + 0.5)))
+    elif kept:
+        bounds.append(missing / (gen_batch_size * _lower_end(kept, evaluated)))
+    return min(before, int(min(bounds) + limits.adaptive_slack))
+
+
+def _lower_end(kept: int, evaluated: int) -> float:
+    """Of Wilson's interval for the share of which `kept` of `evaluated` is a sample (Wilson, 1927)."""
+    share, spread = kept / evaluated, Z**2 / evaluated
+    middle = share + spread / 2
+    return (middle - math.sqrt(spread * share * (1 - share) + spread**2 / 4)) / (1 + spread)
 
 
 def expected_rounds(missing: int, *, gen_batch_size: int, keep_rate: float) -> int:

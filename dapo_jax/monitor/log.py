@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Collection
 from contextlib import suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 _LOGGER = logging.getLogger("dapo_jax")
-_LOG, _DISCARDED = "train.log", "train.discarded.log"
+LOG, _DISCARDED = "train.log", "train.discarded.log"
 _FILE = "dapo_jax.file"
 _CONSOLE = "dapo_jax.console"
 
@@ -31,6 +32,11 @@ class _FileHandler(logging.FileHandler):
     def __init__(self, path: Path) -> None:
         self.bytes_at_start = path.stat().st_size if path.exists() else 0
         super().__init__(path, encoding="utf-8")
+
+    def reopen(self) -> None:
+        """Goes on in the file that has the name now."""
+        self.stream.close()
+        self.stream = self._open()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if isinstance(sys.exception(), OSError):
@@ -57,7 +63,7 @@ def setup_logging(
         return
     Path(workdir).mkdir(parents=True, exist_ok=True)
 
-    file = _FileHandler(Path(workdir) / _LOG)
+    file = _FileHandler(Path(workdir) / LOG)
     file.name = _FILE
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
 
@@ -87,28 +93,34 @@ def log_failure(error: BaseException) -> None:
 
 def log_bytes(workdir: str | os.PathLike[str]) -> int:
     """The size of train.log, 0 without one."""
-    path = Path(workdir) / _LOG
+    path = Path(workdir) / LOG
     return path.stat().st_size if path.exists() else 0
 
 
 def rewind_log(workdir: str | os.PathLike[str], size: int) -> None:
-    """Moves what earlier starts wrote to train.log behind its first `size` bytes to the end of train.discarded.log.
+    """Moves the INFO lines that earlier starts wrote to train.log behind its first `size` bytes to train.discarded.log.
 
-    For a run that does those steps again, so that each of their rounds stands once, as in metrics.jsonl. What this
-    start has written stays. Nothing happens if `size` is less than 0, or the log has not grown since.
+    For a run that does those steps again, so that each of their rounds stands once, as in metrics.jsonl. Warnings,
+    errors and what this start has written stay. Nothing happens if `size` is less than 0, or the log has not grown.
     """
-    path = Path(workdir) / _LOG
-    start = next((handler.bytes_at_start for handler in _LOGGER.handlers if isinstance(handler, _FileHandler)), 0)
-    if not 0 <= size < start:
+    path = Path(workdir) / LOG
+    handler = next((handler for handler in _LOGGER.handlers if isinstance(handler, _FileHandler)), None)
+    if handler is None or not 0 <= size < handler.bytes_at_start:
         return
     written = path.read_bytes()
+    moved, kept = [], [written[:size]]
+    into = moved
+    for line in written[size : handler.bytes_at_start].splitlines(keepends=True):
+        if level := re.match(rb"\[[^]]*\] (\w+): ", line):  # the lines after it, of a traceback, belong to it
+            into = moved if level[1] == b"INFO" else kept
+        into.append(line)
     with open(path.with_name(_DISCARDED), "ab") as discarded:
-        discarded.write(written[size:start])
+        discarded.write(b"".join(moved))
         os.fsync(discarded.fileno())
-    with open(path, "r+b") as log:  # the handler appends: it goes on at the new end
-        log.seek(size)
-        log.write(written[start:])
-        log.truncate()
+    rest = path.with_name(f"{LOG}.tmp")
+    rest.write_bytes(b"".join([*kept, written[handler.bytes_at_start :]]))
+    os.replace(rest, path)
+    handler.reopen()
 
 
 def close_logging() -> None:

@@ -8,7 +8,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from etils import epath
 
@@ -50,9 +50,13 @@ class Mirror:
                 del self._sent[one]
 
     def _states(self) -> dict[str, tuple[int, int]]:
-        paths = [path for path in self.folder.rglob("*") if path.is_file() and not _is_own(path.name)]
-        stats = {str(path.relative_to(self.folder)): path.stat() for path in paths}
-        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        states = {}
+        for path in self.folder.rglob("*"):
+            with suppress(FileNotFoundError):  # another program has removed it meanwhile
+                if path.is_file() and not _is_own(path.name):
+                    stat = path.stat()
+                    states[str(path.relative_to(self.folder))] = stat.st_size, stat.st_mtime_ns
+        return states
 
 
 @contextmanager
@@ -67,12 +71,15 @@ def mirrored(address: str) -> Iterator[Mirror]:
     with locked(place):
         mirror, ended = Mirror(address), threading.Event()
 
+        def try_to_upload(then: str) -> None:
+            try:
+                mirror.upload()
+            except Exception as error:  # a client of a store raises what it likes
+                logger.warning("workdir=%s: the records could not be uploaded (%s): %s", address, error, then)
+
         def keep_uploading() -> None:
             while not ended.wait(UPLOAD_S):
-                try:
-                    mirror.upload()
-                except Exception as error:  # a client of a store raises what it likes
-                    logger.warning("workdir=%s: the records could not be uploaded (%s): trying again", address, error)
+                try_to_upload("trying again")
 
         uploads = threading.Thread(target=keep_uploading, name="upload of the workdir", daemon=True)
         uploads.start()
@@ -81,7 +88,7 @@ def mirrored(address: str) -> Iterator[Mirror]:
         finally:
             ended.set()
             uploads.join()
-            mirror.upload()
+            try_to_upload(f"they are in {mirror.folder}")
 
 
 def _is_own(name: str) -> bool:

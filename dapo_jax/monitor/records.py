@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from dapo_jax.errors import InputError
+from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.places import place_of
@@ -95,7 +96,8 @@ class RunRecords:
         self._metrics.write(to_json_line({"step": step, **values}))
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        self._upload(_METRICS)
+        for name in (_METRICS, LOG):
+            self._upload(name)
         self._last_step = step
         for tracker in self._trackers:
             tracker.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})

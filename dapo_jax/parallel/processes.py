@@ -94,9 +94,10 @@ def _padded(length: int) -> int:
     return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
-def any_process(value: bool) -> bool:
-    """Whether `value` is true in some process. Every process must call it."""
-    return bool(np.any(multihost_utils.process_allgather(np.array(value))))
+def any_process(*values: bool) -> list[bool]:
+    """Whether each of `values` is true in some process. Every process must call it."""
+    gathered = multihost_utils.process_allgather(np.array(values))
+    return np.any(gathered.reshape(-1, len(values)), axis=0).tolist()
 
 
 def settle(arrays: Any) -> None:

@@ -18,10 +18,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 IN_FLIGHT = 2  # micro-batches that the host is ahead of the devices
 _REPEATED_S = 1.0  # the same request arrives twice within it
 _CHECKS_PER_AGREEMENT = 8  # with several processes, which have to ask each other
+_LONG_S = 0.5  # between two checks: then each of them asks
 
 
 class Stopped(BaseException):
-    """The run was asked to stop by a signal, and has stopped where nothing is lost. It is no error."""
+    """The run was asked to stop by a signal, and has stopped at a safe point. It is no error."""
 
 
 class StopRequest:
@@ -38,7 +39,9 @@ class StopRequest:
         self._since = 0.0  # time.monotonic() of the first signal
         self._set_up = False
         self._patience: Callable[[], float] | None = None  # None: outside of `safe`
-        self._checks = 0
+        self._checks = 0  # since the processes have asked each other
+        self._interval = _CHECKS_PER_AGREEMENT
+        self._agreed_at = time.monotonic()
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -67,7 +70,7 @@ class StopRequest:
         """A possible safe point, which all processes reach equally often.
 
         Args:
-            agree: ask the other processes now, not at every eighth call only.
+            agree: ask the other processes now, not only where that costs next to nothing.
 
         Raises:
             Stopped: inside of `safe`, once a process was asked to stop.
@@ -76,10 +79,18 @@ class StopRequest:
             return
         asked = self._signal is not None and time.monotonic() >= self._since + self._patience()
         if jax.process_count() > 1:
-            self._checks += not agree
-            asked = (agree or self._checks % _CHECKS_PER_AGREEMENT == 0) and any_process(asked)
+            self._checks += 1
+            asked = (agree or self._checks >= self._interval) and self._agree(asked)
         if asked:
             raise Stopped(f"stopped by {self._signal or 'a signal to another process'}")
+
+    def _agree(self, asked: bool) -> bool:
+        """Whether some process was asked to stop; all of them choose the same number of checks until they ask again."""
+        now = time.monotonic()
+        asked, long = any_process(asked, now - self._agreed_at >= _LONG_S * self._checks)
+        self._interval = 1 if long else _CHECKS_PER_AGREEMENT
+        self._checks, self._agreed_at = 0, now
+        return asked
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self._signal is not None and time.monotonic() < self._since + _REPEATED_S:

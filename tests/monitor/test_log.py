@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dapo_jax.monitor.log import close_logging, log_bytes, rewind_log, setup_logging
+from dapo_jax.monitor.log import close_logging, log_bytes, log_failure, rewind_log, setup_logging
 
 LOGGER = logging.getLogger("dapo_jax.somewhere")
 
@@ -92,6 +92,7 @@ def test_what_a_run_does_again_is_moved_out_of_the_log(tmp_path):
     LOGGER.info("step 1")
     size = log_bytes(tmp_path)
     LOGGER.info("step 2")
+    log_failure(ValueError("no room"))
     close_logging()
     for _ in range(2):  # a second start that got no further
         setup_logging(tmp_path, detailed=False)
@@ -99,7 +100,9 @@ def test_what_a_run_does_again_is_moved_out_of_the_log(tmp_path):
         rewind_log(tmp_path, size)
         LOGGER.info("step 2 again")
         close_logging()
-    assert [line.split(": ")[1] for line in log.read_text().splitlines()] == ["step 1", "a new start", "step 2 again"]
+    assert [line.split(": ")[1] for line in log.read_text().splitlines()] == [
+        "step 1", "the run ends", "no room", "a new start", "step 2 again",
+    ]  # fmt: skip
     moved = (tmp_path / "train.discarded.log").read_text().splitlines()
     assert [line.split(": ")[1] for line in moved] == ["step 2", "a new start", "step 2 again"]
 

@@ -100,12 +100,21 @@ def test_the_host_stays_two_micro_batches_ahead_and_stops_between_them(monkeypat
     assert waited == [0, 1, 2] and checks == [0, 0, 1, 2, 3]
 
 
-def test_several_processes_ask_each_other_now_and_then(monkeypatch):
+@pytest.mark.parametrize(("long", "num_calls"), [(1000.0, 24), (0.0, 10)])
+def test_several_processes_ask_each_other_now_and_then_and_always_where_that_takes_long(monkeypatch, long, num_calls):
     monkeypatch.setattr(stopping.jax, "process_count", lambda: 2)
     asked = []
-    monkeypatch.setattr(stopping, "any_process", lambda value: asked.append(value) or len(asked) == 3)
+    calls = []
+
+    def any_process(*values):
+        asked.append(values[0])
+        return len(asked) == 3, values[1]
+
+    monkeypatch.setattr(stopping, "any_process", any_process)
+    monkeypatch.setattr(stopping, "_LONG_S", long)
     stop = StopRequest()
     with pytest.raises(Stopped, match="another process"), stop.safe():
-        for _ in range(100):
+        for call in range(100):
+            calls.append(call)
             stop.check()
-    assert asked == [False] * 3
+    assert asked == [False] * 3 and len(calls) == num_calls

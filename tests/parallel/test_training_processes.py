@@ -245,7 +245,8 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
 
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two):
-    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.save_freq": -1}
+    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.save_freq": -1,
+             "trainer.stop_patience_s": 600.0}  # fmt: skip
     ended = finish(start(tmp_path, logs, gets=Signal(signal.SIGTERM, process=1, step=2), **where))
     assert [code for code, _, _ in ended] == [0, 0], [errors[-2000:] for _, _, errors in ended]
     assert "stopped by a signal to another process after step" in ended[0][2]

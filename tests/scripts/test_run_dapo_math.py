@@ -105,7 +105,7 @@ class Checkout:
         interpreter.chmod(0o755)
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        known = ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_NODEID", "HOST", "CONFIG", "OUTPUT", "TOPOLOGY")
+        known = ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID", "HOST", "CONFIG", "OUTPUT", "TOPOLOGY")
         env = {name: value for name, value in os.environ.items() if name not in known}
         env |= {"PYTHON": str(self.root / "interpreter"), **variables}
         command = ["bash", str(self.root / "scripts/run_dapo_math.sh"), *arguments]
@@ -129,7 +129,7 @@ def checkout(tmp_path):
 def test_the_stages_follow_each_other_with_the_same_options(checkout):
     options = ["--config.model.path=models/a b", "--config.seed=3"]
     assert checkout.run(*options, DAPO_FILE="published 17k.parquet")[0] == 0
-    dapo, aime, preflight, train, export, evaluate = checkout.calls()
+    dapo, aime, preflight, train, evaluate, export = checkout.calls()
     assert dapo == ["scripts/prepare_math_dapo.py", "published 17k.parquet", "--output", "data/dapo-math-17k.parquet"]
     assert aime == ["scripts/prepare_aime.py", "--download", "--output", "data/aime-2024.parquet"]
     start = ["--config", CONFIG, *options]
@@ -160,12 +160,12 @@ def test_training_that_fails_is_not_exported(checkout):
     assert [call[1] for call in checkout.calls()[2:]] == ["dapo_jax.train"]
 
 
-@pytest.mark.parametrize("name", ["HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_NODEID"])
+@pytest.mark.parametrize("name", ["HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID"])
 def test_one_host_of_a_pod_exports_and_all_measure(checkout, name):
     assert checkout.run(**{name: "1"})[0] == 0
     assert [call[1] for call in checkout.calls()[-2:]] == ["dapo_jax.train", "dapo_jax.evaluate"]
     assert checkout.run(**{name: "0"})[0] == 0
-    assert [call[1] for call in checkout.calls()[-2:]] == ["dapo_jax.export", "dapo_jax.evaluate"]
+    assert [call[1] for call in checkout.calls()[-2:]] == ["dapo_jax.evaluate", "dapo_jax.export"]
 
 
 def test_a_signal_reaches_training_and_its_status_is_kept(checkout):
@@ -234,7 +234,7 @@ def test_two_hosts_that_are_killed_in_each_stage_go_on(tmp_path):
     published(tmp_path / "published_dapo.parquet", range(6))
     published(tmp_path / "published_aime.parquet", range(2))
     for stage, topology in [
-        ("prepare_aime.py", "none"), ("preflight", "cpu"), ("train", "cpu"), ("export", "none"), ("evaluate", "none"),
+        ("prepare_aime.py", "none"), ("preflight", "cpu"), ("train", "cpu"), ("evaluate", "none"), ("export", "none"),
     ]:  # fmt: skip
         (code, errors), _ = two_hosts(checkout, stage, topology)
         assert code == -signal.SIGKILL, (stage, errors)
