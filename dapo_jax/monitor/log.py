@@ -35,8 +35,9 @@ class _FileHandler(logging.FileHandler):
 
     def reopen(self) -> None:
         """Goes on in the file that has the name now."""
-        self.stream.close()
-        self.stream = self._open()
+        before, self.stream = self.stream, self._open()
+        if before is not None:
+            before.close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if isinstance(sys.exception(), OSError):
