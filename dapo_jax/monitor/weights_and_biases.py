@@ -20,7 +20,8 @@ _RUN = "wandb.json"  # in the work directory: {"id": of the run, "last_step": th
 
 def check_installed() -> None:
     """Raises ValueError, with the cure, if the package wandb is not installed."""
-    if importlib.util.find_spec("wandb") is None:
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # without one: a folder named wandb, such as the package leaves behind
         raise InputError(
             "trainer.logger has 'wandb', whose package is not installed: pip install 'dapo_jax[wandb]', or leave it out"
         )

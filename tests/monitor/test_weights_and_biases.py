@@ -36,7 +36,7 @@ FAKE = ModuleType("wandb")
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch):
-    FAKE.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    FAKE.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
     FAKE.runs = []
     FAKE.init = lambda **arguments: FAKE.runs.append(FakeRun(**arguments)) or FAKE.runs[-1]
     FAKE.Histogram = lambda np_histogram: np_histogram
@@ -108,7 +108,8 @@ def test_a_failure_to_send_is_warned_of_once_and_ends_no_run(tmp_path, monkeypat
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_without_the_package_the_cure_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("found", [None, importlib.machinery.ModuleSpec("wandb", None)], ids=["nothing", "a folder"])
+def test_without_the_package_the_cure_is_named(found, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     with pytest.raises(ValueError, match=r"trainer.logger has 'wandb', .* pip install 'dapo_jax\[wandb\]'"):
         check_installed()
