@@ -17,7 +17,7 @@ from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
-from dapo_jax.config import Config, type_problems, uses_reference
+from dapo_jax.config import Config, gen_batch_size, type_problems, uses_reference
 from dapo_jax.task_sets import TaskOptions, held_out_options, parse_tasks
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,11 @@ def _verifies(config: Config) -> bool:
 
 def _normalizes_weights(config: Config) -> bool:
     return config.algorithm.rollout_correction.rollout_is != "none" or config.actor.old_logprob == "auto"
+
+
+def _samples_in_rounds(config: Config) -> bool:
+    """Whether a size of rounds says something: without the filter it is that of the batch, and may say so."""
+    return config.algorithm.filter_groups.enable or gen_batch_size(config) == config.data.train_batch_size
 
 
 def _has_round_limit(config: Config) -> bool:
@@ -200,6 +205,7 @@ USES = (
         f"{F}.enable",
         True,
     ),
+    _use("data.gen_batch_size", f"{F}.enable=True", _samples_in_rounds),
     _with(f"{F}.std_threshold", f"{F}.rule", "std"),
     _with(f"{F}.filter_low|filter_high", f"{F}.rule", "mean_range"),
     _with(f"{F}.keep_singletons", "rollout.n", 1),

@@ -304,11 +304,6 @@ def _batch_problems(config: Config) -> list[str]:
             f"rollout.max_num_seqs={at_once} must be at least rollout.n={n}: "
             "a group is decoded together"
         )
-    if not config.algorithm.filter_groups.enable and gen_batch_size(config) != batch:
-        problems.append(
-            f"data.gen_batch_size={gen_batch_size(config)} differs from data.train_batch_size={batch}, which "
-            "only makes sense with algorithm.filter_groups.enable=True"
-        )
     return problems
 
 

@@ -54,7 +54,7 @@ ALWAYS_READ = set("""
     trainer.val_before_train workdir
 """.split())
 OTHER_RULES = {  # validate has a rule of their own for where they are not read, or they then say what is so anyway
-    "data.gen_batch_size", f"{CORRECTION}.rollout_rs_threshold", "actor.share_prompts",
+    f"{CORRECTION}.rollout_rs_threshold", "actor.share_prompts",
 }  # fmt: skip
 
 FILES = {"data.task": "files", "data.train_files": ("a.parquet",)}
@@ -136,7 +136,7 @@ VALUES = {  # valid ones, where the rule below does not give one
     "critic.ppo_mini_batch_size": 64, "critic.ppo_micro_batch_size_per_device": 16, "critic.optim.betas": (0.8, 0.9),
     "reference.path": "models/other", "critic.model.path": "models/other", "trainer.project_name": "math",
     "trainer.experiment_name": "first", "reward.error_score": -2.0, "data.truncation": "left",
-    "data.prompt_key": "question", "data.train_files": ("b.parquet",), "data.val_files": ("b.parquet",),
+    "data.prompt_key": "question", "data.gen_batch_size": 1024, "data.train_files": ("b.parquet",), "data.val_files": ("b.parquet",),
     "data.reasoning_gym.datasets": ("gcd",), "model.lora.target_modules": ("q_proj",),
     "algorithm.keep_pos_ratio": 0.5, "algorithm.keep_neg_ratio": 0.5, f"{FILTER}.on_limit": "partial",
     f"{FILTER}.on_empty": "skip_step", f"{FILTER}.metric": "score", "algorithm.gamma": 0.9, "algorithm.lam": 0.9,
