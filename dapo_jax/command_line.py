@@ -130,7 +130,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         recipe = _recipe(chosen)
         chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
         rest = values(overrides)
-        config = freeze(chosen.value)
+        config = freeze(chosen.value, keys)
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
         raise InputError(f"{error}: correct the command") from error
     if len(rest) > 1:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -465,13 +466,16 @@ def _optional_type(kind: Any) -> type:
     return next(option for option in kind.__args__ if option is not types.NoneType)
 
 
-def freeze(values: Any) -> Config:
+def freeze(values: Any, chosen: Collection[str] = ()) -> Config:
     """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases carried out.
+
+    Args:
+        chosen: keys that were given on the command line, see `resolve_aliases`.
 
     Raises:
         ValueError: unknown or missing keys, or aliases that do not go together (aliases.py).
     """
-    return resolve_aliases(_freeze(Config, values))
+    return resolve_aliases(_freeze(Config, values), chosen)
 
 
 def _freeze(section: Any, values: Any) -> Any:

@@ -71,6 +71,43 @@ def test_what_a_file_sets_in_vain_is_refused(tmp_path):
             validate(read_config(["train", "--config", recipe, *options]))
 
 
+@pytest.mark.parametrize(
+    ("alias", "option", "sets"),
+    [
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.enable=False", "enable=True, and False"),
+        ("algorithm.use_dynamic_sample=False", "algorithm.filter_groups.enable=True", "enable=False, and True"),
+        ("algorithm.online_filtering=False", "algorithm.filter_groups.enable=True", "enable=False, and True"),
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.leftover=requeue", "leftover=discard, and requ"),
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.max_num_gen_batches=10", "batches=3, and 10"),
+        ("data.rollout_batch_size=8", "data.train_batch_size=512", "data.train_batch_size=8, and 512"),
+    ],
+)
+def test_an_option_that_contradicts_an_alias_is_refused_even_at_its_default(alias, option, sets, tmp_path):
+    (tmp_path / "defaults.py").write_text("from dapo_jax.config import default_config as get_config\n")
+    command = ["train", "--config", str(tmp_path / "defaults.py"), f"--config.{alias}"]
+    read_config(command)
+    with pytest.raises(ValueError, match=sets):
+        read_config([*command, f"--config.{option}"])
+
+
+@pytest.mark.parametrize(
+    ("alias", "dependants"),
+    [
+        ("use_dynamic_sample", ("algorithm.dynamic_sample_max_gen_batches = 3",)),
+        ("online_filtering", ("algorithm.filter_low = 0.2", "trainer.max_try_make_batch = 3")),
+    ],
+)
+def test_an_alias_that_is_switched_off_takes_along_what_belongs_to_it(alias, dependants, tmp_path):
+    lines = [f"algorithm.{alias} = True", *dependants]
+    recipe = write_recipe(tmp_path, *(f"config.{line}" for line in lines))
+    off = ["train", "--config", recipe, f"--config.algorithm.{alias}=False"]
+    config = read_config(off)
+    validate(config)
+    assert not config.algorithm.filter_groups.enable
+    with pytest.raises(ValueError, match=f"need.* algorithm.{alias}=True"):
+        read_config([*off, f"--config.{dependants[0].replace(' ', '')}"])
+
+
 def test_an_alias_of_a_file_may_need_the_command_line(tmp_path):
     recipe = write_recipe(tmp_path, "config.algorithm.filter_low = 0.2")
     config = read_config(["train", "--config", recipe, "--config.algorithm.online_filtering=True"])
