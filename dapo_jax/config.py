@@ -163,10 +163,10 @@ class AdaptiveLimitConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How backfill=stream chooses the size of its waves."""
+    """How many prompts backfill=stream samples at a time, and the running keep rate, which rounds have too."""
 
-    slack: float = 1.0  # kept groups aimed at, as a multiple of those still missing; below 1: more, smaller waves
-    keep_rate_prior: float = 0.5  # assumed share of kept groups before anything is known
+    slack: float = 1.0  # stream: kept groups aimed at per one still missing; below 1: more, smaller waves
+    keep_rate_prior: float = 0.5  # assumed share of kept groups before anything is known; bounds adaptive_limit too
     keep_rate_ema: float = 0.9  # weight of the past in the running keep rate, per training step
 
 

@@ -213,7 +213,7 @@ USES = (
     _use(f"{F}.on_limit", f"a limit of rounds ({F}.max_num_gen_batches above 0, or adaptive_limit)", _has_round_limit),
     _use(f"{F}.on_empty", f"a partial step ({F}.on_limit=partial or on_exhausted=partial)", _may_be_partial),
     _with(f"{F}.leftover_max_staleness", f"{F}.leftover", "carry"),
-    _with(f"{F}.stream.", f"{F}.backfill", "stream"),
+    _with(f"{F}.stream.slack", f"{F}.backfill", "stream"),
     _with(f"{F}.skip_uniform.floor|decay", f"{F}.skip_uniform.enable", True),
     _with(
         "actor.ppo_micro_batch_size_per_device critic.ppo_micro_batch_size_per_device", "actor.use_dynamic_bsz", False

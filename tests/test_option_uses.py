@@ -192,6 +192,12 @@ def test_an_option_is_refused_where_it_is_not_read_and_accepted_where_it_is(use,
     assert all("is not read without" in line for line in rest)
 
 
+def test_the_running_keep_rate_is_read_without_a_stream():
+    assert problems({f"{FILTER}.stream.keep_rate_prior": 0.9, f"{FILTER}.stream.keep_rate_ema": 0.5}) == []
+    slack = problems({f"{FILTER}.stream.slack": 2.0})
+    assert_one(slack, "stream.slack=2.0 is not read without algorithm.filter_groups.backfill=stream")
+
+
 def test_a_value_that_says_what_is_so_is_no_error():
     for changes in (
         {"algorithm.kl_ctrl.kl_coef": 0.0},
