@@ -47,14 +47,15 @@ def write_recipe(folder, *lines: str) -> str:
     return str(folder / "recipe.py")
 
 
-def test_one_option_varies_a_recipe_whatever_it_switches_off(tmp_path, caplog):
+def test_one_option_varies_a_recipe_whatever_it_switches_off(tmp_path, capsys):
     groups = "config.algorithm.filter_groups"
     recipe = write_recipe(tmp_path, f"{groups}.leftover = 'carry'", f"{groups}.leftover_max_staleness = 3")
     off = ["train", "--config", recipe, f"--{groups}.enable=False"]
     config = read_config(off)
     validate(config)
     assert config.algorithm.filter_groups.leftover == "requeue"
-    assert "algorithm.filter_groups.leftover is not read without algorithm.filter_groups.enable=True" in caplog.text
+    told = capsys.readouterr().err
+    assert "dapo_jax: algorithm.filter_groups.leftover is not read without algorithm.filter_groups.enable=True" in told
     alias = read_config(["train", "--config", recipe, "--config.algorithm.use_dynamic_sample=False"])
     assert alias == config
     assert read_config(["train", "--config", recipe]).algorithm.filter_groups.leftover_max_staleness == 3

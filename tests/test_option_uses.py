@@ -19,6 +19,7 @@ from dapo_jax.option_uses import (
     MEASURED,
     USES,
     VERIFIED,
+    put_back,
     unread,
     with_values,
     without_switched_off,
@@ -301,22 +302,24 @@ def test_an_alias_that_was_not_carried_out_is_refused():
         validate(with_values(config_with({}), {"algorithm.use_dynamic_sample": True}))
 
 
-def test_what_a_variation_switches_off_is_back_at_its_default_and_said(caplog):
+def test_what_a_variation_switches_off_is_back_at_its_default_and_said():
     recipe = config_with({f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 2, "algorithm.lam": 0.9})
     off = with_values(recipe, {f"{FILTER}.enable": False, f"{FILTER}.metric": "score"})
-    config = without_switched_off(recipe, off, {f"{FILTER}.enable", f"{FILTER}.metric"})
+    chosen = {f"{FILTER}.enable", f"{FILTER}.metric"}
+    config, lines = without_switched_off(recipe, off, chosen), put_back(recipe, off, chosen)
     groups = config.algorithm.filter_groups
     assert (groups.enable, groups.leftover, groups.leftover_max_staleness) == (False, "requeue", 1)
-    assert f"{FILTER}.leftover is not read without {FILTER}.enable=True: it is back at its default, " in caplog.text
+    assert len(lines) == 2
+    assert f"{FILTER}.leftover is not read without {FILTER}.enable=True: it is back at its default, 'requeue'" in lines
     refused = unread(config)  # what was chosen with the variation, and what the recipe had set in vain
     assert set(refused) == {f"{FILTER}.metric", "algorithm.lam"}
-    assert len(caplog.records) == 2
 
 
-def test_a_variation_that_switches_nothing_off_is_as_it_is(caplog):
+def test_a_variation_that_switches_nothing_off_is_as_it_is():
     recipe = config_with({})
     longer = with_values(recipe, {"trainer.total_training_steps": 7})
-    assert without_switched_off(recipe, longer, {"trainer.total_training_steps"}) is longer and not caplog.records
+    chosen = {"trainer.total_training_steps"}
+    assert without_switched_off(recipe, longer, chosen) is longer and put_back(recipe, longer, chosen) == ()
 
 
 def test_a_config_of_wrong_types_is_left_to_the_check_of_types():
