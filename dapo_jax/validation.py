@@ -91,6 +91,7 @@ MAY_BE_ADDRESS = (
 )
 MAX_WORKERS = 1024  # verifier processes of one training process
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
+NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
 POSITIVE_OR_NULL = (
     "trainer.total_epochs",
     "data.gen_batch_size",
@@ -498,5 +499,5 @@ def warnings(config: Config) -> list[str]:
             "if the newer policy had sampled them"
         )
     if config.trainer.critic_warmup >= config.trainer.total_training_steps > 0:
-        found.append("trainer.critic_warmup leaves no step that updates the policy")
+        found.append(NO_POLICY_STEP)
     return found
