@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from dapo_jax.errors import InputError
 
 if TYPE_CHECKING:  # config.freeze imports this module
-    from dapo_jax.config import AlgorithmConfig, Config, FilterGroupsConfig
+    from dapo_jax.config import AlgorithmConfig, Config, DataConfig, FilterGroupsConfig
 
 
-def resolve_aliases(config: Config) -> Config:
+def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     """`config` with every alias carried out and set back to None. `config.freeze` calls it.
 
     - data.rollout_batch_size, data.mini_rollout_batch_size (EasyR1): train_batch_size, gen_batch_size.
@@ -23,10 +24,15 @@ def resolve_aliases(config: Config) -> Config:
       one round that keeps nothing is no error.
     - True turns the filter on; False turns it off, unless the other of the two is True.
 
+    Args:
+        chosen: keys that were given by themselves, on the command line. Such an option contradicts an alias even at its
+            default, and such a False drops the aliases of a config file that belong to it.
+
     Raises:
-        ValueError: an alias without the one that it belongs to, or one that contradicts another or an option of
-            algorithm.filter_groups.
+        ValueError: an alias without the one that it belongs to, or one that contradicts another or an option that it
+            stands for.
     """
+    config = _without_dependants(config, chosen)
     algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
     if algorithm.use_dynamic_sample and algorithm.online_filtering:
         raise InputError("algorithm.use_dynamic_sample and algorithm.online_filtering exclude each other: choose one")
@@ -39,17 +45,15 @@ def resolve_aliases(config: Config) -> Config:
             raise InputError(f"{', '.join(given)} need algorithm.online_filtering=True")
     groups = algorithm.filter_groups
     if algorithm.use_dynamic_sample:
-        groups = _changed(groups, "use_dynamic_sample", _dynamic_sample(algorithm))
+        groups = _changed(groups, "use_dynamic_sample=True", _dynamic_sample(algorithm), chosen)
     elif algorithm.online_filtering:
-        groups = _changed(groups, "online_filtering", _online_filtering(algorithm, limit))
+        groups = _changed(groups, "online_filtering=True", _online_filtering(algorithm, limit), chosen)
     elif algorithm.use_dynamic_sample is not None or algorithm.online_filtering is not None:
-        groups = dataclasses.replace(groups, enable=False)
-    data = config.data
-    sizes = {"train_batch_size": data.rollout_batch_size, "gen_batch_size": data.mini_rollout_batch_size}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
+        off = "online_filtering=False" if algorithm.use_dynamic_sample is None else "use_dynamic_sample=False"
+        groups = _changed(groups, off, {"enable": False}, chosen)
     return dataclasses.replace(
         config,
-        data=dataclasses.replace(data, **sizes, rollout_batch_size=None, mini_rollout_batch_size=None),
+        data=_with_sizes(config.data, chosen),
         algorithm=dataclasses.replace(algorithm, filter_groups=groups, **dict.fromkeys(_ALGORITHM)),
         trainer=dataclasses.replace(config.trainer, max_try_make_batch=None),
     )
@@ -59,23 +63,53 @@ _ONLINE = ("filter_key", "filter_low", "filter_high")
 _ALGORITHM = ("use_dynamic_sample", "dynamic_sample_max_gen_batches", "online_filtering", *_ONLINE)
 
 
-def _changed(groups: FilterGroupsConfig, alias: str, changes: dict[str, Any]) -> FilterGroupsConfig:
+def _without_dependants(config: Config, chosen: Collection[str]) -> Config:
+    """`config` without the aliases that belong to one that was chosen to be off and were not chosen themselves."""
+    algorithm, trainer = config.algorithm, config.trainer
+    if algorithm.use_dynamic_sample is False and "algorithm.use_dynamic_sample" in chosen:
+        if "algorithm.dynamic_sample_max_gen_batches" not in chosen:
+            algorithm = dataclasses.replace(algorithm, dynamic_sample_max_gen_batches=None)
+    if algorithm.online_filtering is False and "algorithm.online_filtering" in chosen:
+        names = [name for name in _ONLINE if f"algorithm.{name}" not in chosen]
+        algorithm = dataclasses.replace(algorithm, **dict.fromkeys(names))
+        if "trainer.max_try_make_batch" not in chosen:
+            trainer = dataclasses.replace(trainer, max_try_make_batch=None)
+    return dataclasses.replace(config, algorithm=algorithm, trainer=trainer)
+
+
+def _changed(
+    groups: FilterGroupsConfig, alias: str, changes: dict[str, Any], chosen: Collection[str]
+) -> FilterGroupsConfig:
     """`groups` with what an alias sets, unless something else was chosen there."""
-    default = type(groups)()
     for name, value in changes.items():
-        chosen = getattr(groups, name)
-        if chosen not in (getattr(default, name), value):
-            raise InputError(
-                f"algorithm.{alias}=True sets algorithm.filter_groups.{name}={value}, and {chosen} was chosen: "
-                f"leave out one of them, or use the options of algorithm.filter_groups without algorithm.{alias}"
-            )
-    return dataclasses.replace(groups, enable=True, **changes)
+        _check_agrees(groups, "algorithm.filter_groups", name, value, f"algorithm.{alias}", chosen)
+    return dataclasses.replace(groups, **changes)
+
+
+def _with_sizes(data: DataConfig, chosen: Collection[str]) -> DataConfig:
+    sizes = {}
+    for name, alias in (("train_batch_size", "rollout_batch_size"), ("gen_batch_size", "mini_rollout_batch_size")):
+        size = getattr(data, alias)
+        if size is not None:
+            _check_agrees(data, "data", name, size, f"data.{alias}={size}", chosen)
+            sizes[name] = size
+    return dataclasses.replace(data, **sizes, rollout_batch_size=None, mini_rollout_batch_size=None)
+
+
+def _check_agrees(
+    section: DataConfig | FilterGroupsConfig, prefix: str, name: str, value: Any, alias: str, chosen: Collection[str]
+) -> None:
+    """Raises ValueError if an option is neither what `alias` sets nor, unless it was `chosen`, at its default."""
+    found, key = getattr(section, name), f"{prefix}.{name}"
+    if found != value and (key in chosen or found != getattr(type(section)(), name)):
+        raise InputError(f"{alias} sets {key}={value}, and {found} was chosen: leave out one of them")
 
 
 def _dynamic_sample(algorithm: AlgorithmConfig) -> dict[str, Any]:
     given = algorithm.dynamic_sample_max_gen_batches
     limit = 3 if given is None else given
     return {
+        "enable": True,
         "metric": "seq_reward",
         "rule": "std",
         "max_num_gen_batches": limit,
@@ -90,6 +124,7 @@ def _online_filtering(algorithm: AlgorithmConfig, limit: int | None) -> dict[str
     given = {name: getattr(algorithm, name) for name in ("filter_low", "filter_high")}
     key = algorithm.filter_key or "overall"
     return {
+        "enable": True,
         "metric": "score" if key == "overall" else key,
         "rule": "mean_range",
         "max_num_gen_batches": 20 if limit is None else limit,

@@ -17,9 +17,9 @@ from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.config import Config, freeze
 from dapo_jax.errors import InputError
-from dapo_jax.option_uses import without_switched_off
+from dapo_jax.option_uses import PUT_BACK, put_back, without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
-from dapo_jax.parallel.processes import is_jax_failure, joined_processes
+from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 DEBUG = "--debug"
@@ -102,19 +102,39 @@ def command(arguments: Sequence[str]) -> Iterator[Config]:
         arguments: the command line; the first is the command's name.
     """
     with refusals(arguments):
-        config = read_config(arguments)
+        config, lines = _read(arguments)
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         with processes_of(config), refusals(arguments):
-            yield config
+            if lines and (not jax.distributed.is_initialized() or is_first()):
+                _tell(lines)
+            token = PUT_BACK.set(lines)
+            try:
+                yield config
+            finally:
+                PUT_BACK.reset(token)
 
 
 def read_config(arguments: Sequence[str]) -> Config:
     """The frozen config that the command line describes; the first of `arguments` is the command's name.
 
+    What `without_switched_off` sets back is told on stderr.
+
     Raises:
         ValueError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
             wrong type.
     """
+    config, lines = _read(arguments)
+    _tell(lines)
+    return config
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"dapo_jax: {line}", file=sys.stderr, flush=True)
+
+
+def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+    """The config of `read_config`, and what was set back in it."""
     first = flags.FlagValues()
     flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
     values = flags.FlagValues()
@@ -130,12 +150,14 @@ def read_config(arguments: Sequence[str]) -> Config:
         recipe = _recipe(chosen)
         chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
         rest = values(overrides)
-        config = freeze(chosen.value)
+        config = freeze(chosen.value, keys)
     except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
         raise InputError(f"{error}: correct the command") from error
     if len(rest) > 1:
         raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
-    return config if recipe is None else without_switched_off(recipe, config, keys)
+    if recipe is None:
+        return config, ()
+    return without_switched_off(recipe, config, keys), put_back(recipe, config, keys)
 
 
 def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:

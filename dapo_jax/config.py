@@ -8,6 +8,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,10 @@ class AdaptiveLimitConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How backfill=stream chooses the size of its waves."""
+    """How many prompts backfill=stream samples at a time, and the running keep rate, which rounds have too."""
 
-    slack: float = 1.0  # kept groups aimed at, as a multiple of those still missing; below 1: more, smaller waves
-    keep_rate_prior: float = 0.5  # assumed share of kept groups before anything is known
+    slack: float = 1.0  # stream: kept groups aimed at per one still missing; below 1: more, smaller waves
+    keep_rate_prior: float = 0.5  # assumed share of kept groups before anything is known; bounds adaptive_limit too
     keep_rate_ema: float = 0.9  # weight of the past in the running keep rate, per training step
 
 
@@ -465,13 +466,16 @@ def _optional_type(kind: Any) -> type:
     return next(option for option in kind.__args__ if option is not types.NoneType)
 
 
-def freeze(values: Any) -> Config:
+def freeze(values: Any, chosen: Collection[str] = ()) -> Config:
     """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases carried out.
+
+    Args:
+        chosen: keys that were given on the command line, see `resolve_aliases`.
 
     Raises:
         ValueError: unknown or missing keys, or aliases that do not go together (aliases.py).
     """
-    return resolve_aliases(_freeze(Config, values))
+    return resolve_aliases(_freeze(Config, values), chosen)
 
 
 def _freeze(section: Any, values: Any) -> Any:

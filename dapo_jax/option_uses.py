@@ -5,9 +5,9 @@ A value that asks for what happens anyway, such as a coefficient of 0 for a term
 """
 
 import dataclasses
-import logging
 import operator
 from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
-from dapo_jax.config import Config, type_problems, uses_reference
+from dapo_jax.config import Config, gen_batch_size, type_problems, uses_reference
 from dapo_jax.task_sets import TaskOptions, held_out_options, parse_tasks
 
-logger = logging.getLogger(__name__)
+PUT_BACK: ContextVar[tuple[str, ...]] = ContextVar("PUT_BACK", default=())  # `put_back` of the command's own config
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -105,6 +105,11 @@ def _verifies(config: Config) -> bool:
 
 def _normalizes_weights(config: Config) -> bool:
     return config.algorithm.rollout_correction.rollout_is != "none" or config.actor.old_logprob == "auto"
+
+
+def _samples_in_rounds(config: Config) -> bool:
+    """Whether a size of rounds says something: without the filter it is that of the batch, and may say so."""
+    return config.algorithm.filter_groups.enable or gen_batch_size(config) == config.data.train_batch_size
 
 
 def _has_round_limit(config: Config) -> bool:
@@ -200,6 +205,7 @@ USES = (
         f"{F}.enable",
         True,
     ),
+    _use("data.gen_batch_size", f"{F}.enable=True", _samples_in_rounds),
     _with(f"{F}.std_threshold", f"{F}.rule", "std"),
     _with(f"{F}.filter_low|filter_high", f"{F}.rule", "mean_range"),
     _with(f"{F}.keep_singletons", "rollout.n", 1),
@@ -207,7 +213,7 @@ USES = (
     _use(f"{F}.on_limit", f"a limit of rounds ({F}.max_num_gen_batches above 0, or adaptive_limit)", _has_round_limit),
     _use(f"{F}.on_empty", f"a partial step ({F}.on_limit=partial or on_exhausted=partial)", _may_be_partial),
     _with(f"{F}.leftover_max_staleness", f"{F}.leftover", "carry"),
-    _with(f"{F}.stream.", f"{F}.backfill", "stream"),
+    _with(f"{F}.stream.slack", f"{F}.backfill", "stream"),
     _with(f"{F}.skip_uniform.floor|decay", f"{F}.skip_uniform.enable", True),
     _with(
         "actor.ppo_micro_batch_size_per_device critic.ppo_micro_batch_size_per_device", "actor.use_dynamic_bsz", False
@@ -289,18 +295,28 @@ def without_switched_off(base: Config, config: Config, chosen: Collection[str]) 
     """`config`, a variation of `base`, with what the variation switches off back at its default.
 
     So a recipe is varied by one option, and the options that it sets for a feature need not be unset with it. What
-    `base` sets in vain and what was `chosen` stays as it is, for `validate` to refuse. Each change is logged.
+    `base` sets in vain and what was `chosen` stays as it is, for `validate` to refuse. `put_back` says what changes.
 
     Args:
         chosen: keys that were given with the variation.
     """
-    if type_problems(config) or type_problems(base):
-        return config
-    stays = {*chosen, *unread(base)}
-    off = {key: setting for key, setting in unread(config).items() if key not in stays}
-    for key, setting in off.items():
-        logger.warning("%s is not read without %s: it is back at its default, %s", key, setting, _default(key))
+    off = _switched_off(base, config, chosen)
     return with_values(config, {key: DEFAULTS[key] for key in off}) if off else config
+
+
+def put_back(base: Config, config: Config, chosen: Collection[str]) -> tuple[str, ...]:
+    """A line for each option that `without_switched_off` sets back."""
+    return tuple(
+        f"{key} is not read without {setting}: it is back at its default, {_default(key)}"
+        for key, setting in _switched_off(base, config, chosen).items()
+    )
+
+
+def _switched_off(base: Config, config: Config, chosen: Collection[str]) -> dict[str, str]:
+    if type_problems(config) or type_problems(base):
+        return {}
+    stays = {*chosen, *unread(base)}
+    return {key: setting for key, setting in unread(config).items() if key not in stays}
 
 
 def with_values(section: Any, values: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.errors import InputError
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor.records import config_differences, recorded_config
+from dapo_jax.option_uses import PUT_BACK
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.prompt_stream import restore_stream, stream_arrays
@@ -74,6 +75,8 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
         if latest is not None:
             for line in config_differences(config.workdir, values):
                 logger.warning("going on with another config: %s", line)
+        for line in PUT_BACK.get():
+            logger.info("%s", line)  # the command has told it on the console, before there was a log
         for line in warnings(config):
             logger.warning("%s", line)
     return origin

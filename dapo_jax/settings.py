@@ -27,6 +27,7 @@ from dapo_jax.parallel.mesh import platform
 from dapo_jax.policies import lora_of
 from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
+from dapo_jax.validation import NO_POLICY_STEP
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,15 @@ def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
     if 0 < given < steps:
         logger.warning("trainer.total_training_steps=%d ends the run before %s: -1 leaves it to these", given, name)
         return config
-    if steps < max(done, *trainer.profile_steps, 1):
-        raise InputError(
-            f"{name} must reach step 1, the last one done ({done}) and trainer.profile_steps={trainer.profile_steps}: "
-            "raise it, or change these or the workdir"
-        )
+    if steps < 1:
+        raise InputError(f"{name} is less than one step: raise it, lower data.train_batch_size, or give more prompts")
+    if steps < done:
+        raise InputError(f"{name} is less than the {done} steps that are done: raise it, or choose another workdir")
+    if steps < max(trainer.profile_steps, default=1):
+        raise InputError(f"{name} must reach trainer.profile_steps={trainer.profile_steps}: raise it, or change these")
     logger.info("%s", name)
+    if trainer.critic_warmup >= steps:
+        logger.warning("%s", NO_POLICY_STEP)
     return dataclasses.replace(config, trainer=dataclasses.replace(trainer, total_training_steps=steps))
 
 

@@ -91,6 +91,7 @@ MAY_BE_ADDRESS = (
 )
 MAX_WORKERS = 1024  # verifier processes of one training process
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
+NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
 POSITIVE_OR_NULL = (
     "trainer.total_epochs",
     "data.gen_batch_size",
@@ -304,11 +305,6 @@ def _batch_problems(config: Config) -> list[str]:
             f"rollout.max_num_seqs={at_once} must be at least rollout.n={n}: "
             "a group is decoded together"
         )
-    if not config.algorithm.filter_groups.enable and gen_batch_size(config) != batch:
-        problems.append(
-            f"data.gen_batch_size={gen_batch_size(config)} differs from data.train_batch_size={batch}, which "
-            "only makes sense with algorithm.filter_groups.enable=True"
-        )
     return problems
 
 
@@ -503,5 +499,5 @@ def warnings(config: Config) -> list[str]:
             "if the newer policy had sampled them"
         )
     if config.trainer.critic_warmup >= config.trainer.total_training_steps > 0:
-        found.append("trainer.critic_warmup leaves no step that updates the policy")
+        found.append(NO_POLICY_STEP)
     return found

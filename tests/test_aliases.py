@@ -89,6 +89,18 @@ def test_freeze_leaves_no_alias_over():
             {"algorithm__online_filtering": True, "algorithm__filter_groups__leftover": "carry"},
             "sets algorithm.filter_groups.leftover=discard, and carry was chosen",
         ),
+        (
+            {"algorithm__use_dynamic_sample": True, "algorithm__filter_groups__enable": False},
+            "use_dynamic_sample=True sets algorithm.filter_groups.enable=True, and False was chosen",
+        ),
+        (
+            {"data__rollout_batch_size": 8, "data__train_batch_size": 4},
+            "data.rollout_batch_size=8 sets data.train_batch_size=8, and 4 was chosen: leave out one",
+        ),
+        (
+            {"data__mini_rollout_batch_size": 8, "data__gen_batch_size": 4},
+            "data.mini_rollout_batch_size=8 sets data.gen_batch_size=8, and 4 was chosen",
+        ),
     ],
 )
 def test_aliases_that_do_not_belong_together_are_refused(changes, message):

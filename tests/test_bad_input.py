@@ -170,8 +170,8 @@ options("unknown_choice", {"data.truncation": "up"}, "data.truncation='up' must 
 options("unknown_loss", {"actor.policy_loss.loss_mode": "x"}, "actor.policy_loss.loss_mode='x' must be one of vanilla")
 options("contradiction", {"trainer.critic_warmup": 2}, "critic_warmup=2 is not read without algorithm.adv_est")
 options(
-    "filter_off_with_rounds", {"algorithm.filter_groups.enable": False},
-    "data.gen_batch_size=8 differs from data.train_batch_size=4", "algorithm.filter_groups.enable=True",
+    "filter_off_with_rounds", {"algorithm.filter_groups.enable": False, "data.gen_batch_size": 8},
+    "data.gen_batch_size=8 is not read without algorithm.filter_groups.enable=True",
 )  # fmt: skip
 options(
     "aliases_that_exclude_each_other",

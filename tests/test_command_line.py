@@ -47,14 +47,15 @@ def write_recipe(folder, *lines: str) -> str:
     return str(folder / "recipe.py")
 
 
-def test_one_option_varies_a_recipe_whatever_it_switches_off(tmp_path, caplog):
+def test_one_option_varies_a_recipe_whatever_it_switches_off(tmp_path, capsys):
     groups = "config.algorithm.filter_groups"
     recipe = write_recipe(tmp_path, f"{groups}.leftover = 'carry'", f"{groups}.leftover_max_staleness = 3")
     off = ["train", "--config", recipe, f"--{groups}.enable=False"]
     config = read_config(off)
     validate(config)
     assert config.algorithm.filter_groups.leftover == "requeue"
-    assert "algorithm.filter_groups.leftover is not read without algorithm.filter_groups.enable=True" in caplog.text
+    told = capsys.readouterr().err
+    assert "dapo_jax: algorithm.filter_groups.leftover is not read without algorithm.filter_groups.enable=True" in told
     alias = read_config(["train", "--config", recipe, "--config.algorithm.use_dynamic_sample=False"])
     assert alias == config
     assert read_config(["train", "--config", recipe]).algorithm.filter_groups.leftover_max_staleness == 3
@@ -69,6 +70,43 @@ def test_what_a_file_sets_in_vain_is_refused(tmp_path):
     for options in ([], ["--config.seed=2"]):
         with pytest.raises(ValueError, match="algorithm.lam=0.9 is not read without algorithm.adv_estimator=gae"):
             validate(read_config(["train", "--config", recipe, *options]))
+
+
+@pytest.mark.parametrize(
+    ("alias", "option", "sets"),
+    [
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.enable=False", "enable=True, and False"),
+        ("algorithm.use_dynamic_sample=False", "algorithm.filter_groups.enable=True", "enable=False, and True"),
+        ("algorithm.online_filtering=False", "algorithm.filter_groups.enable=True", "enable=False, and True"),
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.leftover=requeue", "leftover=discard, and requ"),
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.max_num_gen_batches=10", "batches=3, and 10"),
+        ("data.rollout_batch_size=8", "data.train_batch_size=512", "data.train_batch_size=8, and 512"),
+    ],
+)
+def test_an_option_that_contradicts_an_alias_is_refused_even_at_its_default(alias, option, sets, tmp_path):
+    (tmp_path / "defaults.py").write_text("from dapo_jax.config import default_config as get_config\n")
+    command = ["train", "--config", str(tmp_path / "defaults.py"), f"--config.{alias}"]
+    read_config(command)
+    with pytest.raises(ValueError, match=sets):
+        read_config([*command, f"--config.{option}"])
+
+
+@pytest.mark.parametrize(
+    ("alias", "dependants"),
+    [
+        ("use_dynamic_sample", ("algorithm.dynamic_sample_max_gen_batches = 3",)),
+        ("online_filtering", ("algorithm.filter_low = 0.2", "trainer.max_try_make_batch = 3")),
+    ],
+)
+def test_an_alias_that_is_switched_off_takes_along_what_belongs_to_it(alias, dependants, tmp_path):
+    lines = [f"algorithm.{alias} = True", *dependants]
+    recipe = write_recipe(tmp_path, *(f"config.{line}" for line in lines))
+    off = ["train", "--config", recipe, f"--config.algorithm.{alias}=False"]
+    config = read_config(off)
+    validate(config)
+    assert not config.algorithm.filter_groups.enable
+    with pytest.raises(ValueError, match=f"need.* algorithm.{alias}=True"):
+        read_config([*off, f"--config.{dependants[0].replace(' ', '')}"])
 
 
 def test_an_alias_of_a_file_may_need_the_command_line(tmp_path):

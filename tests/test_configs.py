@@ -56,6 +56,13 @@ def test_a_recipe_loads_is_valid_and_has_no_warning(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_goes_without_the_group_filter_with_one_option(path):
+    config = read_config(["train", "--config", str(path), "--config.algorithm.filter_groups.enable=False"])
+    validate(config)
+    assert not config.algorithm.filter_groups.enable
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_names_its_command_hardware_and_result(path):
     text, command = docstring(path), f"python -m dapo_jax.train --config configs/{path.name}"
     script = ROOT / "scripts" / f"{path.stem}.sh"

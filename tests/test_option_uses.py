@@ -19,6 +19,7 @@ from dapo_jax.option_uses import (
     MEASURED,
     USES,
     VERIFIED,
+    put_back,
     unread,
     with_values,
     without_switched_off,
@@ -54,7 +55,7 @@ ALWAYS_READ = set("""
     trainer.val_before_train workdir
 """.split())
 OTHER_RULES = {  # validate has a rule of their own for where they are not read, or they then say what is so anyway
-    "data.gen_batch_size", f"{CORRECTION}.rollout_rs_threshold", "actor.share_prompts",
+    f"{CORRECTION}.rollout_rs_threshold", "actor.share_prompts",
 }  # fmt: skip
 
 FILES = {"data.task": "files", "data.train_files": ("a.parquet",)}
@@ -137,6 +138,7 @@ VALUES = {  # valid ones, where the rule below does not give one
     "reference.path": "models/other", "critic.model.path": "models/other", "trainer.project_name": "math",
     "trainer.experiment_name": "first", "reward.error_score": -2.0, "data.truncation": "left",
     "data.prompt_key": "question", "data.train_files": ("b.parquet",), "data.val_files": ("b.parquet",),
+    "data.gen_batch_size": 1024,
     "data.reasoning_gym.datasets": ("gcd",), "model.lora.target_modules": ("q_proj",),
     "algorithm.keep_pos_ratio": 0.5, "algorithm.keep_neg_ratio": 0.5, f"{FILTER}.on_limit": "partial",
     f"{FILTER}.on_empty": "skip_step", f"{FILTER}.metric": "score", "algorithm.gamma": 0.9, "algorithm.lam": 0.9,
@@ -189,6 +191,12 @@ def test_an_option_is_refused_where_it_is_not_read_and_accepted_where_it_is(use,
     rest = [line for line in found if line != expected]  # of others, which are not read for the same reason
     assert problems({**others, **off, key: DEFAULTS[key]}) == rest
     assert all("is not read without" in line for line in rest)
+
+
+def test_the_running_keep_rate_is_read_without_a_stream():
+    assert problems({f"{FILTER}.stream.keep_rate_prior": 0.9, f"{FILTER}.stream.keep_rate_ema": 0.5}) == []
+    slack = problems({f"{FILTER}.stream.slack": 2.0})
+    assert_one(slack, "stream.slack=2.0 is not read without algorithm.filter_groups.backfill=stream")
 
 
 def test_a_value_that_says_what_is_so_is_no_error():
@@ -294,22 +302,24 @@ def test_an_alias_that_was_not_carried_out_is_refused():
         validate(with_values(config_with({}), {"algorithm.use_dynamic_sample": True}))
 
 
-def test_what_a_variation_switches_off_is_back_at_its_default_and_said(caplog):
+def test_what_a_variation_switches_off_is_back_at_its_default_and_said():
     recipe = config_with({f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 2, "algorithm.lam": 0.9})
     off = with_values(recipe, {f"{FILTER}.enable": False, f"{FILTER}.metric": "score"})
-    config = without_switched_off(recipe, off, {f"{FILTER}.enable", f"{FILTER}.metric"})
+    chosen = {f"{FILTER}.enable", f"{FILTER}.metric"}
+    config, lines = without_switched_off(recipe, off, chosen), put_back(recipe, off, chosen)
     groups = config.algorithm.filter_groups
     assert (groups.enable, groups.leftover, groups.leftover_max_staleness) == (False, "requeue", 1)
-    assert f"{FILTER}.leftover is not read without {FILTER}.enable=True: it is back at its default, " in caplog.text
+    assert len(lines) == 2
+    assert f"{FILTER}.leftover is not read without {FILTER}.enable=True: it is back at its default, 'requeue'" in lines
     refused = unread(config)  # what was chosen with the variation, and what the recipe had set in vain
     assert set(refused) == {f"{FILTER}.metric", "algorithm.lam"}
-    assert len(caplog.records) == 2
 
 
-def test_a_variation_that_switches_nothing_off_is_as_it_is(caplog):
+def test_a_variation_that_switches_nothing_off_is_as_it_is():
     recipe = config_with({})
     longer = with_values(recipe, {"trainer.total_training_steps": 7})
-    assert without_switched_off(recipe, longer, {"trainer.total_training_steps"}) is longer and not caplog.records
+    chosen = {"trainer.total_training_steps"}
+    assert without_switched_off(recipe, longer, chosen) is longer and put_back(recipe, longer, chosen) == ()
 
 
 def test_a_config_of_wrong_types_is_left_to_the_check_of_types():

@@ -111,13 +111,19 @@ def test_the_command_ends_with_the_chosen_code(tmp_path, monkeypatch, capsys, co
     at_call(monkeypatch, train_module, "collect", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
     changes = {
         "workdir": tmp_path, "trainer.stopped_exit_code": code, "data.arithmetic.high": 4,
-        "trainer.val_before_train": False,
+        "trainer.val_before_train": False, "algorithm.filter_groups.enable": False,
     }  # fmt: skip
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
-    monkeypatch.setattr("sys.argv", ["train", f"--config={CONFIGS / 'tiny.py'}", *flags])
+    last = "    return config"
+    recipe = (CONFIGS / "tiny.py").read_text().replace(last, f"    config.data.gen_batch_size = 32\n{last}")
+    (tmp_path / "recipe.py").write_text(recipe)
+    monkeypatch.setattr("sys.argv", ["train", f"--config={tmp_path / 'recipe.py'}", *flags])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == code and "stopped by SIGINT after step 0" in (tmp_path / "train.log").read_text()
+    switched_off = "data.gen_batch_size is not read without algorithm.filter_groups.enable=True: it is back"
+    assert switched_off in (tmp_path / "train.log").read_text()
+    assert capsys.readouterr().err.count(switched_off) == 1
     assert "devices" in (tmp_path / "train.log").read_text() or "device(s)" in (tmp_path / "train.log").read_text()
 
 

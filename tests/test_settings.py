@@ -36,10 +36,24 @@ def test_steps_that_end_before_the_epochs_are_told(caplog):
     assert "total_training_steps=4 ends the run before trainer.total_epochs=9 (90 steps of 4 of 40" in caplog.text
 
 
-@pytest.mark.parametrize(("num_prompts", "done", "profiled"), [(3, 0, ()), (8, 3, ()), (8, 0, (1, 3))])
-def test_epochs_that_do_not_reach_a_step_are_refused(num_prompts, done, profiled):
+def test_a_warmup_as_long_as_the_epochs_is_told(caplog):
+    changes = {"algorithm.adv_estimator": "gae", "trainer.total_epochs": 1, "trainer.total_training_steps": -1}
+    for warmup in (1, 2):
+        settings.with_total_steps(small_config("unused", **changes, **{"trainer.critic_warmup": warmup}), 8, done=0)
+        assert ("critic_warmup leaves no step that updates the policy" in caplog.text) == (warmup == 2)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "done", "profiled", "bound"),
+    [
+        (3, 0, (), "is less than one step: raise it, lower data.train_batch_size"),
+        (8, 3, (), "is less than the 3 steps that are done: raise it, or choose another workdir"),
+        (8, 0, (1, 3), r"must reach trainer.profile_steps=\(1, 3\): raise it"),
+    ],
+)
+def test_epochs_that_do_not_reach_a_step_are_refused(num_prompts, done, profiled, bound):
     changes = {"trainer.total_epochs": 1, "trainer.total_training_steps": -1, "trainer.profile_steps": profiled}
-    with pytest.raises(ValueError, match=r"total_epochs=1 \(\d steps .* must reach step 1, the last one done"):
+    with pytest.raises(ValueError, match=rf"total_epochs=1 \(\d steps of 4 of \d prompts\) {bound}"):
         settings.with_total_steps(small_config("unused", **changes), num_prompts, done=done)
 
 

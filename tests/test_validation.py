@@ -137,7 +137,7 @@ def test_adapters_have_no_other_reference_than_their_base():
 
 def test_no_filter_means_one_round_of_the_batch_size():
     off = {f"{FILTER}.enable": False}
-    assert_one(problems({**off, "data.gen_batch_size": 1024}), "only makes sense with")
+    assert_one(problems({**off, "data.gen_batch_size": 1024}), "gen_batch_size=1024 is not read without .*enable=True")
     assert problems({**off, "data.gen_batch_size": 512}) == problems({"data.gen_batch_size": 1024}) == []
 
 

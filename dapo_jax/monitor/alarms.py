@@ -33,7 +33,7 @@ def raise_alarms(
     - truncation: response_length/clip_ratio
     - reward_errors: share of samples whose verification failed
     - reward_workers: verifier processes died
-    - score_by_length: reward/length_correlation (absolute): the filter keeps groups for their lengths
+    - score_by_length: reward/length_correlation (absolute): among equally right answers advantages follow the length
 
     Args:
         memory: what the steps before have left, {} for the first: running means, and which alarms are on.

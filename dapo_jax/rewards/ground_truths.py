@@ -44,18 +44,21 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
         for form in _FORMS[name]
     ]
     verdicts = iter(verifiers.score(requests))
-    problems = []
+    problems, failed = [], False
     for name, truth in asked:
         found = [next(verdicts) for _ in _FORMS[name]]
         if not any(verdict.numbers["acc"] for verdict in found):
-            reason = found[0].error or f"which reads {found[0].pred!r} in {_FORMS[name][0].format(truth)[:60]!r}"
+            reason = next((verdict.error for verdict in found if verdict.error), "")
+            failed |= bool(reason)
+            reason = reason or f"which reads {found[0].pred!r} in {_FORMS[name][0].format(truth)[:60]!r}"
             problems += [
                 f"{row.origin}: ground_truth={truth[:60]!r} is no answer that {name} accepts, {reason}"
                 for row in same[name, truth]
             ]
     if problems:
         listed = "\n  ".join(problems[:MAX_REPORTED])
+        cure = "; for a time-out or a worker that died raise reward.timeout_s or reward.memory_limit_mb" * failed
         raise InputError(
             f"ground truths with which every response is wrong ({len(problems)} rows): write them as the verifier "
-            f"reads answers, leave their rows out, or choose another reward.function:\n  {listed}"
+            f"reads answers, leave their rows out, or choose another reward.function{cure}:\n  {listed}"
         )

@@ -32,9 +32,10 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
 
 
 def _from_last_answer(solution: str) -> str:
-    """The solution from its last box on. The boxes of a list become one.
+    """The last box alone, the boxes of a list as one; without a box the solution.
 
-    The library joins boxes itself, but across up to 70 characters of any text with a comma in it.
+    The library joins boxes itself, but across up to 70 characters of any text with a comma in it, and prefers "final
+    answer is ..." to a box before it.
     """
     *before, tail = solution.split(r"\boxed")
     end = _end_of_braces(tail)
@@ -46,7 +47,7 @@ def _from_last_answer(solution: str) -> str:
         if part_end is None or not _BETWEEN_LISTED.fullmatch(_LAYOUT.sub(" ", part[part_end:])):
             break
         contents.insert(0, part[1 : part_end - 1])
-    return rf"\boxed{{{','.join(contents)}}}{tail[end:]}"
+    return rf"\boxed{{{','.join(contents)}}}"
 
 
 def _end_of_braces(text: str) -> int | None:

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import histogram
 from dapo_jax.monitor.weights_and_biases import check_installed
@@ -35,7 +36,7 @@ FAKE = ModuleType("wandb")
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch):
-    FAKE.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    FAKE.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
     FAKE.runs = []
     FAKE.init = lambda **arguments: FAKE.runs.append(FakeRun(**arguments)) or FAKE.runs[-1]
     FAKE.Histogram = lambda np_histogram: np_histogram
@@ -85,7 +86,30 @@ def test_a_run_that_begins_again_is_another(tmp_path, runs):
     assert runs[0].id != runs[1].id and [len(run.rows) for run in runs] == [2, 2]
 
 
-def test_without_the_package_the_cure_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_a_run_that_cannot_begin_is_wrong_input(tmp_path, monkeypatch):
+    def refuse(**arguments):
+        raise LookupError("api_key not configured")
+
+    monkeypatch.setattr(FAKE, "init", refuse)
+    with pytest.raises(InputError, match=r"LookupError: api_key not configured\): run `wandb login`, set WANDB_MODE"):
+        write(tmp_path, [0])
+
+
+def test_a_failure_to_send_is_warned_of_once_and_ends_no_run(tmp_path, monkeypatch, caplog):
+    def fail(*arguments, **named):
+        raise LookupError("no route to host")
+
+    for name in ("log", "finish"):
+        monkeypatch.setattr(FakeRun, name, fail)
+    monkeypatch.setattr(FAKE, "Table", fail)
+    write(tmp_path, [0, 1, 2])
+    [record] = caplog.records
+    assert "Weights & Biases fails (LookupError: no route to host)" in record.getMessage()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("found", [None, importlib.machinery.ModuleSpec("wandb", None)], ids=["nothing", "a folder"])
+def test_without_the_package_the_cure_is_named(found, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     with pytest.raises(ValueError, match=r"trainer.logger has 'wandb', .* pip install 'dapo_jax\[wandb\]'"):
         check_installed()

@@ -76,6 +76,17 @@ def test_a_verifier_that_fails_says_why():
         check_ground_truths([row("five", "arithmetic")], "auto", InThisProcess("auto"))
 
 
+def test_a_verifier_that_does_not_come_to_a_verdict_may_need_more_time_or_memory(monkeypatch):
+    pool = InThisProcess("math_verify")
+    late = Verdict({"score": 0.0, "acc": 0.0}, None, "timeout after 10 s")
+    monkeypatch.setattr(pool, "_judge", lambda request: late)
+    with pytest.raises(ValueError, match=r"time-out or .* raise reward.timeout_s or reward.memory_limit_mb:(?s:.*)10 s"):
+        check_ground_truths([row("34")], "math_verify", pool)
+    with pytest.raises(ValueError) as error:
+        check_ground_truths([row("34 apples")], "gsm8k", InThisProcess("gsm8k"))
+    assert "reward.timeout_s" not in str(error.value)
+
+
 def test_equal_ground_truths_are_asked_once_and_few_of_a_slow_verifier(monkeypatch):
     monkeypatch.setattr(ground_truths, "MAX_ASKED", 10)
     for name, expected in {"gsm8k": 45, "math_verify": 9}.items():

@@ -36,6 +36,8 @@ def test_answers_are_compared_as_mathematics(solution, ground_truth, correct):
         (r"\boxed{7777}, \boxed{\frac{1}{2}}. No: $x = \boxed{34}$", "34"),
         (r"$7777$. I hope it is correct. No, \boxed{34}", "34"),
         (r"the final answer is $7777$. I hope it is correct. No, \boxed{34}", "34"),
+        (r"\boxed{34} Final answer is 7777. I hope it is correct.", "34"),
+        (r"$\boxed{34}$. Check: the final answer is $7777$. I hope it is correct.", "34"),
         (r"\boxed{\boxed{34}}", "34"),
         (r"\boxed{1} and \boxed{34}", r"\{1, 34\}"),
         (r"$\boxed{1}$, $\boxed{2}$, or $\boxed{34}$", r"\{1, 2, 34\}"),
