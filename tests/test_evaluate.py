@@ -141,7 +141,7 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(trained, tmp_
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "read_config", lambda _: trained)
+    monkeypatch.setattr(command_line, "_read", lambda _: (trained, ()))
     monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
     main()
     assert "task set" in capsys.readouterr().out
