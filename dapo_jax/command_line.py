@@ -3,12 +3,10 @@
 import difflib
 import errno
 import re
-import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import jax
 from absl import flags
@@ -16,6 +14,7 @@ from flax import traverse_util
 from ml_collections import ConfigDict, config_flags
 
 from dapo_jax.config import Config, freeze
+from dapo_jax.config_files import EXAMPLE, read_config_file
 from dapo_jax.errors import InputError
 from dapo_jax.option_uses import PUT_BACK, put_back, without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
@@ -23,6 +22,7 @@ from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_process
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 DEBUG = "--debug"
+Adapt = Callable[[Config, Collection[str]], tuple[Config, tuple[str, ...]]]
 STORE = ("gcsfs", "google", "aiohttp")  # packages whose errors are those of an object store
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -95,14 +95,19 @@ def processes_of(config: Config) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def command(arguments: Sequence[str]) -> Iterator[Config]:
+def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Config]:
     """The config of a command, in its joined processes; what fails inside ends it as `refusals` says.
 
     Args:
         arguments: the command line; the first is the command's name.
+        adapt: what the command changes in the config, given it and the keys that the command line chose: the config
+            and a line for each thing that the user should know.
     """
     with refusals(arguments):
-        config, lines = _read(arguments)
+        config, lines, chosen = _read(arguments)
+        if adapt is not None:
+            config, more = adapt(config, chosen)
+            lines += more
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         with processes_of(config), refusals(arguments):
             if lines and (not jax.distributed.is_initialized() or is_first()):
@@ -123,7 +128,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         ValueError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
             wrong type.
     """
-    config, lines = _read(arguments)
+    config, lines, _ = _read(arguments)
     _tell(lines)
     return config
 
@@ -133,8 +138,8 @@ def _tell(lines: Sequence[str]) -> None:
         print(f"dapo_jax: {line}", file=sys.stderr, flush=True)
 
 
-def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
-    """The config of `read_config`, and what was set back in it."""
+def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
+    """The config of `read_config`, what was set back in it, and the keys that the command line chose."""
     first = flags.FlagValues()
     flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
     values = flags.FlagValues()
@@ -144,8 +149,8 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
         overrides = first(list(arguments), known_only=True)
         path = first["config"].value
         if not path:
-            raise InputError("--config is missing: give a config file, for example --config configs/tiny.py")
-        chosen = _run_file(path)
+            raise InputError(f"--config is missing: {EXAMPLE}")
+        chosen = read_config_file(path)
         keys = _chosen_keys(overrides, chosen)
         recipe = _recipe(chosen)
         chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
@@ -156,8 +161,8 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     if len(rest) > 1:
         raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
     if recipe is None:
-        return config, ()
-    return without_switched_off(recipe, config, keys), put_back(recipe, config, keys)
+        return config, (), keys
+    return without_switched_off(recipe, config, keys), put_back(recipe, config, keys), keys
 
 
 def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
@@ -184,23 +189,3 @@ def _recipe(file: ConfigDict) -> Config | None:
         return freeze(file)
     except ValueError:
         return None
-
-
-def _run_file(path: str) -> ConfigDict:
-    """What get_config() of a Python file returns."""
-    if not Path(path).is_file():
-        raise InputError(f"--config={path} is not a file: give a config file, for example --config configs/tiny.py")
-    rule = f"--config={path} must be a Python file whose get_config() returns default_config() with changes"
-    try:
-        names = runpy.run_path(path)
-        config = names["get_config"]() if "get_config" in names else None
-    except (Exception, SystemExit) as error:  # a config file is a foreign program: anything can come out of it
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        where = f" in line {lines[-1]}" if lines else ""
-        raise InputError(f"{rule}, and fails{where} with {type(error).__name__}: {error}: correct the file") from error
-    if not isinstance(config, ConfigDict):
-        found = f"returns {config!r}" if "get_config" in names else "has no get_config"
-        raise InputError(f"{rule}, and {found}: correct the file")
-    return config
-
-

@@ -5,6 +5,7 @@ Names are verl's where verl has the option. The defaults are DAPO's (arXiv:2503.
 """
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -17,11 +18,16 @@ from ml_collections import config_dict
 
 from dapo_jax.aliases import resolve_aliases
 from dapo_jax.errors import InputError
-from dapo_jax.places import is_address, place_of
+from dapo_jax.places import is_address, place_of, without_tilde
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
+)
+
+PATHS = (  # of files and directories, or gs:// addresses
+    *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path", "data.train_files", "data.val_files"),
+    *("model.path", "reference.path", "critic.model.path", "reward.model.path"),
 )
 
 
@@ -63,7 +69,7 @@ class DataConfig:
     filter_overlong_prompts: bool = False  # drop over-long prompts instead
     shuffle: bool = True  # permute the rows anew in every epoch
     system_prompt: str | None = None  # put before prompts that have none; null = the chat template decides
-    chat_template_kwargs: str = "{}"  # JSON object of further variables of the chat template
+    chat_template_kwargs: str = "{}"  # further variables of the chat template: dict or JSON object
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     # Aliases, see aliases.py; null = not given.
@@ -370,7 +376,7 @@ class TrainerConfig:
     process_id: int = -1  # of this process, from 0; -1 = JAX finds out
     heartbeat_timeout_s: int = 30  # without a sign of life after which a process counts as dead, and the others end
     gpu_memory_fraction: float = 0.9  # of each GPU's memory, taken at the start; JAX's own default is 0.75
-    compiler_options: str = "{}"  # JSON object of XLA's options for training passes, over those of docs/update.md
+    compiler_options: str = "{}"  # XLA's options for training passes: dict or JSON object, over those of docs/update.md
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
     resume_mode: str = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
     resume_from_path: str = ""  # begin as another run was: WORKDIR, or WORKDIR/checkpoints/STEP
@@ -421,7 +427,7 @@ class EvaluateConfig:
     top_k: int = -1  # -1 = off
     max_prompts: int = -1  # problems evaluated, the first ones; -1 = all
     batch_size: int = 0  # problems sampled at a time; 0 = all of a task set
-    tasks: str = "{}"  # JSON object of task sets beside the held-out problems, name -> options, see docs/evaluation.md
+    tasks: str = "{}"  # further task sets: dict or JSON object, name -> options (docs/evaluation.md)
     bootstrap: bool = False  # best@k, worst@k and maj@k by verl's draws with replacement instead of in closed form
 
 
@@ -456,6 +462,8 @@ def _config_dict(section: Any) -> config_dict.ConfigDict:
             values[name] = _config_dict(default)
         elif default is None:
             values[name] = config_dict.placeholder(_optional_type(kind))
+        elif default == "{}":  # the text of a JSON object; a file may give the object itself
+            values[name] = config_dict.FieldReference(default, field_type=object)
         else:
             values[name] = default
     return values
@@ -478,22 +486,33 @@ def freeze(values: Any, chosen: Collection[str] = ()) -> Config:
     return resolve_aliases(_freeze(Config, values), chosen)
 
 
-def _freeze(section: Any, values: Any) -> Any:
+def _freeze(section: Any, values: Any, prefix: str = "") -> Any:
     kinds = typing.get_type_hints(section)
     if not hasattr(values, "keys"):
         raise InputError(f"{section.__name__}={values!r} must be a section of keys: start from default_config()")
     for found, names in {"unknown": set(values) - set(kinds), "missing": set(kinds) - set(values)}.items():
         if names:
             raise InputError(f"{found} config keys {sorted(names)} in {section.__name__}: start from default_config()")
-    fields = {
-        name: _freeze(kind, values[name])
-        if dataclasses.is_dataclass(kind)
-        else tuple(values[name])
-        if isinstance(values[name], (list, tuple))
-        else values[name]
-        for name, kind in kinds.items()
-    }
-    return section(**fields)
+    return section(
+        **{
+            name: _freeze(kind, values[name], f"{prefix}{name}.")
+            if dataclasses.is_dataclass(kind)
+            else _freeze_value(prefix + name, values[name])
+            for name, kind in kinds.items()
+        }
+    )
+
+
+def _freeze_value(key: str, value: Any) -> Any:
+    """A list as a tuple, an object as the text of JSON, and a path without ~."""
+    if isinstance(value, list | tuple):
+        value = tuple(value)
+    elif isinstance(value, dict | config_dict.ConfigDict):
+        try:
+            value = json.dumps(value.to_dict() if isinstance(value, config_dict.ConfigDict) else value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{key}={value!r} must hold what JSON can ({error}): correct it") from error
+    return without_tilde(value) if key in PATHS else value
 
 
 def from_values(values: dict[str, Any]) -> Config:

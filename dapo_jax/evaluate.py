@@ -9,10 +9,11 @@ if it is no run. It needs no data to train on. docs/evaluation.md has the option
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.errors import InputError
 from dapo_jax.evaluation import Receive, evaluate
 from dapo_jax.monitor.tensorboard import TensorBoard
+from dapo_jax.option_uses import flat, with_values
 from dapo_jax.other_runs import Trained, find_trained
 from dapo_jax.output_directory import is_written, new_output, output_directory
 from dapo_jax.parallel.processes import is_first
@@ -34,6 +36,11 @@ from dapo_jax.run import Run, describe, open_run
 from dapo_jax.task_sets import TaskSet
 from dapo_jax.validation import validate
 
+OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
+    *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
+    *("data.system_prompt", "data.chat_template_kwargs", "model.dtype", "rollout.stop"),
+    *("evaluate.n", "evaluate.temperature", "evaluate.top_p", "evaluate.top_k"),
+)
 METRICS, GENERATIONS, CURVES = "metrics.json", "generations.jsonl", "tensorboard"  # of the command's output
 
 
@@ -55,8 +62,8 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
             `output` holds another evaluation.
     """
     validate(config, training=False)
-    output = new_output(output)
     checkpoints = _checkpoints(config, step, all_steps)
+    output = new_output(output)
     if checkpoints:
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model, path=checkpoints[0].config.workdir)
@@ -95,7 +102,7 @@ def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trai
     """Those that are asked for; none if model.path itself is to be measured."""
     if step is None and not all_steps:
         return []
-    trained = find_trained(config.model.path) or find_trained(config.workdir)
+    trained = _measured_run(config, checkpoints=True)
     if trained is None:
         raise InputError(
             f"--step and --all-steps need a run: neither model.path={config.model.path} nor workdir={config.workdir} "
@@ -107,6 +114,34 @@ def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trai
             f"--step={step} must be a checkpoint of workdir={trained.config.workdir}: choose one of {saved}"
         )
     return [dataclasses.replace(trained, step=one) for one in (saved if step is None else [step])]
+
+
+def _measured_run(config: Config, *, checkpoints: bool) -> Trained | None:
+    """The run of model.path; where that is none and `checkpoints` are asked for, the run of workdir."""
+    return find_trained(config.model.path) or (find_trained(config.workdir) if checkpoints else None)
+
+
+def as_in_the_run(
+    config: Config, chosen: Collection[str], *, checkpoints: bool
+) -> tuple[Config, tuple[str, ...]]:
+    """`config` with the prompts, lengths and sampling of the run that is measured, and what that changed, in words.
+
+    Args:
+        chosen: keys that keep their value in `config`.
+        checkpoints: whether checkpoints of a run are asked for by their step.
+    """
+    trained = _measured_run(config, checkpoints=checkpoints)
+    if trained is None:
+        saved = saved_steps(checkpoint_dir(config))
+        measured = f"model.path={config.model.path} is measured, not the run in workdir={config.workdir}"
+        return config, (f"{measured}: --step or --all-steps measure its checkpoints",) if saved else ()
+    given, theirs = flat(config), flat(trained.config)
+    taken = {key: theirs[key] for key in OF_THE_RUN if key not in chosen and theirs[key] != given[key]}
+    if not taken:
+        return config, ()
+    changes = ", ".join(f"{key}={value} (not {given[key]})" for key, value in taken.items())
+    line = f"as in the run {trained.config.workdir}: {changes}; --config.KEY=VALUE chooses another value"
+    return with_values(config, taken), (line,)
 
 
 def _without_training(config: Config) -> Config:
@@ -187,11 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="training step of the checkpoint to measure")
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")
-    parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation unless given")
+    parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation (_step_N) unless given")
     parser.add_argument("--if-missing", action="store_true", help="do nothing where OUTPUT is there")
     given, rest = parser.parse_known_args(arguments)
-    with command(["evaluate", *rest]) as config:
-        output = given.output or f"{config.workdir}/evaluation"
+    checkpoints = given.step is not None or given.all_steps
+    with command(["evaluate", *rest], functools.partial(as_in_the_run, checkpoints=checkpoints)) as config:
+        name = "evaluation" if given.step is None else f"evaluation_step_{given.step}"
+        output = given.output or f"{config.workdir}/{name}"
         if given.if_missing and is_written(Path(output).expanduser()):
             return
         results = bench(config, output, step=given.step, all_steps=given.all_steps)

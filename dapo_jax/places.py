@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import fsspec.config
@@ -46,6 +47,13 @@ def place_of(path: str) -> epath.Path:
         return epath.Path(Path(path).expanduser().absolute())
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False  # others write there too
     return epath.Path(path)
+
+
+def without_tilde(path: Any) -> Any:
+    """`path`, or each of several, with the user's home for ~. What is no text is left to those who check types."""
+    if isinstance(path, tuple):
+        return tuple(map(without_tilde, path))
+    return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 def copy_of(address: str, kind: str) -> Path:

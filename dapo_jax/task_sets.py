@@ -15,6 +15,7 @@ from dapo_jax.config import Config
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import prompt_identity
 from dapo_jax.errors import InputError
+from dapo_jax.places import without_tilde
 
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a default: what JSON gives for it
     int: ((int,), "a whole number"),
@@ -105,4 +106,4 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
     files = (files,) if isinstance(files, str) else tuple(files)
     if not files or not all(isinstance(file, str) for file in files):
         raise InputError(f"{where}: files={options.get('files')!r} must be a path or a list of paths")
-    return dataclasses.replace(default, **options | {"name": name, "files": files})
+    return dataclasses.replace(default, **options | {"name": name, "files": without_tilde(files)})

@@ -8,6 +8,7 @@ from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.config import (
+    PATHS,
     Config,
     gen_batch_size,
     micro_batch_size,
@@ -85,10 +86,6 @@ OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
     "trainer.test_freq": "only at the end",
     "mesh.data": "what the other axes leave",
 }
-MAY_BE_ADDRESS = (
-    *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path"),
-    *("model.path", "reference.path", "critic.model.path", "reward.model.path"),
-)
 MAX_WORKERS = 1024  # verifier processes of one training process
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
@@ -105,15 +102,17 @@ def validate(config: Config, *, training: bool = True) -> None:
     """Raises one ValueError with every problem of `config` that can be seen without a device or a file.
 
     Args:
-        training: whether there must be data to train on.
+        training: check what only training reads, too: data to train on, batches, lengths that go with a penalty.
     """
     problems = type_problems(config)
     mistyped = {problem.partition("=")[0] for problem in problems}
     if all(isinstance(_lookup(config, key), int | float) for key in mistyped):  # the others cannot be compared
-        others = _choice_problems(config) + _range_problems(config) + _batch_problems(config)
+        others = _choice_problems(config) + _range_problems(config) + _decoding_problems(config)
         others += _algorithm_problems(config) + _evaluation_problems(config) + _address_problems(config)
-        if training and config.data.task == "files" and not config.data.train_files:
-            others.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
+        if training:
+            others += _batch_problems(config) + _length_problems(config)
+            if config.data.task == "files" and not config.data.train_files:
+                others.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
         problems += [problem for problem in others if problem.partition("=")[0] not in mistyped]
         named = {problem.partition("=")[0] for problem in problems}
         problems += [problem for problem in unread_problems(config) if problem.partition("=")[0] not in named]
@@ -130,11 +129,11 @@ def _lookup(config: Config, key: str) -> Any:
 
 def _address_problems(config: Config) -> list[str]:
     """Addresses that cannot be used, and options that take none."""
-    places = {key: (_lookup(config, key) or "",) for key in MAY_BE_ADDRESS}
-    places |= {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    places: dict[str, Any] = {key: _lookup(config, key) or "" for key in PATHS}
     with suppress(ValueError):  # _evaluation_problems tells
         places |= {f"evaluate.tasks.{task.name}": task.files for task in parse_tasks(config)}
-    named = [(key, address_problem(str(path))) for key, paths in places.items() for path in paths]
+    listed = {key: place if isinstance(place, tuple) else (place,) for key, place in places.items()}
+    named = [(key, address_problem(str(path))) for key, paths in listed.items() for path in paths]
     problems = [f"{key}={problem}" for key, problem in named if problem]
     cache = config.trainer.compilation_cache_dir
     if is_address(str(cache)):
@@ -220,11 +219,6 @@ def _range_problems(config: Config) -> list[str]:
         problems.append(f"actor.clip_ratio_high={actor.clip_ratio_high} must be greater than 0")
     if actor.clip_ratio_c <= 1:
         problems.append(f"actor.clip_ratio_c={actor.clip_ratio_c} must be greater than 1: it bounds the dual clip")
-    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
-    if buffer.enable and not 0 < buffer.len <= longest:
-        problems.append(
-            f"reward.overlong_buffer.len={buffer.len} must be in 1..data.max_response_length={longest}"
-        )
     try:
         variables = json.loads(config.data.chat_template_kwargs)
         if not isinstance(variables, dict):
@@ -280,31 +274,42 @@ def _batch_problems(config: Config) -> list[str]:
                 f"{name}.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} responses must be a multiple "
                 f"of {name}.ppo_micro_batch_size_per_device={micro}"
             )
+    return problems
+
+
+def _length_problems(config: Config) -> list[str]:
+    """What prompts and responses of a length need in training."""
+    problems, data = [], config.data
+    buffer, longest = config.reward.overlong_buffer, data.max_response_length
+    if buffer.enable and not 0 < buffer.len <= longest:
+        problems.append(f"reward.overlong_buffer.len={buffer.len} must be in 1..data.max_response_length={longest}")
+    if not 0 <= config.rollout.min_response_length <= longest:
+        problems.append(
+            f"rollout.min_response_length={config.rollout.min_response_length} must be between 0 and "
+            f"data.max_response_length={longest}"
+        )
     budget = token_budget(config)
-    if budget is not None and min(data.max_prompt_length, data.max_response_length) > 0:
-        longest = bucket(data.max_prompt_length) + data.max_response_length
-        if budget < longest:
+    if budget is not None and min(data.max_prompt_length, longest) > 0:
+        needed = bucket(data.max_prompt_length) + longest
+        if budget < needed:
             problems.append(
                 f"actor.ppo_max_token_len_per_device={budget} must be at least data.max_prompt_length, padded to "
-                f"{bucket(data.max_prompt_length)}, + max_response_length = {longest}"
+                f"{bucket(data.max_prompt_length)}, + max_response_length = {needed}"
             )
-    at_once = config.rollout.max_num_seqs
+    return problems
+
+
+def _decoding_problems(config: Config) -> list[str]:
+    """What is decoded at once, and where a response ends."""
+    problems, at_once, n = [], config.rollout.max_num_seqs, config.rollout.n
     if at_once < 0:
         problems.append(f"rollout.max_num_seqs={at_once} must be 0 (as many as fit the memory) or more")
     if config.rollout.kv_memory_share > 1:
         problems.append(f"rollout.kv_memory_share={config.rollout.kv_memory_share} must be at most 1")
-    if not 0 <= config.rollout.min_response_length <= config.data.max_response_length:
-        problems.append(
-            f"rollout.min_response_length={config.rollout.min_response_length} must be between 0 and "
-            f"data.max_response_length={config.data.max_response_length}"
-        )
     if any(not string for string in config.rollout.stop):
         problems.append("rollout.stop holds an empty string: every response would end at once")
     if 0 < at_once < n:
-        problems.append(
-            f"rollout.max_num_seqs={at_once} must be at least rollout.n={n}: "
-            "a group is decoded together"
-        )
+        problems.append(f"rollout.max_num_seqs={at_once} must be at least rollout.n={n}: a group is decoded together")
     return problems
 
 

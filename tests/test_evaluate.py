@@ -4,21 +4,24 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from event_files import values_of
 from small_run import small_config
+from test_other_runs import save
 from test_task_sets import write_rows
 
 from dapo_jax import command_line
-from dapo_jax.evaluate import _without_training, bench, main, table
+from dapo_jax.evaluate import _without_training, as_in_the_run, bench, main, table
 from dapo_jax.evaluation import mean_accuracy
-from dapo_jax.monitor.records import read_metrics
-from dapo_jax.option_uses import without_switched_off
+from dapo_jax.monitor.records import read_metrics, write_config
+from dapo_jax.option_uses import flat, with_values, without_switched_off
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.settings import check_memory
 from dapo_jax.train import train
+from dapo_jax.validation import validate
 
 
 def test_the_mean_accuracy_is_that_of_plain_means():
@@ -57,6 +60,53 @@ def test_the_command_refuses_with_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2 and re.search(f"dapo_jax: (?s:.)*({message})", capsys.readouterr().err)
+
+
+def recorded_run(folder, *steps, **values):
+    """A workdir with the config of a run and (empty) checkpoints."""
+    config = with_values(small_config(folder), values)
+    write_config(folder, dataclasses.asdict(config))
+    save(folder / "checkpoints", *steps)
+    return config
+
+
+def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
+    """It was measured with those of the recipe at hand."""
+    theirs = {"data.max_response_length": 7, "data.system_prompt": "Add.", "evaluate.temperature": 0.5}
+    recorded_run(tmp_path / "run", 1, **theirs)
+    given = small_config(tmp_path / "mine", **{"model.path": str(tmp_path / "run"), "evaluate.n": 2})
+    config, [line] = as_in_the_run(given, (), checkpoints=False)
+    assert flat(config) == flat(given) | theirs | {"evaluate.n": 4}
+    for part in ("as in the run", "data.max_response_length=7 (not 4)", "evaluate.n=4 (not 2)", "evaluate.temperature"):
+        assert part in line
+    chosen = {"evaluate.n", "data.max_response_length", "data.system_prompt"}
+    config, [line] = as_in_the_run(given, chosen, checkpoints=False)
+    assert flat(config) == flat(given) | {"evaluate.temperature": 0.5} and "evaluate.n=" not in line
+    same = with_values(given, theirs | {"evaluate.n": 4})
+    assert as_in_the_run(same, (), checkpoints=False) == (same, ())
+    validate(as_in_the_run(with_values(given, {"rollout.min_response_length": 4, "reward.overlong_buffer.enable": True,
+                                               "data.max_response_length": 300}), (), checkpoints=False)[0],
+             training=False)  # fmt: skip
+
+
+def test_the_run_in_the_workdir_is_measured_where_its_checkpoints_are_asked_for(tmp_path):
+    given = recorded_run(tmp_path / "run", 1, **{"evaluate.n": 3})
+    given = with_values(given, {"evaluate.n": 2})
+    config, lines = as_in_the_run(given, (), checkpoints=True)
+    assert config.evaluate.n == 3 and len(lines) == 1
+    config, [line] = as_in_the_run(given, (), checkpoints=False)
+    assert config == given and "model.path=random is measured" in line and "--all-steps" in line
+    assert as_in_the_run(small_config(tmp_path / "new"), (), checkpoints=False)[1] == ()
+
+
+def test_a_step_that_is_not_there_is_named_before_the_output(tmp_path):
+    config = recorded_run(tmp_path / "run", 1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ValueError, match="--step=7 must be a checkpoint"):
+        bench(config, tmp_path / "out", step=7)
+    with pytest.raises(ValueError, match="must be a new or an empty directory"):
+        bench(config, tmp_path / "out", step=1)
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +191,11 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(trained, tmp_
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "_read", lambda _: (trained, ()))
+    monkeypatch.setattr(command_line, "_read", lambda _: (trained, (), set()))
     monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
     main()
     assert "task set" in capsys.readouterr().out
+    assert (Path(trained.workdir) / "evaluation_step_1" / "metrics.json").exists()
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2 and "must be a new or an empty directory" in capsys.readouterr().err
