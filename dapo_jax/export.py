@@ -23,9 +23,8 @@ from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.gguf_files import gguf_context_length
 from dapo_jax.models.hf_config import hf_config, one_or_all
-from dapo_jax.models.load import is_gguf
+from dapo_jax.models.load import context_length, is_gguf
 from dapo_jax.models.lora import adapter_table, merged, peft_config
 from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
@@ -156,10 +155,10 @@ def _write_description(config: Config, arch: Architecture, tokenizer: Tokenizer,
 
 
 def _context_length(config: Config) -> int:
-    """How many tokens the model takes: what its GGUF file says, else those that it was trained with."""
+    """How many tokens the model takes: what its files say, else those that it was trained with."""
     trained = config.data.max_prompt_length + config.data.max_response_length
     model = first_model(config)
-    return trained if model == RANDOM else gguf_context_length(local_model(model)) or trained
+    return trained if model == RANDOM else context_length(local_model(model)) or trained
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

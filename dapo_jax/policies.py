@@ -1,6 +1,7 @@
 """Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,55 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.config import Config, checkpoint_dir, uses_reference
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.load import context_length, load_params, read_model_architecture
 from dapo_jax.models.lora import Lora, adapter_table, merged
 from dapo_jax.models.weights import init_params, unflatten, weight_shardings, weight_table
+from dapo_jax.option_uses import uses_critic
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
-from dapo_jax.places import local_model
+from dapo_jax.places import local_model, place_of
+
+
+def check_model_paths(config: Config) -> None:
+    """Raises one InputError with every option that names a model which is not there."""
+    paths = {"model.path": config.model.path}
+    paths |= {"reference.path": config.reference.path or ""} if uses_reference(config) else {}
+    paths |= {"critic.model.path": config.critic.model.path} if uses_critic(config) else {}
+    paths |= {"reward.model.path": config.reward.model.path}
+    problems = [missing_model(option, path) for option, path in paths.items() if path and path != RANDOM]
+    if any(problems):
+        raise InputError("\n".join(problem for problem in problems if problem))
+
+
+def missing_model(option: str, path: str) -> str | None:
+    """What to do if there is nothing at `path`; None if there is."""
+    if place_of(path).exists():
+        return None
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+        return f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file"
+    local = f"models/{path.partition('/')[2]}"
+    return (
+        f"{option}={path} does not exist. If it is a name on the Hugging Face hub, download the model first: "
+        f"`hf download {path} --local-dir {local}` (pip install 'dapo_jax[hub]'), then --config.{option}={local}"
+    )
+
+
+def context_warning(config: Config) -> str | None:
+    """What happens if prompts and responses exceed the context that the model was made for; None if they do not."""
+    path, data = first_model(config), config.data
+    made_for = None if path == RANDOM else context_length(local_model(path))
+    longest = data.max_prompt_length + data.max_response_length
+    if made_for is None or longest <= made_for:
+        return None
+    return (
+        f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
+        f"{longest} tokens exceed the {made_for} positions that {path} was made for: text beyond them is rarely "
+        "sensible; lower one of them or choose a model with a longer context"
+    )
 
 
 def first_model(config: Config) -> str:

@@ -52,7 +52,15 @@ from dapo_jax.parallel.sharding import (
     replicated,
 )
 from dapo_jax.parallel.stopping import Pace, unpaced
-from dapo_jax.policies import load_base, load_critic, load_reference, lora_of, read_model
+from dapo_jax.policies import (
+    check_model_paths,
+    context_warning,
+    load_base,
+    load_critic,
+    load_reference,
+    lora_of,
+    read_model,
+)
 from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
@@ -122,7 +130,10 @@ def open_run(
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
     """
     keep_compiled(config.trainer.compilation_cache_dir)
+    check_model_paths(config)
     arch, tokenizer = read_model(config)
+    if warning := context_warning(config):
+        logger.warning("%s", warning)
     check_stop_strings(tokenizer, config.rollout.stop)
     train_set, task_sets = read_prompts(config, tokenizer, training=training)
     if jax.process_count() > 1:

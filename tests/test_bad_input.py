@@ -394,11 +394,22 @@ def larger_vocabulary(path: Path) -> None:
 
 
 NO_MODEL = "give a Hugging Face model directory or a .gguf file"
-CASES["model_missing"] = Case(("the model path DIR/no does not exist", NO_MODEL), {"model.path": "DIR/no"})
+CASES["model_missing"] = Case(("dapo_jax: model.path=DIR/no does not exist", NO_MODEL), {"model.path": "DIR/no"})
 CASES["model_is_a_file"] = Case(
     ("the model path DIR/x is neither", NO_MODEL), {"model.path": "DIR/x"}, lambda path: (path / "x").write_text("")
 )
-CASES["reward_model_missing"] = Case(("the model path DIR/no does not", NO_MODEL), {"reward.model.path": "DIR/no"})
+CASES["reward_model_missing"] = Case(
+    ("dapo_jax: reward.model.path=DIR/no does not exist", NO_MODEL), {"reward.model.path": "DIR/no"}
+)
+for key, others in {
+    "model.path": {}, "reward.model.path": {}, "reference.path": {"actor.use_kl_loss": True},
+    "critic.model.path": {"algorithm.adv_estimator": "gae"},
+}.items():
+    CASES[f"{key}_is_a_hub_name"] = Case(
+        (f"{key}=Qwen/Qwen2.5-0.5B does not exist", "`hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`",
+         f"then --config.{key}=models/Qwen2.5-0.5B"),
+        {key: "Qwen/Qwen2.5-0.5B", **others},
+    )  # fmt: skip
 model("without_config", removed(CONFIG), "DIR/model/config.json does not exist: model.path must be a Hugging Face")
 model("config_broken", replaced(CONFIG, b"{"), "DIR/model/config.json", DAMAGED, AGAIN)
 model("config_no_utf8", replaced(CONFIG, b"\xff"), "DIR/model/config.json", DAMAGED, AGAIN)

@@ -6,7 +6,8 @@ from typing import Any
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture, read_architecture
 from dapo_jax.models.assemble import Place
-from dapo_jax.models.gguf_files import load_gguf, read_gguf_architecture
+from dapo_jax.models.gguf_files import gguf_context_length, load_gguf, read_gguf_architecture
+from dapo_jax.models.model_files import read_object
 from dapo_jax.models.safetensors_files import load_safetensors
 
 
@@ -18,6 +19,14 @@ def read_model_architecture(path: str | Path) -> Architecture:
 def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
     """The float32 parameters of the model at `path`, each leaf handed to `place` as soon as it is whole."""
     return load_gguf(path, arch, place) if is_gguf(path) else load_safetensors(path, arch, place)
+
+
+def context_length(path: str | Path) -> int | None:
+    """Tokens of a text that the model at `path` was made for; None where its files do not say."""
+    if is_gguf(path):
+        return gguf_context_length(path)
+    length = read_object(Path(path) / "config.json").get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 def is_gguf(path: str | Path) -> bool:
