@@ -7,6 +7,7 @@ from typing import Any
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
+from dapo_jax.bounds import bounds_of, one_of
 from dapo_jax.config import (
     PATHS,
     Config,
@@ -28,74 +29,23 @@ from dapo_jax.places import address_problem, is_address
 from dapo_jax.rollout.shapes import bucket
 from dapo_jax.task_sets import held_out_options, parse_tasks
 
-CHOICES = {
-    "data.task": ("files", "arithmetic", "reasoning_gym"),
-    "data.truncation": ("error", "left", "right", "middle"),
-    "model.dtype": ("auto", "float32", "bfloat16"),
-    "model.attention": ("xla", "fused", "cudnn", "splash"),
-    "actor.optim.moments_dtype": ("float32", "bfloat16"),
-    "critic.optim.moments_dtype": ("float32", "bfloat16"),
+CHOICES = {  # names of functions; the other choices are declared in config.py
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
     "algorithm.adv_estimator": tuple(advantages.ESTIMATORS),
     "algorithm.kl_penalty": kl.PENALTIES,
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     "algorithm.rollout_correction.rollout_is": ("none", *WEIGHTS),
     "algorithm.filter_groups.rule": RULES,
-    "algorithm.filter_groups.on_limit": ("error", "partial", "fallback_unfiltered"),
-    "algorithm.filter_groups.on_exhausted": ("next_epoch", "partial", "error"),
-    "algorithm.filter_groups.on_empty": ("error", "skip_step", "train_unfiltered"),
-    "algorithm.filter_groups.leftover": ("requeue", "carry", "discard"),
-    "algorithm.filter_groups.backfill": ("batch", "stream"),
     "algorithm.cpo.wrap_method": advantages.CPO_METHODS,
     "actor.policy_loss.loss_mode": tuple(policy_loss.LOSSES),
     "actor.loss_agg_mode": aggregation.MODES,
     "actor.kl_loss_type": kl.PENALTIES,
     "critic.loss_agg_mode": aggregation.MODES,
-    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
-    "actor.old_logprob": ("auto", "rollout", "recompute"),
-    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    "trainer.resume_mode": ("auto", "disable"),
-    "trainer.best_metric_mode": ("max", "min"),
     "monitor.console": console.MODES,
 }
-POSITIVE = (
-    "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n "
-    "rollout.kv_memory_share rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
-    "actor.ppo_micro_batch_size_per_device actor.ppo_max_token_len_per_device actor.ppo_epochs "
-    "actor.logprob_chunk_size actor.grad_clip "
-    "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio actor.policy_loss.tau_pos "
-    "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
-    "critic.ppo_epochs critic.cliprange_value "
-    "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
-    "data.reasoning_gym.num_train "
-    "trainer.max_ckpt_to_keep trainer.checkpoint_timeout_s mesh.fsdp mesh.tensor "
-    "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
-    "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
-    "model.random.num_kv_heads model.random.head_dim"
-).split()
-NOT_NEGATIVE = (
-    "seed actor.entropy_coeff algorithm.kl_ctrl.kl_coef reward.overlong_buffer.penalty_factor monitor.num_samples "
-    "data.arithmetic.num_train data.arithmetic.num_heldout model.random.initializer_range "
-    "trainer.critic_warmup trainer.rollout_devices trainer.num_processes trainer.save_minutes trainer.stop_patience_s "
-    "actor.optim.lr actor.optim.lr_warmup_steps actor.optim.weight_decay "
-    "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.weight_decay"
-).split()
-OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
-    "trainer.total_training_steps": "as many as trainer.total_epochs says",
-    "trainer.save_freq": "only at the end",
-    "trainer.test_freq": "only at the end",
-    "mesh.data": "what the other axes leave",
-}
+BOUNDS = (*bounds_of(Config), *((key, one_of(*choices)) for key, choices in CHOICES.items()))
 MAX_WORKERS = 1024  # verifier processes of one training process
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
-POSITIVE_OR_NULL = (
-    "trainer.total_epochs",
-    "data.gen_batch_size",
-    "actor.loss_scale_factor",
-    "critic.ppo_mini_batch_size",
-    "critic.ppo_micro_batch_size_per_device",
-)
 
 
 def validate(config: Config, *, training: bool = True) -> None:
@@ -107,7 +57,7 @@ def validate(config: Config, *, training: bool = True) -> None:
     problems = type_problems(config)
     mistyped = {problem.partition("=")[0] for problem in problems}
     if all(isinstance(_lookup(config, key), int | float) for key in mistyped):  # the others cannot be compared
-        others = _choice_problems(config) + _range_problems(config) + _decoding_problems(config)
+        others = _range_problems(config) + _decoding_problems(config)
         others += _algorithm_problems(config) + _evaluation_problems(config) + _address_problems(config)
         if training:
             others += _batch_problems(config) + _length_problems(config)
@@ -141,35 +91,14 @@ def _address_problems(config: Config) -> list[str]:
     return problems
 
 
-def _choice_problems(config: Config) -> list[str]:
-    problems = []
-    for key, choices in CHOICES.items():
-        if _lookup(config, key) not in choices:
-            problems.append(f"{key}={_lookup(config, key)!r} must be one of {', '.join(choices)}")
-    return problems
-
-
 def _range_problems(config: Config) -> list[str]:
-    problems = [
-        f"{key}={_lookup(config, key)} must be greater than 0" for key in POSITIVE if not _lookup(config, key) > 0
-    ]
-    for key in POSITIVE_OR_NULL:
+    problems = []
+    for key, bound in BOUNDS:
         value = _lookup(config, key)
-        if value is not None and not value > 0:
-            problems.append(f"{key}={value} must be greater than 0, or null")
-    if config.reward.memory_limit_mb < 0:
-        problems.append(f"reward.memory_limit_mb={config.reward.memory_limit_mb} must be 0 (none) or more")
-    for key in NOT_NEGATIVE:
-        if not _lookup(config, key) >= 0:
-            problems.append(f"{key}={_lookup(config, key)} must be 0 or more")
-    for key, meaning in OFF_OR_POSITIVE.items():
-        value = _lookup(config, key)
-        if value == 0 or value < -1:
-            problems.append(f"{key}={value} must be greater than 0, or -1 ({meaning})")
+        if not bound.holds(value):
+            problems.append(f"{key}={value!r} must be {bound.rule}")
     for name in ("actor", "critic"):
         optim = getattr(config, name).optim
-        if not 0 <= optim.min_lr_ratio <= 1:
-            problems.append(f"{name}.optim.min_lr_ratio={optim.min_lr_ratio} must be in [0, 1]")
         if not all(0 <= beta < 1 for beta in optim.betas):
             problems.append(f"{name}.optim.betas={optim.betas} must both be in [0, 1)")
     if config.trainer.process_id < -1:
@@ -188,8 +117,6 @@ def _range_problems(config: Config) -> list[str]:
         problems.append("workdir is empty: name the directory that the run writes to")
     if config.trainer.rollout_ahead not in (0, 1):
         problems.append(f"trainer.rollout_ahead={config.trainer.rollout_ahead} must be 0 or 1: batches sampled ahead")
-    if config.trainer.keep_best_ckpt < 0:
-        problems.append(f"trainer.keep_best_ckpt={config.trainer.keep_best_ckpt} must be 0 (none) or more")
     if not 0 <= config.trainer.stopped_exit_code <= 255:
         problems.append(f"trainer.stopped_exit_code={config.trainer.stopped_exit_code} must be in 0..255")
     profiled, last = config.trainer.profile_steps, config.trainer.total_training_steps
@@ -203,20 +130,12 @@ def _range_problems(config: Config) -> list[str]:
         problems.append(f"monitor.console={config.monitor.console} needs 'console' in trainer.logger={logger}: add it")
     if last == -1 and config.trainer.total_epochs is None:
         problems.append("trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them")
-    for name in ("entropy_collapse", "truncation", "reward_errors", "heldout_drop", "score_by_length"):
-        if not 0 <= getattr(config.monitor.alarms, name) <= 1:
-            problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be in [0, 1]")
-    for name in ("entropy_explosion", "kl_jump", "mismatch_growth"):
-        if not getattr(config.monitor.alarms, name) > 1:
-            problems.append(f"monitor.alarms.{name}={getattr(config.monitor.alarms, name)} must be greater than 1")
     problems += _sampling_problems("rollout", config.rollout)
     if config.rollout.temperature == 0:
         problems.append("rollout.temperature=0 gives equal samples, and no gradient: raise it")
     actor = config.actor
     if not 0 < actor.clip_ratio_low <= 1:
         problems.append(f"actor.clip_ratio_low={actor.clip_ratio_low} must be in (0, 1]; 1 never clips")
-    if actor.clip_ratio_high <= 0:
-        problems.append(f"actor.clip_ratio_high={actor.clip_ratio_high} must be greater than 0")
     if actor.clip_ratio_c <= 1:
         problems.append(f"actor.clip_ratio_c={actor.clip_ratio_c} must be greater than 1: it bounds the dual clip")
     try:
@@ -242,14 +161,10 @@ def _range_problems(config: Config) -> list[str]:
             f"trainer.compiler_options={config.trainer.compiler_options[:100]!r} must be a JSON object ({error}): "
             'write it like \'{"xla_gpu_enable_latency_hiding_scheduler": false}\''
         )
-    if not 0 < config.trainer.gpu_memory_fraction <= 1:
-        problems.append(f"trainer.gpu_memory_fraction={config.trainer.gpu_memory_fraction} must be in (0, 1]")
     if not config.model.path:
         problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")
     if config.data.task == "reasoning_gym" and not config.data.reasoning_gym.datasets:
         problems.append("data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym")
-    if config.data.reasoning_gym.num_heldout < 0:
-        problems.append(f"data.reasoning_gym.num_heldout={config.data.reasoning_gym.num_heldout} must be 0 or more")
     return problems
 
 
@@ -350,9 +265,6 @@ def _algorithm_problems(config: Config) -> list[str]:
     """Options of the algorithm that do not fit together."""
     problems = []
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
-    for name in ("keep_pos_ratio", "keep_neg_ratio", "gamma", "lam"):
-        if not 0 <= getattr(algorithm, name) <= 1:
-            problems.append(f"algorithm.{name}={getattr(algorithm, name)} must be in [0, 1]")
     if algorithm.adv_estimator == "grpo_passk" and config.rollout.n < 2:
         problems.append(f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}")
     if config.trainer.rollout_ahead and algorithm.use_kl_in_reward:
@@ -416,20 +328,10 @@ def _algorithm_problems(config: Config) -> list[str]:
 def _filter_problems(config: Config) -> list[str]:
     groups, problems = config.algorithm.filter_groups, []
     name = "algorithm.filter_groups"
-    if groups.std_threshold < 0:
-        problems.append(f"{name}.std_threshold={groups.std_threshold} must be 0 or more")
     if not groups.filter_low < groups.filter_high:
         problems.append(f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}")
     if groups.leftover_max_staleness < 1:
         problems.append(f"{name}.leftover_max_staleness={groups.leftover_max_staleness} must be 1 or more")
-    if not groups.stream.slack > 0:
-        problems.append(f"{name}.stream.slack={groups.stream.slack} must be greater than 0")
-    for key in ("keep_rate_prior", "keep_rate_ema"):
-        if not 0 <= getattr(groups.stream, key) <= 1:
-            problems.append(f"{name}.stream.{key}={getattr(groups.stream, key)} must be in [0, 1]")
-    for key in ("floor", "decay"):
-        if not 0 < getattr(groups.skip_uniform, key) <= 1:
-            problems.append(f"{name}.skip_uniform.{key}={getattr(groups.skip_uniform, key)} must be in (0, 1]")
     if groups.adaptive_limit.slack < 0 or groups.adaptive_limit.min_rounds < 1:
         problems.append(f"{name}.adaptive_limit needs slack >= 0 and min_rounds >= 1")
     target, rounds, size = config.data.train_batch_size, groups.max_num_gen_batches, gen_batch_size(config)

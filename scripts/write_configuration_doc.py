@@ -11,14 +11,17 @@ import inspect
 import io
 import json
 import tokenize
+import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dapo_jax import config as config_module
+from dapo_jax.bounds import bounds_of
 from dapo_jax.config import Config
 
+BOUNDS = tuple(bounds_of(Config))
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
@@ -76,11 +79,23 @@ def _section(path: str, section: Any, comments: dict[tuple[str, str], str]) -> l
         lines += [about, ""]
     lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name in options:
-        kind = kinds[name].__name__ if isinstance(kinds[name], type) else str(kinds[name])
+        kind = _type(kinds[name])
         option, default = f"{path}.{name}".lstrip("."), _literal(getattr(section, name))
-        cells = (f"`{option}`", f"`{kind}`", f"`{default}`", comments[type(section).__name__, name])
+        rule = "".join(f", {bound.rule}" for key, bound in BOUNDS if key == option and not bound.choices)
+        cells = (f"`{option}`", f"`{kind}`{rule}", f"`{default}`", comments[type(section).__name__, name])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return [*lines, ""]
+
+
+def _type(kind: Any) -> str:
+    """A type as it is written."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " | ".join(map(_type, typing.get_args(kind)))
+    if typing.get_origin(kind) is typing.Literal:
+        return "str"
+    if kind is types.NoneType:
+        return "None"
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _literal(value: Any) -> str:

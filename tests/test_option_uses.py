@@ -24,7 +24,7 @@ from dapo_jax.option_uses import (
     with_values,
     without_switched_off,
 )
-from dapo_jax.validation import CHOICES, validate
+from dapo_jax.validation import BOUNDS, validate
 
 FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
 ALIASES = "dapo_jax.config.freeze, which carries out the names of other trainers"
@@ -158,8 +158,9 @@ def other_value(key: str) -> Any:
         return VALUES[key]
     if isinstance(default, bool):
         return not default
-    if key in CHOICES:
-        return next(choice for choice in CHOICES[key] if choice != default)
+    choices = [choice for name, bound in BOUNDS if name == key for choice in bound.choices]
+    if choices:
+        return next(choice for choice in choices if choice != default)
     if isinstance(default, int):
         return default * 2 if default > 1 else default + 1
     if isinstance(default, float):

@@ -11,7 +11,7 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("errors", "config", "config_files", "aliases", "containers", "places"),
+    ("errors", "bounds", "config", "config_files", "aliases", "containers", "places"),
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),

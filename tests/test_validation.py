@@ -7,16 +7,63 @@ import pytest
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.config import Config, default_config, freeze
 from dapo_jax.option_uses import keeps_some
-from dapo_jax.validation import (
-    CHOICES,
-    NOT_NEGATIVE,
-    OFF_OR_POSITIVE,
-    POSITIVE,
-    POSITIVE_OR_NULL,
-    validate,
-    warnings,
-)
+from dapo_jax.validation import CHOICES as NAMES
+from dapo_jax.validation import validate, warnings
 
+CHOICES = NAMES | {
+    "data.task": ("files", "arithmetic", "reasoning_gym"),
+    "data.truncation": ("error", "left", "right", "middle"),
+    "model.dtype": ("auto", "float32", "bfloat16"),
+    "model.attention": ("xla", "fused", "cudnn", "splash"),
+    "actor.optim.moments_dtype": ("float32", "bfloat16"),
+    "critic.optim.moments_dtype": ("float32", "bfloat16"),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.filter_groups.on_limit": ("error", "partial", "fallback_unfiltered"),
+    "algorithm.filter_groups.on_exhausted": ("next_epoch", "partial", "error"),
+    "algorithm.filter_groups.on_empty": ("error", "skip_step", "train_unfiltered"),
+    "algorithm.filter_groups.leftover": ("requeue", "carry", "discard"),
+    "algorithm.filter_groups.backfill": ("batch", "stream"),
+    "critic.optim.lr_scheduler_type": ("constant", "cosine"),
+    "actor.old_logprob": ("auto", "rollout", "recompute"),
+    "actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    "trainer.resume_mode": ("auto", "disable"),
+    "trainer.best_metric_mode": ("max", "min"),
+}
+POSITIVE = (
+    "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n "
+    "rollout.kv_memory_share rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
+    "actor.ppo_micro_batch_size_per_device actor.ppo_max_token_len_per_device actor.ppo_epochs "
+    "actor.logprob_chunk_size actor.grad_clip "
+    "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio actor.policy_loss.tau_pos "
+    "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
+    "critic.ppo_epochs critic.cliprange_value "
+    "critic.grad_clip reward.model.micro_batch_size_per_device reward.model.max_length "
+    "data.reasoning_gym.num_train "
+    "trainer.max_ckpt_to_keep trainer.checkpoint_timeout_s mesh.fsdp mesh.tensor "
+    "trainer.heartbeat_timeout_s trainer.max_nonfinite_steps actor.optim.eps critic.optim.eps "
+    "model.random.hidden_size model.random.intermediate_size model.random.num_layers model.random.num_heads "
+    "model.random.num_kv_heads model.random.head_dim"
+).split()
+NOT_NEGATIVE = (
+    "seed actor.entropy_coeff algorithm.kl_ctrl.kl_coef reward.overlong_buffer.penalty_factor monitor.num_samples "
+    "data.arithmetic.num_train data.arithmetic.num_heldout model.random.initializer_range "
+    "trainer.critic_warmup trainer.rollout_devices trainer.num_processes trainer.save_minutes trainer.stop_patience_s "
+    "actor.optim.lr actor.optim.lr_warmup_steps actor.optim.weight_decay "
+    "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.weight_decay"
+).split()
+OFF_OR_POSITIVE = {  # -1 or more than 0: what -1 means
+    "trainer.total_training_steps": "as many as trainer.total_epochs says",
+    "trainer.save_freq": "only at the end",
+    "trainer.test_freq": "only at the end",
+    "mesh.data": "what the other axes leave",
+}
+POSITIVE_OR_NULL = (
+    "trainer.total_epochs",
+    "data.gen_batch_size",
+    "actor.loss_scale_factor",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_micro_batch_size_per_device",
+)
 ALGORITHM, CORRECTION, FILTER = "algorithm", "algorithm.rollout_correction", "algorithm.filter_groups"
 
 
