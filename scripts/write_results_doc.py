@@ -41,7 +41,7 @@ def _section(name: str) -> str:
     facts.append(f"[numbers](results/{name}.json), [all curves](results/{name}.png)")
     return (
         f"{markdown_table(report['table'])}\n\n{'; '.join(facts)}.\n\n"
-        f"![{name}: held-out accuracy in the course of training](results/{name}_accuracy.png)"
+        f"![{name}: held-out accuracy during training](results/{name}_accuracy.png)"
     )
 
 
