@@ -1,19 +1,19 @@
-"""CPO on Qwen3-4B-Base: GRPO whose advantages a hint with the solution corrects, without a group filter.
+"""CPO on Qwen3-4B-Base: GRPO whose advantages are corrected by a hint with the solution; no group filter.
 
     python -m dapo_jax.train --config configs/cpo.py
 
-Hardware: 8 devices of 80 GB in one host. The preflight counts 46 GiB a device on 8 x H100 and a least time of 3.4 hours
-per step, if every response runs to its 16384 tokens. Not run.
-Published: the settings alone, as run_qwen3_base_math_grpo_cpo_seqkl_neg.sh of a fork of verl (adv_estimator=cpo); no
+Hardware: 8 devices of 80 GB in one host. The preflight reports 46 GiB per device on 8 x H100 and at least 3.4 hours per
+step, if every response has all 16384 tokens. Not run.
+Published: only the settings, as run_qwen3_base_math_grpo_cpo_seqkl_neg.sh of a fork of verl (adv_estimator=cpo); no
 accuracy.
 
 Model: Qwen/Qwen3-4B-Base of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
-A row's extra_info["solution"] is the hint; these files have none, so that the hint is the answer.
+The hint is a row's extra_info["solution"]; these files have none, so the hint is the answer.
 
-1024 prompts with 8 responses each, 4 optimizer steps of 256 prompts, KL loss 0.001, cpo_lambda 2, pos_alpha 0,
-neg_alpha 1 and wrap_method seq_kl are the script's. Of the four, seq_kl reads none but its own kl_alpha, here the
-default: it adds kl_alpha times the response's KL to every token's advantage. The script's data are MATH with its own
-grader, and it goes through them 20 times; here it is math_verify and 20 epochs of the problems above.
+From the script: 1024 prompts with 8 responses each, 4 optimizer steps of 256 prompts, KL loss 0.001, cpo_lambda 2,
+pos_alpha 0, neg_alpha 1 and wrap_method seq_kl. seq_kl reads only its own kl_alpha (here the default), not the other
+three: it adds kl_alpha times the response's KL to every token's advantage. The script trains on MATH with its own
+grader, for 20 epochs; this recipe uses math_verify and 20 epochs of the problems above.
 """
 
 from typing import Any

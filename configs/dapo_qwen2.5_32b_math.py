@@ -3,23 +3,26 @@
     python -m dapo_jax.train --config configs/dapo_qwen2.5_32b_math.py
 
 Hardware: 128 devices of 95 GB on several hosts (docs/pods.md). Compiled for a v5p:4x4x8 slice, where the preflight
-counts 72 GiB a device and a least time of 2.5 hours a step if every response runs to its limit (docs/preflight.md). It
+reports 72 GiB per device and at least 2.5 hours per step, if every response reaches its limit (docs/preflight.md). It
 fits 32 x H100 on four hosts, 50 GiB each, with --config.mesh.fsdp=4 --config.rollout.max_num_seqs=0
 --config.rollout.kv_memory_share=0.8. Not run.
 Published: AIME-2024 avg@32 of 50 after 5280 optimizer steps, 330 training steps (the paper's table 1 and figure 1), on
-128 GPUs; 52 in verl's reproduction, 50 without dynamic sampling, 44 also without the token-level loss (verl,
+128 GPUs. verl's reproduction reaches 52; 50 without dynamic sampling; 44 also without the token-level loss (verl,
 recipe/dapo/README.md).
 
 Model: Qwen/Qwen2.5-32B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
-Memory: mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8; key-value caches of 96
-responses on each sixteenth of the mesh take 61 GiB a device. The fused attention keeps no scores, heads x tokens x
-tokens in float32, which would be 81 GB a layer for one longest response.
+Memory: mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8. Key-value caches of 96
+responses on each sixteenth of the mesh take 61 GiB per device. The fused attention stores no scores; heads x tokens x
+tokens in float32 would be 81 GB per layer for one response of maximum length.
 
-Differences from the published run: surplus groups are sampled again by the next policy (there discarded); token-mean
-is exact over the mini-batch (there a mean over GPUs and micro-batches); old log-probabilities are the sampler's (there
-recomputed); the first of 10 warm-up steps has lr / 10 (there 0; the paper warms up for 20); the script has no last
-step.
+Differences from the published run:
+
+- Surplus groups are sampled again by the next policy (there: discarded).
+- token-mean is exact over the mini-batch (there: a mean over GPUs and micro-batches).
+- Old log-probabilities are the sampler's (there: recomputed).
+- The first of 10 warm-up steps has lr / 10 (there: 0; the paper warms up for 20).
+- The script has no last step.
 """
 
 from typing import Any

@@ -2,20 +2,24 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b.py
 
-Hardware: 8 devices of 80 GB in one host. The preflight counts 34 GiB a device on 8 x H100 and a least time of 15
-minutes per step of one round, if every response runs to its limit. Not run.
-Published: the settings alone, as a test of the recipe (verl); no accuracy.
+Hardware: 8 devices of 80 GB in one host. The preflight reports 34 GiB per device on 8 x H100 and at least 15 minutes
+per step of one round, if every response reaches its limit. Not run.
+Published: only the settings, as a test of the recipe (verl); no accuracy.
 
-Model: Qwen/Qwen2.5-7B of the Hugging Face hub; the script's default is Qwen2.5-Math-7B, whose name --config.model.path
-takes as well. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
+Model: Qwen/Qwen2.5-7B of the Hugging Face hub. The script's default is Qwen2.5-Math-7B; choose it with
+--config.model.path. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
-512 prompts are trained on, 1536 sampled per round, at most ten rounds; 16 responses each, 16 optimizer steps of 32
-prompts. Prompts and responses have up to 2048 tokens, and the last 512 of a response are penalised.
+A step trains on 512 prompts. It samples 1536 per round, at most ten rounds, with 16 responses each, and takes 16
+optimizer steps of 32 prompts. Prompts and responses have up to 2048 tokens; the last 512 of a response are penalised.
 
-Differences: token-mean is exact over the mini-batch (there a mean over GPUs and micro-batches); old log-probabilities
-are the sampler's (there recomputed); surplus groups are sampled again (there lost); the first of 10 warm-up steps has
-lr / 10 (there 0). The script stops after one pass over its file, which holds every problem about 100 times; 200 steps
-are our choice, and 32 samples per problem of evaluation (there one).
+Differences from the script:
+
+- token-mean is exact over the mini-batch (there: a mean over GPUs and micro-batches).
+- Old log-probabilities are the sampler's (there: recomputed).
+- Surplus groups are sampled again (there: lost).
+- The first of 10 warm-up steps has lr / 10 (there: 0).
+- 200 steps are our choice. The script stops after one pass over its file, which has every problem about 100 times.
+- Evaluation draws 32 samples per problem (there: one).
 """
 
 from typing import Any

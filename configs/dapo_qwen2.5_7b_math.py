@@ -2,26 +2,28 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b_math.py
 
-Hardware: 8 devices of 80 GB in one host. The preflight counts 43 GiB a device on 8 x H100, 8 x A100 and a v5p:2x2x2
-slice, and a least time per step, if every response runs to its limit, of 42, 83 and 64 minutes (docs/preflight.md). Not
-run.
+Hardware: 8 devices of 80 GB in one host. The preflight reports 43 GiB per device on 8 x H100, 8 x A100 and a v5p:2x2x2
+slice, and at least 42, 83 and 64 minutes per step, if every response reaches its limit (docs/preflight.md). Not run.
 Published: AIME-2024 avg@32 of 36.3 within 200 steps, with verl on 64 GPUs (verl, docs/algo/baseline.md).
 
 Model: Qwen/Qwen2.5-Math-7B of the Hugging Face hub. Data: BytedTsinghua-SIA/DAPO-Math-17k and
-BytedTsinghua-SIA/AIME-2024 of the hub, whose files hold every problem about 100 and 32 times. Here one copy of each is
-right, since evaluate.n draws the 32 samples and the prompts go on for any number of epochs:
+BytedTsinghua-SIA/AIME-2024 of the hub. Their files have every problem about 100 and 32 times. Use one copy of each,
+since evaluate.n draws the 32 samples and training repeats the prompts for any number of epochs:
 
     python scripts/prepare_math_dapo.py dapo-math-17k.parquet
     python scripts/prepare_aime.py aime-2024.parquet
 
-scripts/run_dapo_math.sh does all: data, preflight, training, export, evaluation.
+scripts/run_dapo_math.sh does everything: data, preflight, training, export, evaluation.
 
-Memory: mesh.tensor divides the 28 heads (4 key-value heads) by 4; key-value caches of 256 responses on each half of the
-mesh take 29 GiB a device. The fused attention keeps no scores.
+Memory: mesh.tensor divides the 28 heads (4 key-value heads) by 4. Key-value caches of 256 responses on each half of the
+mesh take 29 GiB per device. The fused attention stores no scores.
 
-Differences from the published run: token-mean is exact over the mini-batch (there a mean over GPUs and micro-batches);
-old log-probabilities are the sampler's (there recomputed); the first of 10 warm-up steps has lr / 10 (there 0; the
-paper warms up for 20); positions have no limit, so that max_position_embeddings=32768 needs no override.
+Differences from the published run:
+
+- token-mean is exact over the mini-batch (there: a mean over GPUs and micro-batches).
+- Old log-probabilities are the sampler's (there: recomputed).
+- The first of 10 warm-up steps has lr / 10 (there: 0; the paper warms up for 20).
+- Positions have no limit, so max_position_embeddings=32768 needs no override.
 """
 
 from typing import Any

@@ -1,18 +1,21 @@
-"""Clip-Cov on Qwen2.5-7B: no gradient for some tokens of high covariance (arXiv:2505.22617, equation 11).
+"""Clip-Cov on Qwen2.5-7B: some tokens of high covariance get no gradient (arXiv:2505.22617, equation 11).
 
     python -m dapo_jax.train --config configs/entropy_clip_cov.py
 
-Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. Compiled for 8 x H100: 44 GiB each and a
-least time of 22 minutes per step, if every response runs to its limit. Not run.
+Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. Compiled for 8 x H100: 44 GiB each and at
+least 22 minutes per step, if every response reaches its limit. Not run.
 Published: AIME-2024 22.1, mean of seven benchmarks 40.4; GRPO 21.2 and 38.6 (verl, recipe/entropy/README.md).
 
 Model: Qwen/Qwen2.5-7B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
 The values are those of verl's recipe/entropy/7b_clip_cov.sh; clip_cov_ratio 0.0002 and its bounds 1 and 5 are the
-defaults. The ratio's clip, 0 to 2, is nearly off. Differences: covariances are taken over the whole mini-batch (there
-over each micro-batch); clip_ratio_c has no part in this loss, there neither; the reward is math_verify's (there a
-grader of boxed answers, and prompts that ask for a box); the script has no last step, 300 (2400 optimizer steps) are
-our choice.
+defaults. The ratio is clipped to 0..2, which is nearly off. clip_ratio_c has no effect on this loss, here or there.
+
+Differences from the script:
+
+- Covariances are computed over the whole mini-batch (there: over each micro-batch).
+- The reward is math_verify's (there: a grader of boxed answers, and prompts that ask for a box).
+- 300 steps (2400 optimizer steps) are our choice; the script has no last step.
 """
 
 from typing import Any

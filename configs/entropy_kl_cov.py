@@ -1,17 +1,21 @@
-"""KL-Cov on Qwen2.5-7B: the tokens of highest covariance pay for moving (arXiv:2505.22617, equation 12).
+"""KL-Cov on Qwen2.5-7B: a KL penalty on the tokens of highest covariance (arXiv:2505.22617, equation 12).
 
     python -m dapo_jax.train --config configs/entropy_kl_cov.py
 
-Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. Compiled for 8 x H100: 44 GiB each and a
-least time of 22 minutes per step, if every response runs to its limit. Not run.
+Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. Compiled for 8 x H100: 44 GiB each and at
+least 22 minutes per step, if every response reaches its limit. Not run.
 Published: AIME-2024 22.6, mean of seven benchmarks 40.6; GRPO 21.2 and 38.6 (verl, recipe/entropy/README.md).
 
 Model: Qwen/Qwen2.5-7B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
-The values are those of verl's recipe/entropy/7b_kl_cov.sh (for 32B its kl_cov_ratio is 0.0002). Differences:
-covariances are taken over the whole mini-batch (there over each micro-batch); the script's clip ranges have no part in
-this loss, there neither; the reward is math_verify's (there a grader of boxed answers, and prompts that ask for a
-box); the script has no last step, 300 (2400 optimizer steps) are our choice.
+The values are those of verl's recipe/entropy/7b_kl_cov.sh (its kl_cov_ratio for 32B is 0.0002). The script's clip
+ranges have no effect on this loss, here or there.
+
+Differences from the script:
+
+- Covariances are computed over the whole mini-batch (there: over each micro-batch).
+- The reward is math_verify's (there: a grader of boxed answers, and prompts that ask for a box).
+- 300 steps (2400 optimizer steps) are our choice; the script has no last step.
 """
 
 from typing import Any

@@ -6,9 +6,10 @@
 Hardware: two CPU cores and 12 GiB of memory; about 12 minutes, extrapolated. Only two steps were run: no accuracy is
 claimed. configs/quickstart.py is DAPO on the same task.
 
-A group whose answers are all right or all wrong stays in the batch with advantage 0. Each step trains on 16 groups,
-twice the quickstart's, since about half of them teach nothing. clip_ratio_c 3 and the KL loss's coefficient and
-estimator are verl's; verl averages over tokens by default, the paper over sequences first, as here.
+A group whose answers are all right or all wrong stays in the batch with advantage 0. About half of the groups are like
+that, so each step trains on 16 groups, twice as many as the quickstart. clip_ratio_c 3 and the KL loss's coefficient
+and estimator are verl's. By default verl averages over tokens; the paper and this recipe average over sequences
+first.
 """
 
 import os

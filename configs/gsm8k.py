@@ -3,16 +3,16 @@
     python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl
     python -m dapo_jax.train --config configs/gsm8k.py
 
-Hardware: one GPU of 24 GB (L4: the preflight counts 14 of 20 GiB and a least time of 276 s per step), one H100 (20 GiB,
-24 s), or with --config.mesh.fsdp=4 a v5e:2x2 slice (docs/preflight.md). Not run, so no real time is known. Larger
-models are taken by --config.model.path, such as models/Qwen2.5-1.5B-Instruct on v5e:2x4 with --config.mesh.fsdp=8.
-Published: from 49.6% of the test problems to 56.7 with PPO and 54.3 with GRPO on adapters (verl,
-docs/algo/baseline.md); that is the bar, not a result of this file.
+Hardware: one GPU of 24 GB (L4: the preflight reports 14 of 20 GiB and at least 276 s per step), one H100 (20 GiB, 24
+s), or a v5e:2x2 slice with --config.mesh.fsdp=4 (docs/preflight.md). Not run, so no real time is known. For a larger
+model set --config.model.path, such as models/Qwen2.5-1.5B-Instruct on v5e:2x4 with --config.mesh.fsdp=8.
+Published: from 49.6 % of the test problems to 56.7 with PPO and 54.3 with GRPO on adapters (verl,
+docs/algo/baseline.md). That is the bar, not a result of this recipe.
 
 Model: Qwen/Qwen2.5-0.5B-Instruct of the Hugging Face hub. Sizes are those of verl's examples: prompts of 512 tokens,
-256 prompts a step, 64 an optimizer step, learning rate 1e-6. Different from them: DAPO's filter, clip and token mean,
-8 samples, no KL loss. 100 steps go through the training problems about three and a half times, more by what the filter
-drops.
+256 prompts per step, 64 per optimizer step, learning rate 1e-6. Differences: DAPO's filter, clip and token mean, 8
+samples, no KL loss. 100 steps pass through the training problems about three and a half times, and more often the more
+groups the filter drops.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/tiny.py
 
-Hardware: anything; two CPU cores take about half a minute. Expect: accuracy of the training samples from 0.03 to
-about 0.17 in 40 steps. So small a model memorises: the held-out problems stay near 0.
+Hardware: anything; two CPU cores take about half a minute. Expect: accuracy of the training samples from 0.03 to about
+0.17 in 40 steps. A model this small memorises, so held-out accuracy stays near 0.
 """
 
 from typing import Any

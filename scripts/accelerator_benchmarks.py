@@ -1,6 +1,6 @@
 """Host: the sections of the accelerator report that measure speed and memory: rollout, update, forecast.
 
-Each uses what benchmark_rollout.py and benchmark_update.py measure, on random weights in bfloat16, on all devices.
+They measure like benchmark_rollout.py and benchmark_update.py, with random weights in bfloat16, on all devices.
 """
 
 import argparse

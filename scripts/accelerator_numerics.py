@@ -1,7 +1,7 @@
-"""Host: the sections of the accelerator report that ask whether it computes right: attention, and tokens.
+"""Host: the sections of the accelerator report that check whether it computes correctly: attention, and tokens.
 
-The reference of the attention kernels is XLA's attention in float32 on the same device, that of tokens and
-log-probabilities the same policy on the CPU.
+The reference of the attention kernels is XLA's attention in float32 on the same device. The reference of tokens and
+log-probabilities is the same policy on the CPU.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Host: one report on this machine's accelerator: what it is, whether it computes right, how fast, in what memory.
+"""Host: one report on this machine's accelerator: what it is, whether it computes correctly, how fast, in what memory.
 
     bash scripts/accelerator_report.sh [--output DIR] [--minutes N] [--sections NAME,NAME] [--small]
 
-Writes DIR/report.json and DIR/report.md, again after each section. A section is a process of its own
-(accelerator_sections.py), so that one that crashes or is out of memory loses no other, and leaves the accelerator's
-memory free; this process touches no device. The first section says whether there is an accelerator: without one, or
-with --small, all sizes are tiny. A section that no longer fits the time is skipped, and one that runs at its end is
-ended: neither counts as failed. Exit code: 0, 1 if a section failed, 2 if an option is wrong.
+Writes DIR/report.json and DIR/report.md after each section. Each section is a separate process
+(accelerator_sections.py): if it crashes or runs out of memory, the others still run, with all of the accelerator's
+memory. This process touches no device. The first section checks whether there is an accelerator; without one, or with
+--small, all sizes are tiny. A section that no longer fits the time is skipped, and one that is running at the end is
+stopped; neither counts as failed. Exit code: 0, 1 if a section failed, 2 if an option is wrong.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Host: the sections of the accelerator report, each in a process of its own; accelerator_report.py starts them.
+"""Host: the sections of the accelerator report, each in its own process; accelerator_report.py starts them.
 
     python scripts/accelerator_sections.py NAME --folder DIR [--small]
 
-writes DIR/NAME.json. Here: what the machine is, and a short training run. Whether it computes right:
-accelerator_numerics.py; how fast and in what memory: accelerator_benchmarks.py.
+Writes DIR/NAME.json. This file describes the machine and runs a short training; accelerator_numerics.py checks whether
+it computes correctly, and accelerator_benchmarks.py measures speed and memory.
 """
 
 import argparse

@@ -2,16 +2,16 @@
 
     python scripts/benchmark_dynamic_sampling.py --config configs/quickstart.py --steps 8 --output sampling.json
 
-Every line is the same number of training steps of data.train_batch_size groups under another policy. The model is not
-trained in between, so that all lines see the same keep rate; the lines take turns, step by step, so that a slow spell
-of the machine hits all of them. Every shape is compiled before. Columns:
+Each line is the same number of training steps of data.train_batch_size groups under another policy. The model is not
+trained in between, so all lines have the same keep rate. The lines take turns, step by step, so a slow spell of the
+machine affects all of them. All shapes are compiled beforehand. Columns:
 
     gen               data.gen_batch_size in rounds of train_batch_size, or the slack of a stream
     rounds            generation rounds (batch) or rounds' worth of prompts (stream) per step
     keep rate         share of kept groups among those that were evaluated
     groups, tokens    generated per trained group and token
     x minimum         generated groups times the keep rate, per trained group: 1 = every kept group was trained on
-    s/step            seconds of sampling and verifying per step; the update, the same for all lines, is not in it
+    s/step            seconds of sampling and verifying per step, without the update, which is the same for all lines
 """
 
 import argparse

@@ -1,20 +1,20 @@
-"""Host: how fast responses are sampled, beside Hugging Face's generate (torch) and Tunix' sampler.
+"""Host: how fast responses are sampled, compared with Hugging Face's generate (torch) and Tunix's sampler.
 
     python scripts/benchmark_rollout.py --repeats 3 --output rollout.json
     python scripts/benchmark_rollout.py --peers "hf=/path/to/torch/env/bin/python" "tunix=/path/to/tunix/env/bin/python"
 
-Every contender is a process of its own with the same random Llama (default: the shape of SmolLM2-135M), the same
-prompts and lengths, and no end-of-sequence token; they take turns, and only one computes at a time. A peer is left out
-if its python is not given and its packages are not installed beside dapo_jax. The cases:
+Each contender is a separate process with the same random Llama (default: the shape of SmolLM2-135M), the same prompts
+and lengths, and no end-of-sequence token. They take turns; only one computes at a time. A peer is left out if its
+Python is not given and its packages are not installed next to dapo_jax. The cases:
 
     fixed N       every response has N tokens
     long tail N   lognormal lengths with a mean of about N / 6, cut at N; tokens after a response's end do not count.
-                  Tunix has no lengths by row and is left out
+                  Tunix has no lengths per row and is left out
 
-Columns: tokens/s is the median of the repeats after a first call, which compiles and whose seconds are "first s"; "of
-the limit" is the share of what the device could do at best: for every step the time of the matrix products alone of the
-rows that are still alive, measured on the same weights in the same run, or of reading weights and cache at the memory's
-bandwidth, whichever is longer. Peak is the most memory that the process has taken so far, earlier cases included.
+Columns: "tokens/s" is the median of the repeats after a first call, which compiles and takes "first s". "of the limit"
+is the share of what the device could do at best: for every step, the time of the matrix products of the rows that are
+still alive, measured on the same weights in the same run, or the time of reading weights and cache at memory bandwidth,
+whichever is longer. "peak" is the most memory that the process has taken so far, earlier cases included.
 """
 
 import argparse

@@ -1,18 +1,18 @@
-"""Host: how fast a whole training step is, beside TRL's GRPOTrainer (torch) and Tunix' GRPO learner.
+"""Host: how fast a whole training step is, compared with TRL's GRPOTrainer (torch) and Tunix's GRPO learner.
 
     python scripts/benchmark_step.py --repeats 3 --output step.json
     python scripts/benchmark_step.py --peers "trl=/path/to/torch/env/bin/python" "tunix=/path/to/tunix/env/bin/python"
 
-A step samples a fixed number of tokens to every prompt (no end-of-sequence token is possible), scores the responses and
-updates the policy once. Model, options and contenders are those of benchmark_update.py; what is measured:
+A step samples a fixed number of tokens for every prompt (no end-of-sequence token is possible), scores the responses
+and updates the policy once. Model, options and contenders are those of benchmark_update.py. Measured are:
 
     dapo_jax NAME  the loop of train.py: collect (with the verifier processes and the group filter), train_on, metrics,
-                   advance; not what it logs and saves
-    trl, tunix     from the beginning of a step of their trainer to the beginning of the next
+                   advance; without logging and saving
+    trl, tunix     from the start of a step of their trainer to the start of the next
 
-Peers have no group filter, and sample with their own default: TRL with transformers' generate, Tunix with its own
-sampler. The columns are those of benchmark_update.py. The limit adds those of the two parts: sampling at the speed of
-its matrix products or of the memory, whichever is slower, and the update.
+Peers have no group filter, and use their default sampler: TRL transformers' generate, Tunix its own. The columns are
+those of benchmark_update.py. The limit adds those of the two parts: sampling at the speed of its matrix products or of
+the memory, whichever is slower, and the update.
 """
 
 import time

@@ -1,28 +1,28 @@
-"""Host: how fast the policy is updated, beside TRL's GRPOTrainer (torch) and Tunix' GRPO learner.
+"""Host: how fast the policy is updated, compared with TRL's GRPOTrainer (torch) and Tunix's GRPO learner.
 
     python scripts/benchmark_update.py --repeats 3 --output update.json
     python scripts/benchmark_update.py --peers "trl=/path/to/torch/env/bin/python" "tunix=/path/to/tunix/env/bin/python"
     python scripts/benchmark_update.py --ours shared "kept=model.enable_gradient_checkpointing=False"
 
-An update is forward pass, backward pass and optimizer step (AdamW) of one mini-batch under DAPO's loss, on a random
-Llama (default: the shape of SmolLM2-135M), with responses of equal length. Every contender is a process of its own with
-the same prompts and responses; they take turns, and only one computes at a time. A peer is left out if its packages are
-not installed. What is measured:
+An update is the forward pass, backward pass and optimizer step (AdamW) of one mini-batch under DAPO's loss, on a random
+Llama (default: the shape of SmolLM2-135M), with responses of equal length. Each contender is a separate process with
+the same prompts and responses. They take turns; only one computes at a time. A peer is left out if its packages are not
+installed. Measured are:
 
     dapo_jax NAME  train.update on rows from training_batch.rows_of, under the config options that --ours gives NAME
-    trl            a step of GRPOTrainer (loss_type "dapo") less _generate_and_score_completions: its training_step
+    trl            a step of GRPOTrainer (loss_type "dapo") without _generate_and_score_completions: its training_step
                    calls, gradient clipping, optimizer and what its loop does around them
-    tunix          all RLCluster.update_actor of a step, with DAPO's loss
+    tunix          all RLCluster.update_actor calls of a step, with DAPO's loss
 
-Responses are given, nothing is sampled. The peers keep all activations; dapo_jax does as its options say (the default
-computes them again). In bfloat16, weights and moments of dapo_jax and TRL (autocast) are float32, those of Tunix not.
+Responses are given; nothing is sampled. The peers keep all activations; dapo_jax follows its options (the default
+recomputes them). In bfloat16, weights and moments of dapo_jax and TRL (autocast) are float32, those of Tunix are not.
 
-Columns: tokens/s counts prompt and response of every row, also where a prompt is run once for several rows; it is the
-median of the repeats after a first call, which compiles and whose seconds are "first s". "Of the limit" compares with
-the matrix products alone, measured in dapo_jax in the same dtype and run: three times those of forward passes over the
-micro-batches, with a prompt in every row and the head on responses only. Shared prompts can exceed it. MFU is the FLOPs
-of these products over what the device's data sheet promises in bfloat16. Peak is the most memory that the process has
-taken.
+Columns: "tokens/s" counts prompt and response of every row, even if a prompt is run once for several rows. It is the
+median of the repeats after a first call, which compiles and takes "first s". "of the limit" compares with the matrix
+products alone, measured in dapo_jax in the same dtype and run: three times those of forward passes over the
+micro-batches, with a prompt in every row and the head on responses only. Shared prompts can exceed it. "MFU" is the
+FLOPs of these products divided by what the device's data sheet promises in bfloat16. "peak" is the most memory that the
+process has taken.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""DAPO here beside TRL's GRPOTrainer: one task, model, batch, learning rate and number of updates.
+"""DAPO here and TRL's GRPOTrainer: one task, model, batch, learning rate and number of updates.
 
     python scripts/compare_trl.py --trl TORCH_ENV/bin/python [--seeds 0] [--output docs/results]
 
-configs/sums.py states the task and the settings; the trainer of TRL is given the same ones: loss_type "dapo", clip-
-higher, truncated completions left out, its soft overlong punishment, as many updates a generation, the same learning
-rate at each step. What it does not have is dynamic sampling, so each of its steps samples the batch alone; a second arm
-here has none either. It loads the same GGUF file, samples with transformers' generate (not vLLM), and its accuracy is
-measured on the same held-out problems, two samples each at temperature 1. It mixes the rows of all groups before it
-divides them into updates; here an update has whole groups. train_with_trl.py is its side.
+configs/sums.py has the task and the settings. TRL's trainer gets the same: loss_type "dapo", clip-higher, truncated
+completions left out, its soft overlong punishment, as many updates per generation, the same learning rate at each step.
+It has no dynamic sampling, so each of its steps samples only one batch; a second arm here has none either. It loads the
+same GGUF file and samples with transformers' generate (not vLLM). Its accuracy is measured on the same held-out
+problems, two samples each at temperature 1. It mixes the rows of all groups before it splits them into updates; here an
+update has whole groups. train_with_trl.py is its side.
 
-Runs are kept and reported as by run_ablation.py, but never taken from another comparison, since seconds count: those of
-training steps, without loading, evaluation and checkpoints; compilation (of each run anew) and warm-up are in them.
+Runs are stored and reported like those of run_ablation.py, but never reused from another comparison, because their
+seconds are compared: those of training steps, without loading, evaluation and checkpoints, but with compilation (in
+each run) and warm-up.
 
 TORCH_ENV: pip install torch trl gguf pyarrow.
 """

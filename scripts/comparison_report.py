@@ -1,13 +1,13 @@
-"""Host: what becomes of finished runs: curves from their metrics.jsonl, a table and a picture of several arms.
+"""Host: reports on finished runs: curves from their metrics.jsonl, a table and a picture of several arms.
 
-Columns of the table, each a mean over the seeds, and "-" where nothing was measured:
+Columns of the table, each a mean over the seeds, and "-" if nothing was measured:
 
-    before, after    accuracy on held-out problems before the first and after the last step, (least to most)
-    equal tokens     the same after as many sampled tokens as the thriftiest of all runs took in the end
-                     (`token_budget`), interpolated
+    before, after    accuracy on held-out problems before the first and after the last step (minimum to maximum)
+    equal tokens     the same after as many sampled tokens as the shortest of all runs has in total (`token_budget`),
+                     interpolated
     tokens           sampled
-    seconds          taken by training steps (evaluation is not in them) on the kind of machine that has run all arms
-    length, cut off  of the answers to held-out problems after the last step: tokens, and share that ran into the limit
+    seconds          of training steps, without evaluation, on the kind of machine that has run all arms
+    length, cut off  of the answers to held-out problems after the last step: tokens, and share that hit the limit
     entropy, uniform    of the last quarter of the steps: nats per token, share of sampled groups that are all right or
                      all wrong
     mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps

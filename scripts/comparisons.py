@@ -1,4 +1,4 @@
-"""Host: what run_ablation.py can compare: arms that differ from one config in few options."""
+"""Host: the comparisons of run_ablation.py: arms that differ from one config in few options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Host: contenders of a benchmark: each a process of its own, so that peers have their own environment; one at a time.
+"""Host: contenders of a benchmark, each in its own process, so peers can have their own environment; one at a time.
 
 A contender is an object with
 

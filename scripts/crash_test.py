@@ -1,10 +1,10 @@
-"""Kills a run at random moments, starts it again each time, and checks that nothing of it can be seen in the end.
+"""Kills a run at random moments, restarts it each time, and checks that the result equals an uninterrupted run.
 
     python scripts/crash_test.py [--kills 25] [--seed 0] [--config configs/tiny.py] [--config.key=value ...]
 
-One run is left alone. The other is ended by SIGKILL while it samples, verifies, updates, evaluates, writes a checkpoint
-or writes records, and started again by the same command. Then both must have the same parameters and optimizer state
-and the same metrics (apart from clocks) bit for bit, each step once in metrics.jsonl, each round once in train.log,
+One run is never killed. The other is killed by SIGKILL while it samples, verifies, updates, evaluates, writes a
+checkpoint or writes records, and restarted by the same command. Then both must have the same parameters and optimizer
+state and the same metrics (except timings) bit for bit, each step once in metrics.jsonl, each round once in train.log,
 and one curve in TensorBoard.
 """
 

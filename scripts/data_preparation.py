@@ -1,7 +1,7 @@
-"""Host: what the scripts that prepare data sets share: public files in, rows in verl's schema out.
+"""Host: what the scripts that prepare data sets share. They read public files and write rows in verl's schema.
 
 A row has `prompt` (chat messages), `data_source`, `ability`, `reward_model` (`style`, `ground_truth`) and `extra_info`.
-The same files give the same bytes.
+The same input files always give the same bytes.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Host: training runs that have come to their end: in folders, and in the reports that were written of them before.
+"""Host: finished training runs, found in folders and in earlier reports.
 
-A run is known by its config (the name of its folder, the same for equal configs) and its seed, whatever arm of whatever
-comparison it was made for. So runs of another day or machine count wherever their report is at hand; each says its
-machine, versions and commit, and no run of a report is lost unseen. A run does not lose its validity by a change of the
-code or of a default: choose another folder of runs and of reports after one that matters.
+A run is identified by its config (the name of its folder, the same for equal configs) and its seed, whichever arm of
+whichever comparison it was made for. So runs of another day or machine count as long as their report is available. Each
+report states machine, versions and commit, and no run of a report is dropped silently. A change of the code or of a
+default does not invalidate a run: choose another folder for runs and reports after a change that matters.
 """
 
 import json

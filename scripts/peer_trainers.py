@@ -1,4 +1,4 @@
-"""Host: the trainers that the benchmarks of the update and of the step compare with, and what all of them are given."""
+"""Host: the trainers that the benchmarks of the update and of the step compare with, and their common settings."""
 
 import argparse
 import time

@@ -1,11 +1,11 @@
-"""Host: what dynamic sampling will cost, from how often the policy is right.
+"""Host: the expected cost of dynamic sampling, given how often the policy is right.
 
     python scripts/plan_dynamic_sampling.py --accuracy 0.1 --n 16 --train-batch-size 512 --gen-batch-size 1536
     python scripts/plan_dynamic_sampling.py --beta 0.5 2 --n 16 ...
     python scripts/plan_dynamic_sampling.py --accuracies accuracies.txt --n 16 ...
 
 A prompt that is answered right with probability p has a mixed group of n samples, and is kept, with probability
-1 - p^n - (1 - p)^n. Over the prompts that is the keep rate k; the kept groups of N rounds of G prompts are
+1 - p^n - (1 - p)^n. The mean over the prompts is the keep rate k. The number of kept groups in N rounds of G prompts is
 Binomial(N G, k), so a step needs more than N rounds with probability P(Binomial(N G, k) < B).
 """
 

@@ -1,14 +1,14 @@
-"""Host: problems of AIME, and of the AMC, to a prompt file for evaluation.
+"""Host: problems of AIME and AMC as a prompt file for evaluation.
 
     python scripts/prepare_aime.py aime-2024.parquet --output data/aime-2024.parquet
     python scripts/prepare_aime.py aime25.jsonl --data-source aime2025 --output data/aime-2025.parquet
     python scripts/prepare_aime.py amc23.jsonl --data-source amc23 --output data/amc23.parquet
     python scripts/prepare_aime.py --download
 
-Takes BytedTsinghua-SIA/AIME-2024 as published (960 rows, each problem 32 times), or files with a problem (`problem`,
-`Problem` or `question`) and an `answer` or `Answer`, as most publishers have them. Each problem is written once:
-evaluate.n draws the samples. The prompt is DAPO's; the answer loses leading zeros (073 is 73) and zero decimals, as
-`math_dapo` compares text.
+Reads BytedTsinghua-SIA/AIME-2024 as published (960 rows, each problem 32 times), or files with a problem (`problem`,
+`Problem` or `question`) and an `answer` or `Answer`, the form of most publishers. Each problem is written once;
+evaluate.n draws the samples. The prompt is DAPO's. Leading zeros (073 becomes 73) and zero decimals are removed from
+the answer, because `math_dapo` compares text.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Host: GSM8K (Cobbe et al., arXiv:2110.14168) to prompt files.
+"""Host: GSM8K (Cobbe et al., arXiv:2110.14168) as prompt files.
 
     python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl --output 'data/gsm8k/{split}.parquet'
     python scripts/prepare_gsm8k.py --download
 
-Takes the publisher's JSON Lines (github.com/openai/grade-school-math) or the Parquet files of openai/gsm8k on the
-Hugging Face hub: fields `question` and `answer`, which ends in `#### 72`. The prompt is the question and verl's
+Reads the publisher's JSON Lines (github.com/openai/grade-school-math) or the Parquet files of openai/gsm8k on the
+Hugging Face hub, with fields `question` and `answer`, which ends in `#### 72`. The prompt is the question with verl's
 instruction. The ground truth is the number without thousands commas; the verifier is `gsm8k`. Training questions that
 are also test questions are left out.
 """

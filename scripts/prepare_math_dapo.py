@@ -1,12 +1,12 @@
-"""Host: DAPO-Math-17k (arXiv:2503.14476) to a prompt file without repetitions.
+"""Host: DAPO-Math-17k (arXiv:2503.14476) as a prompt file without repetitions.
 
     python scripts/prepare_math_dapo.py dapo-math-17k.parquet --output data/dapo-math-17k.parquet
     python scripts/prepare_math_dapo.py --download
 
-Takes BytedTsinghua-SIA/DAPO-Math-17k as published: 1.79 million rows in verl's schema, each of about 17 thousand
-prompts some hundred times, by accident. One copy is right here: the prompts go on for any number of epochs. Rows whose
-prompt is plain text get the prompt of DAPO around it. Prompts that have several answers are left out. The verifier is
-`math_dapo`.
+Reads BytedTsinghua-SIA/DAPO-Math-17k as published: 1.79 million rows in verl's schema, which hold about 17 thousand
+prompts, each about a hundred times, by accident. Only one copy of each is written, because training repeats the prompts
+for any number of epochs. A prompt that is plain text is wrapped in DAPO's prompt. Prompts with several answers are left
+out. The verifier is `math_dapo`.
 """
 
 from collections.abc import Sequence

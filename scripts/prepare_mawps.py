@@ -1,14 +1,17 @@
-"""Host: MAWPS (Koncel-Kedziorski et al., NAACL 2016), word problems of one and two steps, to prompt files.
+"""Host: MAWPS (Koncel-Kedziorski et al., NAACL 2016), word problems of one and two steps, as prompt files.
 
     python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl --output 'data/mawps/{split}.parquet'
     python scripts/prepare_mawps.py --download
 
-Takes JSON Lines or Parquet with `input` and `target` (the files of PaL, arXiv:2211.10435) or with `question` and
-`result` (MU-NLPC/Calc-mawps on the Hugging Face hub). Problems of one template, which tell the same story with other
-numbers, names and things, all go into the same split: a hash of the template chooses which. So no held-out template is
-trained on, and a row's split does not depend on the other rows. The files have no equations to split by; equal wording
-has an equal one. Three worked examples, which are of no data set, stand before each problem. The verifier is
-`arithmetic`: the last number counts.
+Reads JSON Lines or Parquet with `input` and `target` (the files of PaL, arXiv:2211.10435) or with `question` and
+`result` (MU-NLPC/Calc-mawps on the Hugging Face hub).
+
+Problems of one template tell the same story with other numbers, names and things. They all go into the same split,
+chosen by a hash of the template. So a template is never split between train and held-out, and a row's split does not
+depend on the other rows. The files have no equations to split by; equal wording has an equal one.
+
+Three worked examples, which are in no data set, come before each problem. The verifier is `arithmetic`: the last number
+counts.
 """
 
 import hashlib

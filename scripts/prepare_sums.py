@@ -2,10 +2,10 @@
 
     python scripts/prepare_sums.py --output 'data/sums/{split}.parquet'
 
-`8 + 5 + 6 = ?` is shown once with its answer, `8 + 5 = 13, 13 + 6 = 19`, and another sum is asked for. Longer sums are
-harder and take longer answers, so that a small model gets some right always, some never, and runs into a limit of
-response length. Every order of the same numbers is in the same split. The verifier is `arithmetic`: the last number
-counts. `extra_info.num_terms` tells the difficulty.
+The prompt shows `8 + 5 + 6 = ?` with its answer, `8 + 5 = 13, 13 + 6 = 19`, and asks for another sum. Longer sums are
+harder and take longer answers, so a small model gets some always right and some never, and hits a limit of response
+length. All orders of the same numbers are in the same split. The verifier is `arithmetic`: the last number counts.
+`extra_info.num_terms` is the difficulty.
 """
 
 import itertools

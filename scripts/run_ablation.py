@@ -2,11 +2,11 @@
 
     python scripts/run_ablation.py [dapo] [--seeds 0 1 2] [--output docs/results] [--config.key=value ...]
 
-comparisons.py lists the comparisons; `dapo` is the table of the paper, from naive GRPO to all parts. Equal configs are
-run once, whatever arm they belong to; a run that is finished is not run again, nor one that a report in the output
-folder has, and one that was interrupted goes on after its last checkpoint: so seeds can be added later. To repeat what
-docs/results has, choose another output. Checkpoints of finished runs are deleted. The reports are
-comparison_report.py's, whose docstring explains the table; pictures need pip install -e '.[plots]'.
+comparisons.py lists the comparisons; `dapo` is the paper's table, from naive GRPO to all parts. Equal configs are run
+once, whichever arm they belong to. Finished runs are not repeated, including those in a report in the output folder.
+Interrupted runs resume from their last checkpoint. So you can add seeds later. To repeat runs of docs/results, choose
+another output. Checkpoints of finished runs are deleted. comparison_report.py writes the reports, and its docstring
+explains the table; pictures need pip install -e '.[plots]'.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
     python scripts/soak.py [--steps 1000] [--json FILE] [--config configs/tiny.py] [--config.key=value ...]
 
-After every step: resident memory, JAX's live arrays and their bytes, open files, threads and processes. The least of a
-count in the last quarter must not be more than in the second: what comes and goes while a checkpoint is written in the
-background is no growth, what stays is. Memory, whose allocator keeps some, may be 2 % more in the median.
+After every step it measures resident memory, JAX's live arrays and their bytes, open files, threads and processes. The
+minimum of a count in the last quarter must not exceed that in the second: what comes and goes while a checkpoint is
+written in the background is not growth, what stays is. The median of memory may grow by 2 %, because the allocator
+keeps some.
 """
 
 import argparse

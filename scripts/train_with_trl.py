@@ -1,6 +1,7 @@
 """TRL's side of compare_trl.py, which starts it in TRL's environment: python scripts/train_with_trl.py WORKDIR
 
-Reads WORKDIR/settings.json, trains with GRPOTrainer, and writes metrics.jsonl and environment.json as a run here does.
+Reads WORKDIR/settings.json, trains with GRPOTrainer, and writes metrics.jsonl and environment.json like a run of
+dapo_jax.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The task as train_with_trl.py sees it: problems, what is right, lengths. It imports neither jax nor torch."""
+"""The task for train_with_trl.py: problems, verdicts, lengths. It imports neither jax nor torch."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -12,19 +12,20 @@ HEAD = """# Metrics
 
 Written by `scripts/write_metrics_doc.py` from `dapo_jax/monitor/catalogue.py`; do not edit.
 
-A row of `metrics.jsonl` holds what was measured in one training step; row 0 is the evaluation before the first. In a
-name, `{a|b}` is one of several parts; `{score}` stands for a number of the verifier (`acc`, `score`, your own),
-`{task}` for a task set ([evaluation.md](evaluation.md)), `{n}` and `{k}` for numbers of samples. All standard
-deviations are the population's. A name of verl or Trinity-RFT has its formula, unless the table says otherwise.
-"Trained" is what the group filter has let through.
+A row of `metrics.jsonl` holds the metrics of one training step; row 0 is the evaluation before the first step.
+
+In a name, `{a|b}` means one of several parts, `{score}` a number that the verifier returns (`acc`, `score`, your own),
+`{task}` a task set ([evaluation.md](evaluation.md)), and `{n}` and `{k}` numbers of samples. Standard deviations are
+population standard deviations. A metric with a name of verl or Trinity-RFT has their formula, unless the table says
+otherwise. "Trained" means what the group filter has kept.
 """
 
 TAIL = """
-## What others have and this has not
+## Metrics of verl and Trinity-RFT that are missing or renamed
 
-Where there is one policy, one turn and no waiting, some metrics of verl and Trinity-RFT would be constants, and are
-left out: `num_turns/`, `tool_call_counts/`, `response_length_non_aborted/`, `response/aborted_ratio`,
-`timing_s/{gen_max|update_weights}`, `time/{sync_weight|explorer_sync_interval|trainer_sync_interval|read_experience}`,
+With one policy, one turn and no waiting, these metrics would be constants, so they are left out: `num_turns/`,
+`tool_call_counts/`, `response_length_non_aborted/`, `response/aborted_ratio`, `timing_s/gen_max`,
+`time/{sync_weight|explorer_sync_interval|trainer_sync_interval|read_experience}`,
 `rollout/time/{run|task}_execution`, `sample/model_version_drift`. Others have another name here:
 
 | there | here |
@@ -46,13 +47,13 @@ def document() -> str:
     parts = [HEAD]
     for section, metrics in sections():
         parts += [f"\n## {section.strip('{}').replace('|', '/, ')}/\n", *table(metrics)]
-    parts += ["\n## Histograms, in TensorBoard alone\n", *table(HISTOGRAMS)]
+    parts += ["\n## Histograms, only in TensorBoard\n", *table(HISTOGRAMS)]
     return "\n".join(parts) + "\n" + TAIL
 
 
 def table(metrics: Iterable[Metric]) -> list[str]:
     """Lines of a Markdown table."""
-    lines = ["| metric | unit | formula | as | there when |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| metric | unit | value | name from | logged when |", "| --- | --- | --- | --- | --- |"]
     for metric in metrics:
         when = f"{metric.when} ({metric.needs})" if metric.needs else metric.when
         cells = (f"`{metric.name}`", metric.unit, metric.formula, metric.source, when)

@@ -1,9 +1,9 @@
-"""Writes the tables of docs/results.md from the files that run_ablation.py and compare_trl.py left in docs/results/.
+"""Writes the tables of docs/results.md from the files of run_ablation.py and compare_trl.py in docs/results/.
 
     python scripts/write_results_doc.py
 
-What stands between `<!-- NAME -->` and `<!-- end -->` becomes the table of docs/results/NAME.json; its command stands
-before it.
+The text between `<!-- NAME -->` and `<!-- end -->` is replaced by the table of docs/results/NAME.json; its command is
+above it.
 """
 
 import json
@@ -41,7 +41,7 @@ def _section(name: str) -> str:
     facts.append(f"[numbers](results/{name}.json), [all curves](results/{name}.png)")
     return (
         f"{markdown_table(report['table'])}\n\n{'; '.join(facts)}.\n\n"
-        f"![{name}: held-out accuracy in the course of training](results/{name}_accuracy.png)"
+        f"![{name}: held-out accuracy during training](results/{name}_accuracy.png)"
     )
 
 
