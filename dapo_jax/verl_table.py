@@ -44,6 +44,7 @@ class Entry:
     note: str = ""  # what differs, or why there is none
     convert: Convert | None = None  # from a value and all options that are given to values of ours; None: as it is
     same: tuple[Any, ...] = ()  # of an option that is not here: values that ask for what happens anyway
+    by_hand: bool = False  # an option whose value says nothing about what fits here
     lost: bool = False  # an option that is not here, without which a run is another one
 
 
@@ -105,12 +106,14 @@ HERE = (
         "rollout.kv_memory_share",
         "a share of the memory that is free, for keys and values alone: verl's number means something else",
         set_by_hand,
+        by_hand=True,
     ),
     Entry(
         f"{ROLLOUT}.max_num_seqs",
         "rollout.max_num_seqs",
         "of all devices together, there of one engine; 0 finds what fits the memory",
         set_by_hand,
+        by_hand=True,
     ),
     Entry(f"{ROLLOUT}.tensor_model_parallel_size", "mesh.tensor", "of training too: they share one mesh"),
     Entry(f"{ACTOR}.ppo_mini_batch_size", "actor.ppo_mini_batch_size", "prompts of all devices together, as there"),
@@ -120,6 +123,7 @@ HERE = (
         "actor.ppo_micro_batch_size_per_device",
         "responses of one device, there of all",
         set_by_hand,
+        by_hand=True,
     ),
     Entry(f"{ACTOR}.use_dynamic_bsz", "actor.use_dynamic_bsz"),
     Entry(
@@ -272,7 +276,7 @@ HERE = (
     Entry("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", "the best ones more: trainer.keep_best_ckpt"),
     Entry("trainer.default_local_dir", "workdir", "logs and checkpoints"),
     Entry("trainer.resume_mode", "trainer.resume_mode", "resume_path: trainer.resume_from_path alone", resume_mode),
-    Entry("trainer.resume_from_path", "trainer.resume_from_path", "a run of this trainer", set_by_hand),
+    Entry("trainer.resume_from_path", "trainer.resume_from_path", "a run of this trainer", set_by_hand, by_hand=True),
     Entry("trainer.logger", "trainer.logger", "console, tensorboard, wandb; metrics.jsonl is always written", trackers),
     Entry("trainer.{project_name,experiment_name}", "trainer.{project_name,experiment_name}", "of wandb"),
     Entry("{trainer.profile_steps,global_profiler.steps}", "trainer.profile_steps"),
@@ -418,12 +422,24 @@ EASYR1 = (
     Entry("worker.actor.offload.offload_optimizer", "actor.optim.offload"),
     Entry("worker.rollout.val_override_config.{n,temperature,top_p}", "evaluate.{n,temperature,top_p}"),
     Entry("worker.rollout.tensor_parallel_size", "mesh.tensor"),
-    Entry("worker.rollout.gpu_memory_utilization", "rollout.kv_memory_share", "of the free memory", set_by_hand),
+    Entry(
+        "worker.rollout.gpu_memory_utilization",
+        "rollout.kv_memory_share",
+        "of the free memory",
+        set_by_hand,
+        by_hand=True,
+    ),
     Entry("worker.reward.reward_function", "reward.function"),
     Entry("worker.{actor.fsdp,actor.offload,ref.fsdp,ref.offload}.*", note="mesh.fsdp divides parameters"),
-    Entry("algorithm.disable_kl", "actor.use_kl_loss", "off unless set", set_by_hand),
+    Entry("algorithm.disable_kl", "actor.use_kl_loss", "off unless set", set_by_hand, by_hand=True),
     Entry("algorithm.use_kl_loss", "actor.use_kl_loss"),
-    Entry("algorithm.kl_coef", "actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef with use_kl_in_reward", set_by_hand),
+    Entry(
+        "algorithm.kl_coef",
+        "actor.kl_loss_coef",
+        "algorithm.kl_ctrl.kl_coef with use_kl_in_reward",
+        set_by_hand,
+        by_hand=True,
+    ),
     Entry("trainer.{max_steps,val_freq,save_limit}", "trainer.{total_training_steps,test_freq,max_ckpt_to_keep}"),
     Entry("trainer.{save_checkpoint_path,load_checkpoint_path}", "{workdir,trainer.resume_from_path}"),
     Entry(

@@ -46,7 +46,8 @@ WITH_A_PLUS = (  # options that a script adds by + to what the trainer's config 
     "{actor_rollout_ref.actor.megatron", "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.veomni",
     "data.apply_chat_template_kwargs.", "{custom_reward_function,reward.custom_reward_function}.reward_kwargs",
     "{reward,reward_model}.reward_kwargs.*", "actor_rollout_ref.ref.{model.path,model}",
-    "actor_rollout_ref.rollout.limit_images", "actor_rollout_ref.model.override_config.*", "actor_rollout_ref.actor.policy_loss.*",
+    "actor_rollout_ref.rollout.limit_images", "actor_rollout_ref.model.override_config.*",
+    "actor_rollout_ref.actor.policy_loss.*",
 )  # fmt: skip
 
 
