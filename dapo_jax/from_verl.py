@@ -80,9 +80,7 @@ def translate(given: Mapping[str, str]) -> Translation:
             why = f"is empty in the script: set {ours}" if not given[key] else f"needs a command to run: set {ours}"
             result.by_hand.append(f"{key} {why} by hand, or leave it at its default")
     values = {key: parsed(text) for key, text in known.items()}
-    values.setdefault(FSDP_SIZE, -1)
-    if values.get("algorithm.filter_groups.enable"):
-        values.setdefault("algorithm.filter_groups.max_num_gen_batches", 0)
+    values = {**_defaults(values), **values}
     for key, value in values.items():
         _take(key, value, {**ASSUMED, **values}, result)
     _leave_out_unread(result)
@@ -97,6 +95,17 @@ def translate(given: Mapping[str, str]) -> Translation:
         )
     result.by_hand.sort()
     return result
+
+
+def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's defaults of options that are read only with others, and of what is computed here."""
+    defaults: dict[str, Any] = {FSDP_SIZE: -1}
+    if values.get("algorithm.filter_groups.enable"):
+        defaults["algorithm.filter_groups.max_num_gen_batches"] = 0
+    if values.get("data.val_files"):
+        validation = "actor_rollout_ref.rollout.val_kwargs"
+        defaults |= {f"{validation}.n": 1, f"{validation}.temperature": 0.0}
+    return defaults
 
 
 def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) -> None:
@@ -114,9 +123,9 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
             result.lost.append(f"{text}: {error}")
             return
         result.values |= taken
-        if entry.by_hand:
+        if entry.by_hand and value is not None:
             result.by_hand.append(f"{text}: {', '.join(ours_of(key))} is {entry.note}")
-        elif not taken:
+        elif not taken and not entry.by_hand:
             result.dropped.append(f"{text}: the default of {', '.join(ours_of(key))}")
         if key == FSDP_SIZE and taken != {"mesh.fsdp": 1}:
             devices = values["trainer.n_gpus_per_node"] * values["trainer.nnodes"]
@@ -132,8 +141,6 @@ def _leave_out_unread(result: Translation) -> None:
     for key, setting in unread(resolve_aliases(config)).items():
         if key in result.values:
             result.dropped.append(f"{key}={result.values.pop(key)}: not read without {setting}")
-        if flat(BASE)[key] != DEFAULTS[key]:
-            result.values[key] = DEFAULTS[key]
 
 
 def command(values: Mapping[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config dapo_jax/verl_defaults.py --config.model.path=DIRECTORY ...
 
-An option that a script of verl's does not set is then what it is there. What only changes speed, memory, records or
-checkpoints keeps the default of dapo_jax.
+An option that a script of verl's does not set is then what it is there. What only changes speed, memory, records,
+checkpoints or evaluation keeps the default of dapo_jax.
 """
 
 from typing import Any
@@ -26,6 +26,4 @@ def get_config() -> Any:
     config.actor.optim.weight_decay = 0.01
     config.trainer.total_training_steps = -1
     config.trainer.total_epochs = 30
-    config.evaluate.n = 1
-    config.evaluate.temperature = 0.0
     return config

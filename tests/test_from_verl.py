@@ -86,7 +86,7 @@ def test_a_script_that_sets_nothing_trains_as_verl_does():
         "trainer.project_name", "trainer.experiment_name", "trainer.save_freq", "trainer.test_freq", "mesh.tensor",
         "mesh.fsdp", "reward.num_workers", "reward.overlong_buffer.log", "critic.ppo_mini_batch_size",
         "actor.share_prompts", "model.lora.alpha", "algorithm.filter_groups.max_num_gen_batches",
-        "custom_reward_function.name",
+        "custom_reward_function.name", "evaluate.n", "evaluate.temperature",
     )  # fmt: skip
     base, seen = flat(BASE), set()
     for key, default in TRAINER["0.9.0"].items():
@@ -127,12 +127,14 @@ def test_the_config_file_is_the_command(tmp_path):
     assert read_config(["train", "--config", str(file)]) == read(result.values)
 
 
-def test_options_that_nothing_would_read_are_left_out_and_said():
+def test_options_that_nothing_would_read_are_left_out_and_named():
     result = translate({**given(PUBLISHED[1]), "critic.optim.lr": "1e-5", "algorithm.lam": "0.9"})
     assert result.problems == [] and "algorithm.lam" not in result.values
     assert any("algorithm.lam=0.9: not read without algorithm.adv_estimator=gae" in line for line in result.dropped)
     without_files = {key: value for key, value in given(PUBLISHED[1]).items() if key != "data.val_files"}
     assert translate(without_files).problems == []
+    greedy = translate({"data.val_files": "a.parquet"}).config().evaluate
+    assert (greedy.n, greedy.temperature) == (1, 0)
 
 
 @pytest.mark.parametrize(

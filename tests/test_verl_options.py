@@ -1,6 +1,7 @@
 """verl's options: each has an entry in the table, which names options that there are, and the command line's advice."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,9 @@ def test_an_entry_names_options_that_there_are_and_says_something_where_there_is
         assert set(expanded(entry.ours) if entry.ours else ()) <= set(DEFAULTS), entry.verl
         assert entry.ours or entry.note, entry.verl
         assert not (entry.lost and entry.ours), entry.verl
+        for word in re.findall(r"(?<!/)\b[a-z_]+(?:\.[a-z_]+)+", entry.note):
+            if word.partition(".")[0] in {key.partition(".")[0] for key in DEFAULTS}:
+                assert any(f"{key}.".startswith(f"{word}.") for key in DEFAULTS), (entry.verl, word)
     assert all(entry.ours for entry in HERE) and all(len(ours_of(key)) for key in KEYS if find(key) in HERE)
 
 
