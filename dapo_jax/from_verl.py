@@ -24,7 +24,7 @@ from dapo_jax.option_uses import DEFAULTS, flat, unread, with_values
 from dapo_jax.shell_scripts import UNKNOWN, Script
 from dapo_jax.validation import validate
 from dapo_jax.verl_options import converted, find, flag, is_off, ours_of
-from dapo_jax.verl_values import parsed
+from dapo_jax.verl_values import TRACKERS, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(verl|recipe)(\.\w+)+|(.*[./])?main_\w+(\.py)?")
@@ -127,6 +127,8 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
             result.by_hand.append(f"{text}: {', '.join(ours_of(key))} is {entry.note}")
         elif not taken and not entry.by_hand:
             result.dropped.append(f"{text}: the default of {', '.join(ours_of(key))}")
+        if key == "trainer.logger" and len(taken[key]) < len(value if isinstance(value, list) else [value]):
+            result.by_hand.append(f"{text}: the trackers here are {', '.join(TRACKERS)}")
         if key == FSDP_SIZE and taken != {"mesh.fsdp": 1}:
             devices = values["trainer.n_gpus_per_node"] * values["trainer.nnodes"]
             axis = taken["mesh.fsdp"]

@@ -18,6 +18,7 @@ from dapo_jax.verl_values import (
     correction,
     filter_metric,
     fsdp_size,
+    greedy,
     lora_modules,
     only_positive,
     resume_mode,
@@ -100,6 +101,7 @@ HERE = (
         only_positive("rollout.top_k"),
     ),
     Entry(f"{ROLLOUT}.val_kwargs.{{n,temperature,top_p}}", "evaluate.{n,temperature,top_p}", "4 samples unless set"),
+    Entry(f"{ROLLOUT}.val_kwargs.do_sample", "evaluate.temperature", "0 is greedy", greedy),
     Entry(f"{ROLLOUT}.val_kwargs.top_k", "evaluate.top_k", "-1 is off", only_positive("evaluate.top_k")),
     Entry(
         f"{ROLLOUT}.gpu_memory_utilization",
@@ -283,7 +285,6 @@ HERE = (
 )
 
 NOT_NEEDED = (
-    Entry(f"{ROLLOUT}.val_kwargs.do_sample", note="evaluate.temperature=0 is greedy"),
     Entry(f"{ROLLOUT}.{{name,mode,dtype,load_format,enforce_eager,free_cache_engine,layered_summon}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{cudagraph_capture_sizes,max_num_batched_tokens,max_model_len}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{enable_chunked_prefill,enable_prefix_caching,scheduling_policy}}", note=NO_ENGINE),
@@ -309,7 +310,7 @@ NOT_NEEDED = (
     Entry(f"{{{ACTOR},{ARR}.ref,critic}}.veomni.*", note="mesh.fsdp"),
     Entry(f"{{{ACTOR},{ARR}.ref,critic,reward_model}}.strategy", note=NO_TORCH),
     Entry(f"{{{ACTOR},{ARR}.ref}}.{{use_torch_compile,entropy_*,pad_to_length}}", note=NO_TORCH),
-    Entry(f"{ACTOR}.{{use_fused_kernels,data_loader_seed,load_weight}}", note=NO_TORCH),
+    Entry(f"{ACTOR}.{{use_fused_kernels,data_loader_seed}}", note=NO_TORCH),
     Entry(f"{ACTOR}.calculate_entropy", note="always on"),
     Entry(f"{{{ACTOR}.use_remove_padding,{ARR}.model.use_remove_padding}}", note=PACKED),
     Entry(f"{{{ACTOR},{ARR}.ref,critic}}.rollout_n", note="rollout.n"),
@@ -337,7 +338,10 @@ NOT_NEEDED = (
     Entry("reward_model.{launch_reward_fn_async,use_reward_loop}", note="verifiers run while the batch is sampled"),
     Entry("{reward_model,reward.reward_model}.{enable_resource_pool,n_gpus_per_node,nnodes}", note="one mesh for all"),
     Entry("reward_model.model.{use_*,fsdp_config.*,trust_remote_code}", note=NO_TORCH),
-    Entry("reward_model.{use_dynamic_bsz,forward_max_token_len_per_gpu,micro_batch_size}", note="see above"),
+    Entry(
+        "reward_model.{use_dynamic_bsz,forward_max_token_len_per_gpu,micro_batch_size}",
+        note="reward.model.micro_batch_size_per_device",
+    ),
     Entry("reward_model.ulysses_sequence_parallel_size", note="sequences stay whole"),
     Entry("{reward_model,reward.reward_model}.rollout.*", note=NO_ENGINE),
     Entry("{reward_manager,reward.reward_manager}.{source,module.*}", note=MANAGER),
@@ -348,10 +352,13 @@ NOT_NEEDED = (
     Entry(
         "trainer.{default_hdfs_dir,del_local_ckpt_after_load,max_critic_ckpt_to_keep}", note="trainer.checkpoint_dir"
     ),
-    Entry("trainer.{device,use_legacy_worker_impl,ray_wait_register_center_timeout,use_v1}", note="JAX's own devices"),
+    Entry(
+        "trainer.{device,use_legacy_worker_impl,ray_wait_register_center_timeout,use_v1}",
+        note="there is one trainer, on JAX's devices",
+    ),
     Entry("trainer.esi_redundant_time", note="SIGTERM saves a checkpoint, and the run goes on from there"),
     Entry("trainer.v1.*", note="of the asynchronous trainer: trainer.rollout_ahead, algorithm.filter_groups.leftover"),
-    Entry("{transfer_queue,ray_kwargs,ray_init,skip,hydra}.*", note="there is no Ray and no hydra"),
+    Entry("{transfer_queue,ray_kwargs,skip,hydra}.*", note="there is no Ray and no hydra"),
     Entry("*_target_", note="hydra's name of a class"),
 )
 

@@ -90,6 +90,10 @@ def both_clip_ratios(value: Any, given: Values) -> dict[str, Any]:
     return {ours: value for theirs, ours in bounds.items() if given.get(theirs) is None}
 
 
+def greedy(value: Any, given: Values) -> dict[str, Any]:
+    return {} if value else {"evaluate.temperature": 0.0}
+
+
 def token_budget(value: Any, given: Values) -> dict[str, Any]:
     """At least one longest sequence, which verl divides over sequence parallel devices."""
     longest = bucket(given.get("data.max_prompt_length", 1)) + given.get("data.max_response_length", 0)
