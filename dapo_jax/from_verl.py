@@ -27,7 +27,7 @@ from dapo_jax.verl_options import converted, find, flag, is_off, ours_of
 from dapo_jax.verl_values import TRACKERS, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-TRAINER = re.compile(r"(verl|recipe)(\.\w+)+|(.*[./])?main_\w+(\.py)?")
+TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 ASSUMED = {  # verl's defaults that a conversion looks at
     "trainer.n_gpus_per_node": 8,
@@ -111,7 +111,9 @@ def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) -> None:
     """Puts one option of verl where it belongs."""
     entry, text = find(key), f"{key}={value}"
-    if entry is None:
+    if key.startswith("critic.") and values.get("algorithm.adv_estimator", "gae") != "gae":
+        result.dropped.append(f"{text}: the advantage estimator needs no critic")
+    elif entry is None:
         result.lost.append(f"{text}: no option of verl 0.7 or 0.9")
     elif not entry.ours:
         matters = entry.lost and not is_off(entry, value)
@@ -143,6 +145,8 @@ def _leave_out_unread(result: Translation) -> None:
     for key, setting in unread(resolve_aliases(config)).items():
         if key in result.values:
             result.dropped.append(f"{key}={result.values.pop(key)}: not read without {setting}")
+        if flat(BASE)[key] != DEFAULTS[key]:
+            result.values[key] = DEFAULTS[key]
 
 
 def command(values: Mapping[str, Any]) -> str:

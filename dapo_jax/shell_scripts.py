@@ -17,7 +17,7 @@ BLOCKS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "
 INNER = ("then", "else", "elif", "do", "!")  # words before a command of a block
 DECLARING = ("export", "readonly", "declare", "typeset", "local")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#?$!])(\[[@*]\])?(:?[-=+?])?(.*)", re.DOTALL)
+PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#?$!])(\[(?:[@*]|\d+)\])?(:?[-=+?])?(.*)", re.DOTALL)
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -156,7 +156,9 @@ class Script:
         values = (
             self._array(name) if items or name in "@*" else [self._variables[name]] if name in self._variables else []
         )
-        if not values and name in self._arrays:
+        if items and items[1].isdigit():
+            items, values = "", values[int(items[1:-1]) :][:1]
+        elif not values and name in self._arrays:
             values = self._arrays[name][:1]
         if counts:
             return [str(len(values) if items else len("".join(values)))]
@@ -167,7 +169,7 @@ class Script:
             values = [" ".join(self._fields(rest, split=False))]
             if cure[-1] == "=":
                 self._variables[name] = values[0]
-        elif absent and not items and name not in "@*" and name not in self._arrays and not name.isdigit():
+        elif absent and not items and name not in "@*" and name not in self._arrays and name.isidentifier():
             self._skip(f"{name} is not set: it is read as empty")
             values = [""]
         return values

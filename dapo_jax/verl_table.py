@@ -25,6 +25,7 @@ from dapo_jax.verl_values import (
     reward_manager,
     reward_model_path,
     reward_model_switch,
+    reward_name,
     set_by_hand,
     thresholds,
     token_budget,
@@ -156,7 +157,7 @@ HERE = (
     Entry(f"{ACTOR}.loss_agg_mode", "actor.loss_agg_mode", "exact over the mini-batch, however it is split"),
     Entry(f"{ACTOR}.{{use_kl_loss,kl_loss_coef,kl_loss_type}}", "actor.{use_kl_loss,kl_loss_coef,kl_loss_type}"),
     Entry(f"{ACTOR}.optim.{{{OPTIMIZER}}}", f"actor.optim.{{{OPTIMIZER}}}"),
-    Entry(f"{ACTOR}.optim.warmup_style", "actor.optim.lr_scheduler_type"),
+    Entry(f"{ACTOR}.optim.{{warmup_style,lr_decay_style}}", "actor.optim.lr_scheduler_type"),
     Entry(
         f"{ACTOR}.optim.lr_warmup_steps",
         "actor.optim.lr_warmup_steps",
@@ -244,6 +245,7 @@ HERE = (
         "{custom_reward_function,reward.custom_reward_function}.name",
         "custom_reward_function.name",
         "compute_score unless set",
+        reward_name,
     ),
     Entry(
         "{reward_model.reward_manager,reward_manager.name,reward.reward_manager.name}",
@@ -359,6 +361,10 @@ NOT_NEEDED = (
     Entry("trainer.esi_redundant_time", note="SIGTERM saves a checkpoint, and the run goes on from there"),
     Entry("trainer.v1.*", note="of the asynchronous trainer: trainer.rollout_ahead, algorithm.filter_groups.leftover"),
     Entry("{transfer_queue,ray_kwargs,skip,hydra}.*", note="there is no Ray and no hydra"),
+    Entry("model_engine", note="there is one trainer, on JAX's devices"),
+    Entry(
+        f"{{{ACTOR},critic}}.optim.override_optimizer_config.*", note="actor.optim.offload, actor.optim.moments_dtype"
+    ),
     Entry("*_target_", note="hydra's name of a class"),
 )
 
@@ -411,6 +417,10 @@ NOT_HERE = (  # what changes a run, and after it what is read with it only
     _missing("distillation.enabled", "there is no teacher"),
     Entry("distillation.*", note="there is no teacher"),
     _missing("trainer.val_only", "python -m dapo_jax.evaluate measures a policy"),
+    _missing("async_training.*", "trainer.rollout_ahead=1 samples while it trains"),
+    _missing(
+        "rollout.{nnodes,n_gpus_per_node,total_rollout_steps}", "trainer.rollout_devices samples while others train"
+    ),
     _missing("trainer.v1.trainer_mode", "trainer.rollout_ahead=1 samples while it trains", "sync"),
 )
 

@@ -159,7 +159,16 @@ def thresholds(value: Any, given: Values) -> dict[str, Any]:
 
 
 def bypass(value: Any, given: Values) -> dict[str, Any]:
+    prefix = "algorithm.rollout_correction"
+    if value and (given.get(f"{prefix}.rollout_is") or given.get(f"{prefix}.rollout_rs")):
+        raise InputError("rollout_is and rollout_rs compare the sampler with the training pass: that is computed here")
     return {"actor.old_logprob": "rollout"} if value else {}
+
+
+def reward_name(value: Any, given: Values) -> dict[str, Any]:
+    """Nothing without a path, as in verl."""
+    own = any(given.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
+    return {"custom_reward_function.name": value} if own and value else {}
 
 
 def reward_manager(value: Any, given: Values) -> dict[str, Any]:

@@ -155,6 +155,10 @@ def test_options_that_nothing_would_read_are_left_out_and_named():
             {"data.chat_template_kwargs": '{"enable_thinking": false}'},
         ),
         ("algorithm.adv_estimator=grpo_vectorized", {"algorithm.adv_estimator": "grpo"}),
+        ("custom_reward_function.name=compute_score", {}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", {
+            "actor.policy_loss.loss_mode": "gspo", "actor.clip_ratio_c": 10.0,
+        }),
         ("algorithm.rollout_correction.rollout_is=token", {
             "algorithm.rollout_correction.rollout_is": "token", "actor.old_logprob": "recompute",
         }),
@@ -198,6 +202,7 @@ def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):
     ("text", "message"),
     [
         (None, "cannot be read"),
+        ("python3 -m verl.trainer.sft_trainer data.train_files=a", "no command of the script starts"),
         ("echo hello", "no command of the script starts"),
         ("a='b", "line 1: the ' is not closed"),
     ],

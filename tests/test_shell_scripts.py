@@ -12,7 +12,7 @@ LINES = [
     "show plain 'single $SET' \"double $SET\" $SET \"a\"b'c' \\$SET",
     'A=${SET:-x}; B=${UNSET:-"${HOME}/d e"}; C=${EMPTY:-c}; D=${EMPTY-d}; show "$A" $B "$C" "$D" end',
     'N=3; M=$((N * (2 + 4) - 1)); show $M $((M / 2)) $((M % 4)) "$(( N*N ))" $((-N))',
-    "L=(a \"b c\" # it's a comment\n 'd $SET' $SET)\nL+=(z)\nshow \"${L[@]}\" ${#L[@]} \"x${L[@]}y\" end",
+    "L=(a \"b c\" # it's a comment\n 'd $SET' $SET)\nL+=(z)\nshow \"${L[@]}\" ${#L[@]} \"x${L[@]}y\" end ${L[1]} $L",
     'E=(); show "${E[@]}" end "$@" "${@}" $1 "$2"',
     "show a \\\n  b # c\nshow d;show e && show f || show g",
     'X=1 show "k=[\'a\',\'b\']" \'l=["a","b"]\' ~/x',

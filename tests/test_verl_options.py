@@ -48,7 +48,8 @@ WITH_A_PLUS = (  # options that a script adds by + to what the trainer's config 
     "data.apply_chat_template_kwargs.", "{custom_reward_function,reward.custom_reward_function}.reward_kwargs",
     "{reward,reward_model}.reward_kwargs.*", "actor_rollout_ref.ref.{model.path,model}",
     "actor_rollout_ref.rollout.limit_images", "actor_rollout_ref.model.override_config.*",
-    "actor_rollout_ref.actor.policy_loss.*",
+    "actor_rollout_ref.actor.policy_loss.*", "async_training.", "rollout.", "model_engine",
+    "{actor_rollout_ref.actor,critic}.optim.override_optimizer_config.*",
 )  # fmt: skip
 
 
