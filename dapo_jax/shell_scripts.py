@@ -1,8 +1,9 @@
 """Host: the commands of a shell script with their words expanded, without running anything.
 
 It reads what the scripts of a training run consist of: assignments, arrays, `export`, quotes, `${NAME:-default}`,
-`$((a * b))`. What cannot be known without running something is not guessed: a command substitution leaves UNKNOWN in
-its word, and what lies between `if` and `fi` (`case`, `for`, `while`, the braces of a function) is left out.
+`$((a * b))`, and `if` and `case` whose tests compare texts or numbers. What cannot be known without running something
+is not guessed: a command substitution leaves UNKNOWN in its word, and what lies within another `if`, a loop or a
+function is left out.
 """
 
 import ast
@@ -10,11 +11,9 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 
+from dapo_jax.shell_blocks import UNKNOWN, Blocks, holds
 from dapo_jax.shell_words import Command, commands, end_of_part
 
-UNKNOWN = "\0"  # in a word: what only a shell could say
-BLOCKS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "{": "}"}
-INNER = ("then", "else", "elif", "do", "!")  # words before a command of a block
 DECLARING = ("export", "readonly", "declare", "typeset", "local")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*#?$!])(\[(?:[@*]|\d+)\])?(:?[-=+?])?(.*)", re.DOTALL)
@@ -42,32 +41,34 @@ class Script:
         self._variables = {**environment, **{str(place): value for place, value in enumerate(arguments, 1)}}
         self._arrays: dict[str, list[str]] = {"@": list(arguments), "*": list(arguments)}
         self._line = 0
-        ends: list[str] = []  # of the blocks around a command
+        self._status: bool | None = None  # of the last command, where it is known
+        blocks = Blocks(lambda word: " ".join(self._fields(word, split=False)))
         for command in commands(text):
             self._line = command.line
-            first = next((word for word in command.words if word not in INNER), "")
-            if first in BLOCKS:
-                if not ends:
-                    self._skip(f"{' '.join(command.words)} ... {BLOCKS[first]}")
-                ends.append(BLOCKS[first])
-            elif ends:
-                ends = ends[:-1] if first == ends[-1] else ends
-            else:
-                self._carry_out(command)
+            words, left_out = blocks.take(command)
+            if left_out:
+                self._skip(left_out)
+            if words:
+                self._carry_out(words, command)
 
-    def _carry_out(self, command: Command) -> None:
-        words = list(command.words)
-        declares = words[0] in DECLARING
+    def _carry_out(self, words: list[str], command: Command) -> None:
+        runs = {"": True, "&&": self._status, "||": None if self._status is None else not self._status}[command.before]
+        if runs is False:
+            return
+        self._status = None
         given = [ASSIGNMENT.fullmatch(word) for word in words]
-        if declares or all(given):
+        if words[0] in DECLARING or all(given):
             for match in filter(None, given):
-                if command.depends:
+                if runs is None:
                     self._skip(match[0])
                 else:
                     self._assign(match[1], match[3], append=bool(match[2]))
             return
         while ASSIGNMENT.fullmatch(words[0]):  # the environment of this command alone
             words.pop(0)
+        if words[0] in ("[", "[[", "test") and command.end in ("&&", "||"):
+            self._status = holds([" ".join(self._fields(word, split=False)) for word in words])
+            return
         if words[0] in ("source", ".", "eval"):
             self._skip(" ".join(words))
         self.commands.append([field for word in words for field in self._fields(word)])
@@ -153,6 +154,8 @@ class Script:
             self._skip(f"{part} is not computed")
             return [UNKNOWN]
         counts, name, items, cure, rest = match.groups()
+        if name == "#":
+            return [str(len(self._array("@")))]
         values = (
             self._array(name) if items or name in "@*" else [self._variables[name]] if name in self._variables else []
         )

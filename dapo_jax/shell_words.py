@@ -17,13 +17,14 @@ class Command:
 
     words: tuple[str, ...]  # as written, quotes included; redirections are left out
     line: int  # from 1
-    depends: bool  # it follows && or ||
+    before: str  # && or || that it follows, or nothing
+    end: str  # what ends it, such as ; or && or )
 
 
 def commands(text: str) -> Iterator[Command]:
     """The commands of a script. InputError where a quote or a bracket is not closed."""
     words: list[str] = []
-    at, start, depends = 0, 0, False
+    at, start, before = 0, 0, ""
     while at < len(text):
         if not words:
             start = at
@@ -39,19 +40,18 @@ def commands(text: str) -> Iterator[Command]:
             target = re.compile(r"[<>&|]+[ \t]*").match(text, at)
             at = end_of_word(text, target.end() if target else at + 1)
         elif text[at] in "\n;&|()":
-            between = re.compile(r"[;&|()]+|\n").match(text, at)
-            assert between
-            if words:
-                yield Command(tuple(words), text.count("\n", 0, start) + 1, depends)
-                words, depends = [], False
-            depends = between[0] in ("&&", "||") or (depends and between[0] == "\n")
-            at = between.end()
+            end = re.compile(r"[;&|]+|[()\n]").match(text, at)
+            assert end
+            if words or end[0] not in ("\n", "("):
+                yield Command(tuple(words), text.count("\n", 0, start) + 1, before, end[0])
+                words, before = [], end[0] if end[0] in ("&&", "||") else ""
+            at = end.end()
         else:
-            end = end_of_word(text, at)
-            words.append(text[at:end])
-            at = end
+            end_of = end_of_word(text, at)
+            words.append(text[at:end_of])
+            at = end_of
     if words:
-        yield Command(tuple(words), text.count("\n", 0, start) + 1, depends)
+        yield Command(tuple(words), text.count("\n", 0, start) + 1, before, "")
 
 
 def end_of_word(text: str, at: int) -> int:

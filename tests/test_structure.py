@@ -18,7 +18,8 @@ LAYERS = [
     (
         *("option_uses", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
         *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets", "output_directory"),
-        *("verl_values", "verl_table", "verl_options", "verl_defaults", "shell_words", "shell_scripts", "from_verl"),
+        *("verl_values", "verl_table", "verl_options", "verl_defaults", "from_verl"),
+        *("shell_words", "shell_blocks", "shell_scripts"),
         *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),
 ]
