@@ -22,6 +22,7 @@ LINES = [
     "  *) show 5 ;;\nesac\nshow 6",
     'case x in (x) show 1;; esac; [ -n "$SET" ] && A=1; [ -z "$SET" ] && A=2; [ -z "$SET" ] || B=3; show $A $B',
     'if [ -n "$SET" ]; then\n  L=(a b)\n  case c in\n    c) L+=(d) ;;\n  esac\nfi\nshow "${L[@]}"',
+    'show "${UNSET:-"a b"}c" "d${UNSET:-e f}"',
     'X=1 show "k=[\'a\',\'b\']" \'l=["a","b"]\' ~/x',
     'S="$SET"; S+=" three"; show $S "$S" ${UNSET:+no}${SET:+yes} "${NEW:=fresh}" $NEW',
     "show one 2>/dev/null two | cat",
