@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from dapo_jax.errors import InputError
 
 if TYPE_CHECKING:  # config.freeze imports this module
-    from dapo_jax.config import AlgorithmConfig, Config, DataConfig, FilterGroupsConfig
+    from dapo_jax.config import (
+        AlgorithmConfig,
+        Config,
+        CustomRewardFunctionConfig,
+        DataConfig,
+        FilterGroupsConfig,
+        RewardConfig,
+    )
 
 
 def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
@@ -22,6 +29,7 @@ def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     - algorithm.online_filtering, filter_key, filter_low, filter_high, trainer.max_try_make_batch (EasyR1): the filter
       by the mean of a metric; the limit (20 rounds unless given) is an error, surplus groups are dropped. Unlike there,
       one round that keeps nothing is no error.
+    - custom_reward_function.path, name (verl): reward.function="PATH:NAME"; name is compute_score unless given.
     - True turns the filter on; False turns it off, unless the other of the two is True.
 
     Args:
@@ -54,6 +62,8 @@ def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
     return dataclasses.replace(
         config,
         data=_with_sizes(config.data, chosen),
+        reward=_with_function(config.reward, config.custom_reward_function, chosen),
+        custom_reward_function=dataclasses.replace(config.custom_reward_function, path=None, name=None),
         algorithm=dataclasses.replace(algorithm, filter_groups=groups, **dict.fromkeys(_ALGORITHM)),
         trainer=dataclasses.replace(config.trainer, max_try_make_batch=None),
     )
@@ -96,8 +106,31 @@ def _with_sizes(data: DataConfig, chosen: Collection[str]) -> DataConfig:
     return dataclasses.replace(data, **sizes, rollout_batch_size=None, mini_rollout_batch_size=None)
 
 
+def _with_function(reward: RewardConfig, custom: CustomRewardFunctionConfig, chosen: Collection[str]) -> RewardConfig:
+    if not custom.path:
+        if custom.name:
+            raise InputError(
+                f"custom_reward_function.name={custom.name} needs custom_reward_function.path: give the Python file "
+                "that has the function"
+            )
+        return reward
+    name = custom.name or "compute_score"
+    package = "pkg://"
+    if custom.path.startswith(package):
+        function = f"{custom.path.removeprefix(package).strip('/').replace('/', '.')}.{name}"
+    else:
+        function = f"{custom.path.removeprefix('file://')}:{name}"
+    _check_agrees(reward, "reward", "function", function, f"custom_reward_function.path={custom.path}", chosen)
+    return dataclasses.replace(reward, function=function)
+
+
 def _check_agrees(
-    section: DataConfig | FilterGroupsConfig, prefix: str, name: str, value: Any, alias: str, chosen: Collection[str]
+    section: DataConfig | FilterGroupsConfig | RewardConfig,
+    prefix: str,
+    name: str,
+    value: Any,
+    alias: str,
+    chosen: Collection[str],
 ) -> None:
     """Raises ValueError if an option is neither what `alias` sets nor, unless it was `chosen`, at its default."""
     found, key = getattr(section, name), f"{prefix}.{name}"

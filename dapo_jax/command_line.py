@@ -19,6 +19,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.option_uses import PUT_BACK, put_back, without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
+from dapo_jax.verl_options import hint
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 DEBUG = "--debug"
@@ -166,13 +167,16 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
 
 
 def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
-    """Each key of `--config.key`. ValueError with every one that `config` does not have, and names that are close."""
+    """Each key of `--config.key`. ValueError with every one that `config` does not have, and what to write instead."""
     keys = [".".join(path) for path in traverse_util.flatten_dict(config.to_dict())]
     sections = {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}
     problems, chosen = [], set()
     for option in overrides:
         given = re.match(r"--?(?:no)?config\.([^=]*)", option)
-        if given and given[1] not in keys and given[1] not in sections:
+        of_verl = hint(option, {*keys, *sections})
+        if of_verl:
+            problems.append(of_verl)
+        elif given and given[1] not in keys and given[1] not in sections:
             close = difflib.get_close_matches(given[1], keys)
             cure = f"did you mean {' or '.join(close)}?" if close else "dapo_jax/config.py lists the keys"
             problems.append(f"{option}: there is no key {given[1]}: {cure}")

@@ -187,6 +187,14 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class CustomRewardFunctionConfig:
+    """verl's names of reward.function="PATH:NAME" (aliases.py); null = not given."""
+
+    path: str | None = None  # Python file with the function
+    name: str | None = None  # the function; null = compute_score
+
+
+@dataclass(frozen=True)
 class AdaptiveLimitConfig:
     """A limit of rounds from the share of groups that a step has kept (dynamic_sampling/schedule.py)."""
 
@@ -465,6 +473,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -152,7 +152,7 @@ USES = (
     _use(
         "data.rollout_batch_size|mini_rollout_batch_size trainer.max_try_make_batch "
         "algorithm.use_dynamic_sample|dynamic_sample_max_gen_batches|online_filtering "
-        "algorithm.filter_key|filter_low|filter_high",
+        "algorithm.filter_key|filter_low|filter_high custom_reward_function.",
         "dapo_jax.config.freeze, which carries out the names of other trainers",
         lambda config: False,
     ),

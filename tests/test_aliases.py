@@ -106,3 +106,30 @@ def test_freeze_leaves_no_alias_over():
 def test_aliases_that_do_not_belong_together_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "function"),
+    [
+        ({"path": "my/rewards.py"}, "my/rewards.py:compute_score"),
+        ({"path": "my/rewards.py", "name": "graded"}, "my/rewards.py:graded"),
+        ({"path": "file:///opt/rewards.py", "name": "graded"}, "/opt/rewards.py:graded"),
+        ({"path": "pkg://my/rewards", "name": "graded"}, "my.rewards.graded"),
+        ({}, "auto"),
+    ],
+)
+def test_a_reward_function_of_verl_is_a_file_and_a_name(given, function):
+    config = resolved(**{f"custom_reward_function__{name}": value for name, value in given.items()})
+    assert config.reward.function == function
+    assert config.custom_reward_function == Config().custom_reward_function and resolve_aliases(config) == config
+
+
+def test_a_reward_function_of_verl_needs_a_file_and_contradicts_another_function():
+    with pytest.raises(ValueError, match="custom_reward_function.name=graded needs custom_reward_function.path"):
+        resolved(custom_reward_function__name="graded")
+    for changes in ({"reward__function": "gsm8k"}, {}):
+        values = default_config()
+        values.custom_reward_function.path = "r.py"
+        values.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+        with pytest.raises(ValueError, match="sets reward.function=r.py:compute_score, and (gsm8k|auto) was chosen"):
+            freeze(values, () if changes else ("reward.function",))

@@ -1,0 +1,239 @@
+"""Host: the command of dapo_jax that does what a training script of verl does.
+
+    python -m dapo_jax.from_verl SCRIPT.sh [ARGUMENTS OF THE SCRIPT] [--output run.py]
+
+Prints a command, and as comments what was left out and what has no equivalent; with --output it writes a config file.
+The script is read, never run: its variables have the values that the script and this shell's environment give them.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dapo_jax import verl_defaults
+from dapo_jax.aliases import resolve_aliases
+from dapo_jax.command_line import refusals
+from dapo_jax.config import Config, freeze, type_problems
+from dapo_jax.errors import InputError
+from dapo_jax.option_uses import DEFAULTS, flat, unread, with_values
+from dapo_jax.shell_scripts import UNKNOWN, Script
+from dapo_jax.validation import validate
+from dapo_jax.verl_options import converted, find, flag, is_off, ours_of
+from dapo_jax.verl_values import TRACKERS, parsed
+
+OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")
+FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+ASSUMED = {  # verl's defaults that a conversion looks at
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+}
+BASE = freeze(verl_defaults.get_config())
+
+
+@dataclass
+class Translation:
+    """A run of verl in the words of dapo_jax."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # by our keys, on top of verl_defaults.py
+    problems: list[str] = field(default_factory=list)  # why the config is refused as it is
+    lost: list[str] = field(default_factory=list)  # what has no equivalent and changes the run
+    by_hand: list[str] = field(default_factory=list)  # what has to be looked at
+    dropped: list[str] = field(default_factory=list)  # what is not needed here
+
+    def config(self) -> Config:
+        return with_values(BASE, self.values)
+
+
+def overrides(script: Script) -> dict[str, str]:
+    """verl's options that the script's training command sets, as text. InputError: there is no such command."""
+    for words in script.commands:
+        at = next((place for place, word in enumerate(words) if TRAINER.fullmatch(word)), None)
+        if at is not None:
+            found = [OVERRIDE.fullmatch(word) for word in words[at + 1 :]]
+            if any(found):
+                return {match[1]: match[2] for match in found if match}
+    raise InputError(
+        "no command of the script starts verl's trainer with options: it must have one such as `python3 -m "
+        "verl.trainer.main_ppo data.train_files=...`, outside of if, for and functions"
+    )
+
+
+def translate(given: Mapping[str, str]) -> Translation:
+    """verl's options in the words of dapo_jax.
+
+    Args:
+        given: verl's options by name, as text.
+    """
+    result = Translation()
+    known = {key: text for key, text in given.items() if text and UNKNOWN not in text and "${" not in text}
+    for key in given.keys() - known.keys():
+        ours = " or ".join(ours_of(key))
+        if ours:
+            why = f"is empty in the script: set {ours}" if not given[key] else f"needs a command to run: set {ours}"
+            result.by_hand.append(f"{key} {why} by hand, or leave it at its default")
+    values = {key: parsed(text) for key, text in known.items()}
+    values = {**_defaults(values), **values}
+    for key, value in values.items():
+        _take(key, value, {**ASSUMED, **values}, result)
+    _leave_out_unread(result)
+    try:
+        validate(resolve_aliases(result.config()))
+    except InputError as error:
+        lines = str(error).splitlines()
+        result.problems = [line.removeprefix("  - ") for line in lines[1:] or lines]
+    if not result.config().algorithm.filter_groups.enable:
+        result.by_hand.append(
+            "dynamic sampling is off, as verl's is: algorithm.filter_groups.enable=True and metric=acc turn it on"
+        )
+    result.by_hand.sort()
+    return result
+
+
+def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's defaults of options that are read only with others, and of what is computed here."""
+    defaults: dict[str, Any] = {FSDP_SIZE: -1}
+    if values.get("algorithm.filter_groups.enable"):
+        defaults["algorithm.filter_groups.max_num_gen_batches"] = 0
+    if values.get("data.val_files"):
+        validation = "actor_rollout_ref.rollout.val_kwargs"
+        defaults |= {f"{validation}.n": 1, f"{validation}.temperature": 0.0}
+    return defaults
+
+
+def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) -> None:
+    """Puts one option of verl where it belongs."""
+    entry, text = find(key), f"{key}={value}"
+    if key.startswith("critic.") and values.get("algorithm.adv_estimator", "gae") != "gae":
+        result.dropped.append(f"{text}: the advantage estimator needs no critic")
+    elif entry is None:
+        result.lost.append(f"{text}: no option of verl 0.7 or 0.9")
+    elif not entry.ours:
+        matters = entry.lost and not is_off(entry, value)
+        (result.lost if matters else result.dropped).append(f"{text}: {entry.note}")
+    else:
+        try:
+            taken = converted(key, value, values)
+        except InputError as error:
+            result.lost.append(f"{text}: {error}")
+            return
+        result.values |= taken
+        if entry.by_hand and value is not None:
+            result.by_hand.append(f"{text}: {', '.join(ours_of(key))} is {entry.note}")
+        elif not taken and not entry.by_hand:
+            result.dropped.append(f"{text}: the default of {', '.join(ours_of(key))}")
+        if key == "trainer.logger" and len(taken[key]) < len(value if isinstance(value, list) else [value]):
+            result.by_hand.append(f"{text}: the trackers here are {', '.join(TRACKERS)}")
+        if key == FSDP_SIZE and taken != {"mesh.fsdp": 1}:
+            devices = values["trainer.n_gpus_per_node"] * values["trainer.nnodes"]
+            axis = taken["mesh.fsdp"]
+            result.by_hand.append(f"mesh.fsdp={axis} is for the script's {devices} devices: fit it to yours")
+
+
+def _leave_out_unread(result: Translation) -> None:
+    """Takes out what nothing would read, which a run refuses."""
+    config = result.config()
+    if type_problems(config):
+        return
+    for key, setting in unread(resolve_aliases(config)).items():
+        if key in result.values:
+            result.dropped.append(f"{key}={result.values.pop(key)}: not read without {setting}")
+        if flat(BASE)[key] != DEFAULTS[key]:
+            result.values[key] = DEFAULTS[key]
+
+
+def command(values: Mapping[str, Any]) -> str:
+    """The command line, an option a line."""
+    file = Path(verl_defaults.__file__)
+    file = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    options = [flag(key, value) for key, value in sorted(values.items())]
+    return " \\\n    ".join([f"python -m dapo_jax.train --config {file}", *options])
+
+
+def config_file(values: Mapping[str, Any], comments: Sequence[str]) -> str:
+    """A config file that holds verl's defaults too."""
+    changed = {key: value for key, value in flat(BASE).items() if value != DEFAULTS[key]} | dict(values)
+    lines = [f"    config.{key} = {value!r}" for key, value in sorted(changed.items()) if value != DEFAULTS[key]]
+    return "\n".join([
+        *comments,
+        "",
+        "from dapo_jax.config import default_config",
+        "",
+        "",
+        "def get_config():",
+        "    config = default_config()",
+        *lines,
+        "    return config",
+        "",
+    ])  # fmt: skip
+
+
+def remarks(result: Translation, skipped: Sequence[str]) -> Iterator[str]:
+    """What the command does not say, as comments of a shell or of Python."""
+    parts = {
+        "REFUSED as it is: correct the options": result.problems,
+        "CHANGES THE RUN, and has no equivalent here": result.lost,
+        "Look at": result.by_hand,
+        "Not read from the script, which is not run": skipped,
+        "Left out, not needed here": result.dropped,
+    }
+    for title, lines in parts.items():
+        if lines:
+            yield f"# {title}:"
+            yield from (f"#   {line}" for text in _together(lines) for line in text.splitlines())
+
+
+def _together(lines: Sequence[str]) -> list[str]:
+    """Each line once; what is said of several is said once."""
+    by_end: dict[str, list[str]] = {}
+    for line in dict.fromkeys(lines):
+        start, _, end = line.partition(": ")
+        by_end.setdefault(end, []).append(start)
+    return [
+        f"{', '.join(starts)}: {end}" if end else start
+        for end, starts in by_end.items()
+        for start in (starts if not end else starts[:1])
+    ]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dapo_jax.from_verl", description=(__doc__ or "").split("\n\n")[-1])
+    parser.add_argument("script", help="a shell script that starts verl's trainer")
+    parser.add_argument("arguments", nargs="*", help='what the script would be given: its "$@"')
+    parser.add_argument("--output", help="write a config file instead of printing the command")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    chosen = parser.parse_args(arguments[1:])
+    with refusals(arguments):
+        script = Script(_text(chosen.script), environment=os.environ, arguments=chosen.arguments)
+        result = translate(overrides(script))
+        about = list(remarks(result, script.skipped))
+        head = [
+            f"# {chosen.script} for dapo_jax. What it does not set has verl's default; docs/coming_from_verl.md says",
+            "# what each option of verl is here, and what behaves differently.",
+        ]
+        if chosen.output:
+            Path(chosen.output).write_text(config_file(result.values, [*head, *about]), encoding="utf-8")
+            print("\n".join(about))
+            print(f"python -m dapo_jax.train --config {chosen.output}")
+        else:
+            print("\n".join([*head, "", command(result.values), "", *about]))
+        if result.problems:
+            raise InputError(f"the config has {len(result.problems)} problems, which are listed above")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}): give a shell script that starts verl's trainer") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,29 @@
+"""Host: a config with the defaults of verl's trainer where they change what is learned, as a base for `from_verl`.
+
+    python -m dapo_jax.train --config dapo_jax/verl_defaults.py --config.model.path=DIRECTORY ...
+
+An option that a script of verl's does not set is then what it is there. What only changes speed, memory, records,
+checkpoints or evaluation keeps the default of dapo_jax.
+"""
+
+from typing import Any
+
+from dapo_jax.config import default_config
+
+
+def get_config() -> Any:
+    config = default_config()
+    config.data.train_batch_size = 1024
+    config.data.max_prompt_length = 512
+    config.data.max_response_length = 512
+    config.rollout.n = 1
+    config.algorithm.adv_estimator = "gae"
+    config.algorithm.filter_groups.enable = False
+    config.actor.ppo_mini_batch_size = 256
+    config.actor.clip_ratio_high = 0.2
+    config.actor.clip_ratio_c = 3.0
+    config.actor.optim.lr_warmup_steps = 0
+    config.actor.optim.weight_decay = 0.01
+    config.trainer.total_training_steps = -1
+    config.trainer.total_epochs = 30
+    return config

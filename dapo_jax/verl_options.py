@@ -1,0 +1,156 @@
+"""Host: what an option of verl is here, for the command line's messages and for `from_verl`."""
+
+import difflib
+import itertools
+import re
+import shlex
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dapo_jax.errors import InputError
+from dapo_jax.verl_table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
+from dapo_jax.verl_values import as_type_of, parsed
+
+PREFIXES = ("actor_rollout_ref.", "worker.")  # which our names do not have
+OFF = (None, False, 0, "", "null", {}, [], ())  # values of an option that ask for nothing
+TABLE = (*HERE, *NOT_NEEDED, *NOT_HERE, *EASYR1)
+
+
+def expanded(pattern: str) -> list[str]:
+    """The keys that a pattern with `{a,b}` stands for, in its order; several patterns are separated by spaces."""
+    if " " in pattern:
+        return [key for part in pattern.split() for key in expanded(part)]
+    found = re.search(r"\{([^{}]*)\}", pattern)
+    if not found:
+        return [pattern]
+    parts = (pattern[: found.start()] + part + pattern[found.end() :] for part in found[1].split(","))
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(expanded, parts))))
+
+
+BY_KEY: Mapping[str, Entry] = {key: entry for entry in TABLE for key in expanded(entry.verl)}
+STARS = {  # the longest, which says most, first
+    re.compile(re.escape(key).replace(r"\*", ".*")): entry
+    for key, entry in sorted(BY_KEY.items(), key=lambda item: -len(item[0]))
+    if "*" in key
+}
+
+
+def find(key: str) -> Entry | None:
+    """The entry of an option of verl: that of its name, else of the longest pattern that it fits."""
+    return BY_KEY.get(key) or next((entry for pattern, entry in STARS.items() if pattern.fullmatch(key)), None)
+
+
+def ours_of(key: str) -> list[str]:
+    """Our keys of an option of verl: its own where an entry pairs them, else all of the entry."""
+    entry = find(key)
+    if entry is None or not entry.ours:
+        return []
+    theirs, ours = expanded(entry.verl), expanded(entry.ours)
+    return [ours[theirs.index(key)]] if len(theirs) == len(ours) and key in theirs else ours
+
+
+def converted(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Our values of an option of verl that is here.
+
+    Args:
+        given: all options that are given, by verl's names.
+
+    Raises:
+        InputError: there is no such value here.
+    """
+    entry = find(key)
+    assert entry is not None and entry.ours, key
+    if entry.convert is None:
+        return as_type_of(ours_of(key)[0], value)
+    try:
+        return entry.convert(value, given)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{value!r} is not a value of it") from error
+
+
+def is_off(entry: Entry, value: Any) -> bool:
+    """Whether a value of an option that is not here asks for what happens anyway."""
+    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in (*OFF, *entry.same))
+
+
+def flag(key: str, value: Any) -> str:
+    """One option of a command line, quoted for a shell."""
+    text = f"--config.{key}={_tuple(value) if isinstance(value, tuple) else value}"
+    return f'"{text}"' if "'" in text and not set(text) & set('"$`\\!') else shlex.quote(text)
+
+
+def _tuple(values: tuple[Any, ...]) -> str:
+    return f"({','.join(map(repr, values))}{',' if len(values) == 1 else ''})"
+
+
+def hint(option: str, keys: Collection[str]) -> str | None:
+    """What to write instead of an option in verl's words or in hydra's form; None for any other option.
+
+    Args:
+        option: an argument of the command line.
+        keys: the keys that there are.
+    """
+    given = re.fullmatch(
+        r"(?:--?(?:no)?config\.)?(?P<plus>\+{0,2}|~)(?P<key>[A-Za-z_][\w.]*)(?:=(?P<value>.*))?", option, re.DOTALL
+    )
+    if not given or (not option.startswith("-") and given["value"] is None and not given["plus"]):
+        return None
+    key, text = given["key"], given["value"]
+    if key in keys:
+        if option.startswith("-") and not given["plus"]:
+            return None
+        return f"{option}: options are written --config.KEY=VALUE: write {_with_value(key, text)}"
+    about = _about(key, text, keys)
+    if about:
+        return f"{option}: {about}"
+    if option.startswith("-") and not given["plus"]:
+        return None
+    return (
+        f"{option}: options are written --config.KEY=VALUE, and there is no key {key}: docs/configuration.md lists them"
+    )
+
+
+def _about(key: str, text: str | None, keys: Collection[str]) -> str | None:
+    """What an option of verl is here."""
+    stripped = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
+    names = (key, *(() if stripped in keys else (f"{PREFIXES[0]}{stripped}", *_ending(key))))
+    name = next(filter(find, names), None)
+    if name is None and stripped in keys:
+        return f"{key} is {stripped} here: write {_with_value(stripped, text)}"
+    if name is None:
+        close = difflib.get_close_matches(stripped, keys) if stripped != key else []
+        return f"there is no key {key}: did you mean {' or '.join(close)}?" if close else None
+    entry, ours = find(name), ours_of(name)
+    assert entry is not None
+    whose = "EasyR1's" if entry in EASYR1 else "verl's"
+    if not ours:
+        return f"{whose} {name} is not {'here' if entry.lost else 'needed here'}: {entry.note or 'leave it out'}"
+    return f"{whose} {name} is {' and '.join(ours)} here" + _note(entry) + _advice(name, text, ours)
+
+
+def _note(entry: Entry) -> str:
+    return f" ({entry.note})" if entry.note else ""
+
+
+def _advice(name: str, text: str | None, ours: list[str]) -> str:
+    if text is None:
+        return f": write {' '.join(f'--config.{key}=VALUE' for key in ours)}"
+    try:
+        values = converted(name, parsed(text), {name: parsed(text)})
+    except InputError as error:
+        return f": {error}"
+    return f": write {' '.join(flag(key, value) for key, value in values.items())}" if values else ""
+
+
+def _with_value(key: str, text: str | None) -> str:
+    return (
+        f"--config.{key}=VALUE"
+        if text is None
+        else " ".join(flag(ours, value) for ours, value in as_type_of(key, parsed(text)).items())
+    )
+
+
+def _ending(end: str) -> list[str]:
+    """The option of verl whose name ends so, if all of them are one option here."""
+    names = [key for key in BY_KEY if key.endswith(f".{end}") and "*" not in key]
+    return names[:1] if len({tuple(ours_of(name)) or id(BY_KEY[name]) for name in names}) == 1 else []

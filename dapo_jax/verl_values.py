@@ -1,0 +1,196 @@
+"""Host: what the value of an option of verl is here, where it is not the same. verl_options.py says which option.
+
+A conversion gets the value and every option that is given with it, and returns values by our keys: none where the
+option asks for what happens anyway, or where only its user can choose.
+"""
+
+import ast
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dapo_jax.errors import InputError
+from dapo_jax.option_uses import DEFAULTS
+from dapo_jax.rollout.shapes import bucket
+
+Values = Mapping[str, Any]
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+TRACKERS = ("console", "tensorboard", "wandb")
+ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+
+
+def parsed(text: str) -> Any:
+    """The value of a hydra override: null, a number, True, a list, a dict, or the text itself."""
+    words = {"null": None, "none": None, "true": True, "false": False, "": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for read in (json.loads, ast.literal_eval, _list_of_words):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+    return text
+
+
+def _list_of_words(text: str) -> list[Any]:
+    """Hydra's list without quotes, such as [console,wandb]."""
+    if not (text.startswith("[") and text.endswith("]")) or set("[{") & set(text[1:-1]):
+        raise InputError(f"{text} is not a list")
+    return [parsed(word.strip().strip("'\"")) for word in text[1:-1].split(",") if word.strip()]
+
+
+def as_type_of(key: str, value: Any) -> dict[str, Any]:
+    """`value` for our `key`, as the key's type wants it; none where it is null and the key cannot be."""
+    default = DEFAULTS[key]
+    if value is None:
+        return {}
+    if isinstance(default, tuple):
+        return {key: tuple(value) if isinstance(value, list | tuple) else (value,)}
+    if isinstance(default, str) and not isinstance(value, str):
+        return {key: json.dumps(value) if isinstance(value, dict) else str(value)}
+    if isinstance(default, int) and isinstance(value, float) and value.is_integer():
+        return {key: int(value)}
+    if isinstance(default, float) and isinstance(value, str):  # 1e-6 is a number for hydra, and text for JSON
+        try:
+            return {key: float(value)}
+        except ValueError:
+            return {key: value}
+    return {key: value}
+
+
+def set_by_hand(value: Any, given: Values) -> dict[str, Any]:
+    """Nothing: what is set in verl says nothing about what fits here."""
+    return {}
+
+
+def only_positive(key: str) -> Callable[[Any, Values], dict[str, Any]]:
+    """As it is, if it is more than 0: else the default of `key`, which is that of verl."""
+    return lambda value, given: {} if value is None or value <= 0 else as_type_of(key, value)
+
+
+def at_most_off(key: str) -> Callable[[Any, Values], dict[str, Any]]:
+    """As it is, if it is more than 0, else -1."""
+    return lambda value, given: {key: value if value > 0 else -1}
+
+
+def chat_template(value: Any, given: Values) -> dict[str, Any]:
+    prefix = "data.apply_chat_template_kwargs"
+    whole = given.get(prefix)
+    variables = dict(whole) if isinstance(whole, dict) else {}
+    variables |= {key.removeprefix(f"{prefix}."): of for key, of in given.items() if key.startswith(f"{prefix}.")}
+    return {"data.chat_template_kwargs": json.dumps(variables)} if variables else {}
+
+
+def lora_modules(value: Any, given: Values) -> dict[str, Any]:
+    return {} if value == "all-linear" else as_type_of("model.lora.target_modules", value)
+
+
+def both_clip_ratios(value: Any, given: Values) -> dict[str, Any]:
+    bounds = {f"{ACTOR}.clip_ratio_{end}": f"actor.clip_ratio_{end}" for end in ("low", "high")}
+    return {ours: value for theirs, ours in bounds.items() if given.get(theirs) is None}
+
+
+def greedy(value: Any, given: Values) -> dict[str, Any]:
+    return {} if value else {"evaluate.temperature": 0.0}
+
+
+def token_budget(value: Any, given: Values) -> dict[str, Any]:
+    """At least one longest sequence, which verl divides over sequence parallel devices."""
+    longest = bucket(given.get("data.max_prompt_length", 1)) + given.get("data.max_response_length", 0)
+    return {"actor.ppo_max_token_len_per_device": max(value, longest)}
+
+
+def warm_up_share(name: str) -> Callable[[Any, Values], dict[str, Any]]:
+    """Steps of the warm-up of the "actor" or the "critic" from its share of all steps."""
+
+    def steps(value: Any, given: Values) -> dict[str, Any]:
+        optimizer = f"{ACTOR}.optim" if name == "actor" else "critic.optim"
+        if not value or (given.get(f"{optimizer}.lr_warmup_steps") or -1) > 0:
+            return {}
+        total = given.get("trainer.total_training_steps")
+        if not total or total < 0:
+            raise InputError(
+                f"a share of the steps needs trainer.total_training_steps: set {name}.optim.lr_warmup_steps to {value} "
+                "x the number of steps"
+            )
+        return {f"{name}.optim.lr_warmup_steps": int(value * total)}
+
+    return steps
+
+
+def fsdp_size(value: Any, given: Values) -> dict[str, Any]:
+    """Devices along mesh.fsdp, such that a device holds the share of the parameters that it holds there."""
+    tensor = given.get(f"{ROLLOUT}.tensor_model_parallel_size") or 1
+    devices = value if value > 0 else given["trainer.n_gpus_per_node"] * given["trainer.nnodes"]
+    return {"mesh.fsdp": max(devices // tensor, 1)}
+
+
+def advantage_estimator(value: Any, given: Values) -> dict[str, Any]:
+    return {"algorithm.adv_estimator": ESTIMATORS.get(value, value)}
+
+
+def filter_metric(value: Any, given: Values) -> dict[str, Any]:
+    return {} if value is None else {"algorithm.filter_groups.metric": "seq_reward" if value == "reward" else value}
+
+
+def with_correction(key: str) -> Callable[[Any, Values], dict[str, Any]]:
+    """A comparison of the sampler with the training pass, which needs the log-probabilities of both."""
+
+    def converted(value: Any, given: Values) -> dict[str, Any]:
+        if not value or value == "none":
+            return {}
+        parts = value.split(",") if key.endswith("rollout_rs") and isinstance(value, str) else value
+        return as_type_of(key, parts) | {"actor.old_logprob": "recompute"}
+
+    return converted
+
+
+def correction(key: str) -> Callable[[Any, Values], dict[str, Any]]:
+    """Read with importance weights only."""
+    uses = "algorithm.rollout_correction.rollout_is"
+    return lambda value, given: as_type_of(key, value) if given.get(uses) else {}
+
+
+def thresholds(value: Any, given: Values) -> dict[str, Any]:
+    if value is None or not given.get("algorithm.rollout_correction.rollout_rs"):
+        return {}
+    parts = value if isinstance(value, list | tuple) else str(value).split(",")
+    return {"algorithm.rollout_correction.rollout_rs_threshold": tuple(map(str, parts))}
+
+
+def bypass(value: Any, given: Values) -> dict[str, Any]:
+    prefix = "algorithm.rollout_correction"
+    if value and (given.get(f"{prefix}.rollout_is") or given.get(f"{prefix}.rollout_rs")):
+        raise InputError("rollout_is and rollout_rs compare the sampler with the training pass: that is computed here")
+    return {"actor.old_logprob": "rollout"} if value else {}
+
+
+def reward_name(value: Any, given: Values) -> dict[str, Any]:
+    """Nothing without a path, as in verl."""
+    own = any(given.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
+    return {"custom_reward_function.name": value} if own and value else {}
+
+
+def reward_manager(value: Any, given: Values) -> dict[str, Any]:
+    if value not in (None, "naive", "dapo"):
+        raise InputError("the managers here are naive and dapo: write a reward function that does what it does")
+    return {}
+
+
+def reward_model_switch(value: Any, given: Values) -> dict[str, Any]:
+    own = any(given.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
+    return {"reward.function": "none"} if value and not own else {}
+
+
+def reward_model_path(value: Any, given: Values) -> dict[str, Any]:
+    on = any(given.get(f"{prefix}reward_model.enable") for prefix in ("", "reward."))
+    return {"reward.model.path": value} if on and value else {}
+
+
+def resume_mode(value: Any, given: Values) -> dict[str, Any]:
+    return {"trainer.resume_mode": value} if value in ("auto", "disable") else {}
+
+
+def trackers(value: Any, given: Values) -> dict[str, Any]:
+    names = value if isinstance(value, list | tuple) else (value,)
+    return {"trainer.logger": tuple(name for name in TRACKERS if name in names)}

@@ -1,0 +1,218 @@
+"""A training script of verl becomes a command that this package accepts, with the same values."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_verl_options import DATA, TRAINER, lines_of
+
+from dapo_jax.command_line import read_config
+from dapo_jax.config import Config
+from dapo_jax.from_verl import BASE, command, config_file, overrides, remarks, translate
+from dapo_jax.option_uses import DEFAULTS, flat
+from dapo_jax.shell_scripts import Script
+from dapo_jax.validation import validate
+from dapo_jax.verl_options import converted, find
+from dapo_jax.verl_table import HERE
+
+PUBLISHED = ("run_dapo_qwen2.5_32b", "test_dapo_7b_math")
+SCRIPT = """#!/usr/bin/env bash
+set -xeuo pipefail
+# it's a comment
+NNODES=${NNODES:-2}
+HOMES=${DATA_HOME:-"${HOME}/verl"}
+prompt=$((1024 * 2))
+offload=True
+DATA=(
+    data.train_files="['${HOMES}/a.parquet', '${HOMES}/b.parquet']"  # don't stop here
+    data.max_prompt_length=${prompt}
+)
+ray job submit --runtime-env="${HOMES}/env.yaml" \\
+    -- python3 -m verl.trainer.main_ppo \\
+    "${DATA[@]}" \\
+    algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.model.path="${HOMES}/my model" \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=${offload} \\
+    +actor_rollout_ref.rollout.multi_turn.enable=True \\
+    custom_reward_function.path=rewards/mine.py \\
+    trainer.nnodes="${NNODES}" trainer.experiment_name=a_$(date +%F) $@ 2>&1 | tee log.txt
+"""
+
+
+def given(name: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in lines_of(name))
+
+
+def read(values) -> Config:
+    words = shlex.split(command(values).replace("\\\n", " "))
+    return read_config([words[2], *words[3:]])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_script_is_accepted_and_keeps_its_values(name):
+    options = given(name)
+    result = translate(options)
+    assert result.problems == [] and result.lost == []
+    config = read(result.values)
+    validate(config)
+    actor, prefix = config.actor, "actor_rollout_ref."
+    assert config.rollout.n == int(options[f"{prefix}rollout.n"]) == 16
+    assert config.data.train_batch_size == 512 and actor.ppo_mini_batch_size == 32
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 10)
+    assert config.data.max_response_length == int(options["data.max_response_length"])
+    assert (config.evaluate.n, config.evaluate.temperature, config.evaluate.top_p) == (1, 1.0, 0.7)
+    assert config.data.train_files == ("/home/me/verl/data/dapo-math-17k.parquet",)
+    assert (actor.optim.lr, actor.optim.weight_decay, actor.optim.lr_warmup_steps) == (1e-6, 0.1, 10)
+    buffer = config.reward.overlong_buffer
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 4096, 1.0)
+    filters = "algorithm.filter_groups.enable" in options
+    assert config.algorithm.filter_groups.enable == filters
+    assert any("dynamic sampling is off" in line for line in result.by_hand) != filters
+    said = "\n".join(remarks(result, []))
+    values = "\n".join(command(result.values).split())
+    for key in options:
+        entry = find(key)
+        assert entry is not None and (entry.ours or key in said), key
+        assert entry in HERE or f"{key}=" in said and values
+
+
+def test_a_script_that_sets_nothing_trains_as_verl_does():
+    """What changes a run has verl's default where a script says nothing."""
+    ours_kept = (  # places, records and speed
+        "model.path", "critic.model.path", "data.train_files", "data.val_files", "workdir", "trainer.logger",
+        "trainer.project_name", "trainer.experiment_name", "trainer.save_freq", "trainer.test_freq", "mesh.tensor",
+        "mesh.fsdp", "reward.num_workers", "reward.overlong_buffer.log", "critic.ppo_mini_batch_size",
+        "actor.share_prompts", "model.lora.alpha", "algorithm.filter_groups.max_num_gen_batches",
+        "custom_reward_function.name", "evaluate.n", "evaluate.temperature",
+    )  # fmt: skip
+    base, seen = flat(BASE), set()
+    for key, default in TRAINER["0.9.0"].items():
+        entry = find(key)
+        if entry not in HERE or default is None or (isinstance(default, str) and "${" in default):
+            continue
+        for ours, value in converted(key, default, TRAINER["0.9.0"]).items():
+            if ours not in ours_kept and "clip_ratio" not in key:
+                assert base[ours] == value, (key, ours)
+                seen.add(ours)
+    changed = {key for key, value in base.items() if value != DEFAULTS[key]}
+    assert changed - seen <= {  # null in verl, or not there: its scripts' words for it are others
+        "actor.clip_ratio_high", "actor.clip_ratio_c", "actor.optim.lr_warmup_steps", "trainer.total_training_steps",
+    }  # fmt: skip
+    assert (BASE.actor.clip_ratio_low, BASE.actor.clip_ratio_high, BASE.actor.clip_ratio_c) == (0.2, 0.2, 3.0)
+
+
+def test_a_script_in_the_shell_s_words_is_read():
+    script = Script(SCRIPT, environment={"HOME": "/home/me", "NNODES": "4"}, arguments=["trainer.total_epochs=2"])
+    result = translate(overrides(script))
+    config = read(result.values)
+    assert config.data.train_files == ("/home/me/verl/a.parquet", "/home/me/verl/b.parquet")
+    assert config.model.path == "/home/me/verl/my model" and config.rollout.n == 8
+    assert config.reward.function == "rewards/mine.py:compute_score"
+    assert config.data.max_prompt_length == 2048 and config.trainer.total_epochs == 2
+    assert config.mesh.fsdp == 32  # 4 nodes of 8, by verl's default
+    assert result.lost == [
+        "actor_rollout_ref.rollout.multi_turn.enable=True: a response is a single turn, without tools"
+    ]
+    assert any("trainer.experiment_name" in line for line in result.by_hand)
+    assert any("param_offload" in line for line in result.dropped)
+
+
+def test_the_config_file_is_the_command(tmp_path):
+    result = translate(given(PUBLISHED[0]))
+    file = tmp_path / "run.py"
+    file.write_text(config_file(result.values, list(remarks(result, []))))
+    assert read_config(["train", "--config", str(file)]) == read(result.values)
+
+
+def test_options_that_nothing_would_read_are_left_out_and_named():
+    result = translate({**given(PUBLISHED[1]), "critic.optim.lr": "1e-5", "algorithm.lam": "0.9"})
+    assert result.problems == [] and "algorithm.lam" not in result.values
+    assert any("algorithm.lam=0.9: not read without algorithm.adv_estimator=gae" in line for line in result.dropped)
+    without_files = {key: value for key, value in given(PUBLISHED[1]).items() if key != "data.val_files"}
+    assert translate(without_files).problems == []
+    greedy = translate({"data.val_files": "a.parquet"}).config().evaluate
+    assert (greedy.n, greedy.temperature) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio=0.3", {"actor.clip_ratio_low": 0.3, "actor.clip_ratio_high": 0.3}),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", {}),
+        ("data.gen_batch_size=null", {}),
+        ("trainer.logger=[console,swanlab]", {"trainer.logger": ("console",)}),
+        ("trainer.save_freq=0", {"trainer.save_freq": -1}),
+        ("actor_rollout_ref.rollout.top_k=0", {}),
+        ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", {"reward.overlong_buffer.enable": True}),
+        ("algorithm.filter_groups.enable=True", {
+            "algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0,
+        }),
+        (
+            "data.apply_chat_template_kwargs.enable_thinking=False",
+            {"data.chat_template_kwargs": '{"enable_thinking": false}'},
+        ),
+        ("algorithm.adv_estimator=grpo_vectorized", {"algorithm.adv_estimator": "grpo"}),
+        ("custom_reward_function.name=compute_score", {}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", {
+            "actor.policy_loss.loss_mode": "gspo", "actor.clip_ratio_c": 10.0,
+        }),
+        ("algorithm.rollout_correction.rollout_is=token", {
+            "algorithm.rollout_correction.rollout_is": "token", "actor.old_logprob": "recompute",
+        }),
+    ],
+)  # fmt: skip
+def test_a_value_is_converted(option, values):
+    key, _, text = option.partition("=")
+    nothing = translate({}).values
+    assert {name: value for name, value in translate({key: text}).values.items() if name not in nothing} == values
+
+
+def test_a_share_of_the_steps_becomes_steps():
+    share = {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "0.1"}
+    assert translate({**share, "trainer.total_training_steps": "50"}).values["actor.optim.lr_warmup_steps"] == 5
+    assert "needs trainer.total_training_steps" in translate(share).lost[0]
+
+
+def test_what_is_refused_is_said(tmp_path):
+    result = translate({**given(PUBLISHED[0]), "actor_rollout_ref.actor.policy_loss.loss_mode": "dppo_tv"})
+    assert any("actor.policy_loss.loss_mode='dppo_tv' must be one of" in line for line in result.problems)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dapo_jax.from_verl", *arguments], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+
+
+def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    done = run(str(tmp_path / "run.sh"), "trainer.total_epochs=3")
+    assert done.returncode == 0 and "--config.trainer.total_epochs=3" in done.stdout
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+    written = run(str(tmp_path / "run.sh"), "--output", str(tmp_path / "run.py"))
+    assert written.returncode == 0 and (tmp_path / "run.py").exists()
+    validate(read_config(["train", "--config", str(tmp_path / "run.py")]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("python3 -m verl.trainer.sft_trainer data.train_files=a", "no command of the script starts"),
+        ("echo hello", "no command of the script starts"),
+        ("a='b", "line 1: the ' is not closed"),
+    ],
+)
+def test_what_is_no_such_script_is_refused(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "run.sh").write_text(text)
+    done = run(str(tmp_path / "run.sh"))
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_lists_are_of_versions():
+    assert all(path.read_text().startswith("# ") for path in DATA.iterdir()) and json.dumps(TRAINER)
