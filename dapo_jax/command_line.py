@@ -16,10 +16,10 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax.config import Config, freeze
 from dapo_jax.config_files import EXAMPLE, read_config_file
 from dapo_jax.errors import InputError
+from dapo_jax.from_verl.options import hint
 from dapo_jax.option_uses import PUT_BACK, put_back, without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
-from dapo_jax.verl_options import hint
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 DEBUG = "--debug"

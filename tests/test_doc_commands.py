@@ -61,9 +61,10 @@ RUN_BY = {
         "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier",
     "python -m dapo_jax.train --config FILE --config.trainer.coordinator":
         "tests/parallel/test_training_processes.py::test_processes_train_alike",
-    "python -m dapo_jax.train --config dapo_jax/verl_defaults.py":
-        "tests/test_from_verl.py::test_a_published_script_is_accepted_and_keeps_its_values",
-    "python -m dapo_jax.from_verl": "tests/test_from_verl.py::test_the_command_prints_a_shell_script_or_writes_a_file",
+    "python -m dapo_jax.train --config dapo_jax/from_verl/defaults.py":
+        "tests/from_verl/test_translate.py::test_a_published_script_is_accepted_and_keeps_its_values",
+    "python -m dapo_jax.from_verl":
+        "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file",
     "python -m dapo_jax.evaluate": HERE,
     "python -m dapo_jax.export": HERE,
     "python -m dapo_jax.preflight --config FILE": "tests/test_preflight.py::test_the_report_for_a_cpu",

@@ -16,9 +16,8 @@ LAYERS = [
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
-        *("verl_values", "verl_table", "verl_options", "verl_defaults", "from_verl"),
-        *("shell_words", "shell_blocks", "shell_scripts"),
-        *("option_uses", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
+        *("option_uses", "from_verl", "validation", "command_line"),
+        *("scoring", "run", "prompt_stream", "training_batch"),
         *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets", "output_directory"),
         *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
     ),

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from dapo_jax.verl_options import TABLE, expanded
+from dapo_jax.from_verl.options import TABLE, expanded
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("write_verl_doc", ROOT / "scripts/write_verl_doc.py")

@@ -1,30 +1,20 @@
-"""Host: the command of dapo_jax that does what a training script of verl does.
+"""Host: the options of a training script of verl, as the command of dapo_jax that does the same."""
 
-    python -m dapo_jax.from_verl SCRIPT.sh [ARGUMENTS OF THE SCRIPT] [--output run.py]
-
-Prints a command, and as comments what was left out and what has no equivalent; with --output it writes a config file.
-The script is read, never run: its variables have the values that the script and this shell's environment give them.
-"""
-
-import argparse
-import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_jax import verl_defaults
 from dapo_jax.aliases import resolve_aliases
-from dapo_jax.command_line import refusals
 from dapo_jax.config import Config, freeze, type_problems
 from dapo_jax.errors import InputError
+from dapo_jax.from_verl import defaults
+from dapo_jax.from_verl.options import converted, find, flag, is_off, ours_of
+from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
+from dapo_jax.from_verl.values import TRACKERS, parsed
 from dapo_jax.option_uses import DEFAULTS, flat, unread, with_values
-from dapo_jax.shell_scripts import UNKNOWN, Script
 from dapo_jax.validation import validate
-from dapo_jax.verl_options import converted, find, flag, is_off, ours_of
-from dapo_jax.verl_values import TRACKERS, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")
@@ -35,14 +25,14 @@ ASSUMED = {  # verl's defaults that a conversion looks at
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
 }
-BASE = freeze(verl_defaults.get_config())
+BASE = freeze(defaults.get_config())
 
 
 @dataclass
 class Translation:
     """A run of verl in the words of dapo_jax."""
 
-    values: dict[str, Any] = field(default_factory=dict)  # by our keys, on top of verl_defaults.py
+    values: dict[str, Any] = field(default_factory=dict)  # by our keys, on top of defaults.py
     problems: list[str] = field(default_factory=list)  # why the config is refused as it is
     lost: list[str] = field(default_factory=list)  # what has no equivalent and changes the run
     by_hand: list[str] = field(default_factory=list)  # what has to be looked at
@@ -151,7 +141,7 @@ def _leave_out_unread(result: Translation) -> None:
 
 def command(values: Mapping[str, Any]) -> str:
     """The command line, an option a line."""
-    file = Path(verl_defaults.__file__)
+    file = Path(defaults.__file__)
     file = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     options = [flag(key, value) for key, value in sorted(values.items())]
     return " \\\n    ".join([f"python -m dapo_jax.train --config {file}", *options])
@@ -201,39 +191,3 @@ def _together(lines: Sequence[str]) -> list[str]:
         for end, starts in by_end.items()
         for start in (starts if not end else starts[:1])
     ]
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dapo_jax.from_verl", description=(__doc__ or "").split("\n\n")[-1])
-    parser.add_argument("script", help="a shell script that starts verl's trainer")
-    parser.add_argument("arguments", nargs="*", help='what the script would be given: its "$@"')
-    parser.add_argument("--output", help="write a config file instead of printing the command")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
-    chosen = parser.parse_args(arguments[1:])
-    with refusals(arguments):
-        script = Script(_text(chosen.script), environment=os.environ, arguments=chosen.arguments)
-        result = translate(overrides(script))
-        about = list(remarks(result, script.skipped))
-        head = [
-            f"# {chosen.script} for dapo_jax. What it does not set has verl's default; docs/coming_from_verl.md says",
-            "# what each option of verl is here, and what behaves differently.",
-        ]
-        if chosen.output:
-            Path(chosen.output).write_text(config_file(result.values, [*head, *about]), encoding="utf-8")
-            print("\n".join(about))
-            print(f"python -m dapo_jax.train --config {chosen.output}")
-        else:
-            print("\n".join([*head, "", command(result.values), "", *about]))
-        if result.problems:
-            raise InputError(f"the config has {len(result.problems)} problems, which are listed above")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read ({error}): give a shell script that starts verl's trainer") from error
-
-
-if __name__ == "__main__":
-    main(sys.argv)

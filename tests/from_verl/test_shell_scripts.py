@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from dapo_jax.errors import InputError
-from dapo_jax.shell_scripts import UNKNOWN, Script
+from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
 
 ENVIRONMENT = {"HOME": "/home/me", "SET": "one two", "EMPTY": ""}
 LINES = [

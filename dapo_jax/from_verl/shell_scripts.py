@@ -11,8 +11,8 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 
-from dapo_jax.shell_blocks import UNKNOWN, Blocks, holds
-from dapo_jax.shell_words import Command, commands, end_of_part
+from dapo_jax.from_verl.shell_blocks import UNKNOWN, Blocks, holds
+from dapo_jax.from_verl.shell_words import Command, commands, end_of_part
 
 DECLARING = ("export", "readonly", "declare", "typeset", "local")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Host: what the value of an option of verl is here, where it is not the same. verl_options.py says which option.
+"""Host: what the value of an option of verl is here, where it is not the same. options.py says which option.
 
 A conversion gets the value and every option that is given with it, and returns values by our keys: none where the
 option asks for what happens anyway, or where only its user can choose.

@@ -1,6 +1,6 @@
 """Host: a config with the defaults of verl's trainer where they change what is learned, as a base for `from_verl`.
 
-    python -m dapo_jax.train --config dapo_jax/verl_defaults.py --config.model.path=DIRECTORY ...
+    python -m dapo_jax.train --config dapo_jax/from_verl/defaults.py --config.model.path=DIRECTORY ...
 
 An option that a script of verl's does not set is then what it is there. What only changes speed, memory, records,
 checkpoints or evaluation keeps the default of dapo_jax.

@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_verl_options import DATA, TRAINER, lines_of
+from verl_keys import DATA, TRAINER, lines_of
 
 from dapo_jax.command_line import read_config
 from dapo_jax.config import Config
-from dapo_jax.from_verl import BASE, command, config_file, overrides, remarks, translate
+from dapo_jax.from_verl.options import converted, find
+from dapo_jax.from_verl.shell_scripts import Script
+from dapo_jax.from_verl.table import HERE
+from dapo_jax.from_verl.translate import BASE, command, config_file, overrides, remarks, translate
 from dapo_jax.option_uses import DEFAULTS, flat
-from dapo_jax.shell_scripts import Script
 from dapo_jax.validation import validate
-from dapo_jax.verl_options import converted, find
-from dapo_jax.verl_table import HERE
 
 PUBLISHED = ("run_dapo_qwen2.5_32b", "test_dapo_7b_math")
 SCRIPT = """#!/usr/bin/env bash
@@ -184,7 +184,7 @@ def test_what_is_refused_is_said(tmp_path):
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dapo_jax.from_verl", *arguments], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dapo_jax.shell_words import Command
+from dapo_jax.from_verl.shell_words import Command
 
 UNKNOWN = "\0"  # in a word: what only a shell could say
 LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "{": "}"}

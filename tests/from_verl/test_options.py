@@ -1,28 +1,17 @@
 """verl's options: each has an entry in the table, which names options that there are, and the command line's advice."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
+from verl_keys import TRAINER, lines_of
 
 from dapo_jax.command_line import read_config
+from dapo_jax.from_verl.options import BY_KEY, STARS, TABLE, expanded, find, hint, is_off, ours_of
+from dapo_jax.from_verl.table import EASYR1, HERE
 from dapo_jax.option_uses import DEFAULTS
-from dapo_jax.verl_options import BY_KEY, STARS, TABLE, expanded, find, hint, is_off, ours_of
-from dapo_jax.verl_table import EASYR1, HERE
 
-DATA = Path(__file__).parent / "data" / "verl"
-TINY = str(Path(__file__).parents[1] / "configs" / "tiny.py")
-
-
-def lines_of(name: str) -> list[str]:
-    return [line for line in (DATA / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
-
-
-TRAINER = {
-    version: {key: json.loads(value) for key, value in (line.split(": ", 1) for line in lines_of(f"trainer_{version}"))}
-    for version in ("0.7.0", "0.9.0")
-}
+TINY = str(Path(__file__).parents[2] / "configs" / "tiny.py")
 KEYS = {**{key: None for keys in TRAINER.values() for key in keys}, **dict.fromkeys(lines_of("dapo_scripts"))}
 
 

@@ -1,4 +1,4 @@
-"""Host: the table of verl's options, each with what it is here. verl_options.py looks them up.
+"""Host: the table of verl's options, each with what it is here. options.py looks them up.
 
 An entry names verl's options and ours. `{a,b}` stands for either, on both sides in the same order, and a `*` for any
 part of a key. Options that neither verl 0.7 nor 0.9 has are those of its DAPO recipe and, in EASYR1, of EasyR1.
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_jax.verl_values import (
+from dapo_jax.from_verl.values import (
     Values,
     advantage_estimator,
     at_most_off,

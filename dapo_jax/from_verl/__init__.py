@@ -1,0 +1,1 @@
+"""verl's options and training scripts in the words of this package."""

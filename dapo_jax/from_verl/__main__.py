@@ -1,0 +1,54 @@
+"""Host: the command that translates a training script of verl.
+
+    python -m dapo_jax.from_verl SCRIPT.sh [ARGUMENTS OF THE SCRIPT] [--output run.py]
+
+Prints a command, and as comments what was left out and what has no equivalent; with --output it writes a config file.
+The script is read, never run: its variables have the values that the script and this shell's environment give them.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo_jax.command_line import refusals
+from dapo_jax.errors import InputError
+from dapo_jax.from_verl.shell_scripts import Script
+from dapo_jax.from_verl.translate import command, config_file, overrides, remarks, translate
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dapo_jax.from_verl", description=(__doc__ or "").split("\n\n")[-1])
+    parser.add_argument("script", help="a shell script that starts verl's trainer")
+    parser.add_argument("arguments", nargs="*", help='what the script would be given: its "$@"')
+    parser.add_argument("--output", help="write a config file instead of printing the command")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    chosen = parser.parse_args(arguments[1:])
+    with refusals(arguments):
+        script = Script(_text(chosen.script), environment=os.environ, arguments=chosen.arguments)
+        result = translate(overrides(script))
+        about = list(remarks(result, script.skipped))
+        head = [
+            f"# {chosen.script} for dapo_jax. What it does not set has verl's default; docs/coming_from_verl.md says",
+            "# what each option of verl is here, and what behaves differently.",
+        ]
+        if chosen.output:
+            Path(chosen.output).write_text(config_file(result.values, [*head, *about]), encoding="utf-8")
+            print("\n".join(about))
+            print(f"python -m dapo_jax.train --config {chosen.output}")
+        else:
+            print("\n".join([*head, "", command(result.values), "", *about]))
+        if result.problems:
+            raise InputError(f"the config has {len(result.problems)} problems, which are listed above")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}): give a shell script that starts verl's trainer") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv)
