@@ -17,6 +17,7 @@ from ml_collections import config_dict
 
 from dapo_jax.aliases import resolve_aliases
 from dapo_jax.errors import InputError
+from dapo_jax.function_names import Section
 from dapo_jax.places import is_address, place_of
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
@@ -449,7 +450,7 @@ def default_config() -> Any:
 
 
 def _config_dict(section: Any) -> config_dict.ConfigDict:
-    values = config_dict.ConfigDict()
+    values = Section()
     for name, kind in typing.get_type_hints(type(section)).items():
         default = getattr(section, name)
         if dataclasses.is_dataclass(default):

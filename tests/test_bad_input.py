@@ -202,7 +202,7 @@ options(
 options("heads", {"model.random.num_heads": 3}, "num_heads=3 must be a multiple of model.random.num_kv_heads=2")
 options("odd_head", {"model.random.head_dim": 7}, "model.random.head_dim=7 must be even")
 options("open_brace", {"data.arithmetic.template": "{"}, "data.arithmetic.template='{' must have the fields {a}", "cor")
-options("no_such_reward", {"reward.function": "os.no"}, "reward.function='os.no' must be one of", "correct the path")
+options("no_such_reward", {"reward.function": "os.no"}, "reward.function='os.no' must be a path", "correct the path")
 options("no_workdir", {"workdir": ""}, "workdir is empty: name the directory")
 options("process_alone", {"trainer.process_id": 4}, "trainer.coordinator", "give trainer.coordinator=HOST:PORT")
 

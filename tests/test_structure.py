@@ -11,14 +11,15 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("errors", "config", "aliases", "containers", "places"),
+    ("errors", "config", "aliases", "containers", "places", "function_names"),
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
         *("option_uses", "validation", "command_line", "scoring", "run", "prompt_stream", "training_batch"),
         *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets", "output_directory"),
-        *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
+        *("settings", "start_checks", "evaluation", "evaluate", "export", "train", "step_programs"),
+        *("preflight_advice", "preflight"),
     ),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
