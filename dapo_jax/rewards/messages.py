@@ -35,17 +35,17 @@ class Answer:
     exhausted: bool = False  # the worker is out of memory, threads or files: replace it
 
 
-def encode_request(arguments: tuple[str, str, str, dict[str, Any]]) -> bytes:
+def encode_request(arguments: tuple[str, str, Any, dict[str, Any]]) -> bytes:
     """(data_source, solution, ground_truth, extra_info) as JSON.
 
     What JSON lacks in extra_info becomes: Decimal, UUID and timedelta their `str`; dates and times ISO 8601; bytes
     base64; a tuple or NumPy array a list; a NumPy scalar its number; a key text. NaN, infinities and lone surrogates
     stay. TypeError, ValueError or RecursionError for anything else.
     """
-    return json.dumps(arguments, default=_plain).encode()
+    return json.dumps(arguments, default=plain).encode()
 
 
-def decode_request(message: bytes) -> tuple[str, str, str, dict[str, Any]]:
+def decode_request(message: bytes) -> tuple[str, str, Any, dict[str, Any]]:
     return tuple(json.loads(message))
 
 
@@ -120,7 +120,8 @@ def _limit(connection: socket.socket, deadline: float | None) -> None:
     connection.settimeout(left)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON has for a value that it lacks (`encode_request`). TypeError where there is nothing."""
     if isinstance(value, decimal.Decimal | uuid.UUID | datetime.timedelta):
         return str(value)
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date

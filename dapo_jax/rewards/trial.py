@@ -1,8 +1,6 @@
 """Host: tries a reward function of the user's on made-up responses, before a run begins."""
 
-import json
 import logging
-from typing import Any
 
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
@@ -26,7 +24,7 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
     Raises:
         ValueError: a result that is no verdict, or the function raised for all responses.
     """
-    truth = text_of(row.ground_truth)
+    truth = row.truth_text
     texts = [form.format(truth) for form in _RESPONSES]
     requests = [ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info) for text in texts]
     verdicts = [verdict.result() for verdict in [verifiers.submit(request) for request in requests]]
@@ -36,8 +34,8 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
         if WRONG_RESULT in error:
             raise InputError(
                 f"reward.function={name!r} gives no verdict on the made-up response {text[:60]!r} to {row.origin} "
-                f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has one "
-                "as 'score' for every response"
+                f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has "
+                "one as 'score' for every response"
             )
     if len(failed) == len(texts):
         raise InputError(
@@ -50,8 +48,3 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
             "wrong, with reward.error_score", name, len(failed), len(texts), row.origin, failed[0][0], failed[0][1],
         )  # fmt: skip
     return [verdict for verdict in verdicts if not verdict.error]
-
-
-def text_of(ground_truth: Any) -> str:
-    """A ground truth as text: itself, or the JSON of anything else."""
-    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)

@@ -51,7 +51,7 @@ class ScoreRequest:
 
     data_source: str
     solution: str
-    ground_truth: str
+    ground_truth: Any  # text or plain JSON
     extra_info: dict[str, Any]
 
 

@@ -207,6 +207,14 @@ def test_extra_info_reaches_the_verifier_as_json(pool):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("truth", ["34", None, True, [], ["a", 1], {"a": None, "b": {"c": [0.5]}}])
+def test_a_ground_truth_reaches_the_function_as_the_object_that_it_is(truth, tmp_path):
+    (tmp_path / "own.py").write_text("def score(a, b, truth, c): return {'score': 1.0, 'pred': repr(truth)}")
+    with VerifierPool(f"{tmp_path}/own.py:score", num_workers=1, timeout_s=30) as own:
+        verdict = own.score([ScoreRequest("", "", truth, {})])[0]
+    assert verdict.pred == repr(truth) and verdict.error is None
+
+
 def test_extra_info_without_a_form_in_json_is_a_wrong_sample(pool):
     circular = {}
     circular["x"] = circular
