@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import pytest
@@ -80,15 +79,12 @@ def test_a_step_or_evaluation_in_which_every_verdict_failed_stops_the_run(more, 
 
 
 def test_too_few_rows_and_held_out_prompts_that_are_trained_on_are_warned_of(tmp_path, monkeypatch, capfd):
-    config = small_config(tmp_path / "run")
     shared = rows_file(tmp_path, "shared.jsonl", [2, 7, 8])
-    data = dataclasses.replace(
-        config.data, task="files", train_files=(rows_file(tmp_path, "train.jsonl", range(3)),), val_files=(shared,)
-    )
-    tasks = json.dumps({"easy": {"files": shared, "max_prompts": 1}})
-    config = dataclasses.replace(config, data=data, evaluate=dataclasses.replace(config.evaluate, tasks=tasks))
-    config = dataclasses.replace(config, data=dataclasses.replace(data, arithmetic=type(data.arithmetic)()))
-    reached(config, monkeypatch)
+    changes = {
+        "data.task": "files", "data.train_files": (rows_file(tmp_path, "train.jsonl", range(3)),),
+        "data.val_files": (shared,), "evaluate.tasks": json.dumps({"easy": {"files": shared, "max_prompts": 1}}),
+    }  # fmt: skip
+    reached(small_config(tmp_path / "run", **changes), monkeypatch)
     warned = capfd.readouterr().err
     assert "3 problems to train on, fewer than data.gen_batch_size=8: prompts repeat within a batch" in warned
     assert "1 of 3 prompts of data.val_files are also trained on" in warned
