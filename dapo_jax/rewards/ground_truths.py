@@ -27,7 +27,7 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
     """Raises ValueError with the first rows whose ground truth the built-in verifier does not accept as an answer.
 
     Args:
-        function: the name of the verifier in `verifiers`, or the dotted path of your own, which is not asked.
+        function: the name of the verifier in `verifiers`, or the path of your own, which is not asked.
     """
     same: dict[tuple[str, str], list[PromptRow]] = {}  # by verifier and ground truth
     problems, failed = [], False

@@ -39,7 +39,7 @@ def verifier_for(data_source: str) -> str:
     if data_source not in _BY_DATA_SOURCE:
         raise InputError(
             f"data_source={data_source!r} has no verifier, it must start with 'aime' or be one of "
-            f"{', '.join(_BY_DATA_SOURCE)}: set reward.function to a verifier's name or to the dotted path "
+            f"{', '.join(_BY_DATA_SOURCE)}: set reward.function to a verifier's name or to the path "
             "of your own function, or correct data_source in the data"
         )
     return _BY_DATA_SOURCE[data_source]

@@ -83,7 +83,7 @@ class VerifierPool:
         """Starts the workers and waits for the first.
 
         Args:
-            verifier: a name in `verifiers.VERIFIERS`, or the dotted path of a function.
+            verifier: a name in `verifiers.VERIFIERS`, or the path of a function (`own_function`).
             timeout_s: seconds for one sample, after which its worker is killed and replaced.
             memory_limit_mb: MiB that a worker may write to (enforced on Linux); a sample that needs more is wrong,
                 and its worker is replaced. 0 = none.
