@@ -144,7 +144,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    function: str = "auto"  # auto (by data_source), a verifier's name, your function (package.module.function or FILE.py:function), or none
+    function: str = "auto"  # auto (by data_source), a verifier, your function (MODULE.NAME or FILE.py:NAME), or none
     num_workers: int = 2  # verifier processes
     timeout_s: float = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: int = 4096  # MiB that a verifier process may write to (Linux); 0 = none
