@@ -77,12 +77,13 @@ def normalize_result(result: Any) -> tuple[dict[str, float], str | None]:
 
     A bare number is the score and acc. In a dict acc defaults to the score; text other than pred is dropped.
     """
-    if not isinstance(result, Mapping):
+    bare = not isinstance(result, Mapping)
+    if bare:
         result = {"score": result}
     if len(result) > MAX_NUMBERS:
         raise ValueError(f"{WRONG_RESULT} at most {MAX_NUMBERS} numbers, not {len(result)}")
     values = {
-        _short(_text(name)): _finite(name, value)
+        _short(_text(name)): _finite("" if bare else f"{_described(name)}: ", value)
         for name, value in result.items()
         if name != "pred" and (name in ("score", "acc") or not isinstance(value, str))
     }
@@ -135,7 +136,7 @@ def _out_of_memory() -> str:
     return f"MemoryError: the verifier needs more than {allowed}"
 
 
-def _finite(name: Any, value: Any) -> float:
+def _finite(name: str, value: Any) -> float:
     kind = "a finite number"
     with suppress(TypeError, ValueError, OverflowError):
         number = value.item() if hasattr(value, "item") else value  # a NumPy scalar
@@ -143,7 +144,7 @@ def _finite(name: Any, value: Any) -> float:
             if abs(float(number)) <= MAX_NUMBER:
                 return float(number)
             kind = "a number that is finite in float32"
-    raise ValueError(f"{WRONG_RESULT} {kind}, not {_described(name)}: {_described(value)}")
+    raise ValueError(f"{WRONG_RESULT} {kind}, not {name}{_described(value)}")
 
 
 def _described(value: Any) -> str:
