@@ -29,6 +29,7 @@ from dapo_jax.bounds import (
     above_zero_or_off,
 )
 from dapo_jax.errors import InputError
+from dapo_jax.function_names import Section
 from dapo_jax.places import is_address, place_of, without_tilde
 
 MAY_BE_INFINITE = (  # bounds that then bound nothing
@@ -177,7 +178,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    function: str = "auto"  # auto (by data_source), a verifier's name, a dotted path to your function, or none
+    function: str = "auto"  # auto (by data_source), a verifier, your function (MODULE.NAME or FILE.py:NAME), or none
     num_workers: Positive[int] = 2  # verifier processes
     timeout_s: Positive[float] = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none
@@ -492,7 +493,7 @@ def default_config() -> Any:
 
 
 def _config_dict(section: Any) -> config_dict.ConfigDict:
-    values = config_dict.ConfigDict()
+    values = Section()
     for name, kind in typing.get_type_hints(type(section)).items():
         default = getattr(section, name)
         if dataclasses.is_dataclass(default):

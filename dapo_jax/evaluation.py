@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.config import Config
 from dapo_jax.monitor.statistics import evaluation_metrics, length_metrics
-from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.experience import Experience, check_verdicts
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores
@@ -32,17 +32,22 @@ def evaluate(
     Args:
         params: training parameters.
         receive: is given each batch of verified responses.
+
+    Raises:
+        RuntimeError: the reward function failed on every response to a task set.
     """
     metrics: dict[str, float] = {}
     weights = run.decode_weights(params) if run.task_sets else None
     num_errors = 0
     for task in run.task_sets:
-        batches = []
+        batches, outcomes = [], []
         with jax.set_mesh(run.rollout_mesh), run.stage("testing"):
             for experience in _sample(run, weights, task):
                 receive(task, experience)
                 batches.append(_Measured.of(experience))
+                outcomes.append(experience.outcomes)
                 num_errors += experience.num_errors
+        check_verdicts(outcomes, f"evaluation of {task.options.name or 'the held-out problems'}")
         metrics |= _task_metrics(run.config, prefix, task, _Measured.join(batches))
     return metrics | ({f"{prefix}/num_errors": num_errors} if run.task_sets else {})
 

@@ -121,7 +121,7 @@ def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
             "kind": kind,
             "prompt": run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
             "response": experience.texts[group][sample],
-            "ground_truth": run.train_set.rows[experience.rows[group]].ground_truth,
+            "ground_truth": run.train_set.rows[experience.rows[group]].truth_text,
             "length": int(lengths[group, sample]),
             **{name: float(values[group, sample]) for name, values in experience.scores.items()},
         }

@@ -61,7 +61,6 @@ from dapo_jax.policies import (
     lora_of,
     read_model,
 )
-from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine
@@ -77,6 +76,7 @@ from dapo_jax.settings import (
     engine_settings,
     with_total_steps,
 )
+from dapo_jax.start_checks import check_rewards, warn_of_data
 from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
 
 logger = logging.getLogger(__name__)
@@ -136,6 +136,7 @@ def open_run(
         logger.warning("%s", warning)
     check_stop_strings(tokenizer, config.rollout.stop)
     train_set, task_sets = read_prompts(config, tokenizer, training=training)
+    warn_of_data(config, train_set, task_sets)
     if jax.process_count() > 1:
         check_agreement(
             {"the training prompts": train_set.checksum()}
@@ -159,8 +160,7 @@ def open_run(
         stack.enter_context(jax.set_mesh(mesh))
         functions = [reward_function(config), *(task.options.reward_function for task in task_sets)]
         verifiers = {name: stack.enter_context(verifier_pool(config, name)) for name in dict.fromkeys(functions)}
-        for rows, name in zip((train_set.rows, *(task.prompts.rows for task in task_sets)), functions, strict=True):
-            check_ground_truths(rows, name, verifiers[name])
+        check_rewards(config, train_set, task_sets, reward_function(config), verifiers)
         engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
         stack.callback(engine.close)
         console = Console(

@@ -13,7 +13,6 @@ from typing import Any
 
 from dapo_jax.config import Config
 from dapo_jax.data.prompts import PromptSet
-from dapo_jax.data.rows import prompt_identity
 from dapo_jax.errors import InputError
 from dapo_jax.places import without_tilde
 
@@ -56,7 +55,7 @@ class TaskSet:
         names: dict[str, dict[tuple[str, str], list[int]]] = {}
         for index, row in enumerate(self.prompts.rows):
             problems = names.setdefault(self.options.name or row.data_source, {})
-            problems.setdefault((prompt_identity(row.prompt), row.ground_truth), []).append(index)
+            problems.setdefault(row.identity, []).append(index)
         for name in sorted(names):
             yield name, list(names[name].values())
 

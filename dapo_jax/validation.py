@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
@@ -26,6 +27,8 @@ from dapo_jax.monitor import console
 from dapo_jax.monitor.records import TRACKERS
 from dapo_jax.option_uses import trained, unread_problems
 from dapo_jax.places import address_problem, is_address
+from dapo_jax.rewards.verifiers import NUMBERS
+from dapo_jax.rollout.experience import OWN_SCORES
 from dapo_jax.rollout.shapes import bucket
 from dapo_jax.task_sets import held_out_options, parse_tasks
 
@@ -325,8 +328,26 @@ def _algorithm_problems(config: Config) -> list[str]:
     return problems
 
 
+def _metric_problems(config: Config) -> list[str]:
+    """A metric of the group filter that the verifier never returns; what your own does is not known here."""
+    groups, reward = config.algorithm.filter_groups, config.reward
+    if not groups.enable or reward.function not in NUMBERS:
+        return []
+    buffer = reward.overlong_buffer
+    measured = {"reward_model": bool(reward.model.path), "overlong": buffer.enable and buffer.log}
+    there = [*NUMBERS[reward.function], *(name for name in OWN_SCORES if measured.get(name, True))]
+    if groups.metric in there or (groups.metric == "acc" and reward.function == "none"):  # the latter is said above
+        return []
+    close = [name for name in there if groups.metric.startswith(name)] or get_close_matches(groups.metric, there)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return [
+        f"algorithm.filter_groups.metric={groups.metric} is no number that reward.function={reward.function} gives: "
+        f"choose one of {', '.join(there)}{meant}, or give a function of your own that returns it"
+    ]
+
+
 def _filter_problems(config: Config) -> list[str]:
-    groups, problems = config.algorithm.filter_groups, []
+    groups, problems = config.algorithm.filter_groups, _metric_problems(config)
     name = "algorithm.filter_groups"
     if not groups.filter_low < groups.filter_high:
         problems.append(f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}")

@@ -202,7 +202,7 @@ options(
 options("heads", {"model.random.num_heads": 3}, "num_heads=3 must be a multiple of model.random.num_kv_heads=2")
 options("odd_head", {"model.random.head_dim": 7}, "model.random.head_dim=7 must be even")
 options("open_brace", {"data.arithmetic.template": "{"}, "data.arithmetic.template='{' must have the fields {a}", "cor")
-options("no_such_reward", {"reward.function": "os.no"}, "reward.function='os.no' must be one of", "correct the path")
+options("no_such_reward", {"reward.function": "os.no"}, "reward.function='os.no' must be a path", "correct the path")
 options("no_workdir", {"workdir": ""}, "workdir is empty: name the directory")
 options("process_alone", {"trainer.process_id": 4}, "trainer.coordinator", "give trainer.coordinator=HOST:PORT")
 
@@ -245,7 +245,7 @@ def prompts(name: str, content: bytes | None, *told: str, file: str = "rows.json
 WHOLE = parquet(*[ROW] * 50)
 prompts("missing", None, "prompt file DIR/rows.jsonl does not exist: correct the path")
 CASES["prompts_directory"] = Case(
-    ("prompt file DIR/rows.jsonl is not a file: correct the path",),
+    ("prompt file DIR/rows.jsonl is a directory: it has no .parquet or .jsonl or .json files",),
     {**FROM_FILE, "data.train_files": "('DIR/rows.jsonl',)"}, lambda directory: (directory / "rows.jsonl").mkdir(),
 )  # fmt: skip
 prompts("empty", b"", "DIR/rows.jsonl", "hold no rows: name files that do")
@@ -276,7 +276,7 @@ prompts(
 )  # fmt: skip
 prompts("message_without_content", lines({**ROW, "prompt": [{"role": "user"}]}), "each with text as role and content")
 prompts("empty_prompt", lines({**ROW, "prompt": ""}), "row 1: prompt is '' (str), must be non-empty text", "correct")
-prompts("prompt_without_tokens", lines(asking("")), "row 0 (from 0) has no tokens: fill or remove it")
+prompts("prompt_without_tokens", lines(asking("")), "DIR/rows.jsonl row 1 has no tokens: fill or remove it")
 HUGE = asking("1 + " * 5000)
 prompts("huge", lines(ROW, HUGE), "max_prompt_length=64", "longest 20000", "raise data.max_prompt_length")
 prompts("all_huge_and_dropped", lines(HUGE), "no prompt is left", "raise data.max_prompt_length",
@@ -298,8 +298,8 @@ prompts("held_out_truth_that_no_answer_equals", lines(ROW, {**ROW, "reward_model
         evaluate__tasks='{"named": {"files": "DIR/rows.jsonl"}}')  # fmt: skip
 prompts("half_a_character_in_the_truth", lines({**ROW, "reward_model": {"ground_truth": "\udfff"}}),
         r"row 1: reward_model holds '\udfff', half of a character: write the whole")  # fmt: skip
-prompts("no_utf8", lines(ROW) + b'{"prompt": "\xff"}\n', "row 2: must be a JSON object, not 'utf-8' codec", ONE_OBJECT)
-prompts("utf16", json.dumps(ROW).encode("utf-16"), "row 1: must be a JSON object, not 'utf-8' codec", ONE_OBJECT)
+prompts("no_utf8", lines(ROW) + b'{"prompt": "\xff"}\n', "row 2: is no UTF-8 text (byte 0xff", "save the file as")
+prompts("utf16", json.dumps(ROW).encode("utf-16"), "DIR/rows.jsonl is UTF-16 text: save it as UTF-8")
 for value in ("1e999", "NaN"):
     prompts(f"truth_of_{value}", lines(json.dumps(ROW).replace('"2"', value)), "ground_truth is", "a finite number")
 prompts("number_of_5000_digits", lines(json.dumps(ROW).replace('"2"', "9" * 5000)), "row 1", "4300 digits", ONE_OBJECT)

@@ -11,7 +11,7 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("errors", "bounds", "config", "config_files", "aliases", "containers", "places"),
+    ("errors", "bounds", "config", "config_files", "aliases", "containers", "places", "function_names"),
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
@@ -19,7 +19,8 @@ LAYERS = [
         *("option_uses", "from_verl", "validation", "command_line"),
         *("scoring", "run", "prompt_stream", "training_batch"),
         *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets", "output_directory"),
-        *("settings", "evaluation", "evaluate", "export", "train", "step_programs", "preflight_advice", "preflight"),
+        *("settings", "start_checks", "evaluation", "evaluate", "export", "train", "step_programs"),
+        *("preflight_advice", "preflight"),
     ),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -142,6 +142,32 @@ def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path, 
     assert row["reward/num_errors"] > 0 and row["rollout/score/min"] < 0
 
 
+def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp_path):
+    truths = [{"a": [1], "b": None}, ["1"], None, True, "7"]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{i} =", "data_source": "own", "reward_model": {"ground_truth": truth},
+                        "extra_info": {"kind": type(truth).__name__}}) + "\n"
+            for i, truth in enumerate(truths)
+        )
+    )  # fmt: skip
+    (tmp_path / "own.py").write_text(
+        "def score(data_source, solution, ground_truth, extra_info):\n"
+        "    return {'score': len(solution) % 2, 'acc': float(type(ground_truth).__name__ == extra_info['kind'])}\n"
+    )
+    file = (str(tmp_path / "rows.jsonl"),)
+    changes = {
+        "data.task": "files", "data.train_files": file, "data.val_files": file, "trainer.total_training_steps": 1,
+        "reward.function": f"{tmp_path}/own.py:score", "algorithm.filter_groups.metric": "score",
+        "data.gen_batch_size": 5,
+    }  # fmt: skip
+    train(small_config(tmp_path / "run", **changes))
+    assert read_metrics(tmp_path / "run")[-1]["rollout/acc/min"] == 1
+    samples = [json.loads(line) for line in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
+    texts = {truth if isinstance(truth, str) else json.dumps(truth) for truth in truths}
+    assert samples and {sample["ground_truth"] for sample in samples} <= texts
+
+
 def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(tmp_path, monkeypatch):
     (tmp_path / "my_short_reward.py").write_text(
         "def score(data_source, solution, ground_truth, extra_info):\n"

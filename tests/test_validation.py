@@ -331,6 +331,21 @@ def test_truncated_sampling_and_single_samples_are_warned_of():
     assert_one(warnings(config_with({"rollout.top_k": 20})), "rollout.top_p=1.0, rollout.top_k=20: .* truncated")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{FILTER}.metric": "accuracy"}, "metric=accuracy is no number that reward.function=auto gives.*mean acc"),
+        ({f"{FILTER}.metric": "acc_reward", "reward.function": "gsm8k"}, "reward.function=gsm8k gives: choose one"),
+        ({f"{FILTER}.metric": "overlong"}, "metric=overlong is no number"),
+        ({f"{FILTER}.metric": "reward_model"}, "metric=reward_model is no number"),
+    ],
+)
+def test_a_filter_metric_that_the_verifier_never_returns_is_refused(changes, message):
+    assert_one(problems(changes), message)
+    assert problems({**changes, "reward.function": "package.module.function"}) == []
+    assert problems({**changes, f"{FILTER}.metric": "seq_final_reward"}) == []
+
+
 SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": True}
 MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "reward.function": "math_dapo"}
 

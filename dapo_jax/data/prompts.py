@@ -86,11 +86,11 @@ def tokenize_prompts(
     overlong = [index for index, tokens in enumerate(encoded) if len(tokens) > max_prompt_length]
     max_length = max(map(len, encoded), default=0)
     if [] in encoded:
-        raise InputError(f"the prompt of row {encoded.index([])} (from 0) has no tokens: fill or remove it")
+        raise InputError(f"the prompt of {rows[encoded.index([])].origin} has no tokens: fill or remove it")
     if overlong and truncation == "error" and not filter_overlong:
         raise InputError(
             f"{len(overlong)} of {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} "
-            f"tokens (longest {max_length}; first row {overlong[0]}, from 0): raise data.max_prompt_length, "
+            f"tokens (longest {max_length}; the first is {rows[overlong[0]].origin}): raise data.max_prompt_length, "
             "drop them by data.filter_overlong_prompts=True, or cut them by data.truncation=left|right|middle"
         )
     dropped = set(overlong) if filter_overlong else set()
@@ -142,7 +142,9 @@ def hinted_prompts(
 
 
 def _with_hint(row: PromptRow) -> tuple[dict, ...] | str:
-    hint = str(row.extra_info.get("solution") or row.ground_truth)
+    if not row.extra_info.get("solution") and row.ground_truth is None:
+        raise InputError(f"{row.origin} needs extra_info.solution or a ground truth for the hint of adv_estimator=cpo")
+    hint = str(row.extra_info.get("solution") or row.truth_text)
     if isinstance(row.prompt, str):
         return f"{hint}\n{row.prompt}"
     turns = [index for index, message in enumerate(row.prompt) if message["role"] == "user"]

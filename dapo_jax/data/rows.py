@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,9 +12,19 @@ class PromptRow:
 
     prompt: tuple[dict, ...] | str  # chat messages with role and content, or plain text
     data_source: str  # names the task; the reward function may dispatch on it
-    ground_truth: str
+    ground_truth: Any  # text, or plain JSON: a Boolean, list, object or None
     extra_info: dict
     origin: str = field(default="a generated row", compare=False)  # file and row, for messages
+
+    @property
+    def truth_text(self) -> str:
+        """The ground truth as text: itself, or its JSON."""
+        return self.ground_truth if isinstance(self.ground_truth, str) else json.dumps(self.ground_truth)
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Equal for rows with the same prompt and ground truth alone."""
+        return prompt_identity(self.prompt), json.dumps(self.ground_truth, sort_keys=True)
 
 
 def prompt_identity(prompt: tuple[dict, ...] | str) -> str:
@@ -26,7 +37,6 @@ def duplicate_rows(rows: Iterable[PromptRow]) -> int:
     seen: set[tuple[str, str]] = set()
     duplicates = 0
     for row in rows:
-        identity = (prompt_identity(row.prompt), row.ground_truth)
-        duplicates += identity in seen
-        seen.add(identity)
+        duplicates += row.identity in seen
+        seen.add(row.identity)
     return duplicates

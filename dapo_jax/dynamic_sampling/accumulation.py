@@ -26,7 +26,7 @@ from dapo_jax.dynamic_sampling.schedule import (
 )
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
-from dapo_jax.rollout.experience import Experience, concatenate
+from dapo_jax.rollout.experience import Experience, check_verdicts, concatenate, describe_failures
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def accumulate_groups(
 
     Raises:
         RuntimeError: too few groups, and the policy says error. Says how many groups were all right and all wrong,
-            and the ways out.
+            and the ways out. Or the verification of every response failed.
     """
     attempt = _Attempt(start_round, state, prompts, policies, step)
     while attempt.dispatch() or attempt.in_flight:
@@ -229,10 +229,15 @@ class _Attempt:
     def _take(self, round_: Round) -> None:
         """Takes the groups that can be trained on out of a round, and keeps the numbers of the others."""
         self.rounds.append(round_.verdicts)
+        if self.evaluated >= self.policies.target:  # enough to know, as rounds may have no limit
+            self._check_verdicts()
         self.kept_groups.append(round_.experience.select(np.flatnonzero(round_.keep)))
         if self.policies.trains_on_dropped:
             room = self.policies.target - sum(map(len, self.dropped_groups))
             self.dropped_groups.append(round_.experience.select(np.flatnonzero(~round_.keep)[:room]))
+
+    def _check_verdicts(self) -> None:
+        check_verdicts([round_.outcomes for round_ in self.rounds], f"step {self.step}")
 
     def _warn_of_many_rounds(self) -> None:
         """Once a round, from twice the rounds on that earlier steps let expect."""
@@ -249,6 +254,7 @@ class _Attempt:
 
     def finish(self) -> Accepted:
         policies = self.policies
+        self._check_verdicts()
         kept = _join([self.carried, *self.kept_groups])
         if _size(kept) >= policies.target:
             assert kept is not None
@@ -381,11 +387,13 @@ def _message(attempt: _Attempt, exhausted: bool) -> str:
     last = f"{FILTER}.{policy}=partial"
     if getattr(attempt.policies, policy) == "partial":  # there is no group to train on
         last = f"{FILTER}.on_empty=skip_step"
+    failed = describe_failures([round_.outcomes for round_ in attempt.rounds])
     words = attempt.policies.words
     other = "uniform otherwise" if words == filter_log.UNIFORM else f"dropped otherwise ({words.dropped})"
     return (
         f"only {attempt.kept} of data.train_batch_size={attempt.policies.target} groups kept {reason}: of "
         f"{attempt.evaluated} groups {counts['all_correct']} were all right, {counts['all_wrong']} all wrong, "
-        f"{counts['other']} {other}. Three ways out: {first}, lower data.train_batch_size, or set {last}; or "
+        f"{counts['other']} {other}{failed and f' ({failed})'}. "
+        f"Three ways out: {first}, lower data.train_batch_size, or set {last}; or "
         "change the difficulty of the data (or raise rollout.n), so that more groups hold both right and wrong answers"
     )

@@ -24,15 +24,21 @@ _FORMS = {
 
 
 def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: VerifierPool) -> None:
-    """Raises ValueError with the first rows whose ground truth the verifier does not accept as an answer.
+    """Raises ValueError with the first rows whose ground truth the built-in verifier does not accept as an answer.
 
     Args:
-        function: the name of the verifier in `verifiers`, or the dotted path of your own, which is not asked.
+        function: the name of the verifier in `verifiers`, or the path of your own, which is not asked.
     """
     same: dict[tuple[str, str], list[PromptRow]] = {}  # by verifier and ground truth
+    problems, failed = [], False
     for row in rows:
         name = verifier_for(row.data_source) if function == "auto" else function
-        if name in _FORMS:
+        if name in _FORMS and not isinstance(row.ground_truth, str):
+            problems.append(
+                f"{row.origin}: ground_truth={row.truth_text[:60]} is no text, and {name} compares text (a function of "
+                "your own is given what it is)"
+            )
+        elif name in _FORMS:
             same.setdefault((name, row.ground_truth), []).append(row)
     slow = [key for key in same if key[0] == "math_verify"]
     stride = math.ceil(len(slow) / MAX_ASKED) or 1
@@ -44,7 +50,6 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
         for form in _FORMS[name]
     ]
     verdicts = iter(verifiers.score(requests))
-    problems, failed = [], False
     for name, truth in asked:
         found = [next(verdicts) for _ in _FORMS[name]]
         if not any(verdict.numbers["acc"] for verdict in found):

@@ -8,7 +8,6 @@ import base64
 import datetime
 import decimal
 import json
-import math
 import socket
 import time
 import uuid
@@ -18,6 +17,8 @@ from typing import Any
 MAX_ANSWER = 1 << 20  # bytes of one message from a worker
 MAX_TEXT = 1000  # characters of pred, of an error and of a number's name
 MAX_NUMBERS = 100  # that a verifier may return for one sample
+MAX_NUMBER = (2 - 2**-23) * 2.0**127  # the largest float32: rewards and filters compute in it
+WRONG_RESULT = "verifier must return"  # how the error for a result that is no verdict begins
 
 
 class MalformedAnswer(ConnectionError):
@@ -28,23 +29,23 @@ class MalformedAnswer(ConnectionError):
 class Answer:
     """A worker's answer to one request."""
 
-    numbers: dict[str, float]  # finite, with "score" and "acc"; empty where there is an error
+    numbers: dict[str, float]  # finite in float32, with "score" and "acc"; empty where there is an error
     pred: str | None
     error: str | None
     exhausted: bool = False  # the worker is out of memory, threads or files: replace it
 
 
-def encode_request(arguments: tuple[str, str, str, dict[str, Any]]) -> bytes:
+def encode_request(arguments: tuple[str, str, Any, dict[str, Any]]) -> bytes:
     """(data_source, solution, ground_truth, extra_info) as JSON.
 
     What JSON lacks in extra_info becomes: Decimal, UUID and timedelta their `str`; dates and times ISO 8601; bytes
     base64; a tuple or NumPy array a list; a NumPy scalar its number; a key text. NaN, infinities and lone surrogates
     stay. TypeError, ValueError or RecursionError for anything else.
     """
-    return json.dumps(arguments, default=_plain).encode()
+    return json.dumps(arguments, default=plain).encode()
 
 
-def decode_request(message: bytes) -> tuple[str, str, str, dict[str, Any]]:
+def decode_request(message: bytes) -> tuple[str, str, Any, dict[str, Any]]:
     return tuple(json.loads(message))
 
 
@@ -62,7 +63,7 @@ def decode_answer(message: bytes) -> Answer:
             and isinstance(exhausted, bool)
             and isinstance(numbers, dict)
             and len(numbers) <= MAX_NUMBERS
-            and all(isinstance(value, float) and math.isfinite(value) for value in numbers.values())
+            and all(isinstance(value, float) and abs(value) <= MAX_NUMBER for value in numbers.values())
             and (error is not None or numbers.keys() >= {"score", "acc"})
         )
     except (ValueError, TypeError, RecursionError):
@@ -119,7 +120,8 @@ def _limit(connection: socket.socket, deadline: float | None) -> None:
     connection.settimeout(left)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON has for a value that it lacks (`encode_request`). TypeError where there is nothing."""
     if isinstance(value, decimal.Decimal | uuid.UUID | datetime.timedelta):
         return str(value)
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date

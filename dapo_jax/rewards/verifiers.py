@@ -1,17 +1,17 @@
-"""Host: the verifiers by name, by data source, or by dotted path.
+"""Host: the verifiers by name, by data source, or by the path of your own function.
 
 A verifier is `score(data_source, solution, ground_truth, extra_info) -> float | dict`. The dict has "score",
 and optionally "acc" (1 or 0, what the group filter compares), "pred" (the answer as text) and any further
 named numbers.
 """
 
-import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from dapo_jax.errors import InputError
 from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym
+from dapo_jax.rewards.own_function import load_function
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
 
@@ -39,7 +39,7 @@ def verifier_for(data_source: str) -> str:
     if data_source not in _BY_DATA_SOURCE:
         raise InputError(
             f"data_source={data_source!r} has no verifier, it must start with 'aime' or be one of "
-            f"{', '.join(_BY_DATA_SOURCE)}: set reward.function to a verifier's name or to the dotted path "
+            f"{', '.join(_BY_DATA_SOURCE)}: set reward.function to a verifier's name or to the path "
             "of your own function, or correct data_source in the data"
         )
     return _BY_DATA_SOURCE[data_source]
@@ -67,12 +67,15 @@ VERIFIERS: dict[str, Verifier] = {
     "auto": auto,
 }
 
+# What each returns, beside pred.
+NUMBERS = {name: ("score",) if name == "none" else ("acc", "score") for name in VERIFIERS}
+
 
 def load_verifier(name: str) -> Verifier:
-    """The verifier of this name or dotted path, with what it needs loaded.
+    """The verifier of this name or path (`own_function`), with what it needs loaded.
 
     Raises:
-        ValueError: there is none, or its module does not load.
+        ValueError: there is none, its module does not load, or it does not take four arguments.
         MemoryError: the process may not use as much memory as its module needs.
     """
     if name in ("auto", "math_verify"):
@@ -81,23 +84,12 @@ def load_verifier(name: str) -> Verifier:
         reasoning_gym.load()
     if name in VERIFIERS:
         return VERIFIERS[name]
-    module_name, _, function_name = name.rpartition(".")
-    rule = f"reward.function={name!r} must be one of {', '.join(VERIFIERS)} or a path package.module.function"
-    if not module_name:
-        raise InputError(f"{rule}: correct the name")
-    try:
-        module = importlib.import_module(module_name)
-    except MemoryError:
-        raise
-    except (Exception, SystemExit) as error:
+    if "." not in name:
         raise InputError(
-            f"{rule}, but importing {module_name!r} failed with {type(error).__name__}: {error}: correct the "
-            "path, or start the run in the directory that holds the module"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise InputError(f"{rule}, but {module_name!r} has no function {function_name!r}: correct the path")
-    return function
+            f"reward.function={name!r} must be one of {', '.join(VERIFIERS)}, or the path of your own function, "
+            "package.module.function or FILE.py:function: correct the name"
+        )
+    return load_function(name)
 
 
 def wrong_score(name: str, data_source: str) -> float:

@@ -21,8 +21,10 @@ from contextlib import suppress
 from typing import Any
 
 from dapo_jax.rewards.messages import (
+    MAX_NUMBER,
     MAX_NUMBERS,
     MAX_TEXT,
+    WRONG_RESULT,
     Answer,
     decode_request,
     encode_answer,
@@ -71,21 +73,22 @@ def answer(verifier: Verifier, request: bytes) -> Answer:
 
 
 def normalize_result(result: Any) -> tuple[dict[str, float], str | None]:
-    """A verifier's result as named finite floats with "score" and "acc", and pred. ValueError for all else.
+    """A verifier's result as named floats with "score" and "acc", finite in float32; and pred. ValueError for all else.
 
     A bare number is the score and acc. In a dict acc defaults to the score; text other than pred is dropped.
     """
-    if not isinstance(result, Mapping):
+    bare = not isinstance(result, Mapping)
+    if bare:
         result = {"score": result}
     if len(result) > MAX_NUMBERS:
-        raise ValueError(f"verifier must return at most {MAX_NUMBERS} numbers, not {len(result)}")
+        raise ValueError(f"{WRONG_RESULT} at most {MAX_NUMBERS} numbers, not {len(result)}")
     values = {
-        _short(_text(name)): _finite(name, value)
+        _short(_text(name)): _finite("" if bare else f"{_described(name)}: ", value)
         for name, value in result.items()
         if name != "pred" and (name in ("score", "acc") or not isinstance(value, str))
     }
     if "score" not in values:
-        raise ValueError(f"verifier must return a number or a dict with 'score', not {_described(result)}")
+        raise ValueError(f"{WRONG_RESULT} a number or a dict with 'score', not {_described(result)}")
     values.setdefault("acc", values["score"])
     pred = result.get("pred")
     return values, None if pred is None else _short(_text(pred))
@@ -133,12 +136,15 @@ def _out_of_memory() -> str:
     return f"MemoryError: the verifier needs more than {allowed}"
 
 
-def _finite(name: Any, value: Any) -> float:
+def _finite(name: str, value: Any) -> float:
+    kind = "a finite number"
     with suppress(TypeError, ValueError, OverflowError):
         number = value.item() if hasattr(value, "item") else value  # a NumPy scalar
         if isinstance(number, numbers.Real) and math.isfinite(number):
-            return float(number)
-    raise ValueError(f"verifier must return a finite number, not {_described(name)}: {_described(value)}")
+            if abs(float(number)) <= MAX_NUMBER:
+                return float(number)
+            kind = "a number that is finite in float32"
+    raise ValueError(f"{WRONG_RESULT} {kind}, not {name}{_described(value)}")
 
 
 def _described(value: Any) -> str:

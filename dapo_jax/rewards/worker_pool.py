@@ -51,7 +51,7 @@ class ScoreRequest:
 
     data_source: str
     solution: str
-    ground_truth: str
+    ground_truth: Any  # text or plain JSON
     extra_info: dict[str, Any]
 
 
@@ -83,7 +83,7 @@ class VerifierPool:
         """Starts the workers and waits for the first.
 
         Args:
-            verifier: a name in `verifiers.VERIFIERS`, or the dotted path of a function.
+            verifier: a name in `verifiers.VERIFIERS`, or the path of a function (`own_function`).
             timeout_s: seconds for one sample, after which its worker is killed and replaced.
             memory_limit_mb: MiB that a worker may write to (enforced on Linux); a sample that needs more is wrong,
                 and its worker is replaced. 0 = none.
@@ -100,6 +100,7 @@ class VerifierPool:
         self._memory_limit_mb = memory_limit_mb
         self._error_score = error_score
         self._num_replaced = self._taken = 0
+        self._warned_of_graded = False
         self._counting = threading.Lock()
         self._workers: set[_Worker] = set()
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -137,6 +138,7 @@ class VerifierPool:
     def collect(self, requests: Sequence[ScoreRequest], futures: Sequence[Future[Verdict]]) -> list[Verdict]:
         """Waits for the verdicts on submitted requests, and logs the failures among them."""
         verdicts = [future.result() for future in futures]
+        self.warn_of_graded(verdicts)
         failures = [(request, v.error) for request, v in zip(requests, verdicts, strict=True) if v.error]
         for request, error in failures[:_NUM_LOGGED]:
             _log.warning(
@@ -146,6 +148,18 @@ class VerifierPool:
         if len(failures) > _NUM_LOGGED:
             _log.warning("verifier %s failed: %d of %d samples", self._verifier, len(failures), len(requests))
         return verdicts
+
+    def warn_of_graded(self, verdicts: Sequence[Verdict]) -> None:
+        """Warns, once, if an `acc` is neither 0 nor 1."""
+        graded = [verdict.numbers["acc"] for verdict in verdicts if verdict.numbers["acc"] not in (0.0, 1.0)]
+        if graded and not self._warned_of_graded:
+            self._warned_of_graded = True
+            _log.warning(
+                "reward.function=%r gives acc=%g, neither 0 nor 1: what is reported as accuracy (acc/mean@k) is the "
+                "mean of a graded score, and the group filter keeps a group for the smallest difference; return a dict "
+                "with acc, 1 for a right answer and 0 for a wrong one, besides score",
+                self._verifier, graded[0],
+            )  # fmt: skip
 
     def close(self) -> None:
         """Kills the workers. Samples that are being scored end as failures."""

@@ -9,6 +9,7 @@ import numpy as np
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
+from dapo_jax.parallel.processes import SharedFailure
 
 OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
 
@@ -23,6 +24,7 @@ class Outcomes:
     lengths: np.ndarray  # [Q, G] int64, tokens
     scores: dict[str, np.ndarray]  # [Q, G] float64 each
     failed: np.ndarray  # [Q, G] bool, verification failed
+    error: str = ""  # the commonest of the failed verifications
 
     def score(self, name: str) -> np.ndarray:
         """The values [Q, G] of a score, NaN where there is none."""
@@ -46,6 +48,7 @@ class Experience:
     failed: np.ndarray  # [Q, G] bool, verification failed; False in what a checkpoint restores
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
     answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None once groups are chosen
+    error: str = ""  # the commonest of the failed verifications; "" once groups are chosen
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -64,7 +67,7 @@ class Experience:
     def outcomes(self) -> Outcomes:
         """The same without the tokens, which take nearly all of the memory."""
         lengths = self.mask.sum(axis=-1)
-        return Outcomes(self.numbers, self.rows, self.versions, lengths, self.scores, self.failed)
+        return Outcomes(self.numbers, self.rows, self.versions, lengths, self.scores, self.failed, self.error)
 
     def score(self, name: str) -> np.ndarray:
         """The values [Q, G] of a score, NaN where there is none."""
@@ -89,6 +92,26 @@ class Experience:
             self.versions[groups],
             self.failed[groups],
             None if self.kl is None else self.kl[groups],
+        )
+
+
+def describe_failures(parts: Sequence[Outcomes]) -> str:
+    """How many verifications failed and their commonest error; "" if none did."""
+    failed = sum(int(part.failed.sum()) for part in parts)
+    if not failed:
+        return ""
+    error = max(parts, key=lambda part: part.failed.sum()).error
+    count = sum(part.failed.size for part in parts)
+    share = f"all {count}" if failed == count else f"{failed} of {count}"
+    return f"the reward function failed on {share} responses, most often with {error}"
+
+
+def check_verdicts(parts: Sequence[Outcomes], what: str) -> None:
+    """Raises RuntimeError if there are verdicts and every one is a failure: then `what` measures nothing."""
+    if parts and all(part.failed.all() for part in parts):
+        raise SharedFailure(
+            f"{what}: {describe_failures(parts)}: correct it, and let it return its lowest score for a response that "
+            "it cannot read (for a time-out raise reward.timeout_s); then the same command goes on"
         )
 
 

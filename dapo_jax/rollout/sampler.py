@@ -1,6 +1,7 @@
 """Host: verified responses to rows of a prompt set; responses are verified while others are still being decoded."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
@@ -88,6 +89,7 @@ class Sampler:
                 name: np.array([verdict.numbers.get(name, np.nan) for verdict in verdicts], np.float64)
                 for name in names
             }
+            errors = Counter(verdict.error for verdict in verdicts if verdict.error is not None)
             texts, answers = verification.texts, [verdict.pred for verdict in verdicts]
             return Experience(
                 np.array(numbers, np.int64),
@@ -102,6 +104,7 @@ class Sampler:
                 np.full(len(prompts), version, np.int64),
                 np.array([verdict.error is not None for verdict in verdicts]).reshape(shape),
                 answers=[answers[i : i + num_samples] for i in range(0, len(answers), num_samples)],
+                error=max(errors, key=lambda error: errors[error], default=""),
             )
 
         return finish

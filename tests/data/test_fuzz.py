@@ -44,7 +44,7 @@ def check(path, content):
     path.write_bytes(content)
     with little_memory(), ends_within(), read_or_refused(path):
         for row in read_prompt_files([str(path)]):
-            assert row.prompt and row.data_source and row.ground_truth and isinstance(row.extra_info, dict)
+            assert row.prompt and row.data_source and row.ground_truth != "" and isinstance(row.extra_info, dict)
             json.dumps([row.prompt, row.data_source, row.ground_truth], ensure_ascii=False).encode()
 
 

@@ -9,7 +9,8 @@ from dapo_jax.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer()
 ROWS = [
-    PromptRow(text, "task", "1", {"index": i}) for i, text in enumerate(["abc", "abcdefg", "ab", "abcdefghi"])
+    PromptRow(text, "task", "1", {"index": i}, f"b.jsonl row {i + 1}")
+    for i, text in enumerate(["abc", "abcdefg", "ab", "abcdefghi"])
 ]
 
 
@@ -48,7 +49,7 @@ def test_the_checksum_is_of_prompts_and_answers(changes):
 def test_an_overlong_prompt_is_an_error_that_names_count_longest_first_and_cures():
     with pytest.raises(
         ValueError,
-        match=r"2 of 4 prompts are longer than max_prompt_length=3 tokens \(longest 9; first row 1, from 0\):"
+        match=r"2 of 4 prompts are longer than max_prompt_length=3 tokens \(longest 9; the first is b.jsonl row 2\):"
         " raise data.max_prompt_length, drop them by .*filter_overlong_prompts.*truncation=left",
     ):
         tokenize(ROWS, max_prompt_length=3)
@@ -132,7 +133,7 @@ def test_without_duplicates_only_the_report_is_logged(caplog):
 @pytest.mark.parametrize(
     "rows, changes, message",
     [
-        ([ROWS[0], PromptRow("", "task", "1", {})], {}, r"the prompt of row 1 \(from 0\) has no tokens"),
+        ([ROWS[0], PromptRow("", "task", "1", {}, "b.jsonl row 2")], {}, "the prompt of b.jsonl row 2 has no tokens"),
         ([], {}, "no prompt is left: 0 rows"),
         (
             [ROWS[3]],

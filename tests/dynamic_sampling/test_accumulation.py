@@ -467,3 +467,33 @@ def test_experiences_join_and_select():
     assert len(joined) == 2 and np.isnan(joined.scores["more"][1]).all()
     assert joined.select(np.array([1])).numbers.tolist() == [1] and joined.num_tokens == 8
     assert dataclasses.replace(joined, kl=joined.logprobs).select(np.array([0])).kl.shape == (1, 2, 40)
+
+
+def failing(number, *, size=2, failed=True):
+    groups = experience([number] * size, np.zeros((size, 2)))
+    error = "KeyError: 'answer'" if failed else ""
+    groups = dataclasses.replace(groups, failed=np.full((size, 2), failed), error=error)
+    return Round(groups, np.zeros(size, bool), np.zeros(size))
+
+
+@pytest.mark.parametrize("limit", [0, 1, 10])
+@pytest.mark.parametrize("stream", [None, Stream(slack=1.0, max_prompts=2)])
+def test_a_step_in_which_every_verdict_failed_ends_with_the_commonest_error(limit, stream):
+    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
+    calls = []
+
+    def start_round(numbers):
+        calls.append(numbers)
+        return lambda: failing(numbers[0], size=len(numbers))
+
+    options = policies(target=4, size=2, limit=limit, stream=stream, on_limit="partial", on_empty="skip_step")
+    with pytest.raises(RuntimeError, match="step 1: .* failed on all [48] responses, most often with KeyError"):
+        accumulate_groups(start_round, start(), source, options, step=1)
+    assert len(calls) <= 3, "as many groups as a batch has are enough to know"
+
+
+def test_too_few_groups_for_failed_verdicts_say_so():
+    rounds = iter([failing(0), failing(2, failed=False)])
+    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
+    with pytest.raises(RuntimeError, match="failed on 4 of 8 responses, most often with KeyError.*Three ways"):
+        accumulate_groups(lambda numbers: lambda: next(rounds), start(), source, policies(size=2, limit=2), step=1)

@@ -87,6 +87,15 @@ def test_a_verifier_that_does_not_come_to_a_verdict_may_need_more_time_or_memory
     assert "reward.timeout_s" not in str(error.value)
 
 
+@pytest.mark.parametrize("truth", [{"a": 1}, ["34"], None, True])
+def test_a_built_in_verifier_refuses_what_is_no_text(truth):
+    for name in ("gsm8k", "math_verify", "auto"):
+        with pytest.raises(ValueError, match="row 2: ground_truth=.* is no text, and .* compares text .a function of"):
+            check_ground_truths([row("34"), row(truth, number=2)], name, InThisProcess(name))
+    for name in ("none", "reasoning_gym", "package.module.function"):
+        check_ground_truths([row(truth)], name, InThisProcess(name))
+
+
 def test_equal_ground_truths_are_asked_once_and_few_of_a_slow_verifier(monkeypatch):
     monkeypatch.setattr(ground_truths, "MAX_ASKED", 10)
     for name, expected in {"gsm8k": 45, "math_verify": 9}.items():

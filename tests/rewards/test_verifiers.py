@@ -1,5 +1,3 @@
-import re
-
 import pytest
 
 from dapo_jax.rewards import verifiers
@@ -51,19 +49,19 @@ def test_a_dotted_path_is_your_own_function():
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("nothing", "correct the name"),
-        ("no_such_module.score", "importing 'no_such_module' failed with ModuleNotFoundError"),
-        ("broken_verifier.score", "importing 'broken_verifier' failed with ZeroDivisionError"),
-        ("exiting_verifier.score", "importing 'exiting_verifier' failed with SystemExit"),
-        ("math.no_such_function", "'math' has no function 'no_such_function'"),
-        ("math.pi", "'math' has no function 'pi'"),
+        ("nothing", "must be one of none, arithmetic, .*correct the name"),
+        ("no_such_module.score", "does not load: there is no module 'no_such_module'"),
+        ("broken_verifier.score", "does not load: importing 'broken_verifier' failed with ZeroDivisionError"),
+        ("exiting_verifier.score", "does not load: importing 'exiting_verifier' failed with SystemExit"),
+        ("math.no_such_function", "must be a path .*'math' has no function 'no_such_function'"),
+        ("math.pi", "must be a path .*'math' has no function 'pi'"),
     ],
 )
 def test_a_verifier_that_cannot_be_loaded_is_named_with_the_reason(name, reason, tmp_path, monkeypatch):
     (tmp_path / "broken_verifier.py").write_text("1 / 0")
     (tmp_path / "exiting_verifier.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=rf"reward\.function='{name}' must be .*{re.escape(reason)}"):
+    with pytest.raises(ValueError, match=rf"reward\.function='{name}' {reason}"):
         verifiers.load_verifier(name)
 
 

@@ -146,7 +146,7 @@ def assert_it_costs_one_worker(pool, how, error):
         ("beyond", "worker died (announced"),
         *((how, "worker died (sent no valid answer)") for how in (
             "pickle", "random", "empty", "nothing", "deep", "nan", "overflow", "digits", "text", "no_score", "no_text",
-            "long_text", "many",
+            "long_text", "many", "beyond_float32",
         )),
     ],
 )  # fmt: skip
@@ -207,6 +207,14 @@ def test_extra_info_reaches_the_verifier_as_json(pool):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("truth", ["34", None, True, [], ["a", 1], {"a": None, "b": {"c": [0.5]}}])
+def test_a_ground_truth_reaches_the_function_as_the_object_that_it_is(truth, tmp_path):
+    (tmp_path / "own.py").write_text("def score(a, b, truth, c): return {'score': 1.0, 'pred': repr(truth)}")
+    with VerifierPool(f"{tmp_path}/own.py:score", num_workers=1, timeout_s=30) as own:
+        verdict = own.score([ScoreRequest("", "", truth, {})])[0]
+    assert verdict.pred == repr(truth) and verdict.error is None
+
+
 def test_extra_info_without_a_form_in_json_is_a_wrong_sample(pool):
     circular = {}
     circular["x"] = circular
@@ -265,6 +273,28 @@ def test_a_bare_number_is_score_and_acc(result):
 def test_other_results_are_errors(result):
     with pytest.raises(ValueError, match="verifier must return"):
         normalize_result(result)
+
+
+@pytest.mark.parametrize("number", [3.5e38, -1e300, 10**40, np.float64(1e39)])
+def test_a_number_that_float32_cannot_hold_is_an_error(number):
+    for result in (number, {"score": number}, {"score": 1.0, "length": number}):
+        with pytest.raises(ValueError, match="verifier must return a number that is finite in float32"):
+            normalize_result(result)
+    largest = float(np.finfo(np.float32).max)
+    assert normalize_result(largest)[0] == {"score": largest, "acc": largest}
+
+
+def test_a_graded_acc_is_warned_of_once(monkeypatch, caplog):
+    def warned():
+        return [record.getMessage() for record in caplog.records if "neither 0 nor 1" in record.getMessage()]
+
+    monkeypatch.syspath_prepend(DATA)
+    with VerifierPool("hostile_verifier.score", num_workers=1, timeout_s=30) as pool:
+        pool.score([request("right"), request("fail")])
+        assert not warned()
+        pool.score([request("right"), request("graded"), request("graded")])
+        pool.score([request("graded")])
+    assert len(warned()) == 1 and "'hostile_verifier.score' gives acc=0.25" in warned()[0]
 
 
 def test_hostile_solutions_reach_the_verifier():

@@ -213,6 +213,7 @@ def subverted(extra_info):
         "no_score": lambda: json.dumps([{}, None, None, False]),
         "no_text": lambda: json.dumps([numbers, ["12"], None, False]),
         "long_text": lambda: json.dumps([numbers, "1" * 10_000, None, False]),
+        "beyond_float32": lambda: json.dumps([numbers | {"score": 1e300}, None, None, False]),
         "many": lambda: json.dumps([numbers | {str(i): 0.0 for i in range(200)}, None, None, False]),
     }
     if extra_info["how"] == "huge":
@@ -231,6 +232,10 @@ def subverted(extra_info):
         message = message.encode() if isinstance(message, str) else message
         connection.sendall(len(message).to_bytes(8, "big") + message)
     time.sleep(60)
+
+
+def graded(extra_info):
+    return 0.25
 
 
 def echo(extra_info):

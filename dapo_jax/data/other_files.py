@@ -1,0 +1,66 @@
+"""Host: what is said of a path that is no prompt file, and of raw data sets: how to make prompt files of them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+_SCRIPTS = {  # of data sets of the Hugging Face hub
+    "openai/gsm8k": "prepare_gsm8k.py",
+    "BytedTsinghua-SIA/DAPO-Math-17k": "prepare_math_dapo.py",
+    "BytedTsinghua-SIA/AIME-2024": "prepare_aime.py",
+    "MU-NLPC/Calc-mawps": "prepare_mawps.py",
+}
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_CONVERSIONS = {
+    ".csv": "it has no nested columns: write its rows as JSON Lines with the fields of docs/data.md",
+    ".arrow": "convert it by datasets.Dataset.from_file(path).to_parquet(...)",
+    ".gz": "unpack it",
+    ".zst": "unpack it",
+    ".zip": "unpack it",
+}
+_CONVERSIONS[".tsv"] = _CONVERSIONS[".csv"]
+
+
+def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
+    """What is wrong with a path that is no file, or does not end in one of `suffixes`, and the cure."""
+    suffixes = list(suffixes)
+    if path.is_dir():
+        files = {suffix: sorted(file.name for file in path.iterdir() if file.suffix == suffix) for suffix in suffixes}
+        found = next((names for names in files.values() if names), [])
+        if not any(file.suffix == ".arrow" for file in path.iterdir()) or files.get(".parquet"):
+            there = f"name its files, {', '.join(found[:5])}" if found else f"it has no {' or '.join(suffixes)} files"
+            return f"is a directory: {there}"
+        return "is a directory of the library datasets: convert it by datasets.load_from_disk(path).to_parquet(...)"
+    name = str(path)
+    if _HUB_NAME.fullmatch(name) and path.suffix not in (*suffixes, *_CONVERSIONS) and not path.parent.exists():
+        folder = f"data/{path.name}"
+        cure = f"`hf download {name} --repo-type dataset --local-dir {folder}`, then name its files in {folder}"
+        if name in _SCRIPTS:
+            cure = f"`python scripts/{_SCRIPTS[name]} --download`, then name the files that it writes"
+        return (
+            f"does not exist; if {name} is a data set of the Hugging Face hub, download it: {cure} in data.train_files "
+            "or data.val_files"
+        )
+    if path.suffix not in suffixes and (path.suffix or path.exists()):
+        cure = _CONVERSIONS.get(path.suffix, "convert it")
+        return f"ends in {path.suffix!r}, must end in one of {', '.join(suffixes)}: {cure}"
+    return f"{'is not a file' if path.exists() else 'does not exist'}: correct the path or prepare the data"
+
+
+def describe_columns(record: Mapping[str, Any]) -> str:
+    """The columns that a row of another schema has, and the script for a data set that is known by them."""
+    columns = set(record)
+    script = None
+    if {"question", "answer"} <= columns and "####" in str(record["answer"]):
+        script = "GSM8K as published: run scripts/prepare_gsm8k.py"
+    elif {"input", "target"} <= columns or {"question", "result"} <= columns:
+        script = "MAWPS as published: run scripts/prepare_mawps.py"
+    elif columns & {"problem", "Problem", "question"} and columns & {"answer", "Answer"}:
+        script = "problems with answers: scripts/prepare_aime.py makes rows of those of competitions"
+    elif columns & {"prompt", "problem"} and columns & {"answer", "solution", "ground_truth"}:
+        script = "problems with answers: scripts/prepare_math_dapo.py makes rows of those of DAPO-Math-17k"
+    there = f"columns {', '.join(map(str, list(record)[:20]))}"
+    return there if script is None else f"{there}: this looks like {script}"

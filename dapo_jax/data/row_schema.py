@@ -1,0 +1,142 @@
+"""Host: a record of a prompt file, in verl's schema, to a row, or to what is wrong with it."""
+
+import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.rewards.messages import plain
+
+MAX_NESTING = 100  # levels of lists and objects in a row
+
+
+class Problem(NamedTuple):
+    """What is wrong with a record."""
+
+    kind: str  # the same for the same fault of another record
+    text: str  # field, value, rule and cure
+
+
+def read_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | None, list[Problem]]:
+    """The row, or None and what is wrong with the record.
+
+    Args:
+        record: a decoded row of a file, or the error with which it could not be decoded.
+        origin: file and number of the row, for messages.
+    """
+    if isinstance(record, UnicodeDecodeError):
+        byte = record.object[record.start]
+        return None, [Problem("text", f"is no UTF-8 text (byte 0x{byte:02x}; Latin-1?): save the file as UTF-8")]
+    if not isinstance(record, dict):
+        found = record if isinstance(record, Exception) else f"a {type(record).__name__}"
+        text = f"must be a JSON object, not {found}: write one object on each line"
+        return None, [Problem(f"object {type(record).__name__}", text)]
+    for key, value in record.items():
+        if (rule := _unfit(value)) is not None:
+            return None, [Problem(f"{key} unfit", f"{key} {rule}")]
+    reward_model, extra_info = record.get("reward_model"), record.get("extra_info")
+    reward_model = reward_model if isinstance(reward_model, dict) else {}
+    prompt = _messages(record.get(prompt_key))
+    data_source: Any = record.get("data_source")
+    extra_info = {} if extra_info is None else extra_info
+    problems = []
+    if not (_is_text(prompt) or _is_chat(prompt)):
+        problems.append(
+            _problem(prompt_key, prompt, "must be non-empty text or a list of messages, each with text as role and "
+                     "content: correct the row or set data.prompt_key to the column that holds the prompt")
+        )  # fmt: skip
+    if not _is_text(data_source):
+        problems.append(_problem("data_source", data_source, "must be non-empty text: name the row's task"))
+    truth, fits = _ground_truth(reward_model)
+    if not fits:
+        problems.append(
+            _problem("reward_model.ground_truth", truth, "must be non-empty text, a finite number, true or false, a "
+                     "list, an object or null: write the expected answer as reward_model={'ground_truth': answer}")
+        )  # fmt: skip
+    if not isinstance(extra_info, dict):
+        problems.append(_problem("extra_info", extra_info, "must be an object: write one or leave it out"))
+    if problems:
+        return None, problems
+    if not isinstance(prompt, str):  # a Parquet column gives every message the union of all keys
+        prompt = tuple({key: value for key, value in entry.items() if value is not None} for entry in prompt)
+    return PromptRow(prompt, data_source, truth, extra_info, origin), []
+
+
+def _messages(prompt: Any) -> Any:
+    """The chat messages that the text is the JSON of; else `prompt` as it is."""
+    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+        try:
+            value = json.loads(prompt)
+        except (ValueError, RecursionError):
+            return prompt
+        if _is_chat(value) and _unfit(value) is None:
+            return value
+    return prompt
+
+
+def _ground_truth(reward_model: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The ground truth as text or plain JSON, and whether it may be one."""
+    value = reward_model.get("ground_truth")
+    if isinstance(value, str):
+        return value, value != ""
+    if isinstance(value, int | float | Decimal) and _is_finite_number(value):
+        return _shortest_text(value), True
+    if not isinstance(value, bool | list | dict | None) or "ground_truth" not in reward_model:
+        return value, False
+    try:
+        return json.loads(json.dumps(value, default=plain)), True
+    except TypeError:
+        return value, False
+
+
+def _problem(field: str, value: Any, rule: str) -> Problem:
+    found = "is missing" if value is None else f"is {str(value)[:60]!r} ({type(value).__name__})"
+    return Problem(f"{field} {type(value).__name__}", f"{field} {found}, {rule}")
+
+
+def _shortest_text(number: float | Decimal) -> str:
+    """The number in digits, without a point or zeros that it does not need: what a verifier compares as text."""
+    text = f"{number if isinstance(number, Decimal) else Decimal(repr(number)):f}"
+    if "." in text:
+        text = text.rstrip("0").removesuffix(".")
+    return "0" if text == "-0" else text
+
+
+def _unfit(value: Any, nesting: int = 1) -> str | None:
+    """Why `value` cannot be handed on as text and plain data, None if it can."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return f"holds {value[error.start]!r}, half of a character: write the whole character"
+        return None
+    if not isinstance(value, dict | list):
+        return None
+    if nesting > MAX_NESTING:
+        return f"is nested deeper than {MAX_NESTING} levels: flatten it"
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return next((rule for part in parts if (rule := _unfit(part, nesting + 1)) is not None), None)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_chat(value: Any) -> bool:
+    """True for a non-empty list of messages. The content may be empty, the role may not."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(entry, dict) and _is_text(entry.get("role")) and isinstance(entry.get("content"), str)
+            for entry in value
+        )
+    )
+
+
+def _is_finite_number(value: Any) -> bool:
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    return isinstance(value, float | Decimal) and math.isfinite(value)

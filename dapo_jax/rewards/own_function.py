@@ -1,0 +1,114 @@
+"""Host: a reward function of the user's: found by its name, and checked that it can be called as we call it."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.errors import InputError
+
+RULE = "score(data_source, solution, ground_truth, extra_info) -> float | dict"
+_FOLDER = "folder_of_reward_function"  # as a package, so that the file may import its neighbours relatively
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl gives them by name
+
+
+def file_and_function(name: str) -> tuple[Path, str] | None:
+    """The parts of FILE.py:function; None for a name of another form."""
+    file, _, function = name.rpartition(":")
+    return (Path(file).expanduser(), function) if file.endswith(".py") else None
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function of package.module.function or FILE.py:function, to be called with four positional arguments.
+
+    Raises:
+        ValueError: there is none, its module does not load, or it does not take four arguments.
+        MemoryError: the process may not use as much memory as its module needs.
+    """
+    in_file = file_and_function(name)
+    rule = f"reward.function={name!r} must be a path package.module.function or FILE.py:function"
+    if in_file is None and name.endswith(".py"):
+        raise InputError(f"{rule}: add the name of the function, {name}:FUNCTION")
+    module_name, function_name = name.rpartition(".")[::2] if in_file is None else (str(in_file[0]), in_file[1])
+    if in_file is not None and not in_file[0].is_file():
+        raise InputError(f"{rule}, but there is no file {module_name}: correct the path")
+    try:
+        module = importlib.import_module(module_name) if in_file is None else _run_file(in_file[0])
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"reward.function={name!r} does not load: {_import_failure(module_name, error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        named = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        there = f" (it has {', '.join(named[:5])})" if named and in_file is not None else ""
+        raise InputError(f"{rule}, but {module_name!r} has no function {function_name!r}{there}: correct the path")
+    return _callable_by_position(name, function)
+
+
+def _run_file(path: Path) -> types.ModuleType:
+    """The module in a file. It may import the files in its folder by name or relatively."""
+    folder = str(path.absolute().parent)
+    sys.path.insert(0, folder)
+    package = types.ModuleType(_FOLDER)
+    package.__path__ = [folder]
+    sys.modules[_FOLDER] = package
+    spec = importlib.util.spec_from_file_location(f"{_FOLDER}.{path.stem.replace('.', '_')}", path)
+    assert spec is not None and spec.loader is not None  # as it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_failure(module_name: str, error: BaseException) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{module_name}.".startswith(f"{missing}."):
+        return (
+            f"there is no module {missing!r}: correct the path, start the run in the directory that holds the module, "
+            "or give its file as FILE.py:function"
+        )
+    if missing:
+        return (
+            f"{module_name!r} imports {missing!r}, which is not installed in this environment: install the package "
+            f"that has it (often `pip install {missing.partition('.')[0]}`)"
+        )
+    return f"importing {module_name!r} failed with {type(error).__name__}: {error}: correct the module"
+
+
+def _callable_by_position(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, or what passes our four arguments to verl's names. ValueError if it does not take them."""
+    must = f"reward.function={name!r} must be {RULE}"
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise InputError(f"{must}, but it is async: give a plain function, for example one that calls asyncio.run")
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # of some built-in functions nothing is known
+        return function
+    short = name.rpartition(".")[2].rpartition(":")[2]
+    if "completions" in signature.parameters:
+        raise InputError(
+            f"{must}, but it takes {signature} as TRL's reward functions do: wrap it, for example def score("
+            f"data_source, solution, ground_truth, extra_info): return {short}(completions=[[{{'role': 'assistant', "
+            "'content': solution}]], ground_truth=[ground_truth])[0]"
+        )
+    by_name = "solution_str" in signature.parameters
+    arguments = dict.fromkeys(_VERL)
+    try:
+        signature.bind(**arguments) if by_name else signature.bind(*arguments)
+    except TypeError as error:
+        called = f"the names {', '.join(_VERL)}, as verl calls it" if by_name else "four positional arguments"
+        raise InputError(
+            f"{must}, but it takes {signature} and cannot be called with {called} ({error}): change its parameters"
+        ) from error
+    if not by_name:
+        return function
+
+    def score(*values: Any) -> Any:
+        return function(**dict(zip(_VERL, values, strict=True)))
+
+    return score

@@ -1,0 +1,50 @@
+"""Host: tries a reward function of the user's on made-up responses, before a run begins."""
+
+import logging
+
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.errors import InputError
+from dapo_jax.rewards.messages import WRONG_RESULT
+from dapo_jax.rewards.own_function import RULE
+from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
+
+_RESPONSES = (  # with the ground truth in them: forms in which reward functions often look for an answer
+    *("{}", "Answer: {}", "#### {}", "\\boxed{{{}}}", "<think>So it is.</think>\n<answer>{}</answer>"),
+    *("```python\nprint({})\n```", ""),
+)
+
+_log = logging.getLogger(__name__)
+
+
+def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Verdict]:
+    """The verdicts on made-up responses to a row for which the function did not raise.
+
+    A function may raise for a response that it cannot read, which then counts as wrong: that is warned of.
+
+    Raises:
+        ValueError: a result that is no verdict, or the function raised for all responses.
+    """
+    truth = row.truth_text
+    texts = [form.format(truth) for form in _RESPONSES]
+    requests = [ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info) for text in texts]
+    verdicts = [verdict.result() for verdict in [verifiers.submit(request) for request in requests]]
+    verifiers.warn_of_graded(verdicts)
+    failed = [(text, verdict.error) for text, verdict in zip(texts, verdicts, strict=True) if verdict.error]
+    for text, error in failed:
+        if WRONG_RESULT in error:
+            raise InputError(
+                f"reward.function={name!r} gives no verdict on the made-up response {text[:60]!r} to {row.origin} "
+                f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has "
+                "one as 'score' for every response"
+            )
+    if len(failed) == len(texts):
+        raise InputError(
+            f"reward.function={name!r} failed on all {len(texts)} made-up responses to {row.origin}, on {truth[:60]!r} "
+            f"with {failed[0][1]}: correct it, and let it return its lowest score for a response that it cannot read"
+        )
+    if failed:
+        _log.warning(
+            "reward.function=%r failed on %d of %d made-up responses to %s, on %r with %s: such a response counts as "
+            "wrong, with reward.error_score", name, len(failed), len(texts), row.origin, failed[0][0], failed[0][1],
+        )  # fmt: skip
+    return [verdict for verdict in verdicts if not verdict.error]

@@ -1,0 +1,97 @@
+import json
+
+import pytest
+from small_run import small_config
+
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
+
+
+def own_function(tmp_path, body):
+    """The name of a reward function with this body."""
+    arguments = "data_source, solution, ground_truth, extra_info"
+    (tmp_path / "own.py").write_text(f"calls = []\ndef score({arguments}):\n    {body}\n")
+    return f"{tmp_path}/own.py:score"
+
+
+def rows_file(tmp_path, name, numbers):
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
+            "data_source": "arithmetic",
+            "reward_model": {"ground_truth": str(number + 1)},
+        }
+        for number in numbers
+    ]
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / name)
+
+
+def reached(config, monkeypatch):
+    """Runs the checks of a start, up to the first step."""
+    monkeypatch.setattr("dapo_jax.train.first_state", lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return None", "gives no verdict"),
+        ("return solution['answer']", "failed on all 7 made-up responses to a generated row"),
+        ("return {'score': 1.0, 'seq_reward': 1.0}", "returns 'seq_reward', which is computed"),
+        ("return {'score': 1.0, 'a/b': 1.0}", "returns 'a/b': in the names of metrics"),
+        ("return {'score': 1.0, 'acc': 1.0}", "metric='right' is not among the numbers .*own.py:score' .*score, acc"),
+    ],
+)
+def test_a_function_that_cannot_work_is_refused_before_the_first_step(body, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("dapo_jax.run.Engine", None)  # nothing is built to sample with
+    changes = {"reward.function": own_function(tmp_path, body)}
+    if "right" in message:
+        changes["algorithm.filter_groups.metric"] = "right"
+    with pytest.raises(ValueError, match=message):
+        train(small_config(tmp_path / "run", **changes))
+
+
+def test_the_function_of_a_task_set_is_tried_too(tmp_path):
+    tasks = {"named": {"files": rows_file(tmp_path, "a.jsonl", [1]), "reward_function": own_function(tmp_path, "pass")}}
+    with pytest.raises(ValueError, match="gives no verdict .*a.jsonl row 1"):
+        train(small_config(tmp_path / "run", **{"evaluate.tasks": json.dumps(tasks)}))
+
+
+WORKS_AT_FIRST = (
+    "calls.append(1)\n    if len(calls) > 14 + {more}: raise RuntimeError('the server is away')\n    return 1.0"
+)
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize(("more", "where"), [(0, "evaluation of the held-out problems"), (16, "step 1")])
+def test_a_step_or_evaluation_in_which_every_verdict_failed_stops_the_run(more, where, filtered, tmp_path):
+    changes = {
+        "reward.function": own_function(tmp_path, WORKS_AT_FIRST.format(more=more)), "evaluate.n": 4,
+        "algorithm.filter_groups.enable": filtered,
+    }  # fmt: skip
+    if not filtered:
+        changes["data.gen_batch_size"] = None
+    with pytest.raises(RuntimeError, match=f"{where}: .* failed on all .* most often with RuntimeError: the server is"):
+        train(small_config(tmp_path / "run", **changes))
+    assert not [row for row in read_metrics(tmp_path / "run") if row["step"]]
+
+
+def test_too_few_rows_and_held_out_prompts_that_are_trained_on_are_warned_of(tmp_path, monkeypatch, capfd):
+    shared = rows_file(tmp_path, "shared.jsonl", [2, 7, 8])
+    changes = {
+        "data.task": "files", "data.train_files": (rows_file(tmp_path, "train.jsonl", range(3)),),
+        "data.val_files": (shared,), "evaluate.tasks": json.dumps({"easy": {"files": shared, "max_prompts": 1}}),
+    }  # fmt: skip
+    reached(small_config(tmp_path / "run", **changes), monkeypatch)
+    warned = capfd.readouterr().err
+    assert "3 problems to train on, fewer than data.gen_batch_size=8: prompts repeat within a batch" in warned
+    assert "1 of 3 prompts of data.val_files are also trained on" in warned
+    assert "1 of 1 prompts of evaluate.tasks, 'easy' are also trained on" in warned
+
+
+def test_a_usual_run_is_not_warned_of_its_data(tmp_path, monkeypatch, capfd):
+    reached(small_config(tmp_path / "run"), monkeypatch)
+    warned = capfd.readouterr().err
+    assert "also trained on" not in warned and "prompts repeat" not in warned
