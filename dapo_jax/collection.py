@@ -45,7 +45,15 @@ def collect(
     settings = config.rollout
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
 
+    carried, kept, rounds = len(stream.carried or ()), 0, 0
+
+    def show() -> None:
+        run.console.detail(f"round {rounds}, {carried + kept} of {config.data.train_batch_size} groups kept")
+
     def start_round(numbers: Sequence[int]) -> Callable[[], Round]:
+        nonlocal rounds
+        rounds += 1
+        show()
         wait = run.sampler.start(
             weights,
             run.train_set,
@@ -59,13 +67,18 @@ def collect(
         )
 
         def finish() -> Round:
+            nonlocal kept
             experience = finish_rewards(run, wait())
             if config.algorithm.use_kl_in_reward:
                 experience = penalize_kl(run, experience, kl_coef)
             with run.stage("filter"):
-                if not groups.enable:
-                    return keep_all(experience)
-                return filter_groups(experience, groups.metric, rule, run.rollout_mesh)
+                if groups.enable:
+                    round_ = filter_groups(experience, groups.metric, rule, run.rollout_mesh)
+                else:
+                    round_ = keep_all(experience)
+            kept += int(round_.keep.sum())
+            show()
+            return round_
 
         return finish
 

@@ -649,6 +649,11 @@ def token_budget(config: Config) -> int | None:
     return config.actor.ppo_max_token_len_per_device if config.actor.use_dynamic_bsz else None
 
 
+def trains_on_older_samples(config: Config) -> bool:
+    """Whether an older policy may have sampled some groups of a batch: then its log-probabilities are the old ones."""
+    return config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
+
+
 def uses_reference(config: Config) -> bool:
     """Whether a reference policy is loaded."""
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss

@@ -41,7 +41,7 @@ OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems a
     *("data.system_prompt", "data.chat_template_kwargs", "model.dtype", "rollout.stop"),
     *("evaluate.n", "evaluate.temperature", "evaluate.top_p", "evaluate.top_k"),
 )
-METRICS, GENERATIONS, CURVES = "metrics.json", "generations.jsonl", "tensorboard"  # of the command's output
+METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's output
 
 
 def bench(config: Config, output: str | Path, *, step: int | None = None, all_steps: bool = False) -> list[dict]:
@@ -79,7 +79,7 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         models = checkpoints or [find_trained(config.model.path)]
         curves = None
         if is_first() and models[0] is not None:
-            curves = stack.enter_context(closing(TensorBoard(directory / CURVES, first_step=0)))
+            curves = stack.enter_context(closing(TensorBoard(directory, first_step=0)))
         for trained in models:
             start = time.perf_counter()
             params = (

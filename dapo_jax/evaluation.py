@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
+from dapo_jax.monitor.progress import bar, shows_progress
 from dapo_jax.monitor.statistics import evaluation_metrics, length_metrics
 from dapo_jax.rollout.experience import Experience, check_verdicts
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
@@ -38,17 +39,18 @@ def evaluate(
     """
     metrics: dict[str, float] = {}
     weights = run.decode_weights(params) if run.task_sets else None
-    num_errors = 0
-    for task in run.task_sets:
-        batches, outcomes = [], []
-        with jax.set_mesh(run.rollout_mesh), run.stage("testing"):
-            for experience in _sample(run, weights, task):
-                receive(task, experience)
-                batches.append(_Measured.of(experience))
-                outcomes.append(experience.outcomes)
-                num_errors += experience.num_errors
-        check_verdicts(outcomes, f"evaluation of {task.options.name or 'the held-out problems'}")
-        metrics |= _task_metrics(run.config, prefix, task, _Measured.join(batches))
+    num_errors, total = 0, sum(len(task.prompts) * task.options.n for task in run.task_sets)
+    with bar("evaluating", total=total, unit="response", shown=shows_progress(run.config)) as ended:
+        for task in run.task_sets:
+            batches, outcomes = [], []
+            with jax.set_mesh(run.rollout_mesh), run.stage("testing"):
+                for experience in _sample(run, weights, task, ended.update):
+                    receive(task, experience)
+                    batches.append(_Measured.of(experience))
+                    outcomes.append(experience.outcomes)
+                    num_errors += experience.num_errors
+            check_verdicts(outcomes, f"evaluation of {task.options.name or 'the held-out problems'}")
+            metrics |= _task_metrics(run.config, prefix, task, _Measured.join(batches))
     return metrics | ({f"{prefix}/num_errors": num_errors} if run.task_sets else {})
 
 
@@ -83,7 +85,7 @@ class _Measured:
         return cls(scores, answers, np.concatenate([part.lengths for part in parts]))
 
 
-def _sample(run: Run, weights: Any, task: TaskSet) -> Iterator[Experience]:
+def _sample(run: Run, weights: Any, task: TaskSet, on_ended: Callable[[int], object]) -> Iterator[Experience]:
     """Verified responses to all rows of a task set, a batch at a time."""
     options = task.options
     sampler = dataclasses.replace(run.sampler, verifiers=run.verifiers[options.reward_function])
@@ -99,6 +101,7 @@ def _sample(run: Run, weights: Any, task: TaskSet) -> Iterator[Experience]:
             purpose=EVALUATE,
             sampling=Sampling.create(options.temperature, options.top_p, options.top_k),
             stage=lambda _: nullcontext(),
+            on_ended=on_ended,
         )()
         if run.scorer is not None:
             reward = dataclasses.replace(run.config.reward, function=options.reward_function)

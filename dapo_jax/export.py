@@ -8,11 +8,14 @@ devices than the run had, say --config.mesh.fsdp=1 --config.mesh.tensor=1.
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 (NumPy has bfloat16 by it)
+import numpy as np
 import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
@@ -26,8 +29,9 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_config import hf_config, one_or_all
 from dapo_jax.models.load import context_length, is_gguf
 from dapo_jax.models.lora import adapter_table, merged, peft_config
-from dapo_jax.models.weights import weight_table
+from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
+from dapo_jax.monitor.progress import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.output_directory import new_output, output_directory
 from dapo_jax.parallel.mesh import make_mesh
@@ -78,7 +82,7 @@ def export(
             assert lora is not None
             if is_first():
                 _write_json(directory / "adapter_config.json", peft_config(lora, config.model.path))
-            write_safetensors(directory, adapter_table(arch, lora), params, dtype=dtype, name="adapter_model")
+            _write(config, directory, adapter_table(arch, lora), params, dtype, "adapter_model")
             return step
         if is_first():
             model = first_model(config)
@@ -88,8 +92,17 @@ def export(
             else:
                 _copy_description(source, directory, dtype)
         whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
-        write_safetensors(directory, weight_table(arch), whole, dtype=dtype)
+        _write(config, directory, weight_table(arch), whole, dtype, "model")
     return step
+
+
+def _write(
+    config: Config, directory: Path, table: Sequence[Weight], params: dict[str, Any], dtype: str, name: str
+) -> None:
+    """The weights as safetensors, with a bar."""
+    total = sum(math.prod(weight.shape) for weight in table) * np.dtype(dtype).itemsize
+    with bar("writing the weights", total=total, unit="B", shown=shows_progress(config)) as written:
+        write_safetensors(directory, table, params, dtype=dtype, name=name, on_tensor=written.update)
 
 
 def _chosen_step(config: Config, step: int | None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dapo_jax.checkpoint import Progress
-from dapo_jax.config import ActorConfig, Config, CriticConfig, mini_batch_size
+from dapo_jax.config import ActorConfig, Config, CriticConfig, mini_batch_size, trains_on_older_samples
 from dapo_jax.containers import Batch
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import learning_rate
@@ -119,6 +119,33 @@ def learning_rate_of(config: Config, name: str, step: int) -> float:
     )
 
 
+def learning_rate_plan(config: Config, *, done: int) -> str:
+    """One line: the policy's learning rate from the step after `done` on; empty if it stays the same."""
+    optim, last, waited = config.actor.optim, config.trainer.total_training_steps, config.trainer.critic_warmup
+    first, warm = max(done, waited) + 1, min(waited + optim.lr_warmup_steps, last)
+
+    def at(step: int) -> str:
+        return f"{learning_rate_of(config, 'actor', step):.3g} in step {step}".replace("e-0", "e-")
+
+    falls = optim.lr_scheduler_type != "constant" and max(first, warm) < last
+    if first < warm:
+        then = f", then falls to {at(last)} ({optim.lr_scheduler_type})" if falls else ", then stays there"
+        return f"learning rate: rises from {at(first)} to {at(warm)} (warm-up){then if warm < last else ''}"
+    return f"learning rate: falls from {at(first)} to {at(last)} ({optim.lr_scheduler_type})" if falls else ""
+
+
+def warn_of_warm_up(config: Config) -> None:
+    """Warns of a warm-up that the run does not get to the end of."""
+    warm_up, steps = config.actor.optim.lr_warmup_steps, config.trainer.total_training_steps
+    updates = steps - config.trainer.critic_warmup
+    if 0 < updates < warm_up:
+        logger.warning(
+            "actor.optim.lr_warmup_steps=%d is more than the %d steps that update the policy: the learning rate never "
+            "reaches actor.optim.lr=%g: lower the warm-up, or raise trainer.total_training_steps=%d",
+            warm_up, updates, config.actor.optim.lr, steps,
+        )  # fmt: skip
+
+
 def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
     """How training step `step` passes over its batch, for the "actor" or the "critic"."""
     config = run.config
@@ -132,11 +159,6 @@ def update_settings(run: Run, name: str, step: int) -> UpdateSettings:
         loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),
         count_empty_sequences=config.actor.count_empty_sequences,
     )
-
-
-def trains_on_older_samples(config: Config) -> bool:
-    """Whether an older policy may have sampled some groups of a batch: then its log-probabilities are the old ones."""
-    return config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
 
 
 def recomputes(config: Config, progress: Progress) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.checkpoint import Checkpoints
@@ -16,7 +17,8 @@ from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
 from dapo_jax.models.lora import Lora, adapter_table, merged
-from dapo_jax.models.weights import init_params, unflatten, weight_shardings, weight_table
+from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
+from dapo_jax.monitor.progress import bar, shows_progress
 from dapo_jax.option_uses import uses_critic
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
@@ -117,7 +119,7 @@ def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     if config.model.path == RANDOM:
         shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
         return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(config.seed)
-    return load_policy(config.model.path, arch, mesh)
+    return load_policy(config.model.path, arch, mesh, shown=shows_progress(config))
 
 
 def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
@@ -129,7 +131,7 @@ def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], A
         return freeze(load_base(config, arch, mesh))
     if config.reference.path is not None and _architecture(path) != arch:
         raise InputError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
-    return freeze(load_policy(path, arch, mesh))
+    return freeze(load_policy(path, arch, mesh, shown=shows_progress(config)))
 
 
 def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
@@ -154,12 +156,19 @@ def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     return load_params(place, own, place_weight(mesh, TRAIN_RULES))
 
 
-def load_policy(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
-    """The float32 parameters of the language model at `path`, sharded for training."""
+def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = False) -> dict[str, Any]:
+    """The float32 parameters of the language model at `path`, sharded for training; `shown`: with a bar."""
     trained = find_trained(path)
     if trained is not None:
         return load_trained(trained, arch, mesh)
-    return load_params(local_model(path), arch, place_weight(mesh, TRAIN_RULES))
+    place = place_weight(mesh, TRAIN_RULES)
+    with bar("loading the model", total=4 * count_params(arch), unit="B", shown=shown) as loaded:
+
+        def counted(weight: Weight, array: np.ndarray) -> jax.Array:
+            loaded.update(array.nbytes)
+            return place(weight, array)
+
+        return load_params(local_model(path), arch, counted)
 
 
 def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:

@@ -99,7 +99,11 @@ def preflight(
         names = {program.name for program in programs}
         programs += [dataclasses.replace(p, calls=0) for p in largest.programs if p.name not in names]
     with jax.set_mesh(mesh):
-        measured = [measure(program, mesh, config, progress) for program in programs]
+        measured = []
+        for number, program in enumerate(programs, start=1):
+            if progress is not None:
+                print(f"compiling program {number} of {len(programs)}: {program.name}", file=progress, flush=True)
+            measured.append(measure(program, mesh, config))
     return {
         "model": {
             "path": config.model.path,
@@ -148,14 +152,12 @@ def read_shape(config: Config) -> Architecture:
     return read_model_architecture(known if not path.exists() and known.exists() else path)
 
 
-def measure(program: Program, mesh: Mesh, config: Config, progress: Any = None) -> Measured:
+def measure(program: Program, mesh: Mesh, config: Config) -> Measured:
     """Compiles a program and reads off what it takes. Call it under the mesh.
 
     Args:
         config: says where results are kept.
     """
-    if progress is not None:
-        print(f"compiling {program.name} ...", file=progress, flush=True)
     start = time.perf_counter()
     found: dict[str, float] = {kind: program.inside.get(kind, 0.0) + program.beside.get(kind, 0.0) for kind in KINDS}
     inside, directory = sum(program.inside.values()), config.trainer.compilation_cache_dir

@@ -130,9 +130,8 @@ def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
 
 
 def options(config: Config) -> dict[str, Any]:
-    """The value of every option by dotted key, those that differ from the defaults first."""
-    given, defaults = (flatten(dataclasses.asdict(values)) for values in (config, Config()))
-    return dict(sorted(given.items(), key=lambda option: option[1] == defaults[option[0]]))
+    """The value of every option by dotted key."""
+    return flatten(dataclasses.asdict(config))
 
 
 def results(run: Run) -> list[str]:
@@ -150,7 +149,7 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
     accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
     evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
     problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
-    tensorboard = [("TensorBoard", f"tensorboard --logdir {workdir / 'tensorboard'}")]
+    tensorboard = [("TensorBoard", f"tensorboard --logdir {workdir}")]
     seconds = dict(sorted(run.timers.totals.items(), key=lambda item: -item[1]))
     return [
         ("held-out accuracy before", accuracies.get(0)),

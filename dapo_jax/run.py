@@ -21,6 +21,7 @@ from dapo_jax.config import (
     checkpoint_dir,
     micro_batch_size,
     mini_batch_size,
+    trains_on_older_samples,
     uses_reference,
 )
 from dapo_jax.data.arithmetic import arithmetic_rows
@@ -40,7 +41,7 @@ from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.option_uses import trained, uses_critic
-from dapo_jax.parallel.compilation import keep_compiled
+from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
 from dapo_jax.parallel.idle_gpus import idle_gpus
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
 from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
@@ -168,8 +169,11 @@ def open_run(
             initial_step=initial_step,
             enabled=training and is_first(),
             mode=config.monitor.console if "console" in config.trainer.logger else "quiet",
+            constant=constant_columns(config),
         )
         stack.callback(console.close)
+        if console.has_bar:
+            stack.enter_context(compilation_shown(console.compiling))
         timers = StageTimers()
         profiles = StepProfiles(Path(config.workdir) / "profile", config.trainer.profile_steps)
         stack.callback(profiles.end)
@@ -204,6 +208,14 @@ def open_run(
             chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
             init_models=lambda: init_models(config, arch, actor, critic, mesh),
         )
+
+
+def constant_columns(config: Config) -> list[str]:
+    """The columns of the console that say the same in every step."""
+    updates = config.data.train_batch_size // mini_batch_size(config, "actor") * config.actor.ppo_epochs
+    clips = updates > 1 or trains_on_older_samples(config)
+    constant = {"clip": not clips, "kept": not config.algorithm.filter_groups.enable}
+    return [name for name, is_constant in constant.items() if is_constant]
 
 
 def make_meshes(config: Config) -> tuple[Mesh, Mesh]:

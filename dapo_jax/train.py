@@ -19,11 +19,11 @@ from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.collection import Collected, collect, measure
 from dapo_jax.command_line import command
-from dapo_jax.config import Config, checkpoint_dir, in_folder
+from dapo_jax.config import Config, checkpoint_dir, in_folder, trains_on_older_samples
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
-from dapo_jax.learning import is_finite, recomputes, train_on, trains_on_older_samples
+from dapo_jax.learning import is_finite, learning_rate_plan, recomputes, train_on, warn_of_warm_up
 from dapo_jax.monitor import filter_log
 from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
@@ -91,6 +91,10 @@ def _train(config: Config, workdir: Workdir) -> Models:
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 logger.info("%s", describe(run))
+                warn_of_warm_up(run.config)
+                if plan := learning_rate_plan(run.config, done=state.progress.step):
+                    logger.info("%s", plan)
+                    run.console.note(plan)
                 if is_first():
                     rewind_log(config.workdir, state.progress.log_bytes)
                 with open_records(config, state.progress if origin else None, workdir.upload) as records:

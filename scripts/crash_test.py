@@ -234,8 +234,10 @@ def curves(workdir: Path) -> dict[str, list[tuple[int, float]]]:
     """The points of each scalar that TensorBoard shows, clocks apart; a new start hides what came from its step on."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
+    from dapo_jax.monitor.tensorboard import EVENTS
+
     points: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted((workdir / "tensorboard").iterdir(), key=lambda path: path.name.rpartition(".")[2]):
+    for path in sorted(workdir.glob(EVENTS), key=lambda path: path.name.rpartition(".")[2]):
         data, position = path.read_bytes(), 0
         while position + 12 <= len(data):
             (length,) = struct.unpack_from("<Q", data, position)

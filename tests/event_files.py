@@ -7,10 +7,12 @@ from typing import Any
 
 from tensorboardX.proto.event_pb2 import Event
 
+from dapo_jax.monitor.tensorboard import EVENTS
+
 
 def values_of(folder: Path) -> Iterator[tuple[int, Any]]:
     """(step, value) of all event files; a record is length, crc, bytes, crc."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob(EVENTS)):
         data = path.read_bytes()
         while data:
             (size,) = struct.unpack_from("<Q", data)

@@ -90,7 +90,7 @@ SMALL = {
     "--config.trainer.total_training_steps": "2", "--config.trainer.profile_steps": "(2,)", "--step": "2",
     "--steps": "5", "--repeats": "1",
 }  # fmt: skip
-FILES = {"FILE": "configs/tiny.py", "configs/quickstart.py": "configs/tiny.py", "WORKDIR": "runs/tiny"}
+FILES = {name: "configs/tiny.py" for name in ("FILE", "mine.py", "configs/quickstart.py")} | {"WORKDIR": "runs/tiny"}
 TRAIN = [f"--config.{option}" for option in (
     "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=False",
     "data.arithmetic.high=4", "data.arithmetic.num_heldout=4", "data.train_batch_size=4", "data.gen_batch_size=8",
@@ -186,7 +186,7 @@ def test_what_is_installed_is_an_extra_of_the_package(command):
 @pytest.mark.parametrize("command", [command for command in COMMANDS if " --config " in command])
 def test_options_are_accepted(command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = shlex.split(command.replace("FILE", "configs/tiny.py"))
+    words = [FILES[word] if word in ("FILE", "mine.py") else word for word in shlex.split(command)]
     options = [word for word in words if word.startswith("--config.")]
     validate(read_config(["train", "--config", words[words.index("--config") + 1], *options]))
 

@@ -9,6 +9,7 @@ import yaml
 
 from dapo_jax.command_line import read_config
 from dapo_jax.config import Config, default_config, freeze
+from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.records import flatten
 from dapo_jax.validation import validate
 
@@ -45,6 +46,28 @@ def test_links_lead_to_files_and_headings(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
             assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
+
+
+def test_the_table_of_extras_has_those_of_the_package():
+    [section] = re.findall(r"^## Installing\n(.*?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)
+    named = [name for line in section.splitlines() if line.startswith("| `")
+             for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]  # fmt: skip
+    package = re.findall(r'^ {8}"([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M)
+    assert sorted(named) == sorted(package) and "quickstart" in named
+
+
+def test_the_readme_begins_with_how_to_get_it_and_where_it_has_run():
+    headings = re.findall(r"^## (.*)$", (ROOT / "README.md").read_text(), re.M)
+    assert headings[:3] == ["Two commands", "Where it has run", "Installing"]
+    assert "git clone" in (ROOT / "README.md").read_text().partition("## Where it has run")[0]
+
+
+def test_the_line_of_the_guide_is_one_of_the_console(capsys):
+    """Its labels and its shape; the numbers are those of a run."""
+    [line] = re.findall(r"^    (step +\d+/40 .*)$", (ROOT / "docs/getting_started.md").read_text(), re.M)
+    Console(40, initial_step=0, enabled=True, constant=["clip"]).step_line(4, {})
+    shown = capsys.readouterr().out.rstrip("\n")
+    assert len(line) == len(shown) and re.findall("[a-z/]{2,}", line) == re.findall("[a-z/]{2,}", shown)
 
 
 def test_python_of_the_guide_is_a_config(tmp_path):

@@ -139,7 +139,7 @@ def test_the_checkpoints_measure_as_the_run_did(trained, tmp_path):
     for result, row in zip(results, rows, strict=True):
         assert {name: value for name, value in result["metrics"].items() if name != "time/bench"} == as_bench(row)
     assert json.loads((tmp_path / "out/metrics.json").read_text()) == results
-    shown = {(step, value.tag): value.simple_value for step, value in values_of(tmp_path / "out/tensorboard")}
+    shown = {(step, value.tag): value.simple_value for step, value in values_of(tmp_path / "out")}
     for result in results:
         for name, value in result["metrics"].items():
             assert shown[result["step"], name.replace("@", "_")] == pytest.approx(value), name

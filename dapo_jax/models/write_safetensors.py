@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ def write_safetensors(
     dtype: Any,
     name: str = "model",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_tensor: Callable[[int], object] = lambda num_bytes: None,
 ) -> None:
     """Writes `params` as `directory`/`name`.safetensors, or as shards of at most `max_shard_bytes` and their index.
 
@@ -38,6 +39,7 @@ def write_safetensors(
     Args:
         table: the weights that `params` consists of.
         dtype: of the tensors in the files; bfloat16 rounds to the nearest.
+        on_tensor: is called with the bytes of each tensor.
 
     Raises:
         ValueError: `params` has other leaves than `table`.
@@ -58,7 +60,7 @@ def write_safetensors(
     shards = _deal_out(table, dtype.itemsize, max_shard_bytes)
     files = [f"{name}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [f"{name}.safetensors"]
-    tensors = _tensors(table, leaves, dtype)
+    tensors = _tensors(table, leaves, dtype, on_tensor)
     for file, shard in zip(files, shards, strict=True):
         with _whole_file(directory / file) as path:
             save_file(dict(zip(shard, tensors, strict=False)), path, metadata=METADATA)
@@ -85,10 +87,17 @@ def _deal_out(table: Sequence[Weight], itemsize: int, max_shard_bytes: int) -> l
     return shards
 
 
-def _tensors(table: Sequence[Weight], leaves: dict[tuple[str, ...], Any], dtype: np.dtype) -> Iterator[np.ndarray]:
+def _tensors(
+    table: Sequence[Weight],
+    leaves: dict[tuple[str, ...], Any],
+    dtype: np.dtype,
+    on_tensor: Callable[[int], object],
+) -> Iterator[np.ndarray]:
     """The tensors of all files, in the order of the table."""
     for weight in table:
-        yield from _as_stored(weight, _whole(leaves[weight.path]), dtype)
+        for tensor in _as_stored(weight, _whole(leaves[weight.path]), dtype):
+            yield tensor
+            on_tensor(tensor.nbytes)
 
 
 def _as_stored(weight: Weight, leaf: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tqdm import tqdm
 
@@ -11,17 +11,44 @@ from dapo_jax.monitor.records import to_json_line
 MODES = ("steps", "detailed", "quiet", "json")
 Value = float | str | Mapping[str, float] | None
 
-# label, metric, width, format
-_COLUMNS = (
-    ("rounds", "train/num_gen_batches", 2, ".0f"),
-    ("len", "response_length/mean", 7, ".1f"),
-    ("entropy", "actor/entropy", 6, ".3f"),
-    ("loss", "actor/pg_loss", 8, ".4f"),
-    ("grad", "actor/grad_norm", 8, ".3f"),
-    ("lr", "actor/lr", 8, ".2e"),
-    ("clip", "actor/pg_clipfrac", 6, ".4f"),
-    ("seconds", "timing_s/step", 7, ".1f"),
-)
+WIDTH = 120  # columns of the longest line
+
+# name: the text around the values, and of each value the metric, its width and the most decimals
+_COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
+    "acc": ("acc {}", [("rollout/acc/mean", 5, 3)]),
+    "kept": (
+        "kept {}/{} in {}",
+        [
+            ("train/num_kept_prompts", 4, 0),
+            ("dynamic_sampling/num_evaluated_prompts", 4, 0),
+            ("train/num_gen_batches", 3, 0),
+        ],
+    ),
+    "len": ("len {}", [("response_length/mean", 5, 1)]),
+    "entropy": ("entropy {}", [("actor/entropy", 5, 3)]),
+    "grad": ("grad {}", [("actor/grad_norm", 5, 3)]),
+    "clip": ("clip {}", [("actor/pg_clipfrac", 5, 3)]),
+    "time": ("{}s", [("timing_s/step", 5, 1)]),
+    "speed": ("{} tok/s", [("perf/throughput", 5, 0)]),
+    "loss": ("loss {}", [("actor/pg_loss", 6, 4)]),
+}
+_STAGES = {  # what is being done, by the name of its timer
+    "gen": "sampling",
+    "reward": "verifying",
+    "shape": "shaping rewards",
+    "filter": "filtering groups",
+    "batch": "padding rows",
+    "old_log_prob": "computing log-probabilities",
+    "ref": "computing the reference's log-probabilities",
+    "values": "computing values",
+    "adv": "computing advantages",
+    "update_actor": "updating the policy",
+    "update_critic": "updating the critic",
+    "update_weights": "preparing the weights for sampling",
+    "testing": "evaluating",
+    "write": "writing records",
+    "save_checkpoint": "saving a checkpoint",
+}
 _EVAL_METRIC = re.compile(r"eval/(.+)/acc/(mean@\d+)")
 _TOKENS = {  # that a stage goes through
     "gen": "dynamic_sampling/generated_tokens",
@@ -40,34 +67,75 @@ class Console:
         enabled: False shows nothing, for all processes but one.
         mode: steps, detailed: bar, a line a step and a table. quiet: the table alone. json: no bar, the metrics of a
             step as a JSON object a line, and at the end {"summary": {name: value}}.
+        constant: columns that say the same in every step of this run: "kept" without a filter, "clip" with one update
+            per step.
     """
 
-    def __init__(self, total_steps: int, *, initial_step: int, enabled: bool, mode: str = "steps") -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        initial_step: int,
+        enabled: bool,
+        mode: str = "steps",
+        constant: Collection[str] = (),
+    ) -> None:
         self._total_steps = total_steps
+        self._columns = _columns_that_fit(len(self._step(0)), [name for name in _COLUMNS if name not in constant])
         self._enabled = enabled
         self._mode = mode
         self._speeds: dict[str, str] = {}
+        self._stage = self._detail = self._compiling = ""  # beside the bar
         self._bar = tqdm(
             total=total_steps,
             initial=initial_step,
             desc="train",
             unit="step",
+            bar_format="{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",  # room for what is being done
             dynamic_ncols=True,
             disable=None if enabled and mode in ("steps", "detailed") else True,  # None: shown if stderr is a terminal
         )
 
     def stage(self, name: str) -> None:
-        """Shows which stage of the step is running, beside the bar."""
-        self._bar.set_postfix_str(f"{name} {self._speeds.get(name, '')}".rstrip())
+        """Shows which stage of the step is running, with its speed in the step before."""
+        self._stage = f"{_STAGES.get(name, name)} {self._speeds.get(name, '')}".rstrip()
+        self._refresh()
+
+    def note(self, text: str) -> None:
+        """Prints a line that helps to read those of the steps. With "detailed" the log is shown, which has it too."""
+        if self._mode == "steps":
+            self._print(text)
+
+    def detail(self, text: str) -> None:
+        """Shows how far the step is, until its line is printed."""
+        self._detail = text
+        self._refresh()
+
+    def compiling(self, text: str) -> None:
+        """Shows what is being compiled, nothing if `text` is empty."""
+        self._compiling = text
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._bar.set_postfix_str("; ".join(filter(None, (self._stage, self._detail, self._compiling))))
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the main numbers of a step on one line, '-' for a missing one, and moves the bar to it."""
+        """Prints the main numbers of a step on one line, '-' for a missing one, and moves the bar to it.
+
+        An evaluation has lines of its own. No line is longer than WIDTH.
+        """
         self._speeds |= _speeds(metrics)
+        self._stage = self._detail = ""
+        self._bar.set_postfix_str(self._compiling, refresh=False)
         self._bar.update(step - self._bar.n)
         if self._mode == "json":
             self._print(to_json_line({"step": step, **metrics}).rstrip("\n"))
         elif self._mode != "quiet":
-            self._print(_format_step(step, self._total_steps, metrics))
+            cells = [_cell(name, metrics) for name in self._columns]
+            if step:  # nothing has been trained on before
+                self._print("  ".join([self._step(step), *cells]))
+            for line in _evaluation_lines(metrics, WIDTH - len(self._step(0)) - 2):
+                self._print(f"{self._step(step)}  {line}")
 
     def final_table(self, rows: Sequence[tuple[str, Value]]) -> None:
         """Prints (name, value) rows as two aligned columns, or as one JSON object."""
@@ -81,6 +149,13 @@ class Console:
     def close(self) -> None:
         """Ends the progress bar; lines can still be printed."""
         self._bar.close()
+
+    @property
+    def has_bar(self) -> bool:
+        return not self._bar.disable
+
+    def _step(self, step: int) -> str:
+        return f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
     def _print(self, line: str) -> None:
         if self._enabled:
@@ -99,27 +174,53 @@ def _speeds(metrics: Mapping[str, float]) -> dict[str, str]:
     return speeds
 
 
-def _format_step(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    kept, evaluated = (
-        _format_number(metrics.get(name), ".0f")
-        for name in ("train/num_kept_prompts", "dynamic_sampling/num_evaluated_prompts")
-    )
-    cells = [
-        f"step {step:>{len(str(total_steps))}}/{total_steps}",
-        f"acc {_format_number(metrics.get('rollout/acc/mean'), '.3f'):>6}",
-        f"kept {kept + '/' + evaluated:>9}",
-    ]
-    for label, name, width, spec in _COLUMNS:
-        cells.append(f"{label} {_format_number(metrics.get(name), spec):>{width}}")
-    evaluations = [
-        f"eval {match[1]} {match[2]} {_format_number(value, '.3f')}"
-        for name, value in metrics.items()
-        if (match := _EVAL_METRIC.fullmatch(name))
-    ]
-    return "  ".join(cells + (evaluations or ["eval -"]))
+def _columns_that_fit(taken: int, names: Sequence[str]) -> list[str]:
+    """The first of the columns, without those beyond WIDTH; `taken` by what precedes them."""
+    chosen = []
+    for name in names:
+        taken += 2 + len(_cell(name, {}))
+        if taken > WIDTH:
+            break
+        chosen.append(name)
+    return chosen
 
 
-def _format_number(value: float | None, spec: str) -> str:
+def _cell(name: str, metrics: Mapping[str, float]) -> str:
+    text, values = _COLUMNS[name]
+    widest = text.format(*("9" * width for _, width, _ in values))
+    filled = text.format(*(_fitted(metrics.get(metric), width, most) for metric, width, most in values))
+    label = text[: text.index("{")]
+    return label + filled.removeprefix(label).rjust(len(widest) - len(label))
+
+
+def _fitted(value: float | None, width: int, most: int) -> str:
+    """`value` in at most `width` characters, with `most` decimals or as many as there is room for; 1e9 is "1e9"."""
+    if value is None:
+        return "-"
+    mantissa, _, exponent = f"{value:.0e}".partition("e")
+    short = f"{mantissa}e{int(exponent)}" if exponent else mantissa
+    texts = [f"{value:.{decimals}f}" for decimals in range(most, -1, -1)]
+    if value and float(texts[0]) == 0:  # more than zero, or less
+        texts.insert(0, short)
+    return next((text for text in [*texts, short] if len(text) <= width), "-")
+
+
+def _evaluation_lines(metrics: Mapping[str, float], width: int) -> list[str]:
+    """The held-out accuracy of each task set, as many on a line as there is room for."""
+    found = ((_EVAL_METRIC.fullmatch(name), value) for name, value in metrics.items())
+    parts = [f"eval {match[1]} {match[2]} {_number(value, '.3f')}" for match, value in found if match]
+    lines: list[str] = []
+    for part in parts:
+        if len(part) > width:  # the name of a task set may be anything
+            part = f"eval ...{part[len(part) - width + 8 :]}"
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
@@ -129,4 +230,4 @@ def _format_value(value: Value) -> str:
         return ", ".join(f"{name} {part:.0f}" for name, part in value.items())
     if isinstance(value, str):
         return value
-    return _format_number(value, "," if isinstance(value, int) else ".3f")
+    return _number(value, "," if isinstance(value, int) else ".3f")

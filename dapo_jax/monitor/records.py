@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.log import LOG
-from dapo_jax.monitor.tensorboard import TensorBoard
+from dapo_jax.monitor.tensorboard import TensorBoard, event_folder
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.places import place_of
 
@@ -61,7 +61,7 @@ class RunRecords:
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
         first_step = self._last_step + 1
         if "tensorboard" in logger:
-            self._trackers.append(TensorBoard(workdir / "tensorboard", first_step=first_step))
+            self._trackers.append(TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step))
         if "wandb" in logger:
             name = experiment_name or workdir.absolute().name
             self._trackers.append(WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step))
@@ -70,7 +70,7 @@ class RunRecords:
         """Shows the run in the trackers' tables of runs.
 
         Args:
-            options: value by dotted key; TensorBoard's table shows the first few unless asked for more.
+            options: value by dotted key.
             results: names of the metrics that runs are compared by.
         """
         for tracker in self._trackers:

@@ -3,7 +3,8 @@
 import json
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 _BUCKETS = 30
+_OWN_OPTIONS = ("workdir", "trainer.experiment_name", "trainer.checkpoint_dir")  # no two runs share them
+_RESULTS = "Results"  # the first group of curves, as of the table's columns: both are sorted by name
+_TEXTS = {"best": "1_best", "worst": "2_worst", "truncated": "3_truncated", "any": "4_any"}  # in order of interest
+EVENTS = "events.out.tfevents.*"  # the names of its files
 Histograms = dict[str, dict[str, Any]]  # made by `histogram` and `counted`, by name
 
 
@@ -22,21 +27,22 @@ def _chart(*tags: str) -> list[Any]:
     return ["Multiline", [f"{tag}$" for tag in tags]]
 
 
+# TensorBoard folds the legend of a chart under "Matches": the title says which of two curves is which.
 LAYOUT = {
     "Overview": {
         "held-out accuracy": _chart(r"(eval|bench)/.*/acc/mean_\d+"),
         "training accuracy, means of groups": _chart("rollout/acc/mean"),
         "reward of trained responses": _chart("critic/rewards/mean"),
-        "response length, tokens": _chart("response_length/(mean|max)"),
+        "response length, tokens: max above mean": _chart("response_length/(mean|max)"),
         "share cut off at the limit": _chart("response_length/clip_ratio"),
         "entropy, nats per token": _chart("actor/entropy"),
     },
     "Dynamic sampling": {
-        "groups sampled and kept": _chart("dynamic_sampling/num_evaluated_prompts", "train/num_kept_prompts"),
+        "groups: sampled above kept": _chart("dynamic_sampling/num_evaluated_prompts", "train/num_kept_prompts"),
         "groups dropped, by reason": _chart("dynamic_sampling/filtered_.*"),
         "share of groups dropped": _chart("train/filter_rate"),
         "generation rounds": _chart("train/num_gen_batches"),
-        "tokens sampled and trained": _chart("dynamic_sampling/(generated|trained)_tokens"),
+        "tokens: sampled above trained": _chart("dynamic_sampling/(generated|trained)_tokens"),
     },
     "Update": {
         "policy loss": _chart("actor/pg_loss"),
@@ -47,7 +53,9 @@ LAYOUT = {
         "learning rate": _chart("actor/lr"),
     },
     "Time": {
-        "seconds per stage": _chart("timing_s/.*"),
+        "seconds per step": _chart("timing_s/step"),
+        "seconds per stage of a step": _chart("timing_s/(gen|reward|old_log_prob|ref|values|update_(critic|actor))"),
+        "seconds between steps": _chart("timing_s/(testing|save_checkpoint|write)"),
         "tokens per second and device": _chart("perf/throughput"),
     },
     "Alarms": {"alarms (docs/reliability.md)": _chart("alarm/.*")},
@@ -55,7 +63,9 @@ LAYOUT = {
 
 
 class TensorBoard:
-    """Event files in `folder`. What a call adds is on disk when it returns, so a kill loses no point of a curve.
+    """Event files in `folder`, by whose name TensorBoard calls the run.
+
+    What a call adds is on disk when it returns, so a kill loses no point of a curve.
 
     TensorBoard hides what earlier files hold from `first_step` on. At step 0 they are removed.
 
@@ -65,46 +75,53 @@ class TensorBoard:
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = list(folder.glob("events.*"))
+        earlier = list(folder.glob(EVENTS))
         if first_step == 0:
             for path in earlier:
                 path.unlink()
         self._new = not earlier or first_step == 0
         self._closed = False
+        self._results: frozenset[str] = frozenset()
         # The writer names files by second and host, and overwrites: the suffix keeps two starts apart.
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{len(earlier):04d}")
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
         if self._new:
             self._add(first_step, [summary.custom_scalars(LAYOUT)])
 
-    def add_config(self, config: Mapping[str, Any], results: Sequence[str]) -> None:
-        """The options and the metrics by which runs are compared; only a new run writes them.
+    def add_config(self, config: Mapping[str, Any], results: Collection[str]) -> None:
+        """The options of the run, and the metrics that are shown in a group of their own; only a new run writes them.
+
+        TensorBoard's table of runs finds out itself which options differ, shows these first and ticks five. It does
+        not where a run says what the columns are. Without that, every curve is a column, in the order of names.
 
         Args:
             config: value by dotted key.
-            results: names of the metrics.
+            results: names of the metrics that runs are compared by.
         """
+        self._results = frozenset(results)
         if self._new:
             shown = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-                     for key, value in config.items()}
-            experiment, start, _ = summary.hparams(shown, dict.fromkeys(map(_tag, results), 0.0))
-            self._add(0, [experiment, start])
+                     for key, value in config.items() if key not in _OWN_OPTIONS}
+            _, start, _ = summary.hparams(shown, {})
+            self._add(0, [start])
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """A point of each curve, by the metric's name. Tags cannot hold "@": `mean@4` is shown as `mean_4`."""
+        results = {f"{_RESULTS}/{name}": value for name, value in values.items() if name in self._results}
         self._add(step, [Summary(value=[Summary.Value(tag=_tag(name), simple_value=value)])
-                         for name, value in values.items()])
+                         for name, value in [*results.items(), *values.items()]])
 
     def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
         """Histograms made by `histogram` or `counted`, by name."""
         self._add(step, [_histogram_summary(name, parts) for name, parts in histograms.items()])
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Responses as text; those that name another "kind" stand under another tag."""
+        """Responses as text, those of each "kind" under a tag of their own; the best and the worst come first."""
         kinds: dict[str, list[Mapping[str, Any]]] = {}
         for sample in samples:
             kinds.setdefault(str(sample.get("kind", "any")), []).append(sample)
-        self._add(step, [summary.text(f"samples/{kind}", _markdown(found)) for kind, found in kinds.items()])
+        tags = {kind: f"samples/{_TEXTS.get(kind, kind)}" for kind in kinds}
+        self._add(step, [summary.text(tags[kind], _markdown(found)) for kind, found in kinds.items()])
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
@@ -121,6 +138,21 @@ class TensorBoard:
         event.wall_time = time.time()
         self._writer.write_event(event)
         self._writer.flush()
+
+
+def event_folder(workdir: Path, *, first_step: int) -> Path:
+    """Where the events of a run are: in its directory, whose name TensorBoard shows. A run that an earlier version
+    began keeps its curves in one place: it goes on in `tensorboard/`.
+    """
+    earlier = workdir / "tensorboard"
+    events = list(earlier.glob(EVENTS))
+    if events and first_step > 0:
+        return earlier
+    for path in events:
+        path.unlink()
+    with suppress(OSError):  # there is none, or it holds something else
+        earlier.rmdir()
+    return workdir
 
 
 def histogram(values: np.ndarray) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Host: how programs are compiled, and that they are kept from run to run."""
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -16,7 +18,35 @@ OVERLAP: Mapping[str, Mapping[str, bool]] = {
     }
 }
 
+_LOWERED, _COMPILED = (  # events of JAX
+    f"/jax/core/compile/{name}_duration" for name in ("jaxpr_to_mlir_module", "backend_compile")
+)
 CACHE = "JAX_COMPILATION_CACHE_DIR"  # JAX's; where it is set, it comes first
+
+
+@contextmanager
+def compilation_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """Calls `show` with what is being compiled, and with "" when nothing is any more."""
+    under_way: set[int] = set()  # threads
+    compiled = 0
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        nonlocal compiled
+        del duration_secs, kwargs
+        if event == _LOWERED:  # XLA begins
+            under_way.add(threading.get_ident())
+        elif event == _COMPILED:
+            under_way.discard(threading.get_ident())
+            compiled += 1
+        else:
+            return
+        show(f"compiling program {compiled + 1}" if under_way else "")
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def keep_compiled(directory: str) -> None:

@@ -58,14 +58,16 @@ class Sampler:
         sampling: Sampling,
         stage: Stage,
         version: int = 0,
+        on_ended: Callable[[int], object] = lambda count: None,
     ) -> Callable[[], Experience]:
         """Samples `num_samples` responses to each row; the result waits for the verdicts that are still open.
 
         Args:
             numbers: address of each row's random draws, with `purpose`.
             version: training steps that the policy has seen.
+            on_ended: is called with the number of responses that have ended, each time that some have.
         """
-        verification = _Verification(self, [prompt_set.rows[row] for row in rows], num_samples)
+        verification = _Verification(self, [prompt_set.rows[row] for row in rows], num_samples, on_ended)
         prompts = [prompt_set.tokens[row] for row in rows]
         with stage("gen"):
             rollout = self.engine.generate(
@@ -145,7 +147,10 @@ def stop_rule(tokenizer: Tokenizer, strings: Sequence[str]) -> StopRule:
 class _Verification:
     """The verdicts on the responses of one call, asked for as the responses end; each process asks for its groups'."""
 
-    def __init__(self, sampler: Sampler, rows: Sequence[PromptRow], num_samples: int) -> None:
+    def __init__(
+        self, sampler: Sampler, rows: Sequence[PromptRow], num_samples: int, on_ended: Callable[[int], object]
+    ) -> None:
+        self._on_ended = on_ended
         self.tokenizer, self.verifiers, self._check = sampler.tokenizer, sampler.verifiers, sampler.engine.check
         self.rows, self.num_samples = rows, num_samples
         self.texts = [""] * (len(rows) * num_samples)
@@ -160,6 +165,7 @@ class _Verification:
                 row = self.rows[index // self.num_samples]
                 request = ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info)
                 self._asked[index] = request, self.verifiers.submit(request)
+        self._on_ended(len(ended))
 
     def wait(self) -> list[Verdict]:
         """The verdicts of all processes, in the order of the responses."""

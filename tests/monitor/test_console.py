@@ -2,11 +2,12 @@
 
 import io
 import json
+import math
 import sys
 
 import pytest
 
-from dapo_jax.monitor.console import Console
+from dapo_jax.monitor.console import WIDTH, Console
 
 METRICS = {
     "rollout/acc/mean": 0.4123,
@@ -20,6 +21,7 @@ METRICS = {
     "actor/lr": 1e-6,
     "actor/pg_clipfrac": 0.00123,
     "timing_s/step": 34.06,
+    "perf/throughput": 811.7,
 }
 
 
@@ -32,8 +34,9 @@ class Terminal(io.StringIO):
 def make_console():
     consoles = []
 
-    def make(total_steps=300, *, initial_step=0, enabled=True, mode="steps"):
-        consoles.append(Console(total_steps, initial_step=initial_step, enabled=enabled, mode=mode))
+    def make(total_steps=300, *, initial_step=0, enabled=True, mode="steps", constant=()):
+        console = Console(total_steps, initial_step=initial_step, enabled=enabled, mode=mode, constant=constant)
+        consoles.append(console)
         return consoles[-1]
 
     yield make
@@ -46,29 +49,57 @@ def test_line_shows_the_numbers_of_the_step(make_console, capsys):
     evaluation = {name: 0.5125, name + "/std": 0.1, "eval/gsm8k/acc/best@4": 0.9}
     make_console().step_line(12, METRICS | evaluation)
     assert capsys.readouterr().out == (
-        "step  12/300  acc  0.412  kept   157/384  rounds  3  len   812.4  entropy  0.512  loss  -0.0123  "
-        "grad    0.132  lr 1.00e-06  clip 0.0012  seconds    34.1  eval gsm8k mean@4 0.512\n"
+        "step  12/300  acc 0.412  kept     157/384 in 3  len 812.4  entropy 0.512  grad 0.132  clip 0.001   34.1s  "
+        "  812 tok/s\n"
+        "step  12/300  eval gsm8k mean@4 0.512\n"
     )
 
 
+def test_what_is_constant_leaves_the_line(make_console, capsys):
+    make_console(constant=["clip", "kept"]).step_line(12, METRICS)
+    assert capsys.readouterr().out == (
+        "step  12/300  acc 0.412  len 812.4  entropy 0.512  grad 0.132   34.1s    812 tok/s  loss -0.012\n"
+    )
+    make_console(constant=["clip"]).step_line(12, METRICS)
+    assert "  loss -0.012" in capsys.readouterr().out
+
+
 def test_columns_are_aligned_whatever_is_absent(make_console, capsys):
-    console = make_console()
+    console = make_console(constant=["clip"])
     console.step_line(0, {"eval/gsm8k/acc/mean@4": 0.1})
     console.step_line(1, METRICS)
+    console.step_line(299, {"rollout/acc/mean": 0.5})
     console.step_line(300, METRICS | {"actor/pg_loss": float("nan"), "rollout/acc/mean": -0.5})
-    lines = capsys.readouterr().out.splitlines()
-    assert "acc      -  kept       -/-  rounds  -  " in lines[0]
-    assert lines[0].endswith("eval gsm8k mean@4 0.100")
-    assert lines[1].endswith("eval -")
-    assert "loss      nan" in lines[2]
-    labels = ("acc", "kept", "rounds", "len", "entropy", "loss", "grad", "lr", "clip", "seconds", "eval")
-    for label in labels:
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "step   0/300  eval gsm8k mean@4 0.100"
+    assert "kept         -/- in -  " in lines[1]
+    assert "loss    nan" in lines[2]
+    for label in ("acc", "kept", "len", "entropy", "grad", "loss"):
         assert len({line.index(f"  {label} ") for line in lines}) == 1, label
+
+
+EXTREMES = (0.0, -0.0, 1e-9, -1e-9, 0.99995, -0.99995, 99.995, 99999.5, -123456.7, 1e12, -1e300, math.nan, -math.inf)
+
+
+@pytest.mark.parametrize("constant", [(), ("clip",), ("kept",), ("clip", "kept")])
+@pytest.mark.parametrize("total_steps", [1, 300, 9999, 10**6, 10**9])
+def test_no_line_is_longer_than_a_terminal_is_wide(make_console, capsys, total_steps, constant):
+    console = make_console(total_steps, constant=constant)
+    tasks = {f"eval/{'a long name ' * 12}{number}/acc/mean@4": -1e9 for number in range(3)}
+    for extreme in EXTREMES:
+        console.step_line(total_steps, dict.fromkeys(METRICS, extreme) | tasks)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= WIDTH == 120
+    trained = [line for line in lines if " eval " not in line]
+    assert len(trained) == len(EXTREMES) and len(set(map(len, trained))) == 1  # aligned
+    if total_steps < 10**4:
+        words = {"acc", "kept", "len", "entropy", "grad", "clip", "tok/s"} - set(constant)
+        assert all(f" {word}" in line for word in words for line in trained)
 
 
 def test_every_task_set_of_an_evaluation_is_shown(make_console, capsys):
     make_console().step_line(5, {"eval/aime24/acc/mean@32": 0.25, "eval/math/train/acc/mean@4": 0.5})
-    assert capsys.readouterr().out.endswith("  eval aime24 mean@32 0.250  eval math/train mean@4 0.500\n")
+    assert capsys.readouterr().out.endswith("\nstep   5/300  eval aime24 mean@32 0.250  eval math/train mean@4 0.500\n")
 
 
 def test_final_table_is_aligned(make_console, capsys):
@@ -95,8 +126,14 @@ def test_on_a_terminal_the_bar_shows_stage_and_steps_done(make_console, monkeypa
     console = make_console(10, initial_step=4)
     assert "4/10" in terminal.getvalue()
     console.stage("gen")
-    assert "gen" in terminal.getvalue()
+    console.detail("round 2, 3 of 16 groups kept")
+    console.compiling("compiling program 8")
+    assert "sampling; round 2, 3 of 16 groups kept; compiling program 8" in terminal.getvalue()
+    console.compiling("")
+    console.stage("reward")
+    assert "verifying; round 2, 3 of 16 groups kept]" in terminal.getvalue()
     console.step_line(7, METRICS)
+    assert "kept" not in terminal.getvalue().rpartition("7/10")[2]
     console.close()
     assert "7/10" in terminal.getvalue().splitlines()[-1]
 
@@ -126,9 +163,10 @@ def test_the_stage_has_the_speed_of_the_step_before(make_console, monkeypatch):
     console = make_console(10)
     tokens = {"dynamic_sampling/generated_tokens": 4000, "perf/total_num_tokens": 900}
     console.step_line(1, tokens | {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/reward": 1.25})
-    for name, speed in {"gen": "2,000 tokens/s", "update_actor": "1,800 tokens/s", "reward": "1.2 s"}.items():
+    speeds = {"gen": "sampling 2,000", "update_actor": "updating the policy 1,800", "reward": "verifying 1.2 s"}
+    for name, speed in speeds.items():
         console.stage(name)
-        assert f"{name} {speed}" in terminal.getvalue().splitlines()[-1].rpartition("\r")[2]
+        assert speed in terminal.getvalue().splitlines()[-1].rpartition("\r")[2]
 
 
 def test_quiet_is_the_final_table_alone(make_console, monkeypatch, capsys):

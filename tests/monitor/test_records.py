@@ -10,6 +10,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from dapo_jax.monitor.records import RunRecords, config_differences, read_metrics, write_config
+from dapo_jax.monitor.tensorboard import EVENTS
 
 
 def write_run(workdir, steps, *, resume_step=None, scale=1.0):
@@ -22,7 +23,7 @@ def write_run(workdir, steps, *, resume_step=None, scale=1.0):
 
 def read_events(workdir):
     """Events in the order in which TensorBoard reads them. A record is length, crc, bytes, crc."""
-    for path in sorted((workdir / "tensorboard").iterdir()):
+    for path in sorted(workdir.glob(EVENTS)):
         data = path.read_bytes()
         while data:
             (size,) = struct.unpack_from("<Q", data)
@@ -79,7 +80,7 @@ def test_numbers_that_are_not_finite_are_null_and_not_in_tensorboard(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "loss": None, "ratio": None, "lr": 0.5}]
     (sample,) = (tmp_path / "samples/step_000001.jsonl").read_text().splitlines()
     assert json.loads(sample, parse_constant=pytest.fail) == {"score": None, "length": 3}
-    assert [tag for _, tag, _ in shown_values(tmp_path)] == ["lr", "samples/any/text_summary"]
+    assert [tag for _, tag, _ in shown_values(tmp_path)] == ["lr", "samples/4_any/text_summary"]
 
 
 @pytest.mark.parametrize("value", ["0.5", None, [1.0], np.zeros(2), {}, 1j])
@@ -113,7 +114,7 @@ def test_samples_are_written_as_lines_and_as_text(tmp_path):
     assert [json.loads(line) for line in lines] == samples
     assert "二" in lines[0]
     ((step, tag, text),) = shown_values(tmp_path)
-    assert (step, tag) == (12, "samples/any/text_summary")
+    assert (step, tag) == (12, "samples/4_any/text_summary")
     assert "    二 ``` <b>" in text and "### 2\n\nscore **-1**" in text
 
 
@@ -168,8 +169,21 @@ def test_a_step_is_in_tensorboard_when_write_returns(tmp_path):
 def test_starts_within_one_second_do_not_overwrite_each_others_events(tmp_path):
     for step in range(1, 4):
         write_run(tmp_path, [step], resume_step=step - 1)
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 3
+    assert len(list(tmp_path.glob(EVENTS))) == 3
     assert [step for step, tag, _ in shown_values(tmp_path) if tag == "actor/pg_loss"] == [1, 2, 3]
+
+
+def test_a_run_of_an_earlier_version_stays_one_run(tmp_path):
+    """It wrote its events to `tensorboard/`: going on elsewhere would make two runs of it in TensorBoard."""
+    write_run(tmp_path, range(3))
+    earlier = tmp_path / "tensorboard"
+    earlier.mkdir()
+    for path in tmp_path.glob(EVENTS):
+        path.rename(earlier / path.name)
+    write_run(tmp_path, [3], resume_step=2)
+    assert not list(tmp_path.glob(EVENTS)) and len(list(earlier.glob(EVENTS))) == 2
+    write_run(tmp_path, range(2))  # the run begins again
+    assert len(list(tmp_path.glob(EVENTS))) == 1 and not earlier.exists()
 
 
 def test_rows_that_are_missing_on_resume_are_reported(tmp_path, caplog):

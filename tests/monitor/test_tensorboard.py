@@ -43,18 +43,28 @@ def test_a_run_that_goes_on_elsewhere_has_a_layout(tmp_path):
 
 
 def test_the_config_and_the_results_are_the_table_of_runs(tmp_path):
-    config = {"seed": 0, "actor.lr": 1e-6, "data.shuffle": True, "data.files": ["a", "b"], "path": None}
+    config = {"seed": 0, "actor.lr": 1e-6, "data.shuffle": True, "data.files": ["a", "b"], "path": None, "workdir": "a"}
     for first_step in (0, 5):
         board = TensorBoard(tmp_path, first_step=first_step)
         board.add_config(config | {"seed": first_step}, ["eval/x/acc/mean@4"])
         board.close()
     parts = hparams_of(tmp_path)
+    assert list(parts) == ["_hparams_/session_start_info"]  # with "experiment", TensorBoard would not look what differs
     given = parts["_hparams_/session_start_info"].session_start_info.hparams
     assert (given["seed"].number_value, given["actor.lr"].number_value) == (0.0, 1e-6)
     assert given["data.shuffle"].bool_value is True
     assert json.loads(given["data.files"].string_value) == ["a", "b"] and given["path"].string_value == "null"
-    [metric] = parts["_hparams_/experiment"].experiment.metric_infos
-    assert metric.name.tag == "eval/x/acc/mean_4"
+    assert "workdir" not in given  # it differs always
+
+
+def test_results_come_before_every_other_curve(tmp_path):
+    board = TensorBoard(tmp_path, first_step=0)
+    board.add_config({}, ["eval/x/acc/mean@4"])
+    board.add_scalars(0, {"actor/lr": 1e-6, "eval/x/acc/mean@4": 0.5, "eval/x/acc/best@4": 0.75})
+    board.close()
+    points = {value.tag: value.simple_value for _, value in values_of(tmp_path) if value.HasField("simple_value")}
+    assert sorted(points)[0] == "Results/eval/x/acc/mean_4" and points["Results/eval/x/acc/mean_4"] == 0.5
+    assert points["eval/x/acc/mean_4"] == 0.5 and len(points) == 4
 
 
 def test_a_histogram_keeps_counts_ends_and_moments(tmp_path):
@@ -100,6 +110,6 @@ def test_each_kind_of_sample_is_a_text_of_its_own(tmp_path):
     found = [value for _, value in values_of(tmp_path) if value.tag.startswith("samples")]
     texts = {value.tag: value.tensor.string_val[0].decode() for value in found}
     assert texts == {
-        "samples/best/text_summary": "### 1\n\nscore **1**, length **3**\n\nresponse\n\n    a\n    \n    b",
-        "samples/worst/text_summary": "### 1\n\nresponse\n\n    c",
+        "samples/1_best/text_summary": "### 1\n\nscore **1**, length **3**\n\nresponse\n\n    a\n    \n    b",
+        "samples/2_worst/text_summary": "### 1\n\nresponse\n\n    c",
     }

@@ -3,6 +3,7 @@
 CHROMIUM=/usr/bin/chromium python -m pytest -m browser tests/monitor; SCREENSHOTS=FOLDER keeps what was seen.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -18,8 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dapo_jax.config import Config
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import LAYOUT, histogram
+from dapo_jax.reports import options
 
 pytest.importorskip("tensorboard")
 playwright = pytest.importorskip("playwright.sync_api")
@@ -29,35 +32,47 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: CHROMIUM names the executable"),
 ]
 STEPS = 40
+RUNS = {"slow": 1e-6, "fast": 4e-6}  # learning rate by name
+STAGES = ("gen", "reward", "update_actor")
+EVAL = "eval/math/acc/mean@4"
 
 
-def write(workdir, first, end, *, resume_step=None):
+def write(workdir, rate, first, end, *, resume_step=None):
     rng = np.random.default_rng(0)
+    config = dataclasses.replace(Config(), workdir=str(workdir))
+    actor = dataclasses.replace(config.actor, optim=dataclasses.replace(config.actor.optim, lr=rate))
     with RunRecords(workdir, resume_step=resume_step) as records:
-        records.describe({"actor.optim.lr": 1e-6, "seed": 0}, ["eval/math/acc/mean@4"])
+        records.describe(options(dataclasses.replace(config, actor=actor)), [EVAL])
         for step in range(first, end):
-            rate = 1 - math.exp(-step / 15)
+            learnt = 1 - math.exp(-step * rate / 15e-6)
             metrics = {
-                "rollout/acc/mean": 0.2 + 0.5 * rate, "critic/rewards/mean": 0.1 + 0.5 * rate, "actor/lr": 1e-6,
-                "response_length/mean": 200 + 80 * rate, "response_length/max": 512.0, "actor/pg_loss": 0.01 * step,
-                "response_length/clip_ratio": 0.1 * rate, "actor/entropy": 1.2 - rate, "timing_s/gen": 20.0,
+                "rollout/acc/mean": 0.2 + 0.5 * learnt, "critic/rewards/mean": 0.1 + 0.5 * learnt, "actor/lr": rate,
+                "response_length/mean": 200 + 80 * learnt, "response_length/max": 512.0, "actor/pg_loss": 0.01 * step,
+                "response_length/clip_ratio": 0.1 * learnt, "actor/entropy": 1.2 - learnt,
                 "dynamic_sampling/num_evaluated_prompts": 48.0, "train/num_kept_prompts": 18.0,
+                "perf/throughput": 900.0, "alarm/truncation": float(step > 20), "alarm/entropy": 0.0,
+                "timing_s/step": 70.0, "timing_s/testing": 5.0,
+                **{f"timing_s/{stage}": 20.0 + number for number, stage in enumerate(STAGES)},
             }  # fmt: skip
-            records.write(step, metrics | ({"eval/math/acc/mean@4": 0.1 + 0.5 * rate} if step % 5 == 0 else {}))
+            records.write(step, metrics | ({EVAL: 0.1 + 0.5 * learnt} if step % 5 == 0 else {}))
             records.write_histograms(step, {"critic/advantages": histogram(rng.normal(size=200))})
-            records.write_samples(step, [{"kind": "best", "response": f"so the answer is {step}", "score": 1.0}])
+            kinds = ("any", "best", "truncated", "worst")
+            texts = [{"kind": kind, "response": f"a {kind} answer of {step}", "score": 1.0} for kind in kinds]
+            records.write_samples(step, texts)
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Where TensorBoard serves a run that was killed after step 29 and went on from the checkpoint of step 20."""
-    workdir = tmp_path_factory.mktemp("runs")
-    write(workdir, 0, 30)
-    write(workdir, 21, STEPS, resume_step=20)
+    """Where TensorBoard serves two runs; one was killed after step 29 and went on from the checkpoint of step 20."""
+    runs = tmp_path_factory.mktemp("runs")
+    for name, rate in RUNS.items():
+        (runs / name / "checkpoints" / "10").mkdir(parents=True)
+        write(runs / name, rate, 0, 30)
+        write(runs / name, rate, 21 if name == "slow" else 30, STEPS, resume_step=20 if name == "slow" else 29)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(workdir), "--port", str(port)]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--port", str(port)]
     with subprocess.Popen([*command, "--load_fast=false"], stderr=subprocess.DEVNULL) as server:
         try:
             yield wait_for(f"http://localhost:{port}")
@@ -68,7 +83,7 @@ def address(tmp_path_factory):
 def wait_for(url):
     for _ in range(240):
         try:
-            if get(url, "data/plugin/scalars/tags"):
+            if len(get(url, "data/plugin/scalars/tags")) == len(RUNS):
                 return url
         except OSError:
             pass
@@ -114,11 +129,15 @@ def see(page, text):
     page.get_by_text(text, exact=False).first.wait_for(timeout=60_000)
 
 
+def test_a_run_has_the_name_of_its_directory(address):
+    assert set(get(address, "data/plugin/scalars/tags")) == set(RUNS)
+
+
 def test_a_resumed_run_is_one_curve(address):
-    [run] = get(address, "data/plugin/scalars/tags")
-    points = get(address, "data/plugin/scalars/scalars", run=run, tag="actor/pg_loss")
-    assert [step for _, step, _ in points] == list(range(STEPS))
-    assert [value for _, _, value in points] == pytest.approx([0.01 * step for step in range(STEPS)])
+    for run in RUNS:
+        points = get(address, "data/plugin/scalars/scalars", run=run, tag="actor/pg_loss")
+        assert [step for _, step, _ in points] == list(range(STEPS))
+        assert [value for _, _, value in points] == pytest.approx([0.01 * step for step in range(STEPS)])
 
 
 def test_the_overview_shows_every_chart(look):
@@ -127,15 +146,41 @@ def test_the_overview_shows_every_chart(look):
         see(page, title)
 
 
-def test_responses_can_be_read(look):
-    see(look("text"), f"so the answer is {STEPS - 1}")
+@pytest.mark.parametrize("category", ["Overview", "Time", "Alarms"])
+def test_every_chart_of_a_category_has_curves_and_a_legend(look, category):
+    """The legend is below a chart, under "Matches": a line per curve with its marker, its metric and its run."""
+    page = look("custom_scalars")
+    see(page, category)
+    for title in LAYOUT[category]:
+        card = page.locator("tf-custom-scalar-multi-line-chart-card").filter(has_text=title)
+        card.get_by_text("Matches", exact=False).wait_for(timeout=60_000)
+        card.locator(".toggle-matches-button").click(timeout=60_000)
+        legend = card.locator(".match-list-entry")
+        legend.first.wait_for(timeout=60_000)
+        entries = legend.all_inner_texts()
+        assert all(any(run in entry for entry in entries) for run in RUNS), (title, entries)
+        if title == "seconds per stage of a step":
+            assert all(sum(stage in entry for entry in entries) == len(RUNS) for stage in STAGES), entries
+
+
+def test_responses_can_be_read_the_best_and_the_worst_first(look):
+    page = look("text")
+    for kind in ("best", "worst"):
+        see(page, f"a {kind} answer of {STEPS - 1}")
+    found = [page.get_by_text(f"samples/{tag}").first.bounding_box() for tag in ("1_best", "2_worst")]
+    assert found[0]["y"] < found[1]["y"]
 
 
 def test_histograms_are_shown(look):
     see(look("histograms"), "critic/advantages")
 
 
-def test_the_table_of_runs_shows_options_and_results(look):
+def test_the_table_of_runs_begins_with_what_differs_and_the_results(look):
     page = look("hparams")
     see(page, "actor.optim.lr")
-    see(page, "mean_4")
+    boxes = page.locator("paper-checkbox").evaluate_all("boxes => boxes.map(box => [box.innerText, box.checked])")
+    assert boxes[0] == ["actor.optim.lr", True]  # the one option that differs
+    columns = [name for name, shown in boxes if shown]
+    assert f"Results/{EVAL}".replace("@", "_") in columns
+    for rate in ("0.0000010000", "0.0000040000"):
+        see(page, rate)

@@ -10,7 +10,7 @@ import pytest
 
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import RunRecords
-from dapo_jax.monitor.tensorboard import histogram
+from dapo_jax.monitor.tensorboard import EVENTS, histogram
 from dapo_jax.monitor.weights_and_biases import check_installed
 
 
@@ -67,7 +67,7 @@ def test_a_run_shows_what_tensorboard_shows(tmp_path, runs):
     assert first["samples"] == (["kind", "response", "score"], [["best", "answer 0", None], [None, "b", 1.0]])
     counts, edges = first["length"]
     assert counts.sum() == 5 and (edges[0], edges[-1], len(edges)) == (0, 4, 31)
-    assert not (tmp_path / "ten" / "tensorboard").exists()
+    assert not list((tmp_path / "ten").glob(EVENTS))
 
 
 def test_a_resumed_run_keeps_its_id_and_logs_no_step_twice(tmp_path, runs):

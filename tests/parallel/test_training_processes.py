@@ -21,6 +21,7 @@ from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import checkpoint_dir
 from dapo_jax.export import export
 from dapo_jax.learner.actor import build_actor
+from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.policies import read_model
 from dapo_jax.settings import actor_settings
@@ -150,7 +151,7 @@ def policy(workdir) -> dict:
 
 def files(workdir: Path) -> set[str]:
     names = (str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file())
-    return {name for name in names if not name.startswith(("checkpoints", "tensorboard"))}
+    return {name for name in names if not name.startswith(("checkpoints", "events."))}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def test_processes_train_alike(tmp_path, logs, two):
     expected, params = rows_without_clock(workdir), policy(workdir)
     assert "held-out accuracy after" in outputs[0] and "step 4/4" in outputs[0]
     assert words(outputs[0]) and words(outputs[1]) == ""
-    assert len(list((workdir / "tensorboard").iterdir())) == 1
+    assert len(list(workdir.glob(EVENTS))) == 1
     for name, devices, mesh in (("1x8", 8, {"mesh.fsdp": 2, "mesh.tensor": 2}), ("1x1", 1, {})):
         other = tmp_path / name
         trained(other, logs, processes=1, devices=devices, **mesh)

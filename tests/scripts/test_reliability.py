@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo_jax.monitor.tensorboard import EVENTS
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
@@ -48,7 +50,7 @@ def test_the_crash_test_sees_differences(killed, tmp_path, damage):
         lines[3] = json.dumps(json.loads(lines[3]) | {"actor/grad_norm": 0.123})
         rows.write_text("\n".join(lines) + "\n")
     elif damage == "a lost event file":
-        max((folder / "killed" / "tensorboard").iterdir()).unlink()
+        max((folder / "killed").glob(EVENTS)).unlink()
     else:
         newest = max(crash_test.saved_steps(folder / "killed"))
         other = str(newest - 2)

@@ -1,0 +1,26 @@
+"""Host: bars on a terminal (stderr) for what takes long; they leave nothing behind, and files and pipes get none."""
+
+from typing import Any
+
+from tqdm import tqdm
+
+from dapo_jax.config import Config
+from dapo_jax.parallel.processes import is_first
+
+
+def shows_progress(config: Config) -> bool:
+    """Whether this process shows what is going on, should stderr be a terminal."""
+    return is_first() and "console" in config.trainer.logger and config.monitor.console in ("steps", "detailed")
+
+
+def bar(action: str, *, total: int, unit: str, shown: bool) -> "tqdm[Any]":
+    """A bar that counts to `total`, by `update`; a context manager. Bytes (unit "B") and large numbers are scaled.
+
+    Args:
+        action: what is being done, a participle.
+        shown: False shows nothing; True shows it if stderr is a terminal.
+    """
+    return tqdm(
+        total=total, desc=action, unit=unit, unit_scale=unit == "B", leave=False, dynamic_ncols=True,
+        disable=None if shown else True,
+    )  # fmt: skip

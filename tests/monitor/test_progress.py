@@ -1,0 +1,98 @@
+"""Host: bars are for terminals: they count, leave nothing behind, and are not there where nobody looks."""
+
+import functools
+import io
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small_run import small_config
+
+from dapo_jax.evaluate import bench
+from dapo_jax.export import export
+from dapo_jax.monitor import progress
+from dapo_jax.monitor.progress import bar, shows_progress
+from dapo_jax.parallel.compilation import compilation_shown
+from dapo_jax.train import train
+
+RUN = {"trainer.total_training_steps": 1, "actor.optim.lr_warmup_steps": 1, "data.train_batch_size": 2}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def look_at_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_a_bar_counts_and_is_gone_at_its_end(monkeypatch):
+    terminal = look_at_a_terminal(monkeypatch)
+    with bar("loading the model", total=4000, unit="B", shown=True) as loaded:
+        loaded.update(1000)
+        loaded.refresh()
+        assert "loading the model:  25%" in terminal.getvalue() and "1.00k/4.00k" in terminal.getvalue()
+    assert terminal.getvalue().rpartition("\r")[0].endswith(" ") and "\n" not in terminal.getvalue()
+
+
+def test_there_is_no_bar_where_nobody_looks(monkeypatch):
+    terminal = look_at_a_terminal(monkeypatch)
+    with bar("loading", total=2, unit="B", shown=False) as loaded:
+        loaded.update(1)
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with bar("loading", total=2, unit="B", shown=True) as loaded:
+        loaded.update(1)
+    assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize(("console", "shown"), [("steps", True), ("detailed", True), ("quiet", False), ("json", False)])
+def test_the_console_says_whether_there_are_bars(console, shown):
+    assert shows_progress(small_config("unused", **{"monitor.console": console})) is shown
+    assert not shows_progress(small_config("unused", **{"monitor.console": console, "trainer.logger": ("wandb",)}))
+
+
+def test_programs_are_counted_while_they_are_compiled():
+    shown = []
+    with compilation_shown(shown.append):
+        for size in (3, 5):
+            jax.jit(lambda x: jnp.cos(x) @ x).lower(jnp.ones((size, size), jnp.int8)).compile()
+    assert "" in shown and shown[-1] == ""
+    numbers = [int(text.removeprefix("compiling program ")) for text in shown if text]
+    assert len(numbers) >= 2 and numbers == sorted(set(numbers))
+    count = len(shown)
+    jax.jit(lambda x: jnp.tan(x))(jnp.ones(7))
+    assert len(shown) == count
+
+
+def seen(terminal):
+    """All that has been on the terminal, and forgets it."""
+    text = terminal.getvalue()
+    terminal.seek(0)
+    terminal.truncate()
+    return text
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_what_every_command_is_doing(tmp_path, capsys, monkeypatch):
+    terminal, model = look_at_a_terminal(monkeypatch), tmp_path / "model"
+    monkeypatch.setattr(progress, "tqdm", functools.partial(progress.tqdm, mininterval=0))  # each update is shown
+    jax.clear_caches()  # of other tests: then there is nothing to compile
+    train(small_config(tmp_path / "first", **RUN))
+    shown = seen(terminal)
+    assert re.search(r"sampling; round \d+, \d of 2 groups kept", shown) and "compiling program" in shown
+    assert "evaluating:   0%" in shown and "updating the policy" in shown and "filtering groups" in shown
+    export(small_config(tmp_path / "first", **RUN), model)
+    assert "writing the weights: 100%" in seen(terminal)
+    bench(small_config(tmp_path / "first", **RUN, **{"model.path": str(model)}), tmp_path / "evaluation")
+    shown = seen(terminal)
+    assert "loading the model: 100%" in shown and "evaluating: 100%" in shown
+    for console in ("quiet", "json"):
+        train(small_config(tmp_path / console, **RUN, **{"model.path": str(model), "monitor.console": console}))
+        assert "\r" not in seen(terminal)
+    assert "\r" not in capsys.readouterr().out
