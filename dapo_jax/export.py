@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (NumPy has bfloat16 by it)
 import numpy as np
 import tokenizers
 from jax.sharding import Mesh
