@@ -1,9 +1,11 @@
 """Host: saving and restoring all that a run needs to go on as if it had never stopped."""
 
+import asyncio
 import dataclasses
 import hashlib
 import math
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -257,7 +259,8 @@ class Checkpoints:
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         try:
-            yield
+            with _whole_loops():
+                yield
         except Exception as error:  # as above
             if is_jax_failure(error):
                 raise
@@ -290,8 +293,33 @@ def _digest(stream: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
+class _WholeLoop(asyncio.SelectorEventLoop):
+    """Closes only after its tasks have ended.
+
+    Orbax closes its loop at the first array that cannot be read. The reads under way would then print tracebacks, some
+    of them when Python ends.
+    """
+
+    def close(self) -> None:
+        if not self.is_closed() and isinstance(sys.exc_info()[1], Exception):  # an interrupt waits for nothing
+            while tasks := asyncio.all_tasks(self):
+                self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+@contextmanager
+def _whole_loops() -> Iterator[None]:
+    """Inside, asyncio's new loops are such ones."""
+    before, asyncio.new_event_loop = asyncio.new_event_loop, _WholeLoop
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = before
+
+
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:300]
+    """What has happened, without TensorStore's description of the array."""
+    return (str(error) or type(error).__name__).splitlines()[0].partition(". See full TensorStore")[0][:300]
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -17,13 +17,17 @@ from dapo_jax.config import Config, freeze
 from dapo_jax.config_files import EXAMPLE, read_config_file
 from dapo_jax.errors import InputError
 from dapo_jax.from_verl.options import hint
+from dapo_jax.interrupts import EXIT_CODE, finish, sentence, undone
 from dapo_jax.option_uses import PUT_BACK, put_back, without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
+from dapo_jax.parallel.platforms import start_failure
 from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
 
-WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
+WRONG_INPUT, FAILED = 2, 1  # exit codes; interrupts.py has the third
 DEBUG = "--debug"
 Adapt = Callable[[Config, Collection[str]], tuple[Config, tuple[str, ...]]]
+BOOLEANS = {name: "true" for name in ("true", "t", "yes", "y", "on", "1")}
+BOOLEANS |= {name: "false" for name in ("false", "f", "no", "n", "off", "0")}
 STORE = ("gcsfs", "google", "aiohttp")  # packages whose errors are those of an object store
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -36,26 +40,31 @@ def refusals(arguments: Sequence[str]) -> Iterator[None]:
     130: an interrupt. Anything else is a bug: 1, with the traceback.
 
     Args:
-        arguments: the command line; `--debug` in it shows the traceback of every failure.
+        arguments: the command line, the first the command's name; `--debug` shows the traceback of every failure.
     """
     try:
-        yield
+        with undone():
+            yield
     except (Exception, KeyboardInterrupt) as error:
-        code, message = _ending(error)
+        code, message = _ending(error, arguments[0])
         if DEBUG in arguments or message is None:
             traceback.print_exception(error)
         process = f" (process {jax.process_index()})" if jax.distributed.is_initialized() else ""
         message = message or "this is a bug of dapo_jax: please report it with the command and the traceback above"
         print(f"dapo_jax: {message}{process}", file=sys.stderr, flush=True)
+        if code == EXIT_CODE and not process:  # one of several tells the others first
+            finish()
         raise SystemExit(code) from error
 
 
-def _ending(error: BaseException) -> tuple[int, str | None]:
+def _ending(error: BaseException, command: str) -> tuple[int, str | None]:
     """The exit code and the message of a failure; None for the message of a bug."""
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted: the same command goes on after the newest checkpoint"
+        return EXIT_CODE, sentence(command)
     if isinstance(error, InputError):
         return WRONG_INPUT, str(error)
+    if (missing := start_failure(error)) is not None:
+        return WRONG_INPUT, missing
     if isinstance(error, NotImplementedError | RecursionError):
         return FAILED, None
     if is_jax_failure(error):
@@ -147,12 +156,13 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
     for parser in (first, values):
         flags.DEFINE_bool(DEBUG.strip("-"), False, "show the traceback of a failure", flag_values=parser)
     try:
-        overrides = first(list(arguments), known_only=True)
+        overrides = first(_with_config_option(arguments), known_only=True)
         path = first["config"].value
         if not path:
-            raise InputError(f"--config is missing: {EXAMPLE}")
+            raise InputError(f"--config is missing: {EXAMPLE} (-h: help)")
         chosen = read_config_file(path)
         keys = _chosen_keys(overrides, chosen)
+        overrides = _with_booleans(overrides, chosen)
         recipe = _recipe(chosen)
         chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
         rest = values(overrides)
@@ -164,6 +174,33 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
     if recipe is None:
         return config, (), keys
     return without_switched_off(recipe, config, keys), put_back(recipe, config, keys), keys
+
+
+def _with_config_option(arguments: Sequence[str]) -> list[str]:
+    """The command line with `FILE.py` or `FILE.json` alone as `--config=FILE.py`."""
+    if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
+        return list(arguments)
+    files = [argument for argument in arguments[1:] if re.match(r"[^-].*\.(py|json)$", argument)]
+    named = [f"--config={argument}" if [argument] == files else argument for argument in arguments[1:]]
+    return [*arguments[:1], *named]
+
+
+def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:
+    """The options with true for yes and on, false for no and off; ValueError for what is neither."""
+    switches = {".".join(path) for path, value in traverse_util.flatten_dict(config.to_dict()).items()
+                if isinstance(value, bool)}  # fmt: skip
+    found, problems = [], []
+    for option in overrides:
+        given = re.match(r"(--?config\.([^=]*))=(.*)$", option, re.DOTALL)
+        if given and given[2] in switches:
+            value = BOOLEANS.get(given[3].lower())
+            option = f"{given[1]}={value}"
+            if value is None:
+                problems.append(f"{given[0]} must be true or false: write {given[1]}=true or {given[1]}=false")
+        found.append(option)
+    if problems:
+        raise InputError("\n".join(problems))
+    return found
 
 
 def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:

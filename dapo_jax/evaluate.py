@@ -7,6 +7,11 @@ the held-out problems and on evaluate.tasks. With --step or --all-steps: checkpo
 if it is no run. It needs no data to train on. docs/evaluation.md has the options and what is written.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("evaluate")
+
 import argparse
 import dataclasses
 import functools
@@ -21,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.checkpoint import saved_steps
+from dapo_jax.command_help import about, options_help
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.errors import InputError
@@ -217,8 +223,9 @@ def table(results: Sequence[dict]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+        prog="python -m dapo_jax.evaluate", description=about(__doc__), epilog=options_help("evaluate"),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS,
+    )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="training step of the checkpoint to measure")
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")

@@ -6,6 +6,11 @@ transformers, vLLM and model.path read the directory. The command needs neither 
 devices than the run had, say --config.mesh.fsdp=1 --config.mesh.tensor=1.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("export")
+
 import argparse
 import json
 import math
@@ -20,6 +25,7 @@ from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
 from dapo_jax.checkpoint import saved_steps
+from dapo_jax.command_help import about, options_help
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.data.tokenizer import Tokenizer
@@ -179,8 +185,9 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+        prog="python -m dapo_jax.export", description=about(__doc__), epilog=options_help("export"),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS,
+    )  # fmt: skip
     parser.add_argument("--output", required=True, help="directory to write, new or empty")
     parser.add_argument("--step", type=int, help="training step of the checkpoint; the newest unless given")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")

@@ -10,6 +10,11 @@ allocated. Absent GPUs (h100:8, a100:2x8) need pip install 'dapo_jax[cuda13]', T
 'dapo_jax[tpu-preflight]'.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("preflight")
+
 import argparse
 import dataclasses
 import json
@@ -24,6 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from dapo_jax.command_help import about, options_help
 from dapo_jax.command_line import read_config, refusals
 from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.errors import InputError
@@ -36,6 +42,7 @@ from dapo_jax.parallel.devices import GIB, LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.hlo_costs import Costs, program_costs
 from dapo_jax.parallel.memory import free_bytes, reserve_gpu_memory
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.slices import libtpu_name
 from dapo_jax.places import local_model
 from dapo_jax.policies import read_model
 from dapo_jax.preflight_advice import advise
@@ -111,7 +118,7 @@ def preflight(
             "dtype": compute_dtype(config, mesh).name,
             "attention": chosen_attention(config, arch, mesh)[0],
         },
-        "topology": topology,
+        "topology": topology if libtpu_name(topology) == topology else f"{topology} ({libtpu_name(topology)})",
         "mesh": dict(mesh.shape),
         "device": dataclasses.asdict(limits) | {"memory": memory},
         "assumed": {
@@ -334,17 +341,19 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+        prog="python -m dapo_jax.preflight", description=about(__doc__), epilog=options_help("preflight"),
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS,
+    )  # fmt: skip
     parser.add_argument(
-        "--topology", default="cpu", help="v5e:4x4, v5p:4x4x8, h100:8, a100:2x8, ..., or cpu, gpu, tpu of this machine"
+        "--topology", default="cpu", help="v5e:4x4, v5p-256, h100:8, a100:2x8, ..., or cpu, gpu, tpu of this machine"
     )
     parser.add_argument("--response_length", type=int, help="tokens of each response, for the time; default: the limit")
     parser.add_argument("--quick", action="store_true", help="compile decoding for the first and last window alone")
     parser.add_argument("--json", help="file for the JSON report, which is printed last unless given")
     given, rest = parser.parse_known_args(arguments)
-    with refusals(rest):
-        config = read_config(["preflight", *rest])
+    command = ["preflight", *rest]
+    with refusals(command):
+        config = read_config(command)
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         report = preflight(
             config, given.topology, response_length=given.response_length, quick=given.quick, progress=sys.stderr

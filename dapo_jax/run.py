@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.divisors import divisors, nearest
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import Actor, LatestWeights, build_actor
 from dapo_jax.learner.critic import Critic, build_critic
@@ -44,6 +46,7 @@ from dapo_jax.option_uses import trained, uses_critic
 from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
 from dapo_jax.parallel.idle_gpus import idle_gpus
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
+from dapo_jax.parallel.platforms import unused_gpu
 from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import (
     DECODE_RULES,
@@ -150,6 +153,8 @@ def open_run(
     check_memory(config, mesh)
     for note in device_notes(config, arch, mesh):
         logger.info("%s", note)
+    if warning := unused_gpu():
+        logger.warning("%s", warning)
     if config.mesh.data == -1 and platform(mesh) == "gpu" and (warning := idle_gpus()):
         logger.warning("%s", warning)
     settings = actor_settings(config, arch, mesh)
@@ -331,10 +336,24 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:
         if rows % micro:
             problems.append(
                 f"{name}.ppo_mini_batch_size x rollout.n = {rows} responses must be a multiple of "
-                f"{name}.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}"
+                f"{name}.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}: "
+                f"{_fitting_batches(config, name, rows, micro, num_batch_shards(mesh))}"
             )
     if problems:
         raise InputError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
+
+
+def _fitting_batches(config: Config, name: str, rows: int, micro: int, shards: int) -> str:
+    """Sizes that would fit: of a micro-batch, else of a mini-batch in the training batch, else of both batches."""
+    if rows % shards == 0:
+        fitting = nearest(divisors(rows // shards), micro_batch_size(config, name))
+        return f"set {name}.ppo_micro_batch_size_per_device={fitting}"
+    minis = [one for one in divisors(config.data.train_batch_size) if one * config.rollout.n % micro == 0]
+    if minis:
+        return f"set {name}.ppo_mini_batch_size={nearest(minis, mini_batch_size(config, name))}"
+    step, mini = micro // math.gcd(micro, config.rollout.n), mini_batch_size(config, name)
+    fitting = nearest([count * step for count in (mini // step, mini // step + 1) if count], mini)
+    return f"set {name}.ppo_mini_batch_size={fitting}, and data.train_batch_size to a multiple of it"
 
 
 def build_estimator(config: Config, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:

@@ -152,9 +152,12 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
     own = origin.directory == checkpoint_dir(run.config)
     source = checkpoints if own else Checkpoints(origin.directory, read_only=True)
-    models, progress, arrays = source.restore(origin.step, shape)
+    try:
+        models, progress, arrays = source.restore(origin.step, shape)
+    finally:
+        if not own:
+            source.close()
     if not own:
-        source.close()
         progress = dataclasses.replace(progress, log_bytes=0)  # of this run's log
     progress = resumed_coefficient(run.config, progress)
     logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)

@@ -5,6 +5,11 @@
 Started again with the same workdir, it goes on after the last checkpoint as if it had not stopped.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("train")
+
 import dataclasses
 import logging
 import sys
@@ -18,6 +23,7 @@ import jax
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Progress
 from dapo_jax.collection import Collected, collect, measure
+from dapo_jax.command_help import about, options_help
 from dapo_jax.command_line import command
 from dapo_jax.config import Config, checkpoint_dir, in_folder, trains_on_older_samples
 from dapo_jax.dynamic_sampling.accumulation import StreamState
@@ -103,6 +109,9 @@ def _train(config: Config, workdir: Workdir) -> Models:
                     run.console.close()
                     if is_first():
                         run.console.final_table(summary(run, state.progress))
+        except Stopped as reason:
+            logger.warning("%s", reason)
+            raise
         finally:
             checkpoints.close()
     return state.models
@@ -164,8 +173,7 @@ def run_steps(
             if trainer.rollout_ahead:
                 state = train_step(run, records, state, batch, stream, start)
         except Stopped as reason:
-            logger.warning("%s %s", reason, save_before_end(run, checkpoints, state))
-            raise
+            raise Stopped(f"{reason} {save_before_end(run, checkpoints, state)}") from reason
         except Exception as error:
             if jax.process_count() == 1 or isinstance(error, SharedFailure):  # several write together
                 logger.error("the run ends %s", save_before_end(run, checkpoints, state))
@@ -366,8 +374,8 @@ def is_due(step: int, frequency: int, total: int) -> bool:
 
 
 def main() -> None:
-    if "--help" in sys.argv:
-        print(__doc__)
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(f"{about(__doc__)}\n{options_help('train')}")
         return
     exit_code = 0
     with command(sys.argv) as config:

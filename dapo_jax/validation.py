@@ -18,6 +18,7 @@ from dapo_jax.config import (
     token_budget,
     type_problems,
 )
+from dapo_jax.divisors import divisors, nearest
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.errors import InputError
@@ -183,14 +184,17 @@ def _batch_problems(config: Config) -> list[str]:
         if min(mini, micro) < 1:
             continue
         if batch % mini:
+            multiples = [count * mini for count in (batch // mini, batch // mini + 1) if count]
             problems.append(
                 f"data.train_batch_size={batch} must be a multiple of {name}.ppo_mini_batch_size={mini} "
-                "(both in prompts)"
+                f"(both in prompts): set data.train_batch_size={nearest(multiples, batch)}, or "
+                f"{name}.ppo_mini_batch_size={nearest(divisors(batch), mini)}"
             )
         if mini * n % micro and not config.actor.use_dynamic_bsz:
             problems.append(
                 f"{name}.ppo_mini_batch_size x rollout.n = {mini} x {n} = {mini * n} responses must be a multiple "
-                f"of {name}.ppo_micro_batch_size_per_device={micro}"
+                f"of {name}.ppo_micro_batch_size_per_device={micro}: set "
+                f"{name}.ppo_micro_batch_size_per_device={nearest(divisors(mini * n), micro)}"
             )
     return problems
 

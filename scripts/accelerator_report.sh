@@ -14,13 +14,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/environment.sh"
-
-for argument in "$@"; do
-  if [[ "$argument" == -h || "$argument" == --help ]]; then
-    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
-    exit 0
-  fi
-done
+show_help "$@"
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 interpreter=

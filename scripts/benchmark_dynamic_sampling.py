@@ -14,9 +14,15 @@ machine affects all of them. All shapes are compiled beforehand. Columns:
     s/step            seconds of sampling and verifying per step, without the update, which is the same for all lines
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("benchmark_dynamic_sampling")
+
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +34,7 @@ from markdown_table import markdown_table
 
 from dapo_jax import prompt_stream
 from dapo_jax.collection import collect
-from dapo_jax.command_line import read_config
+from dapo_jax.command_line import read_config, refusals
 from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
@@ -141,4 +147,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with refusals(sys.argv):
+        main()

@@ -43,6 +43,7 @@ from contenders import (
     write_output,
 )
 from markdown_table import markdown_table
+from script_ends import command
 
 
 def make_lengths(case: str, batch: int) -> np.ndarray:
@@ -244,4 +245,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -23,6 +23,7 @@ import benchmark_update
 import numpy as np
 from benchmark_update import Ours, run_benchmark
 from peer_trainers import TRL, Tunix, num_tokens
+from script_ends import command
 
 
 class OursStep(Ours):
@@ -74,4 +75,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -60,6 +60,7 @@ from peer_trainers import (
     make_responses,
     num_tokens,
 )
+from script_ends import command
 
 
 def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> Any:
@@ -269,4 +270,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -16,6 +16,11 @@ each run) and warm-up.
 TORCH_ENV: pip install torch trl gguf pyarrow.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("compare_trl")
+
 import argparse
 import json
 import os
@@ -31,7 +36,7 @@ from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mar
 from plot_run import pyplot
 from run_ablation import command_of, command_options, folder_of, train
 
-from dapo_jax.command_line import read_config
+from dapo_jax.command_line import read_config, refusals
 from dapo_jax.learning import learning_rate_of
 from dapo_jax.monitor.environment import host
 
@@ -125,4 +130,5 @@ def settings_of(config: Any, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with refusals(sys.argv):
+        main()

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from script_ends import command as command
 
 from dapo_jax.data.prompt_files import MAX_REPORTED_PROBLEMS, read_records
 from dapo_jax.data.rows import prompt_identity
@@ -233,18 +233,6 @@ def download(repository: str, pattern: str) -> list[Path]:
     if not files:
         raise InputError(f"{repository} of the Hugging Face hub has no file {pattern}: download it by hand")
     return files
-
-
-def command(main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None) -> None:
-    """Runs a script: bad input ends it with exit code 2 and a message."""
-    try:
-        main(arguments)
-    except ValueError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}: make room or choose another place", file=sys.stderr)
-        sys.exit(1)
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

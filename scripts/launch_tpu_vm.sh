@@ -17,6 +17,10 @@ usage() {
   exit 2
 }
 
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+[[ "${1:-}" == run || "${1:-}" == exec ]] || show_help "$@" # theirs are of another command
+
 # Functions with the prefix on_worker_ run there, in ~/dapo_jax.
 
 on_worker_unpack() { # ARCHIVE of the checkout, in the home directory

@@ -1,25 +1,28 @@
 """Host: how the group filter of a run is doing, from its log or its metrics.
 
+    python scripts/monitor_filter_groups.py runs/quickstart [--plot filter.png]
     python scripts/monitor_filter_groups.py runs/quickstart/train.log
-    python scripts/monitor_filter_groups.py runs/quickstart/metrics.jsonl --plot filter.png
 
-The plot (matplotlib) shows the share of kept groups, the rounds and the generated tokens per trained token of each
-training step; it needs metrics.jsonl.
+Of a work directory it reads metrics.jsonl. The plot (matplotlib) shows the share of kept groups, the rounds and the
+generated tokens per trained token of each training step; it needs metrics.jsonl.
 """
 
 import argparse
-import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from run_files import LOG, METRICS, metrics_of, record_of
+from script_ends import command
 
 
 def read_log(path: Path) -> dict[str, list[float]]:
     """Each generation round's number, filter rate and kept prompts, from train.log."""
     found: dict[str, list[float]] = {"batches": [], "filter_rates": [], "kept_prompts": []}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if match := re.search(r"Generated batch (\d+)", line):
             found["batches"].append(int(match[1]))
         elif match := re.search(r"Filtered \(.*\((\d+\.\d+)%\)", line):  # in brackets: the rule
@@ -31,8 +34,7 @@ def read_log(path: Path) -> dict[str, list[float]]:
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that belong to training steps with a filter."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if "dynamic_sampling/num_gen_batches" in row]
+    return [row for row in metrics_of(path) if "dynamic_sampling/num_gen_batches" in row]
 
 
 def log_summary(found: dict[str, list[float]]) -> list[str]:
@@ -76,8 +78,10 @@ def steps_summary(rows: list[dict[str, Any]]) -> list[str]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Keep rate, rounds and generated tokens per trained token against training steps."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
+    try:
+        import matplotlib  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        sys.exit("matplotlib is missing: pip install -e '.[plots]'")
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
@@ -98,16 +102,17 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path, help="train.log or metrics.jsonl of a run")
+    parser.add_argument("run", help="work directory of a run, or its metrics.jsonl or train.log")
     parser.add_argument("--plot", type=Path, help="PNG to write; needs metrics.jsonl and matplotlib")
     given = parser.parse_args(arguments)
-    is_metrics = given.log.suffix == ".jsonl"
-    if given.plot and not is_metrics:
-        parser.error("--plot needs metrics.jsonl, not the log")
-    print("\n".join(steps_summary(read_steps(given.log)) if is_metrics else log_summary(read_log(given.log))))
+    path = record_of(given.run, METRICS, LOG)
+    is_log = path.suffix == ".log"
+    if given.plot and is_log:
+        raise ValueError(f"--plot needs {METRICS}, and {given.run} is the log: give the workdir")
+    print("\n".join(log_summary(read_log(path)) if is_log else steps_summary(read_steps(path))))
     if given.plot:
-        plot(read_steps(given.log), given.plot)
+        plot(read_steps(path), given.plot)
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from script_ends import command
 
 ALMOST_SURELY = 0.999
 MAX_ROUNDS = 1000
@@ -70,7 +71,11 @@ def binomial_below(count: int, trials: int, probability: float) -> float:
 def read_accuracies(arguments: argparse.Namespace) -> np.ndarray:
     """Success probabilities of prompts, equally weighted."""
     if arguments.accuracies is not None:
-        return np.array([float(line) for line in Path(arguments.accuracies).read_text().split()])
+        words = Path(arguments.accuracies).read_text(encoding="utf-8").split()
+        try:
+            return np.array([float(word) for word in words])
+        except ValueError as error:
+            raise ValueError(f"--accuracies={arguments.accuracies} must hold numbers alone: {error}") from error
     if arguments.beta is not None:
         return np.random.default_rng(0).beta(*arguments.beta, size=200_000)
     return np.array([arguments.accuracy])
@@ -104,4 +109,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

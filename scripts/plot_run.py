@@ -2,8 +2,14 @@
 
     python scripts/plot_run.py WORKDIR [NAME=WORKDIR ...] --output FILE.png [--x steps|tokens|seconds]
 
-Needs matplotlib: pip install -e '.[plots]'. Held-out accuracy is the mean over task sets of eval/*/acc/mean@k.
+WORKDIR may be its metrics.jsonl too. Needs matplotlib: pip install -e '.[plots]'. Held-out accuracy is the mean over
+task sets of eval/*/acc/mean@k.
 """
+
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("plot_run")
 
 import argparse
 import itertools
@@ -12,8 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from run_files import METRICS, metrics_of, record_of
+from script_ends import command
+
 from dapo_jax.evaluation import mean_accuracy
-from dapo_jax.monitor.records import read_metrics
 
 PANELS = {  # title -> metric; None: the mean held-out accuracy
     "held-out accuracy": None,
@@ -33,14 +41,14 @@ Row = Mapping[str, float]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="WORKDIR, or NAME=WORKDIR")
+    parser.add_argument("runs", nargs="+", help="WORKDIR or its metrics.jsonl, or NAME=WORKDIR")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--x", choices=AXES, default="steps")
     given = parser.parse_args(arguments)
+    named = [run.rpartition("=") for run in given.runs]
+    curves = [(name, metrics_of(record_of(workdir, METRICS))) for name, _, workdir in named]
     figure, grid = pyplot().subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for run in given.runs:
-        name, _, workdir = run.rpartition("=")
-        rows = read_metrics(workdir)
+    for name, rows in curves:
         for (title, metric), axes in zip(PANELS.items(), grid.flat, strict=True):
             axes.plot(*points(rows, metric, given.x), marker="." if metric is None else None, label=name)
             axes.set(title=title, xlabel=AXES[given.x][0])
@@ -76,4 +84,4 @@ def points(rows: Sequence[Row], metric: str | None, x: str) -> tuple[list[float]
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

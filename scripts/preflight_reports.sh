@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
+show_help "$@"
 use_environment test
 use_compilers
 tables="${1:-build/preflight}"

@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
+show_help "$@"
 
 model=()
 if [[ "${1:-}" == --model ]]; then

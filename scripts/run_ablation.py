@@ -9,6 +9,11 @@ another output. Checkpoints of finished runs are deleted. comparison_report.py w
 explains the table; pictures need pip install -e '.[plots]'.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("run_ablation")
+
 import argparse
 import dataclasses
 import hashlib
@@ -26,7 +31,7 @@ from comparisons import COMPARISONS, Comparison
 from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
 from plot_run import points, pyplot
 
-from dapo_jax.command_line import read_config
+from dapo_jax.command_line import read_config, refusals
 from dapo_jax.config import default_config, freeze
 from dapo_jax.monitor.records import flatten, read_metrics
 
@@ -124,4 +129,5 @@ def train(arm: str, options: Sequence[str], folder: Path, seed: int, *, accept_f
 
 
 if __name__ == "__main__":
-    main()
+    with refusals(sys.argv):
+        main()

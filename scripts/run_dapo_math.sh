@@ -15,6 +15,11 @@
 # Run the same command again after it was killed: data, model and evaluation have their names once they are whole, and
 # are not made again; training resumes from its last checkpoint.
 set -euo pipefail
+case " $* " in *" -h "* | *" --help "*)
+  sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"
+  exit
+  ;;
+esac
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python}

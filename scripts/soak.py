@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from dapo_jax import train
+from dapo_jax.command_line import refusals
 from dapo_jax.monitor.records import RunRecords
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,4 +103,5 @@ def compare(seen: Sequence[dict[str, float]]) -> tuple[dict[str, dict[str, Any]]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with refusals(sys.argv):
+        sys.exit(main())

@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
+show_help "$@"
 use_environment test
 
 if [[ $# -gt 0 ]]; then

@@ -4,10 +4,16 @@ Reads WORKDIR/settings.json, trains with GRPOTrainer, and writes metrics.jsonl a
 dapo_jax.
 """
 
+if __name__ == "__main__":  # before torch and trl, which only TRL's environment has
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workdir")
+    given = parser.parse_args()
+
 import json
 import os
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -192,4 +198,4 @@ class Trainer(trl.GRPOTrainer):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(given.workdir))

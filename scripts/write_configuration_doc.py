@@ -5,20 +5,17 @@
 A test fails when the page is not what this script writes.
 """
 
-import ast
 import dataclasses
 import inspect
-import io
 import json
-import tokenize
 import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo_jax import config as config_module
 from dapo_jax.bounds import bounds_of
+from dapo_jax.command_help import field_comments
 from dapo_jax.config import Config
 
 BOUNDS = tuple(bounds_of(Config))
@@ -43,20 +40,6 @@ def document() -> str:
     comments = field_comments()
     lines = [line for path, section in sections_of(Config(), "") for line in _section(path, section, comments)]
     return "\n".join([HEAD, *lines]).rstrip() + "\n"
-
-
-def field_comments() -> dict[tuple[str, str], str]:
-    """The trailing comment of each field, by class and name."""
-    source = inspect.getsource(config_module)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    return {
-        (owner.name, field.target.id): by_line.get(field.lineno, "")
-        for owner in ast.walk(ast.parse(source))
-        if isinstance(owner, ast.ClassDef)
-        for field in owner.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
 
 
 def sections_of(section: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -103,4 +86,6 @@ def _literal(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(document(), encoding="utf-8")
+    from script_ends import write_page
+
+    write_page(PAGE, document, __doc__)

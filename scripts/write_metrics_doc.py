@@ -8,6 +8,8 @@ from pathlib import Path
 
 from dapo_jax.monitor.catalogue import HISTOGRAMS, Metric, sections
 
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+
 HEAD = """# Metrics
 
 Written by `scripts/write_metrics_doc.py` from `dapo_jax/monitor/catalogue.py`; do not edit.
@@ -62,6 +64,6 @@ def table(metrics: Iterable[Metric]) -> list[str]:
 
 
 if __name__ == "__main__":
-    path = Path(__file__).parents[1] / "docs" / "metrics.md"
-    path.write_text(document(), encoding="utf-8")
-    print(path)
+    from script_ends import write_page
+
+    write_page(PAGE, document, __doc__)

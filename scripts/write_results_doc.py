@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from markdown_table import markdown_table
+from script_ends import write_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results.md"
@@ -46,5 +47,4 @@ def _section(name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(document(), encoding="utf-8")
-    print(PAGE)
+    write_page(PAGE, document, __doc__)

@@ -193,11 +193,17 @@ options(
     "template_variable_that_is_taken", {"data.chat_template_kwargs": '{"messages": 1}'},
     """data.chat_template_kwargs='{"messages": 1}' must not hold messages""", "leave them out",
 )  # fmt: skip
-options("mesh_of_too_many", {"mesh.fsdp": 16}, "mesh.fsdp=16", "must be the number of devices, 8: change one of them")
-options("mesh_that_does_not_divide", {"mesh.data": 3}, "mesh.data=3", "must be the number of devices, 8: change one")
+options(
+    "mesh_of_too_many", {"mesh.fsdp": 16},
+    "mesh.fsdp=16", "must divide the number of devices, 8 (cpu)", "set mesh.fsdp=2, 4 or 8",
+)  # fmt: skip
+options(
+    "mesh_that_does_not_divide", {"mesh.data": 3},
+    "mesh.data=3", "must be the number of devices, 8 (cpu): set mesh.data=-1",
+)  # fmt: skip
 options(
     "mesh_that_does_not_divide_the_model", {"mesh.tensor": 8},
-    "the mesh does not fit", "mesh.tensor=8 must divide", "choose a divisor",
+    "the mesh does not fit", "mesh.tensor=8 must divide", "set mesh.tensor=1 or 2",
 )  # fmt: skip
 options("heads", {"model.random.num_heads": 3}, "num_heads=3 must be a multiple of model.random.num_kv_heads=2")
 options("odd_head", {"model.random.head_dim": 7}, "model.random.head_dim=7 must be even")

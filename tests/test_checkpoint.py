@@ -152,3 +152,33 @@ def test_only_checkpoints_count_as_steps(tmp_path):
     for name in ("10", "run_5", "7.orbax-checkpoint-tmp"):  # workdirs beside it, and one that is being written
         (tmp_path / name).mkdir()
     assert checkpoint.saved_steps(tmp_path) == [1] and checkpoint.saved_steps(tmp_path / "none") == []
+
+
+def test_an_array_that_cannot_be_read_leaves_no_read_under_way(tmp_path, monkeypatch):
+    """Those that Orbax leaves print tracebacks, some when Python ends."""
+    write(tmp_path, {1: None}).close()
+    checkpoints, ended, begun = Checkpoints(str(tmp_path), read_only=True), [], asyncio.new_event_loop
+
+    async def fail():
+        raise OSError("cut off. See full TensorStore details: a page")
+
+    async def read():
+        for _ in range(100):
+            await asyncio.sleep(0)
+        ended.append("read")
+
+    async def read_all():
+        await asyncio.gather(fail(), read(), read())
+
+    def restore(*_, **__):  # as Orbax does
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(read_all())
+        finally:
+            loop.close()
+
+    monkeypatch.setattr(checkpoints._manager, "restore", restore)
+    with pytest.raises(ValueError, match=r"is damaged \(cut off\): restore .* from a copy"):
+        checkpoints.restore(1, SHAPE)
+    assert ended == ["read", "read"] and asyncio.new_event_loop is begun
+    checkpoints.close()

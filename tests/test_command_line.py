@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import importlib
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import jax
 import pytest
 
 from dapo_jax import command_line
+from dapo_jax.command_help import MOST_USED
 from dapo_jax.command_line import read_config, refusals
 from dapo_jax.errors import InputError
 from dapo_jax.parallel import processes
@@ -37,6 +39,47 @@ def test_overrides_reach_the_config():
 def test_a_wrong_argument_is_refused_and_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_config(["train", "--config", TINY, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [("yes", True), ("On", True), ("1", True), ("true", True), ("no", False), ("off", False)]
+)
+def test_a_switch_may_be_written_in_words(given, value):
+    config = read_config(["train", "--config", TINY, f"--config.data.shuffle={given}"])
+    assert config.data.shuffle is value
+
+
+def test_what_is_no_switch_is_refused_with_what_to_write():
+    given = ["--config.data.shuffle=maybe", "--config.algorithm.filter_groups.enable="]
+    with pytest.raises(ValueError) as refused:
+        read_config(["train", "--config", TINY, *given])
+    for option in given:
+        name = option.partition("=")[0]
+        assert f"{option} must be true or false: write {name}=true or {name}=false" in str(refused.value)
+    assert read_config(["train", "--config", TINY, "--config.data.prompt_key=yes"]).data.prompt_key == "yes"
+
+
+def test_a_config_file_may_be_given_alone():
+    alone = read_config(["train", "--config.seed=3", TINY])
+    assert alone == read_config(["train", "--config", TINY, "--config.seed=3"])
+    with pytest.raises(ValueError, match="--config=nowhere.py is not a file"):
+        read_config(["train", "nowhere.py"])
+    for two in ([TINY, TINY.replace("tiny", "gsm8k")], ["--config", TINY, "other.py"]):
+        with pytest.raises(ValueError, match="--config is missing|unexpected arguments"):
+            read_config(["train", *two])
+
+
+@pytest.mark.parametrize("help_option", ["-h", "--help"])
+@pytest.mark.parametrize("command", MOST_USED)
+def test_help_has_the_options_most_used_with_their_comments(command, help_option, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [command, help_option])
+    with contextlib.suppress(SystemExit):
+        importlib.import_module(f"dapo_jax.{command}").main()
+    said = capsys.readouterr().out
+    assert f"python -m dapo_jax.{command} --config" in said and "--debug" in said and "docs/configuration.md" in said
+    for option in MOST_USED[command]:
+        assert f"  --config.{option}=..." in said
+    assert all(len(line) <= 120 for line in said.splitlines())
 
 
 def write_recipe(folder, *lines: str) -> str:

@@ -133,7 +133,7 @@ def test_a_reward_model_needs_a_tokenizer(directory, tmp_path):
 
 
 def test_a_mesh_that_does_not_divide_the_reward_model_is_named_with_the_cure(directory):
-    message = "the mesh does not fit reward.model.path=.*mesh.tensor=8 must divide the heads dimension .*divisor of 4"
+    message = "does not fit reward.model.path=.*mesh.tensor=8 must divide the heads dimension .*: set mesh.tensor="
     with pytest.raises(ValueError, match=message):
         load_scorer(config_with(directory), jnp.dtype(jnp.float32), mesh_of((1, 1, 8)))
 

@@ -4,6 +4,9 @@ import argparse
 import importlib.util
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,77 @@ from dapo_jax.monitor.filter_log import log_round, rule_words
 from dapo_jax.monitor.workdir import open_workdir
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+COMMANDS = sorted(
+    path for path in SCRIPTS.iterdir()
+    if (path.suffix == ".py" and "__main__" in path.read_text()) or
+    (path.suffix == ".sh" and path.read_text().startswith("#!"))
+)  # fmt: skip
+
+
+def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A script as a user calls it, in a folder that is its home too."""
+    program = [sys.executable] if script.suffix == ".py" else [str(shutil.which("bash"))]
+    return subprocess.run(
+        [*program, str(script), *arguments], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "HOME": str(folder), "DAPO_JAX_CACHE": str(folder / "c"),
+             "VIRTUAL_ENV": "", "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": str(folder.parent)},
+    )  # fmt: skip
+
+
+def written_files() -> dict[Path, int]:
+    """Every file of the checkout but caches, with when it was written."""
+    return {
+        path: path.stat().st_mtime_ns for path in SCRIPTS.parent.rglob("*")
+        if path.is_file() and not any(part.startswith((".", "__pycache__", "build")) for part in path.parts)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
+def test_help_prints_help_and_does_nothing_else(script, tmp_path):
+    before = written_files()
+    done = run(script, "--help", folder=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert script.name in done.stdout or script.stem in done.stdout, "it says how it is called"
+    assert not list(tmp_path.iterdir()) and written_files() == before
+
+
+@pytest.mark.parametrize("name", ["plot_run", "monitor_filter_groups"])
+def test_a_run_is_named_by_its_workdir_or_a_file_and_a_wrong_path_is_one_line(name, tmp_path):
+    run_folder, empty = tmp_path / "run", tmp_path / "empty"
+    empty.mkdir()
+    run_folder.mkdir()
+    row = {"step": 1, "dynamic_sampling/num_gen_batches": 1, "dynamic_sampling/num_evaluated_prompts": 4}
+    (run_folder / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 2, "cut')
+    (tmp_path / "other.jsonl").write_text("no JSON\n")
+    options = ["--output", str(tmp_path / "picture.png")] if name == "plot_run" else []
+    script = SCRIPTS / f"{name}.py"
+    for wrong in (tmp_path / "nowhere", empty, tmp_path / "other.jsonl", empty / "metrics.jsonl"):
+        done = run(script, str(wrong), *options, folder=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith(f"{name}.py: {wrong}") and "give" in done.stderr
+    if name == "monitor_filter_groups":
+        of_file, of_folder = (run(script, str(run_folder / part), folder=tmp_path) for part in ("metrics.jsonl", ""))
+        assert of_file.stdout == of_folder.stdout and "training steps                 1" in of_file.stdout
+        (run_folder / "metrics.jsonl").unlink()
+        (run_folder / "train.log").write_text("Generated batch 1, 8 prompts\nFiltered (std=0): 6 (75.0%)\n")
+        assert "generation rounds              1" in run(script, str(run_folder), folder=tmp_path).stdout
+    elif importlib.util.find_spec("matplotlib") is not None:
+        for given in (run_folder, run_folder / "metrics.jsonl"):
+            assert run(script, str(given), *options, folder=tmp_path).returncode == 0
+            (tmp_path / "picture.png").unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("plan_dynamic_sampling", ["--accuracies", "nowhere"]), ("run_ablation", ["--config.model.path=nowhere", "x"]),
+        ("benchmark_dynamic_sampling", ["--config", "nowhere.py"]), ("soak", ["--config", "nowhere.py"]),
+        ("compare_trl", ["--trl", "nowhere", "--config.nonsense=1"]), ("prepare_gsm8k", ["nowhere.parquet"]),
+    ],
+)  # fmt: skip
+def test_no_script_ends_in_a_traceback_for_a_wrong_path(name, arguments, tmp_path):
+    done = run(SCRIPTS / f"{name}.py", *arguments, folder=tmp_path)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr and done.stderr
 
 
 def load(name: str):

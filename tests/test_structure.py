@@ -11,12 +11,15 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    ("errors", "bounds", "config", "config_files", "aliases", "containers", "places", "function_names"),
+    (
+        *("errors", "interrupts", "bounds", "config", "config_files", "aliases", "containers", "places"),
+        *("function_names", "divisors"),
+    ),
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
     ("learner", "rollout", "dynamic_sampling", "checkpoint"),
     (
-        *("option_uses", "from_verl", "validation", "command_line"),
+        *("option_uses", "from_verl", "validation", "command_line", "command_help"),
         *("scoring", "run", "prompt_stream", "training_batch"),
         *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets", "output_directory"),
         *("settings", "start_checks", "evaluation", "evaluate", "export", "train", "step_programs"),

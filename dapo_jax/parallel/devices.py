@@ -11,6 +11,8 @@ from jax.experimental import topologies
 
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.gpus import GPUS
+from dapo_jax.parallel.platforms import failed_platform, missing_for
+from dapo_jax.parallel.slices import libtpu_name, slice_devices
 
 GIB = 2.0**30
 
@@ -88,14 +90,15 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     """The devices to compile for. Nothing is allocated on them.
 
     Args:
-        topology: absent devices: "v5p:4x4x8" (any slice that libtpu knows), "h100:8" or "h100:4x8" (GPUs of one host,
-            or hosts x GPUs, of the names in GPUS); or those of this machine: "cpu" (as many fake devices as the mesh
-            wants, if JAX has not been started yet), "gpu" or "tpu".
+        topology: absent devices: "v5p:4x4x8" (any slice that libtpu knows) or the same as Google names it, "v5p-256";
+            "h100:8" or "h100:4x8" (GPUs of one host, or hosts x GPUs, of the names in GPUS); or those of this machine:
+            "cpu" (as many fake devices as the mesh wants, if JAX has not been started yet), "gpu" or "tpu".
         num_devices: for "cpu".
 
     Raises ValueError with the cure if there are none.
     """
-    topology = topology.lower()
+    given = topology.lower()
+    topology = libtpu_name(given)
     name, _, shape = topology.partition(":")
     if (name == "gpu" and shape) or name == "v100":
         raise InputError(
@@ -108,16 +111,19 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
             if name == "cpu":
                 _start_cpu(num_devices)
             return jax.devices(name)
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu would ask a metadata server what machine this is
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it opens no chip
-        jax.config.update("jax_platforms", "cpu")  # JAX itself must not look for the TPU
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        return slice_devices(topology)
     except (RuntimeError, ValueError, NotImplementedError) as error:
+        if failed_platform(error) is not None:
+            raise  # the command says what is missing
+        if name in ("gpu", "tpu"):
+            raise InputError(
+                f"--topology={name} means the devices of this machine, and {missing_for(name)}; for devices that are "
+                f"not here name them, such as {'h100:8' if name == 'gpu' else 'v5e-16'}"
+            ) from error
         raise InputError(
-            f"--topology={topology} must be a slice that libtpu knows, such as v5e:4x4 or v5p:4x4x8 (pip install "
+            f"--topology={given} must be a TPU slice, such as v5e-16, v5e:4x4 or v5p:4x4x8 (pip install "
             f"'dapo_jax[tpu-preflight]'), a GPU, {_known_gpus('8')}, or cpu, gpu or tpu: those of this "
-            f"machine. {error}"
+            f"machine. {str(error).partition(chr(10))[0]}"
         ) from error
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from dapo_jax.divisors import divisors, nearest
 from dapo_jax.errors import InputError
 
 AXES = ("data", "fsdp", "tensor")
@@ -23,14 +24,11 @@ def make_mesh(
 
     Raises ValueError if the product of the axes is not the number of devices.
     """
-    count = jax.device_count() if devices is None else len(devices)
-    if data == -1:
-        data = count // (fsdp * tensor)
-    if data * fsdp * tensor != count:
-        raise InputError(
-            f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must be the number of devices, "
-            f"{count}: change one of them, or set mesh.data=-1"
-        )
+    devices = jax.devices() if devices is None else devices
+    if data == -1 and len(devices) % (fsdp * tensor) == 0:
+        data = len(devices) // (fsdp * tensor)
+    if data * fsdp * tensor != len(devices):
+        raise InputError(_misfit(data, fsdp, tensor, devices))
     if in_order and devices is not None:
         return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     try:
@@ -40,6 +38,28 @@ def make_mesh(
             f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor} cannot be laid out on this slice: choose axes "
             f"that are products of its sides ({error})"
         ) from error
+
+
+def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:
+    """The message for axes that do not make up the devices, with values that do."""
+    count, platform = len(devices), devices[0].platform
+    here = f"{count} ({platform})"
+    if data == -1:
+        message = f"mesh.fsdp={fsdp} x mesh.tensor={tensor} must divide the number of devices, {here}"
+    else:
+        message = f"mesh.data={data} x mesh.fsdp={fsdp} x mesh.tensor={tensor} must be the number of devices, {here}"
+    cures = []
+    if data != -1 and count % (fsdp * tensor) == 0:
+        cures.append("mesh.data=-1")
+    elif count % tensor == 0:
+        cures.append(f"{'' if data == -1 else 'mesh.data=-1 and '}mesh.fsdp={nearest(divisors(count // tensor), fsdp)}")
+    else:
+        cures.append(f"{'' if data == -1 else 'mesh.data=-1, '}mesh.fsdp=1 and "
+                     f"mesh.tensor={nearest(divisors(count), tensor)}")  # fmt: skip
+    wanted = abs(data) * fsdp * tensor
+    if platform == "cpu" and wanted > count:
+        cures.append(f"JAX_NUM_CPU_DEVICES={wanted} in the environment, to try it on a CPU")
+    return f"{message}: set {', or '.join(cures)}"
 
 
 def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
@@ -56,12 +76,20 @@ def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
     if sampling % processes or not 0 < of_process < own or of_process % tensor or (own - of_process) % tensor:
         raise InputError(
             f"trainer.rollout_devices={sampling} must leave each of the {processes} processes a multiple of "
-            f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: change one of the two, or start "
-            "one process for all devices of a host"
+            f"mesh.tensor={tensor} devices to train and one to sample, out of {own}: "
+            f"{_fitting_split(sampling, tensor, own, processes)}"
         )
     by_process = [[device for device in jax.devices() if device.process_index == i] for i in range(processes)]
     training = [device for devices in by_process for device in devices[:-of_process]]
     return training, [device for devices in by_process for device in devices[-of_process:]]
+
+
+def _fitting_split(sampling: int, tensor: int, own: int, processes: int) -> str:
+    """What would fit, for the message of `split_devices`."""
+    fitting = [one * processes for one in range(tensor, own, tensor) if (own - one) % tensor == 0]
+    if fitting:
+        return f"set trainer.rollout_devices={nearest(fitting, sampling or own * processes // 2)}"
+    return "lower mesh.tensor, or start one process for all devices of a host"
 
 
 def num_batch_shards(mesh: Mesh) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dapo_jax.divisors import divisors, nearest
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
 
@@ -62,17 +63,21 @@ def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarra
 
 def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: dict[str, int], rules: Rules) -> list[str]:
     """One line per dimension that its mesh axis does not divide, with the cure."""
-    problems = {}
+    common: dict[str, int] = {}  # the largest divisor of all dimensions along a mesh axis
+    found: dict[tuple[str, str], str] = {}
     for weight in table:
         for size, axis in zip(weight.shape, weight.axes, strict=True):
             mesh_axis = rules[axis]
-            if mesh_axis is not None and size % mesh_shape[mesh_axis]:
-                problems.setdefault(
-                    (axis, mesh_axis),
-                    f"mesh.{mesh_axis}={mesh_shape[mesh_axis]} must divide the {axis} dimension of "
-                    f"{'.'.join(weight.path)}, {size}: choose a divisor of {size} for mesh.{mesh_axis}",
-                )
-    return list(problems.values())
+            if mesh_axis is None:
+                continue
+            common[mesh_axis] = math.gcd(common.get(mesh_axis, 0), size)
+            if size % mesh_shape[mesh_axis]:
+                found.setdefault((axis, mesh_axis), f"the {axis} dimension of {'.'.join(weight.path)}, {size}")
+    return [
+        f"mesh.{mesh_axis}={mesh_shape[mesh_axis]} must divide {dimension}: set mesh.{mesh_axis}="
+        f"{nearest(divisors(common[mesh_axis]), mesh_shape[mesh_axis])}"
+        for (_, mesh_axis), dimension in found.items()
+    ]
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -14,7 +14,6 @@ import jax
 
 from dapo_jax.parallel.processes import any_process
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 IN_FLIGHT = 2  # micro-batches that the host is ahead of the devices
 _REPEATED_S = 1.0  # the same request arrives twice within it
 _CHECKS_PER_AGREEMENT = 8  # with several processes, which have to ask each other
@@ -29,9 +28,9 @@ class StopRequest:
     """SIGTERM (schedulers, the maintenance of cloud machines) and SIGINT (Ctrl-C) ask a run to stop.
 
     The first is remembered until a safe point. A second one, a second later or more (launchers send one twice), ends
-    the process at once, by that signal. While the run is being set up there is nothing to save: one process then stops
-    at the first signal, one of several is ended by it. Outside the main thread, where Python hears no signals, nothing
-    asks.
+    the process at once, by that signal. Before the first safe point there is nothing to save: SIGTERM then stops one
+    process there and then and ends one of several, and SIGINT stays with the command. Outside the main thread, where
+    Python hears no signals, nothing asks.
     """
 
     def __init__(self) -> None:
@@ -45,8 +44,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._hear(signal.SIGTERM)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -60,6 +58,7 @@ class StopRequest:
         Args:
             patience: seconds after the signal before which `check` does not raise, as things stand when it is called.
         """
+        self._hear(signal.SIGINT)
         self._set_up, self._patience = True, patience
         try:
             yield
@@ -83,6 +82,10 @@ class StopRequest:
             asked = (agree or self._checks >= self._interval) and self._agree(asked)
         if asked:
             raise Stopped(f"stopped by {self._signal or 'a signal to another process'}")
+
+    def _hear(self, number: signal.Signals) -> None:
+        if threading.current_thread() is threading.main_thread() and number not in self._previous:
+            self._previous[number] = signal.signal(number, self._receive)
 
     def _agree(self, asked: bool) -> bool:
         """Whether some process was asked to stop; all of them choose the same number of checks until they ask again."""

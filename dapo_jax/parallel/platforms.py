@@ -1,0 +1,121 @@
+"""Host: what is missing where JAX does not find the devices that it was asked for, or leaves a GPU unused."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+CUDA13_DRIVER = 580  # the oldest that runs CUDA 13; CUDA 12 needs 525
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+NVIDIA_SMI_TIMEOUT_S = 60
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def start_failure(error: BaseException) -> str | None:
+    """Why JAX could not start the devices of JAX_PLATFORMS, with the cure; None for any other error.
+
+    The process is to end: JAX is asked what it sees without JAX_PLATFORMS.
+    """
+    failed, asked = failed_platform(error), _asked()
+    if failed is None:
+        return None
+    missing, reason = missing_for(failed), str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0]
+    if reason and "is not in the list" not in reason and "cannot open shared object" not in reason:
+        missing += f" ({reason})"
+    began = f"JAX_PLATFORMS={asked} cannot be used: " if asked else "JAX cannot start its devices: "
+    return f"{began}{missing}; without JAX_PLATFORMS, JAX sees {_devices_without_a_choice()}"
+
+
+def failed_platform(error: BaseException) -> str | None:
+    """The platform that JAX could not start; None for any other error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, AssertionError) and frames and frames[-1].name == "backends":  # of JAX: there is no NVIDIA GPU
+        return "cuda"
+    found = re.match("Unable to initialize backend '(.*?)'", str(error)) if isinstance(error, RuntimeError) else None
+    return found[1] if found else None
+
+
+def missing_for(platform: str) -> str:
+    """Why JAX has no device of this machine of "gpu" (or "cuda", "rocm") or "tpu", with the cure."""
+    if platform in ("gpu", "cuda", "rocm"):
+        return _missing_for_gpus()
+    if platform == "tpu":
+        return _missing_for_tpus()
+    return f"JAX has no platform {platform!r} here: use cpu, cuda or tpu"
+
+
+def unused_gpu() -> str | None:
+    """A warning if this machine has an NVIDIA GPU and JAX, to which nothing else was said, has none."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    if hidden or _asked() or jax.default_backend() != "cpu" or nvidia_driver() is None:
+        return None
+    return f"JAX computes on the CPU: {_missing_for_gpus()}; if the CPU is meant, set JAX_PLATFORMS=cpu"
+
+
+def nvidia_driver() -> tuple[str, str] | None:
+    """The GPUs of this machine ("" if not known) and the version of their driver; None without a driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+        rows = [line.rsplit(", ", 1) for line in listed.stdout.splitlines() if listed.returncode == 0 and ", " in line]
+    except (OSError, subprocess.TimeoutExpired):
+        rows = []
+    if rows:
+        return _counted(name for name, _ in rows), rows[0][1].strip()
+    try:
+        found = re.search(r"\d{3,}\.[\d.]+", _DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return ("", found[0]) if found else None
+
+
+def _asked() -> str:
+    """The platforms that JAX was told to use; "" if it chooses."""
+    return jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _missing_for_gpus() -> str:
+    driver = nvidia_driver()
+    plugins = [name for name in PLUGINS if importlib.util.find_spec(name) is not None]
+    if driver is None:
+        found = "there is no NVIDIA driver here (nvidia-smi, /proc/driver/nvidia)"
+        if plugins:
+            return f"{found} ({plugins[0]} is installed): install the driver, or start the container with --gpus all"
+        return f"{found}, and no CUDA plugin of JAX is installed: where there is a GPU, pip install 'dapo_jax[cuda13]'"
+    names, version = driver
+    extra = "cuda13" if int(version.partition(".")[0]) >= CUDA13_DRIVER else "cuda12"
+    here = f"the NVIDIA driver {version} is here" + (f" with {names}" if names else "")
+    if not plugins:
+        return f"{here}, and no CUDA plugin of JAX is installed: pip install 'dapo_jax[{extra}]'"
+    if extra == "cuda12" and plugins == [PLUGINS[0]]:
+        return (
+            f"{here}, and {plugins[0]} needs driver {CUDA13_DRIVER} or newer: pip install 'dapo_jax[cuda12]', or a "
+            "newer driver"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    return f"{here} and {plugins[0]} is installed, yet it finds no GPU that it can use{hidden}: see `nvidia-smi`"
+
+
+def _missing_for_tpus() -> str:
+    if importlib.util.find_spec("libtpu") is None:
+        return "libtpu is not installed: on a TPU machine, pip install 'dapo_jax[tpu]'"
+    return "libtpu finds no TPU here that is free: run on a TPU machine, and end what else uses its TPU"
+
+
+def _devices_without_a_choice() -> str:
+    jax.config.update("jax_platforms", None)
+    try:
+        return _counted(device.device_kind for device in jax.devices())
+    except (RuntimeError, AssertionError):
+        return "no device"
+
+
+def _counted(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())

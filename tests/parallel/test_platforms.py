@@ -1,0 +1,115 @@
+"""Devices that JAX does not find: what is missing is named, with the command that installs it."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from dapo_jax.parallel import platforms
+from dapo_jax.parallel.platforms import missing_for, nvidia_driver, start_failure, unused_gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Puts an nvidia-smi on the path that lists two GPUs with a driver of this version; "" = there is none."""
+
+    def install(version: str) -> None:
+        monkeypatch.setattr(platforms, "_DRIVER_FILE", tmp_path / "version")
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\n" + f'echo "NVIDIA L4, {version}"\n' * 2 if version else "#!/bin/sh\nexit 9\n")
+        program.chmod(0o755)
+
+    return install
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """Names the plugins that are installed."""
+
+    def install(*names: str) -> None:
+        found = importlib.util.find_spec
+        known = (*platforms.PLUGINS, "libtpu")
+        monkeypatch.setattr(
+            platforms.importlib.util, "find_spec",
+            lambda name: (object() if name in names else None) if name in known else found(name),
+        )  # fmt: skip
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("version", "installed", "message"),
+    [
+        ("", (), "no NVIDIA driver here .* no CUDA plugin .* pip install 'dapo_jax.cuda13.'"),
+        ("", ("jax_cuda13_plugin",), "jax_cuda13_plugin is installed.*: install the driver, or .*--gpus all"),
+        ("580.65.06", (), "driver 580.65.06 is here with 2 x NVIDIA L4, and no CUDA plugin .*'dapo_jax.cuda13.'"),
+        ("550.54", (), "driver 550.54 is here .* pip install 'dapo_jax.cuda12.'"),
+        ("550.54", ("jax_cuda13_plugin",), "jax_cuda13_plugin needs driver 580 or newer: .*'dapo_jax.cuda12.'"),
+        ("580.65.06", ("jax_cuda13_plugin",), "finds no GPU that it can use"),
+    ],
+)
+def test_what_is_missing_for_a_gpu_is_named_with_the_extra_for_its_driver(driver, plugins, version, installed, message):
+    driver(version)
+    plugins(*installed)
+    assert re.search(message, missing_for("gpu"))
+
+
+def test_the_driver_is_known_without_nvidia_smi(driver, tmp_path):
+    driver("")
+    assert nvidia_driver() is None
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\n")
+    assert nvidia_driver() == ("", "570.86.15")
+
+
+def test_a_gpu_that_jax_does_not_use_is_a_warning(driver, plugins, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(platforms, "_asked", lambda: "")
+    plugins()
+    driver("")
+    assert unused_gpu() is None
+    driver("550.54")
+    warning = unused_gpu()
+    assert warning and warning.startswith("JAX computes on the CPU: the NVIDIA driver 550.54 is here")
+    assert "dapo_jax[cuda12]" in warning and "JAX_PLATFORMS=cpu" in warning
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert unused_gpu() is None
+    monkeypatch.undo()
+    assert unused_gpu() is None, "JAX_PLATFORMS=cpu was asked for"
+
+
+def test_other_errors_are_not_taken_for_it():
+    for error in (RuntimeError("no group was kept"), AssertionError("x")):
+        with pytest.raises(type(error)) as raised:
+            raise error
+        assert start_failure(raised.value) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "cure"), [("cuda", "cuda"), ("gpu", "cuda"), ("tpu", "TPU"), ("nonsense", "use cpu, cuda or tpu")]
+)
+@pytest.mark.parametrize("command", ["train", "evaluate", "export", "preflight"])
+def test_every_command_says_what_is_missing(command, asked, cure, tmp_path):
+    if asked == "gpu" and command != "train":
+        pytest.skip("as cuda")
+    options = {
+        "evaluate": ["--output", str(tmp_path / "out")], "export": ["--output", str(tmp_path / "out")],
+        "preflight": ["--topology", "tpu"],
+    }.get(command, [])  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", f"dapo_jax.{command}", "--config", str(ROOT / "configs/tiny.py"),
+         f"--config.workdir={tmp_path}/run", *options],
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": asked},
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"dapo_jax: JAX_PLATFORMS={asked} cannot be used: ") and cure in last
+    assert "without JAX_PLATFORMS, JAX sees " in last and not list(tmp_path.iterdir())
