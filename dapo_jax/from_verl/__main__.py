@@ -6,6 +6,11 @@ Prints a command, and as comments what was left out and what has no equivalent; 
 The script is read, never run: its variables have the values that the script and this shell's environment give them.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("from_verl")
+
 import argparse
 import os
 import sys
