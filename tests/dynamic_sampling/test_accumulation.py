@@ -484,12 +484,12 @@ def test_a_step_in_which_every_verdict_failed_ends_with_the_commonest_error(limi
 
     def start_round(numbers):
         calls.append(numbers)
+        assert len(calls) <= 3, "as many groups as a batch has are enough to know"
         return lambda: failing(numbers[0], size=len(numbers))
 
     options = policies(target=4, size=2, limit=limit, stream=stream, on_limit="partial", on_empty="skip_step")
     with pytest.raises(RuntimeError, match="step 1: .* failed on all [48] responses, most often with KeyError"):
         accumulate_groups(start_round, start(), source, options, step=1)
-    assert len(calls) <= 3, "as many groups as a batch has are enough to know"
 
 
 def test_too_few_groups_for_failed_verdicts_say_so():
