@@ -23,7 +23,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from dapo_jax.errors import InputError
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
-from dapo_jax.parallel.processes import is_jax_failure
+from dapo_jax.parallel.processes import is_first, is_jax_failure
 from dapo_jax.places import is_address
 
 _METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
@@ -110,7 +110,6 @@ class Checkpoints:
                     preservation_policy=AnyPreservationPolicy([LatestN(max_to_keep), best]),
                     best_fn=quality,  # without it no metrics are read
                     create=not read_only,
-                    cleanup_tmp_directories=not read_only,
                     read_only=read_only,
                     async_options=ocp.AsyncOptions(timeout_secs=timeout_s),
                 ),
@@ -132,6 +131,8 @@ class Checkpoints:
             ) from error
         finally:
             log.setLevel(level)
+        if not read_only and is_first():
+            _remove_unfinished(epath.Path(directory))
 
     def latest_step(self) -> int | None:
         """The newest step that was written completely."""
@@ -276,6 +277,13 @@ def is_checkpoint(place: epath.Path) -> bool:
     """Whether a directory is a checkpoint that was written completely: named by its step, with Orbax's records."""
     written = place.name.isdigit() and (place / _STEP_RECORDS).exists()
     return written and ocp.utils.is_checkpoint_finalized(place)
+
+
+def _remove_unfinished(directory: epath.Path) -> None:
+    """Removes what a killed run was writing. Orbax would do so in a thread, which fails if the command ends at once."""
+    for place in directory.iterdir():
+        if place.name.partition(".")[0].isdigit() and place.is_dir() and ocp.utils.is_tmp_checkpoint(place):
+            place.rmtree()
 
 
 def saved_steps(directory: epath.PathLike) -> list[int]:

@@ -82,6 +82,7 @@ def test_a_half_written_checkpoint_does_not_count_and_is_no_obstacle(tmp_path):
         shutil.rmtree(tmp_path / name / "progress")
     checkpoints = Checkpoints(str(tmp_path), max_to_keep=2)
     assert checkpoints.latest_step() == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]  # at once: no thread is left to end in a traceback
     checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
     checkpoints.close()
     assert steps(tmp_path) == [1, 2]
