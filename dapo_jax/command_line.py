@@ -18,7 +18,7 @@ from dapo_jax.config_files import EXAMPLE, read_config_file
 from dapo_jax.errors import InputError
 from dapo_jax.from_verl.options import hint
 from dapo_jax.interrupts import EXIT_CODE, finish, sentence, undone
-from dapo_jax.option_uses import PUT_BACK, put_back, without_switched_off
+from dapo_jax.option_uses import DEFAULTS, PUT_BACK, put_back, without_switched_off
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.platforms import start_failure
 from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
@@ -28,6 +28,7 @@ DEBUG = "--debug"
 Adapt = Callable[[Config, Collection[str]], tuple[Config, tuple[str, ...]]]
 BOOLEANS = {name: "true" for name in ("true", "t", "yes", "y", "on", "1")}
 BOOLEANS |= {name: "false" for name in ("false", "f", "no", "n", "off", "0")}
+OPTIONAL = {key for key, value in DEFAULTS.items() if value is None}
 STORE = ("gcsfs", "google", "aiohttp")  # packages whose errors are those of an object store
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -162,8 +163,8 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
             raise InputError(f"--config is missing: {EXAMPLE} (-h: help)")
         chosen = read_config_file(path)
         keys = _chosen_keys(overrides, chosen)
-        overrides = _with_booleans(overrides, chosen)
         recipe = _recipe(chosen)
+        overrides = _with_null(_with_booleans(overrides, chosen), chosen)
         chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
         rest = values(overrides)
         config = freeze(chosen.value, keys)
@@ -201,6 +202,18 @@ def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:
     if problems:
         raise InputError("\n".join(problems))
     return found
+
+
+def _with_null(overrides: Sequence[str], config: ConfigDict) -> list[str]:
+    """The options without those that are null or None where `null` means "not given", which `config` then has."""
+    rest = []
+    for option in overrides:
+        given = re.match(r"--?config\.([^=]*)=(null|none)$", option, re.IGNORECASE)
+        if given and given[1] in OPTIONAL:
+            config.update_from_flattened_dict({given[1]: None})
+        else:
+            rest.append(option)
+    return rest
 
 
 def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:

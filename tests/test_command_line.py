@@ -26,6 +26,14 @@ def test_overrides_reach_the_config():
     assert config.actor.optim.lr == 2e-6 and config.data.gen_batch_size == 4
 
 
+def test_an_option_is_taken_back_by_null(tmp_path):
+    for null in ("null", "None"):
+        config = read_config(["train", "--config", TINY, f"--config.data.gen_batch_size={null}"])
+        assert config.data.gen_batch_size is None
+    with pytest.raises(ValueError, match="rollout.n=null"):
+        read_config(["train", "--config", TINY, "--config.rollout.n=null"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -15,6 +15,7 @@ from dapo_jax.errors import InputError
 GENERATIONS = {
     "v4": ("v4", 2, 3), "v5p": ("v5p", 2, 3), "v5e": ("v5e", 1, 2), "v5litepod": ("v5e", 1, 2), "v6e": ("v6e", 1, 2),
 }  # fmt: skip
+SLICES = {name for name, _, _ in GENERATIONS.values()}
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",  # it would ask a metadata server what machine this is
     "TPU_WORKER_HOSTNAMES": "localhost",
