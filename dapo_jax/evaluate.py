@@ -184,7 +184,7 @@ def _writer(run: Run, output: Path, known: dict[str, Any]) -> Receive:
                     line = {
                         **known,
                         "task": task.options.name or row.data_source,
-                        "row": index,
+                        "row": index + 1,
                         "sample": sample,
                         "prompt": prompt,
                         "response": response,
