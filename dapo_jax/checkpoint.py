@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,11 @@ from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.parallel.processes import is_first, is_jax_failure
 from dapo_jax.places import is_address
+from dapo_jax.progress import Progress
 
 _METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
 _STEP_RECORDS = "_CHECKPOINT_METADATA"  # Orbax writes it into the directory of each checkpoint
 _SPARE_BYTES = 16 << 20  # for names, shapes and records beside the arrays
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands, beside its parameters. Random draws have addresses, so no generator is saved."""
-
-    step: int = 0  # training steps done
-    recompute_logprobs: bool = False  # whether old_logprob=auto has fallen back to recomputing
-    recompute_dtype: str = ""  # the model.dtype with which it has
-    kl_coef: float = 0.0  # of the KL divergence in the reward
-    kl_coef_of: str = ""  # the options that it began with
-    groups_kept: int = 0
-    groups_dropped: int = 0
-    tokens_generated: int = 0
-    tokens_trained: int = 0
-    prompts: str = ""  # checksum of the training prompts
-    stream: str = ""  # checksum of what is saved beside the models
-    nonfinite_in_a_row: int = 0  # last steps whose loss or gradient was not finite
-    log_bytes: int = -1  # of train.log that belong to the steps done; -1 = not known
-    alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
-    best: float | None = None  # trainer.best_metric at its best
-    best_step: int = 0  # when it was
-    best_of: str = ""  # the metric that it is, and whether more or less is better
-    unrecorded: dict[str, Any] | None = None  # metrics and samples of the step, as long as they are not recorded
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from dapo_jax.config import Config
-from dapo_jax.monitor.progress import bar, shows_progress
+from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.monitor.statistics import evaluation_metrics, length_metrics
 from dapo_jax.rollout.experience import Experience, check_verdicts
 from dapo_jax.rollout.sampling import EVALUATE, Sampling

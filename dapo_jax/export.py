@@ -36,7 +36,7 @@ from dapo_jax.models.load import context_length, is_gguf
 from dapo_jax.models.lora import adapter_table, merged, peft_config
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
-from dapo_jax.monitor.progress import bar, shows_progress
+from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.output_directory import new_output, output_directory
 from dapo_jax.parallel.mesh import make_mesh

@@ -18,7 +18,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
 from dapo_jax.models.lora import Lora, adapter_table, merged
 from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
-from dapo_jax.monitor.progress import bar, shows_progress
+from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.option_uses import uses_critic
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding

@@ -1,15 +1,11 @@
 """Host: dynamic sampling as the config asks for it, and its state in a checkpoint."""
 
-from typing import Any
-
-import numpy as np
 
 from dapo_jax.config import Config, gen_batch_size
-from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState
+from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource
 from dapo_jax.dynamic_sampling.group_filter import FilterRule
 from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream
 from dapo_jax.monitor.filter_log import rule_words
-from dapo_jax.rollout.experience import from_arrays, to_arrays
 from dapo_jax.run import Run
 
 
@@ -65,26 +61,3 @@ def prompt_source(run: Run) -> PromptSource:
         return history.skips(row, number, seed=seed, floor=skip.floor, decay=skip.decay)
 
     return PromptSource(run.order.row, len(run.train_set), skips if skip.enable else None)
-
-
-def stream_arrays(state: StreamState) -> dict[str, Any]:
-    """`state` as NumPy arrays for a checkpoint."""
-    arrays: dict[str, Any] = {
-        "next_prompt": np.array(state.next_prompt),
-        "keep_rate": np.array(state.keep_rate),
-        "uniform_in_a_row": state.history.uniform_in_a_row,
-    }
-    if state.carried is not None:
-        arrays["carried"] = to_arrays(state.carried)
-    return arrays
-
-
-def restore_stream(run: Run, arrays: dict[str, Any]) -> StreamState:
-    """The inverse of `stream_arrays`."""
-    carried = arrays.get("carried")
-    return StreamState(
-        next_prompt=int(arrays["next_prompt"]),
-        keep_rate=float(arrays["keep_rate"]),
-        history=History(np.asarray(arrays["uniform_in_a_row"])),
-        carried=None if carried is None else from_arrays(carried, run.train_set, run.sampler.tokenizer),
-    )

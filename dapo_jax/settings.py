@@ -4,18 +4,28 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.config import ActorConfig, Config, CriticConfig
+from dapo_jax.config import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    micro_batch_size,
+    mini_batch_size,
+    token_budget,
+)
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.critic import CriticSettings, critic_architecture
-from dapo_jax.learner.optimizer import OptimizerSettings
+from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
+from dapo_jax.learner.optimizer import OptimizerSettings, learning_rate
 from dapo_jax.learner.trainable import HOST
+from dapo_jax.learner.update import UpdateSettings
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
 from dapo_jax.models.transformer import AttentionKernel
@@ -23,7 +33,7 @@ from dapo_jax.option_uses import trained
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.memory import FRACTION
-from dapo_jax.parallel.mesh import platform
+from dapo_jax.parallel.mesh import num_batch_shards, platform
 from dapo_jax.policies import lora_of
 from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
@@ -133,6 +143,85 @@ def engine_settings(
         smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # fewer rows are no faster on an accelerator
         lookahead=0 if on_cpu else 1,  # a CPU decodes and looks with the same cores
         seed=config.seed,
+    )
+
+
+def learning_rate_of(config: Config, name: str, step: int) -> float:
+    """The learning rate of the "actor" or the "critic" in training step `step`, from 1."""
+    optim = getattr(config, name).optim
+    waited = config.trainer.critic_warmup if name == "actor" else 0
+    return learning_rate(
+        step - waited,
+        lr=optim.lr,
+        warmup_steps=optim.lr_warmup_steps,
+        scheduler=optim.lr_scheduler_type,
+        total_steps=config.trainer.total_training_steps - waited,
+        min_ratio=optim.min_lr_ratio,
+    )
+
+
+def learning_rate_plan(config: Config, *, done: int) -> str:
+    """One line: the policy's learning rate from the step after `done` on; empty if it stays the same."""
+    optim, last, waited = config.actor.optim, config.trainer.total_training_steps, config.trainer.critic_warmup
+    first, warm = max(done, waited) + 1, min(waited + optim.lr_warmup_steps, last)
+
+    def at(step: int) -> str:
+        return f"{learning_rate_of(config, 'actor', step):.3g} in step {step}".replace("e-0", "e-")
+
+    falls = optim.lr_scheduler_type != "constant" and max(first, warm) < last
+    if first < warm:
+        then = f", then falls to {at(last)} ({optim.lr_scheduler_type})" if falls else ", then stays there"
+        return f"learning rate: rises from {at(first)} to {at(warm)} (warm-up){then if warm < last else ''}"
+    return f"learning rate: falls from {at(first)} to {at(last)} ({optim.lr_scheduler_type})" if falls else ""
+
+
+def warn_of_warm_up(config: Config) -> None:
+    """Warns of a warm-up that the run does not get to the end of."""
+    warm_up, steps = config.actor.optim.lr_warmup_steps, config.trainer.total_training_steps
+    updates = steps - config.trainer.critic_warmup
+    if 0 < updates < warm_up:
+        logger.warning(
+            "actor.optim.lr_warmup_steps=%d is more than the %d steps that update the policy: the learning rate never "
+            "reaches actor.optim.lr=%g: lower the warm-up, or raise trainer.total_training_steps=%d",
+            warm_up, updates, config.actor.optim.lr, steps,
+        )  # fmt: skip
+
+
+def update_settings(config: Config, mesh: Mesh, name: str, step: int) -> UpdateSettings:
+    """How training step `step` passes over its batch, for the "actor" or the "critic"."""
+    section: ActorConfig | CriticConfig = getattr(config, name)
+    return UpdateSettings(
+        learning_rate=learning_rate_of(config, name, step),
+        mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
+        micro_batches=micro_batches(config, mesh, name),
+        epochs=section.ppo_epochs,
+        loss_agg_mode=section.loss_agg_mode,
+        loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),
+        count_empty_sequences=config.actor.count_empty_sequences,
+    )
+
+
+def rows_of_a_prompt(config: Config, arch: Architecture, mesh: Mesh) -> int:
+    """How many samples of a group share one prompt in training."""
+    if not config.actor.share_prompts or attention_kernel(config, arch, mesh) is not None:
+        return 1
+    smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
+    return sharing_rows(
+        config.rollout.n,
+        rows=math.gcd(*(micro_batch_size(config, name) for name in trained(config))),
+        max_tokens=token_budget(config),
+        max_prompt=config.data.max_prompt_length,
+        max_response=config.data.max_response_length,
+        mini_batch_share=smallest * config.rollout.n // num_batch_shards(mesh),
+    )
+
+
+def micro_batches(config: Config, mesh: Mesh, name: str = "actor") -> MicroBatches:
+    """How the rows of the actor or the critic are divided among forward and backward passes."""
+    return MicroBatches(
+        num_shards=num_batch_shards(mesh),
+        rows_per_device=micro_batch_size(config, name),
+        max_tokens_per_device=token_budget(config),
     )
 
 

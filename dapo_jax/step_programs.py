@@ -37,8 +37,7 @@ from dapo_jax.rollout.wave_programs import (
     rows_at_once,
     wave_shape,
 )
-from dapo_jax.settings import actor_settings, critic_settings, engine_settings
-from dapo_jax.training_batch import micro_batches, rows_of_a_prompt
+from dapo_jax.settings import actor_settings, critic_settings, engine_settings, micro_batches, rows_of_a_prompt
 
 # What lies in a device's memory for longer than a call.
 KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")

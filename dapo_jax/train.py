@@ -16,22 +16,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from dapo_jax.algorithms.kl import adapted_coefficient
-from dapo_jax.checkpoint import Checkpoints, Progress
-from dapo_jax.collection import Collected, collect, measure
+from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.command_help import about, options_help
 from dapo_jax.command_line import command
-from dapo_jax.config import Config, checkpoint_dir, in_folder, trains_on_older_samples
-from dapo_jax.dynamic_sampling.accumulation import StreamState
+from dapo_jax.config import Config, checkpoint_dir, in_folder
 from dapo_jax.evaluation import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
-from dapo_jax.learning import is_finite, learning_rate_plan, recomputes, train_on, warn_of_warm_up
 from dapo_jax.monitor import filter_log
-from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
+from dapo_jax.monitor.alarms import raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
 from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
@@ -41,24 +36,16 @@ from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
-from dapo_jax.reports import (
-    experience_histograms,
-    options,
-    performance_metrics,
-    results,
-    sample_texts,
-    summary,
-    utilisation,
-)
+from dapo_jax.progress import Progress
+from dapo_jax.reports import options, results, summary
 from dapo_jax.run import Run, check_processes, describe, open_run
-from dapo_jax.run_state import RunState, first_state, restore_state, save_state, starting_point
-from dapo_jax.training_batch import sequence_kl
+from dapo_jax.settings import learning_rate_plan, warn_of_warm_up
+from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
+from dapo_jax.step import sample_batch, train_step
+from dapo_jax.step_metrics import utilisation
 from dapo_jax.validation import validate
 
 logger = logging.getLogger("dapo_jax.train")  # not "__main__", as the command is
-
-MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
-MISMATCH_CLIPFRAC = 5e-3
 
 
 def train(config: Config) -> Models:
@@ -165,7 +152,7 @@ def run_steps(
                 batch, stream = state.ahead, state.stream
                 if batch is None:
                     weights = run.decode_weights(state.models.actor.params)
-                    batch, stream = next_batch(run, weights, stream, state.progress, state.progress.step + 1)
+                    batch, stream = sample_batch(run, weights, stream, state.progress, state.progress.step + 1)
                 batch.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
                 stop.check(agree=True)
                 if not trainer.rollout_ahead:
@@ -252,105 +239,6 @@ def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> str:
     return (
         f"in the update of step {step + 1}: {lost} lost; the same command goes on "
         f"{f'after step {saved}' if saved else 'from the beginning'}"
-    )
-
-
-def train_step(
-    run: Run,
-    records: RunRecords | NoRecords,
-    state: RunState,
-    batch: Collected,
-    stream: StreamState,
-    start: float,
-) -> RunState:
-    """The run after all updates on `batch`; with trainer.rollout_ahead the next one is sampled meanwhile.
-
-    Args:
-        stream: as it is after `batch`.
-        start: time.perf_counter() when the step began.
-    """
-    config, progress = run.config, state.progress
-    step = progress.step + 1
-    ahead, weights = None, None
-    if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
-        weights = run.decode_weights(state.models.actor.params)  # before the update takes their memory
-    models, finish = train_on(run, records, state.models, batch.experience, progress, step)
-    if weights is not None:  # other devices sample while these train
-        ahead, stream = next_batch(run, weights, stream, progress, step + 1)
-    found, histograms = finish()
-    metrics = batch.metrics | found
-    progress = advance(config, progress, batch, metrics)
-    metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
-    row = {
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "samples": [],
-        "histograms": histograms,
-    }
-    if batch.experience is not None:
-        row["samples"] = sample_texts(run, batch.experience)
-        row["histograms"] |= experience_histograms(batch.experience)
-    progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
-    return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
-
-
-def next_batch(
-    run: Run, weights: Any, stream: StreamState, progress: Progress, step: int
-) -> tuple[Collected, StreamState]:
-    """What `step` will train on, sampled with decoding `weights`, and the stream after it.
-
-    Args:
-        progress: of the policy whose weights they are.
-    """
-    accepted = collect(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
-    batch = measure(run, accepted)
-    replaced = sum(pool.take_replaced() for pool in run.verifiers.values())
-    batch.metrics["reward/workers_replaced"] = sum(gather(replaced))
-    return batch, accepted.state
-
-
-def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
-    """The progress after a training step."""
-    mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
-        metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
-    )
-    older_policy = trains_on_older_samples(config)
-    mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
-    falls_back = mismatch and config.actor.old_logprob == "auto"
-    if falls_back and not recomputes(config, progress):
-        logger.warning(
-            "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
-            "recomputed from the next step on; model.dtype=float32 avoids the difference",
-            metrics["rollout_corr/k3_kl"],
-            metrics.get("rollout_corr/first_clipfrac", 0.0),
-        )
-    if falls_back:
-        progress = dataclasses.replace(progress, recompute_logprobs=True, recompute_dtype=config.model.dtype)
-    kl_coef = progress.kl_coef
-    if config.algorithm.use_kl_in_reward and batch.experience is not None:
-        kl = sequence_kl(batch.experience)
-        metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
-        control = config.algorithm.kl_ctrl
-        if control.type == "adaptive":
-            kl_coef = adapted_coefficient(
-                kl_coef,
-                kl,
-                target_kl=control.target_kl,
-                horizon=control.horizon,
-                num_sequences=batch.experience.finished.size,
-            )
-    compared = {name: value for name, value in metrics.items() if not (older_policy and name == "rollout_corr/k3_kl")}
-    alarms, memory = raise_alarms(compared, progress.alarms, config.monitor.alarms, progress.step + 1)
-    metrics |= alarms
-    return dataclasses.replace(
-        progress,
-        step=progress.step + 1,
-        kl_coef=kl_coef,
-        groups_kept=progress.groups_kept + batch.num_kept,
-        groups_dropped=progress.groups_dropped + batch.num_evaluated - batch.num_kept,
-        tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
-        tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
-        nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
-        alarms=memory,
     )
 
 

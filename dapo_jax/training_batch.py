@@ -1,12 +1,10 @@
 """Host: from accepted groups to the rows that the learner is given: rewards, advantages, masks, log-probabilities."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from dapo_jax.algorithms.advantages import ESTIMATORS, keep_samples
 from dapo_jax.algorithms.arguments import chosen, needs
@@ -18,15 +16,12 @@ from dapo_jax.algorithms.rollout_correction import (
     probability_metrics,
     rejection_mask,
 )
-from dapo_jax.config import Config, micro_batch_size, mini_batch_size, token_budget
 from dapo_jax.containers import Batch
 from dapo_jax.data.prompts import hinted_prompts
-from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.update import compute_logprobs, compute_values
-from dapo_jax.models.architecture import Architecture
 from dapo_jax.monitor import statistics
-from dapo_jax.option_uses import keeps_some, trained, uses_critic
+from dapo_jax.option_uses import keeps_some, uses_critic
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
 from dapo_jax.rewards.assembly import place_rewards
@@ -35,7 +30,7 @@ from dapo_jax.rollout.sampling import BASELINE, SELECT, Sampling, position_noise
 from dapo_jax.rollout.shapes import bucket, pad_prompts
 from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores, shape
-from dapo_jax.settings import attention_kernel
+from dapo_jax.settings import micro_batches, rows_of_a_prompt
 
 FALLBACK_THRESHOLD = "2.0"
 Metrics = dict[str, float]
@@ -150,30 +145,6 @@ def _prompt_rows(run: Run, prompts: list[list[int]], num_samples: int) -> tuple[
     tokens, mask = pad_prompts(prompts, width, run.sampler.pad_id)
     copies = num_samples // rows_of_a_prompt(run.config, run.arch, run.mesh)
     return np.repeat(tokens, copies, axis=0), np.repeat(mask, copies, axis=0)
-
-
-def rows_of_a_prompt(config: Config, arch: Architecture, mesh: Mesh) -> int:
-    """How many samples of a group share one prompt in training."""
-    if not config.actor.share_prompts or attention_kernel(config, arch, mesh) is not None:
-        return 1
-    smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
-    return sharing_rows(
-        config.rollout.n,
-        rows=math.gcd(*(micro_batch_size(config, name) for name in trained(config))),
-        max_tokens=token_budget(config),
-        max_prompt=config.data.max_prompt_length,
-        max_response=config.data.max_response_length,
-        mini_batch_share=smallest * config.rollout.n // num_batch_shards(mesh),
-    )
-
-
-def micro_batches(config: Config, mesh: Mesh, name: str = "actor") -> MicroBatches:
-    """How the rows of the actor or the critic are divided among forward and backward passes."""
-    return MicroBatches(
-        num_shards=num_batch_shards(mesh),
-        rows_per_device=micro_batch_size(config, name),
-        max_tokens_per_device=token_budget(config),
-    )
 
 
 def policy_logprobs(run: Run, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

@@ -33,14 +33,14 @@ import jax
 from markdown_table import markdown_table
 
 from dapo_jax import prompt_stream
-from dapo_jax.collection import collect
 from dapo_jax.command_line import read_config, refusals
 from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
 from dapo_jax.learner.models import Models
 from dapo_jax.run import Run, open_run
-from dapo_jax.run_state import first_state
+from dapo_jax.state import first_state
+from dapo_jax.step import sample_groups
 
 
 @dataclass
@@ -111,7 +111,7 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
             for line in lines:
                 start = time.perf_counter()
                 weights = line.run.decode_weights(models.actor.params)
-                accepted = collect(line.run, weights, line.stream, step=step, version=step - 1, kl_coef=0.0)
+                accepted = sample_groups(line.run, weights, line.stream, step=step, version=step - 1, kl_coef=0.0)
                 line.seconds += time.perf_counter() - start
                 line.stream = accepted.state
                 line.steps.append(accepted)
@@ -130,7 +130,7 @@ def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
             run.config, gen_batch_size=size, backfill="batch", max_num_gen_batches=1, on_limit="fallback_unfiltered"
         )
         weights, stream = run.decode_weights(models.actor.params), first_state(run).stream
-        collect(dataclasses.replace(run, config=round_), weights, stream, step=1, version=0, kl_coef=0.0)
+        sample_groups(dataclasses.replace(run, config=round_), weights, stream, step=1, version=0, kl_coef=0.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

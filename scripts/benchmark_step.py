@@ -30,13 +30,13 @@ class OursStep(Ours):
     """dapo_jax."""
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.learning import train_on
         from dapo_jax.monitor.records import NoRecords
-        from dapo_jax.train import advance, next_batch
+        from dapo_jax.state import advance
+        from dapo_jax.step import sample_batch, train_on
 
         start, step = time.perf_counter(), self.progress.step + 1
         weights = self.run.decode_weights(self.models.actor.params)
-        batch, self.stream = next_batch(self.run, weights, self.stream, self.progress, step)
+        batch, self.stream = sample_batch(self.run, weights, self.stream, self.progress, step)
         self.models, finish = train_on(
             self.run, NoRecords(), self.models, batch.experience, self.progress, step
         )

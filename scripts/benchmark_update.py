@@ -122,7 +122,7 @@ class Ours:
     def __init__(self, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> None:
         import jax
 
-        from dapo_jax.run_state import first_state
+        from dapo_jax.state import first_state
 
         self.jax, self.args, self.stack = jax, args, ExitStack()
         self.run = open_random_run(self.stack, args, dtype, options)
@@ -131,7 +131,7 @@ class Ours:
         self.batch: Any = None
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.learning import update
+        from dapo_jax.step import update
 
         self.batch = self.batch or self._make_batch()
         start = time.perf_counter()

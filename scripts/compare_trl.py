@@ -37,8 +37,8 @@ from plot_run import pyplot
 from run_ablation import command_of, command_options, folder_of, train
 
 from dapo_jax.command_line import read_config, refusals
-from dapo_jax.learning import learning_rate_of
 from dapo_jax.monitor.environment import host
+from dapo_jax.settings import learning_rate_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARISON = Comparison(

@@ -20,13 +20,14 @@ from safetensors.numpy import load_file, save_file
 from small_run import CONFIGS, small_config
 
 from dapo_jax import train
-from dapo_jax.checkpoint import Checkpoints, Progress
+from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config import checkpoint_dir
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.progress import Progress
 from dapo_jax.run import read_model
 from dapo_jax.settings import actor_settings
 

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.checkpoint import Checkpoints, Origin, Progress
+from dapo_jax.checkpoint import Checkpoints, Origin
 from dapo_jax.config import Config, checkpoint_dir
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import OptimizerSettings, init_state
 from dapo_jax.monitor.records import write_config
 from dapo_jax.other_runs import find_checkpoint, find_trained, pinned
+from dapo_jax.progress import Progress
 
 STREAM = {"next_prompt": np.array(0)}
 SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0)

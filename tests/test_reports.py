@@ -9,11 +9,12 @@ import pytest
 from small_policy import ARCH
 from small_run import small_config
 
-from dapo_jax import reports
-from dapo_jax.checkpoint import Progress
+from dapo_jax import step_metrics
 from dapo_jax.parallel.devices import limits_of
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.reports import forward_flops, memory_metrics, summary, utilisation
+from dapo_jax.progress import Progress
+from dapo_jax.reports import summary
+from dapo_jax.step_metrics import forward_flops, memory_metrics, utilisation
 
 ROW = {"perf/forward_tflop": 2.0, "timing_s/update_actor": 3.0, "timing_s/old_log_prob": 0.5}
 
@@ -59,10 +60,10 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
     assert jax.devices()[0].memory_stats() is None, "a CPU device tells nothing"
     assert set(memory_metrics(mesh)) <= {"perf/cpu_memory_used_gb"}
     devices = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n * 2**30}) for n in (1, 3)]
-    monkeypatch.setattr(reports, "used_host_bytes", lambda: 2.0**29)
+    monkeypatch.setattr(step_metrics, "used_host_bytes", lambda: 2.0**29)
     fake: Any = SimpleNamespace(local_devices=devices)
     assert memory_metrics(fake) == {"perf/max_memory_allocated_gb": 3.0, "perf/cpu_memory_used_gb": 0.5}
-    monkeypatch.setattr(reports, "used_host_bytes", lambda: None)
+    monkeypatch.setattr(step_metrics, "used_host_bytes", lambda: None)
     assert "perf/cpu_memory_used_gb" not in memory_metrics(fake)
 
 

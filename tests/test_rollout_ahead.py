@@ -8,13 +8,13 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
-from dapo_jax.learning import train_on
 from dapo_jax.monitor.records import NoRecords, read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
 from dapo_jax.run import open_run
-from dapo_jax.run_state import first_state
-from dapo_jax.train import advance, next_batch, train
+from dapo_jax.state import advance, first_state
+from dapo_jax.step import sample_batch, train_on
+from dapo_jax.train import train
 from dapo_jax.validation import validate
 
 STEPS = 4
@@ -43,7 +43,7 @@ def one_after_the_other(config):
         for step in range(1, STEPS + 1):
             params = jax.device_put(policies[max(step - 2, 0)], run.actor.trainable.shardings)
             seen = dataclasses.replace(progress, step=max(step - 2, 0))
-            batch, stream = next_batch(run, run.decode_weights(params), stream, seen, step)
+            batch, stream = sample_batch(run, run.decode_weights(params), stream, seen, step)
             models, finish = train_on(run, NoRecords(), models, batch.experience, progress, step)
             metrics = batch.metrics | finish()[0]
             progress = advance(config, progress, batch, metrics)

@@ -13,7 +13,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.policies import read_model
-from dapo_jax.training_batch import rows_of_a_prompt
+from dapo_jax.settings import rows_of_a_prompt
 
 
 def memories(*kinds):

@@ -17,11 +17,11 @@ LAYERS = [
     ),
     ("parallel", "monitor"),
     ("models", "rewards", "data", "algorithms"),
-    ("learner", "rollout", "dynamic_sampling", "checkpoint"),
+    ("learner", "rollout", "dynamic_sampling", "checkpoint", "progress"),
     (
         *("option_uses", "from_verl", "validation", "command_line", "command_help"),
         *("scoring", "run", "prompt_stream", "training_batch"),
-        *("collection", "run_state", "learning", "reports", "policies", "other_runs", "task_sets", "output_directory"),
+        *("step", "step_metrics", "state", "reports", "policies", "other_runs", "task_sets", "output_directory"),
         *("settings", "start_checks", "evaluation", "evaluate", "export", "train", "step_programs"),
         *("preflight_advice", "preflight"),
     ),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import learning
+from dapo_jax import step as step_module
 from dapo_jax import train as train_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
@@ -37,7 +37,7 @@ class Killed(BaseException):
 
 def kill_after(monkeypatch, function: str, calls: int) -> None:
     """Makes the run end as if killed at the given call of a stage of the loop."""
-    module = learning if function == "update" else train_module
+    module = step_module if hasattr(step_module, function) else train_module
     original, count = getattr(module, function), [0]
 
     def dying(*arguments, **keywords):
@@ -55,7 +55,7 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
         tmp_path / "epochs", **cosine, **{"trainer.total_epochs": 1, "trainer.total_training_steps": -1}
     )
     with monkeypatch.context() as patch:
-        kill_after(patch, "collect", 2)
+        kill_after(patch, "sample_groups", 2)
         with pytest.raises(Killed):
             train(epochs)
     models = train(epochs)
@@ -64,7 +64,7 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
     assert rows_without_clock(tmp_path / "epochs") == rows_without_clock(tmp_path / "steps")
 
 
-@pytest.mark.parametrize(("function", "calls"), [("collect", 4), ("update", 3), ("record", 5), ("is_due", 8)])
+@pytest.mark.parametrize(("function", "calls"), [("sample_groups", 4), ("update", 3), ("record", 5), ("is_due", 8)])
 def test_resume_equals_not_stopping(reference, tmp_path, monkeypatch, function, calls):
     _, params, rows = reference
     with monkeypatch.context() as patch:

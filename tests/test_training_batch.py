@@ -12,11 +12,11 @@ from dapo_jax import train as train_module
 from dapo_jax import training_batch
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
-from dapo_jax.checkpoint import Checkpoints, Progress
-from dapo_jax.learning import train_on, update
+from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.monitor.records import NoRecords, read_metrics
+from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
 from dapo_jax.run import open_run
-from dapo_jax.run_state import kl_coef_of, resumed_coefficient
+from dapo_jax.step import train_on, update
 from dapo_jax.train import train
 from dapo_jax.training_batch import make_batch
 
@@ -148,13 +148,13 @@ def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory):
     """One step's accepted groups, the models before it and the config, made once."""
-    from dapo_jax.run_state import first_state
-    from dapo_jax.train import next_batch
+    from dapo_jax.state import first_state
+    from dapo_jax.step import sample_batch
 
     config = small_config(tmp_path_factory.mktemp("accepted"))
     with open_run(config, initial_step=0) as run:
         state = first_state(run)
-        batch, _ = next_batch(run, run.decode_weights(state.models.actor.params), state.stream, state.progress, 1)
+        batch, _ = sample_batch(run, run.decode_weights(state.models.actor.params), state.stream, state.progress, 1)
         return config, batch.experience, jax.device_get(state.models)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState, accumulate_groups
-from dapo_jax.dynamic_sampling.metrics import sampling_metrics
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.dynamic_sampling.schedule import (
     History,
@@ -19,6 +18,7 @@ from dapo_jax.dynamic_sampling.schedule import (
 )
 from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.rollout.experience import Experience, concatenate
+from dapo_jax.step_metrics import sampling_metrics
 
 NUM_ROWS = 50
 

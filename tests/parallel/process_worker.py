@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from small_run import small_config  # noqa: E402
 
-from dapo_jax.collection import collect  # noqa: E402
 from dapo_jax.config import Config  # noqa: E402
 from dapo_jax.run import open_run  # noqa: E402
-from dapo_jax.run_state import first_state  # noqa: E402
+from dapo_jax.state import first_state  # noqa: E402
+from dapo_jax.step import sample_groups  # noqa: E402
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def collect_batches(config: Config) -> None:
         models, progress, stream = state.models, state.progress, state.stream
         for step in range(1, 4):
             weights = run.decode_weights(models.actor.params)
-            accepted = collect(run, weights, stream, step=step, version=step - 1, kl_coef=progress.kl_coef)
+            accepted = sample_groups(run, weights, stream, step=step, version=step - 1, kl_coef=progress.kl_coef)
             experience, stream = accepted.experience, accepted.state
             assert experience is not None
             found = {

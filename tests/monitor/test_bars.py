@@ -12,8 +12,8 @@ from small_run import small_config
 
 from dapo_jax.evaluate import bench
 from dapo_jax.export import export
-from dapo_jax.monitor import progress
-from dapo_jax.monitor.progress import bar, shows_progress
+from dapo_jax.monitor import bars
+from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.parallel.compilation import compilation_shown
 from dapo_jax.train import train
 
@@ -81,7 +81,7 @@ def seen(terminal):
 @pytest.mark.slow
 def test_a_terminal_shows_what_every_command_is_doing(tmp_path, capsys, monkeypatch):
     terminal, model = look_at_a_terminal(monkeypatch), tmp_path / "model"
-    monkeypatch.setattr(progress, "tqdm", functools.partial(progress.tqdm, mininterval=0))  # each update is shown
+    monkeypatch.setattr(bars, "tqdm", functools.partial(bars.tqdm, mininterval=0))  # each update is shown
     jax.clear_caches()  # of other tests: then there is nothing to compile
     train(small_config(tmp_path / "first", **RUN))
     shown = seen(terminal)

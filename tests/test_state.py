@@ -14,7 +14,7 @@ from ends_within import ends_within
 from safetensors.numpy import load_file
 from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import learning
+from dapo_jax import step as step_module
 from dapo_jax import train as train_module
 from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.export import export
@@ -55,8 +55,8 @@ def saved(folder) -> list[int]:
 @pytest.mark.parametrize(
     ("module", "name", "number", "step"),
     [
-        (train_module, "collect", 4, 3),  # while it samples for step 4
-        (learning, "update", 3, 2),  # in step 3, before the first weights change: that step is thrown away
+        (step_module, "sample_groups", 4, 3),  # while it samples for step 4
+        (step_module, "update", 3, 2),  # in step 3, before the first weights change: that step is thrown away
         (update_module, "_loss_weights", 6, 3),  # between its two optimizer steps: it ends within the patience
         (train_module, "evaluate", 2, 2),  # while it evaluates step 2, which has no row yet
     ],
@@ -108,7 +108,7 @@ def test_checkpoints_are_at_most_so_many_minutes_apart(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_the_command_ends_with_the_chosen_code(tmp_path, monkeypatch, capsys, code):
-    at_call(monkeypatch, train_module, "collect", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    at_call(monkeypatch, step_module, "sample_groups", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
     changes = {
         "workdir": tmp_path, "trainer.stopped_exit_code": code, "data.arithmetic.high": 4,
         "trainer.val_before_train": False, "algorithm.filter_groups.enable": False,
@@ -133,7 +133,7 @@ def test_a_run_that_fails_while_it_samples_keeps_its_steps(whole, tmp_path, monk
 
     config = small_config(tmp_path, **{"trainer.save_freq": -1})
     with monkeypatch.context() as patch:
-        at_call(patch, train_module, "collect", 4, fail)
+        at_call(patch, step_module, "sample_groups", 4, fail)
         with pytest.raises(RuntimeError, match="too few groups"):
             train(config)
     assert saved(tmp_path) == [3]
@@ -186,7 +186,7 @@ def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
 
 def spoil(monkeypatch, steps):
     """Makes the advantages of these steps infinite."""
-    original, step = learning.make_batch, [0]
+    original, step = step_module.make_batch, [0]
 
     def make_batch(*arguments, **keywords):
         batch, metrics = original(*arguments, **keywords)
@@ -195,7 +195,7 @@ def spoil(monkeypatch, steps):
             batch = dataclasses.replace(batch, advantages=np.where(batch.mask, np.inf, 0).astype(np.float32))
         return batch, metrics
 
-    monkeypatch.setattr(learning, "make_batch", make_batch)
+    monkeypatch.setattr(step_module, "make_batch", make_batch)
 
 
 def test_a_batch_that_is_not_finite_changes_nothing_and_is_kept(tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_stop_does_not_wait_for_verdicts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "rewards" / "data"))
     slow = {"reward.function": "hostile_verifier.score_slowly", "reward.timeout_s": 600.0}
     asking = threading.Timer(5, os.kill, (os.getpid(), signal.SIGTERM))  # by then everything is sampled
-    at_call(monkeypatch, train_module, "collect", 1, asking.start)
+    at_call(monkeypatch, step_module, "sample_groups", 1, asking.start)
     with ends_within(), pytest.raises(Stopped):
         train(small_config(tmp_path, **slow, **{"trainer.val_before_train": False}))
 

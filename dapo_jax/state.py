@@ -1,29 +1,38 @@
 """Host: a run between two steps: where it begins, and how it is saved and restored."""
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
-from dapo_jax.checkpoint import Checkpoints, Origin, Progress, saved_steps
-from dapo_jax.collection import Collected, collected_arrays, restore_collected
-from dapo_jax.config import Config, checkpoint_dir, from_values
+from dapo_jax.algorithms.kl import adapted_coefficient
+from dapo_jax.checkpoint import Checkpoints, Origin, saved_steps
+from dapo_jax.config import Config, checkpoint_dir, from_values, trains_on_older_samples
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.errors import InputError
 from dapo_jax.learner.models import Models
+from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.records import config_differences, recorded_config
 from dapo_jax.option_uses import PUT_BACK
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
-from dapo_jax.prompt_stream import restore_stream, stream_arrays
+from dapo_jax.progress import Progress, first_coefficient, is_finite, recomputes, resumed_coefficient
+from dapo_jax.rollout.experience import from_arrays, to_arrays
 from dapo_jax.run import Run
+from dapo_jax.step_metrics import Collected
+from dapo_jax.training_batch import sequence_kl
 from dapo_jax.validation import warnings
 
 logger = logging.getLogger(__name__)
+
+MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
+MISMATCH_CLIPFRAC = 5e-3
 
 
 @dataclass(frozen=True)
@@ -105,29 +114,57 @@ def first_state(run: Run) -> RunState:
     return RunState(run.init_models(), progress, _first_stream(run), run.sampler.engine.to_arrays())
 
 
-def first_coefficient(config: Config, progress: Progress) -> Progress:
-    """`progress` with the coefficient of the KL divergence that the config begins with."""
-    return dataclasses.replace(progress, kl_coef=config.algorithm.kl_ctrl.kl_coef, kl_coef_of=kl_coef_of(config))
-
-
-def resumed_coefficient(config: Config, progress: Progress) -> Progress:
-    """`progress` with the coefficient to go on with: the saved one if it was adapted as the config says."""
-    if config.algorithm.kl_ctrl.type == "adaptive" and progress.kl_coef_of in ("", kl_coef_of(config)):
-        return progress
-    return first_coefficient(config, progress)
-
-
-def kl_coef_of(config: Config) -> str:
-    """What a coefficient of the KL divergence has been adapted from, and how."""
-    control = config.algorithm.kl_ctrl
-    return f"{control.type} {control.kl_coef} {config.algorithm.use_kl_in_reward}"
-
-
 def _first_stream(run: Run) -> StreamState:
     return StreamState(
         next_prompt=0,
         keep_rate=run.config.algorithm.filter_groups.stream.keep_rate_prior,
         history=History.empty(len(run.train_set)),
+    )
+
+
+def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
+    """The progress after a training step."""
+    mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
+        metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
+    )
+    older_policy = trains_on_older_samples(config)
+    mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
+    falls_back = mismatch and config.actor.old_logprob == "auto"
+    if falls_back and not recomputes(config, progress):
+        logger.warning(
+            "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
+            "recomputed from the next step on; model.dtype=float32 avoids the difference",
+            metrics["rollout_corr/k3_kl"],
+            metrics.get("rollout_corr/first_clipfrac", 0.0),
+        )
+    if falls_back:
+        progress = dataclasses.replace(progress, recompute_logprobs=True, recompute_dtype=config.model.dtype)
+    kl_coef = progress.kl_coef
+    if config.algorithm.use_kl_in_reward and batch.experience is not None:
+        kl = sequence_kl(batch.experience)
+        metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
+        control = config.algorithm.kl_ctrl
+        if control.type == "adaptive":
+            kl_coef = adapted_coefficient(
+                kl_coef,
+                kl,
+                target_kl=control.target_kl,
+                horizon=control.horizon,
+                num_sequences=batch.experience.finished.size,
+            )
+    compared = {name: value for name, value in metrics.items() if not (older_policy and name == "rollout_corr/k3_kl")}
+    alarms, memory = raise_alarms(compared, progress.alarms, config.monitor.alarms, progress.step + 1)
+    metrics |= alarms
+    return dataclasses.replace(
+        progress,
+        step=progress.step + 1,
+        kl_coef=kl_coef,
+        groups_kept=progress.groups_kept + batch.num_kept,
+        groups_dropped=progress.groups_dropped + batch.num_evaluated - batch.num_kept,
+        tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
+        tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
+        nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
+        alarms=memory,
     )
 
 
@@ -198,3 +235,44 @@ def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
             f"the run has {wanted[0]}, {wanted[1]}: go on with those, or begin in a new workdir with model.path set to "
             "this one"
         )
+
+
+def stream_arrays(state: StreamState) -> dict[str, Any]:
+    """`state` as NumPy arrays for a checkpoint."""
+    arrays: dict[str, Any] = {
+        "next_prompt": np.array(state.next_prompt),
+        "keep_rate": np.array(state.keep_rate),
+        "uniform_in_a_row": state.history.uniform_in_a_row,
+    }
+    if state.carried is not None:
+        arrays["carried"] = to_arrays(state.carried)
+    return arrays
+
+
+def restore_stream(run: Run, arrays: dict[str, Any]) -> StreamState:
+    """The inverse of `stream_arrays`."""
+    carried = arrays.get("carried")
+    return StreamState(
+        next_prompt=int(arrays["next_prompt"]),
+        keep_rate=float(arrays["keep_rate"]),
+        history=History(np.asarray(arrays["uniform_in_a_row"])),
+        carried=None if carried is None else from_arrays(carried, run.train_set, run.sampler.tokenizer),
+    )
+
+
+def collected_arrays(collected: Collected) -> dict[str, Any]:
+    """`collected` as NumPy arrays, nested by name, for a checkpoint."""
+    text = json.dumps([collected.metrics, collected.num_kept, collected.num_evaluated])
+    arrays: dict[str, Any] = {"numbers": np.frombuffer(text.encode(), np.uint8)}
+    if collected.experience is not None:
+        arrays["experience"] = to_arrays(collected.experience)
+    return arrays
+
+
+def restore_collected(run: Run, arrays: Mapping[str, Any]) -> Collected:
+    """The inverse of `collected_arrays`."""
+    metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["numbers"]).tobytes())
+    experience = arrays.get("experience")
+    if experience is not None:
+        experience = from_arrays(experience, run.train_set, run.sampler.tokenizer)
+    return Collected(experience, metrics, num_kept, num_evaluated)

@@ -5,6 +5,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dapo_jax.config import Config
+from dapo_jax.monitor.console import Console
 from dapo_jax.parallel.processes import is_first
 
 
@@ -24,3 +25,23 @@ def bar(action: str, *, total: int, unit: str, shown: bool) -> "tqdm[Any]":
         total=total, desc=action, unit=unit, unit_scale=unit == "B", leave=False, dynamic_ncols=True,
         disable=None if shown else True,
     )  # fmt: skip
+
+
+class RoundsShown:
+    """Shows on the console how many rounds a step has sampled, and how many of its groups are kept."""
+
+    def __init__(self, console: Console, *, target: int, carried: int) -> None:
+        self._console, self._target, self._kept, self._rounds = console, target, carried, 0
+
+    def begin(self) -> None:
+        """A round is begun."""
+        self._rounds += 1
+        self._show()
+
+    def end(self, kept: int) -> None:
+        """Of a round, `kept` groups are kept."""
+        self._kept += kept
+        self._show()
+
+    def _show(self) -> None:
+        self._console.detail(f"round {self._rounds}, {self._kept} of {self._target} groups kept")

@@ -5,7 +5,7 @@ import logging
 import pytest
 from small_run import small_config
 
-from dapo_jax.learning import learning_rate_of, learning_rate_plan, warn_of_warm_up
+from dapo_jax.settings import learning_rate_of, learning_rate_plan, warn_of_warm_up
 
 WARM = {"actor.optim.lr": 1e-6, "actor.optim.lr_warmup_steps": 20, "trainer.total_training_steps": 100}
 COSINE = {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}

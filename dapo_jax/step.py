@@ -1,0 +1,224 @@
+"""Host: one training step of DAPO (arXiv:2503.14476, algorithm 1), from prompts to new weights.
+
+    sample_groups   sample and verify G responses per prompt, shape their rewards (equation 13), keep groups whose
+                    responses differ (equation 11), until there are enough
+    train_on        advantages (equation 9), then mini-batches of the decoupled clip objective (equation 8)
+    train_step      both, with the metrics; with trainer.rollout_ahead the next step's groups are sampled meanwhile
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from dapo_jax.containers import Batch
+from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
+from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
+from dapo_jax.learner.models import Models
+from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices, update_critic, update_policy
+from dapo_jax.monitor import filter_log, statistics
+from dapo_jax.monitor.bars import RoundsShown
+from dapo_jax.monitor.log import log_bytes
+from dapo_jax.monitor.records import NoRecords, RunRecords
+from dapo_jax.monitor.tensorboard import Histograms, histogram
+from dapo_jax.parallel.processes import gather
+from dapo_jax.progress import Progress, is_finite, recomputes
+from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
+from dapo_jax.rollout.experience import Experience
+from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.run import Run
+from dapo_jax.settings import update_settings
+from dapo_jax.state import RunState, advance
+from dapo_jax.step_metrics import (
+    Collected,
+    experience_histograms,
+    measure,
+    performance_metrics,
+    sample_texts,
+)
+from dapo_jax.training_batch import finish_rewards, make_batch, penalize_kl
+
+logger = logging.getLogger("dapo_jax.train")
+
+
+def sample_batch(
+    run: Run, weights: Any, stream: StreamState, progress: Progress, step: int
+) -> tuple[Collected, StreamState]:
+    """What `step` will train on, sampled with decoding `weights`, and the stream after it.
+
+    Args:
+        progress: of the policy whose weights they are.
+    """
+    accepted = sample_groups(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
+    batch = measure(run, accepted)
+    replaced = sum(pool.take_replaced() for pool in run.verifiers.values())
+    batch.metrics["reward/workers_replaced"] = sum(gather(replaced))
+    return batch, accepted.state
+
+
+def sample_groups(
+    run: Run, weights: Any, stream: StreamState, *, step: int, version: int, kl_coef: float
+) -> Accepted:
+    """Samples prompts until data.train_batch_size groups are accepted (DAPO, section 3.2).
+
+    Args:
+        weights: of the policy, for decoding, on run.rollout_mesh.
+        step: training step, from 1.
+        version: training steps that the policy has seen.
+        kl_coef: of the KL divergence in the reward.
+    """
+    config, groups, settings = run.config, run.config.algorithm.filter_groups, run.config.rollout
+    sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
+    rule = filter_rule(config)
+    shown = RoundsShown(run.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
+
+    def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
+        """Starts to sample the prompts of these numbers. The result waits, and marks the groups to keep."""
+        shown.begin()
+        verified = run.sampler.start(
+            weights,
+            run.train_set,
+            [run.order.row(number) for number in numbers],
+            numbers,
+            num_samples=settings.n,
+            purpose=TRAIN,
+            sampling=sampling,
+            stage=run.stage,
+            version=version,
+        )
+
+        def judge_round() -> Round:
+            experience = verified()
+            experience = finish_rewards(run, experience)  # reward model, soft overlong punishment
+            if config.algorithm.use_kl_in_reward:
+                experience = penalize_kl(run, experience, kl_coef)
+            with run.stage("filter"):
+                if groups.enable:
+                    round_ = filter_groups(experience, groups.metric, rule, run.rollout_mesh)
+                else:
+                    round_ = keep_all(experience)
+            shown.end(int(round_.keep.sum()))
+            return round_
+
+        return judge_round
+
+    if groups.enable:
+        filter_log.log_start()
+    with jax.set_mesh(run.rollout_mesh):
+        return accumulate_groups(sample_round, stream, prompt_source(run), policies(config), step=step)
+
+
+def train_step(
+    run: Run,
+    records: RunRecords | NoRecords,
+    state: RunState,
+    batch: Collected,
+    stream: StreamState,
+    start: float,
+) -> RunState:
+    """The run after all updates on `batch`; with trainer.rollout_ahead the next one is sampled meanwhile.
+
+    Args:
+        stream: as it is after `batch`.
+        start: time.perf_counter() when the step began.
+    """
+    config, progress = run.config, state.progress
+    step = progress.step + 1
+    ahead, weights = None, None
+    if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
+        weights = run.decode_weights(state.models.actor.params)  # before the update takes their memory
+    models, finish = train_on(run, records, state.models, batch.experience, progress, step)
+    if weights is not None:  # other devices sample while these train
+        ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
+    found, histograms = finish()
+    metrics = batch.metrics | found
+    progress = advance(config, progress, batch, metrics)
+    metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
+    row = {
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "samples": [],
+        "histograms": histograms,
+    }
+    if batch.experience is not None:
+        row["samples"] = sample_texts(run, batch.experience)
+        row["histograms"] |= experience_histograms(batch.experience)
+    progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
+    return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
+
+
+def train_on(
+    run: Run,
+    records: RunRecords | NoRecords,
+    models: Models,
+    experience: Experience | None,
+    progress: Progress,
+    step: int,
+) -> tuple[Models, Finish]:
+    """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
+
+    The updates are begun; the second part of the result waits for them and returns metrics and histograms. A batch
+    whose loss or gradient is not finite is kept for inspection.
+    """
+    if experience is None:
+        return models, lambda: ({}, {})
+    recomputed = recomputes(run.config, progress)
+    batch, batch_metrics = make_batch(run, experience, models, recompute=recomputed, kl_coef=progress.kl_coef)
+    batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
+    batch_metrics |= statistics.balance_metrics(
+        sequence_lengths(batch)[: experience.finished.size],
+        tokens_of_devices(batch, update_settings(run.config, run.mesh, "actor", step))
+    )
+    models, wait = update(run, models, batch, step)
+
+    def finish() -> tuple[dict[str, float], Histograms]:
+        metrics, histograms = wait()
+        metrics |= batch_metrics  # with recomputed log-probabilities, which compares them with the sampler's
+        if recomputed:  # there, the first optimizer step compares the training pass with itself
+            metrics.pop("rollout_corr/first_clipfrac", None)
+        histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
+        if not is_finite(metrics):
+            logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
+            records.write_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
+        return metrics, histograms
+
+    return models, finish
+
+
+def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
+    """Begins all optimizer steps: the critic's, then after trainer.critic_warmup the policy's (equation 8).
+
+    The second part of the result waits for them and returns metrics and histograms.
+    """
+    parts: list[tuple[str, Finish, dict[str, float]]] = []
+    if run.critic is not None:
+        assert models.critic is not None
+        settings = update_settings(run.config, run.mesh, "critic", step)
+        with run.stage("update_critic"):
+            critic, finish = update_critic(run.critic, models.critic, batch, settings, run.mesh, run.pace)
+        models = dataclasses.replace(models, critic=critic)
+        parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
+    if step > run.config.trainer.critic_warmup:
+        run.decode_weights.drop()
+        settings = update_settings(run.config, run.mesh, "actor", step)
+        with run.stage("update_actor"):
+            actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh, run.pace)
+        models = dataclasses.replace(models, actor=actor)
+        known = {"actor/lr": settings.learning_rate}
+        if run.config.actor.use_kl_loss:
+            known["actor/kl_coef"] = run.config.actor.kl_loss_coef
+        parts.append(("update_actor", finish, known))
+
+    def finish_all() -> tuple[dict[str, float], Histograms]:
+        metrics: dict[str, float] = {}
+        histograms: Histograms = {}
+        for name, finish, known in parts:
+            with run.stage(name):
+                found, distributions = finish()
+            metrics |= found | known
+            histograms |= distributions
+        return metrics, histograms
+
+    return models, finish_all

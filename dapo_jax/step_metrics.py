@@ -1,0 +1,247 @@
+"""Host: the metrics, histograms and texts of one training step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.dynamic_sampling.accumulation import Accepted
+from dapo_jax.dynamic_sampling.rounds import filtered_counts
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import weight_table
+from dapo_jax.monitor import filter_log, statistics
+from dapo_jax.monitor.tensorboard import histogram
+from dapo_jax.parallel.devices import GIB, limits_of
+from dapo_jax.parallel.memory import used_host_bytes
+from dapo_jax.rollout.experience import Experience, Outcomes
+from dapo_jax.run import Run
+from dapo_jax.settings import compute_dtype
+from dapo_jax.training_batch import final_rewards
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a training step trains on, and what is logged of how it came about."""
+
+    experience: Experience | None  # the groups; None if the step is skipped
+    metrics: dict[str, float]
+    num_kept: int  # groups that passed the filter
+    num_evaluated: int  # groups that were sampled
+
+
+def measure(run: Run, accepted: Accepted) -> Collected:
+    """The groups to train on, with the metrics of all that were sampled for them."""
+    metrics = sampling_metrics(accepted) | experience_metrics(run, accepted)
+    if run.config.algorithm.filter_groups.enable and accepted.experience is not None:
+        filter_log.log_step(metrics)
+    return Collected(
+        accepted.experience,
+        metrics,
+        num_kept=sum(int(round_.keep.sum()) for round_ in accepted.rounds),
+        num_evaluated=sum(len(round_.keep) for round_ in accepted.rounds),
+    )
+
+
+def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
+    """What was sampled, and rewards and lengths of what is trained on, each if there is any."""
+    trained, sampled = accepted.experience, [round_.outcomes for round_ in accepted.rounds]
+    metrics = {
+        "data/prompts_consumed": accepted.state.next_prompt,
+        "data/epoch": run.order.epoch(accepted.state.next_prompt),
+        "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
+        "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # carried groups' were told before
+        "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
+        "experience_pipeline/filtered_count": sum(
+            int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds
+        ),
+    }
+    if sampled:
+        metrics |= _sampled_metrics(sampled)
+        metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.failed.size for part in sampled)
+    return metrics if trained is None else metrics | _trained_metrics(run, trained)
+
+
+def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
+    """Of all groups that were sampled, also those that the filter drops."""
+    names = sorted({name for part in sampled for name in part.scores})
+    scores = {name: np.concatenate([part.score(name) for part in sampled]) for name in names}
+    compared = scores.get("acc", scores["seq_reward"])
+    metrics = {
+        **statistics.score_metrics(scores),
+        "rollout/model_version": int(max(part.versions.max() for part in sampled)),
+        "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
+        "reward/length_correlation": statistics.length_correlation(
+            scores["score"],
+            np.concatenate([part.lengths for part in sampled]),
+            scores["acc"] > 0 if "acc" in scores else np.zeros(compared.shape, bool),
+            np.concatenate([~part.failed for part in sampled]) & ~np.isnan(scores["score"]),
+        ),
+    }
+    if compared.shape[1] > 1:  # one sample has nothing to be equal to
+        metrics["dynamic_sampling/uniform_share"] = float(np.mean(compared.max(axis=1) == compared.min(axis=1)))
+    return metrics
+
+
+def _trained_metrics(run: Run, trained: Experience) -> dict[str, float]:
+    data, prompt_lengths = run.config.data, np.array([len(prompt) for prompt in trained.prompts])
+    return {
+        **statistics.spread("critic/score", trained.scores["seq_reward"]),
+        **statistics.spread("critic/rewards", final_rewards(trained)),
+        **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
+        **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
+        **statistics.spread("sample/model_version", trained.versions),
+        "sample/task_count": len(np.unique(trained.rows)),
+        **statistics.group_reward_metrics(final_rewards(trained)),
+    }
+
+
+def sampling_metrics(accepted: Accepted) -> dict[str, float]:
+    """`train/` and `dynamic_sampling/` metrics of a step, over all groups that were evaluated in it."""
+    rounds = accepted.rounds
+    keep = np.concatenate([round_.keep for round_ in rounds] or [np.zeros(0, bool)])
+    std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
+    kept = int(keep.sum())
+    generated = sum(int(round_.outcomes.lengths.sum()) for round_ in rounds)
+    trained = accepted.experience.num_tokens if accepted.experience is not None else 0
+    # A step that trains on carried groups alone has sampled nothing, and has no rates.
+    rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
+    return rates | {
+        "train/num_gen_batches": len(rounds),
+        "train/num_kept_prompts": kept,
+        "dynamic_sampling/num_gen_batches": len(rounds),
+        "dynamic_sampling/num_accumulated_prompts": accepted.carried_in + kept,
+        "dynamic_sampling/target_prompt_num": accepted.target,
+        "dynamic_sampling/num_evaluated_prompts": len(keep),
+        **{f"dynamic_sampling/filtered_{name}": count for name, count in filtered_counts(rounds).items()},
+        "dynamic_sampling/num_requeued": accepted.num_requeued,
+        "dynamic_sampling/num_discarded_valid": accepted.num_discarded,
+        "dynamic_sampling/num_carried_in": accepted.carried_in,
+        "dynamic_sampling/num_carried_out": len(accepted.state.carried) if accepted.state.carried is not None else 0,
+        "dynamic_sampling/num_aborted": 0,  # a wave that was started is always finished
+        "dynamic_sampling/num_stale": accepted.num_stale,
+        "dynamic_sampling/num_skipped_uniform": accepted.num_skipped,
+        "dynamic_sampling/partial_step": float(accepted.outcome != "full"),
+        "dynamic_sampling/keep_rate_ema": accepted.state.keep_rate,
+        "dynamic_sampling/effective_limit": accepted.limit if math.isfinite(accepted.limit) else 0,
+        "dynamic_sampling/generated_tokens": generated,
+        "dynamic_sampling/trained_tokens": trained,
+        "dynamic_sampling/overgen_ratio": generated / max(trained, 1),
+        "dynamic_sampling/accepted_len_over_finished_kept_len": _length_ratio(accepted),
+    }
+
+
+def _length_ratio(accepted: Accepted) -> float:
+    """Mean response length of the accepted groups over that of all kept ones: not 1 in the mean means a bias."""
+    kept = [round_.outcomes.lengths[round_.keep] for round_ in accepted.rounds if round_.keep.any()]
+    if not kept or accepted.experience is None:
+        return 1.0
+    mean = accepted.experience.num_tokens / accepted.experience.finished.size
+    return mean / max(float(np.concatenate(kept).mean()), 1e-8)
+
+
+def performance_metrics(run: Run, trained: Experience | None, seconds: float) -> dict[str, float]:
+    """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds."""
+    metrics = {"perf/time_per_step": seconds, "timing_s/step": seconds, **memory_metrics(run.mesh)}
+    if trained is None:
+        return metrics
+    prompts = np.array([len(prompt) for prompt in trained.prompts])
+    lengths = trained.mask.sum(axis=-1) + prompts[:, None]
+    tokens = int(lengths.sum())
+    return metrics | {
+        "perf/total_num_tokens": tokens,
+        "perf/throughput": tokens / seconds / run.num_devices,
+        "perf/forward_tflop": forward_flops(run.arch, lengths) / 1e12,
+    }
+
+
+def forward_flops(arch: Architecture, lengths: np.ndarray) -> float:
+    """Floating-point operations of one forward pass over sequences of these lengths, with causal attention and head.
+
+    2 for each parameter that multiplies and each token, 2 layers heads head_dim length^2 for attention. As verl, each
+    sequence has its own prompt, also where a group shares one.
+    """
+    looked_up = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size
+    multiplied = sum(math.prod(weight.shape) for weight in weight_table(arch) if weight.is_matrix) - looked_up
+    attention = arch.num_layers * arch.num_heads * arch.head_dim * np.sum(np.square(lengths, dtype=np.float64))
+    return 2 * float(multiplied * np.sum(lengths, dtype=np.float64) + attention)
+
+
+def utilisation(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
+    """`perf/mfu/`: the share of the training devices' peak that a step's passes reach; {} where that is not known.
+
+    An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
+    """
+    config = run.config
+    peak = limits_of(run.mesh.devices.flat[0]).of_dtype(compute_dtype(config, run.mesh).name).flops
+    forward = metrics.get("perf/forward_tflop")
+    if peak is None or forward is None:
+        return {}
+    passes = {
+        "actor": ("update_actor", (2 if config.model.lora.rank else 3) * config.actor.ppo_epochs),
+        "critic": ("update_critic", 3 * config.critic.ppo_epochs),
+    }
+    if metrics.get("actor/recomputed_logprobs"):
+        passes["actor_infer"] = "old_log_prob", 1
+    return {
+        f"perf/mfu/{name}": count * forward * 1e12 / (metrics[f"timing_s/{stage}"] * run.mesh.size * peak)
+        for name, (stage, count) in passes.items()
+        if f"timing_s/{stage}" in metrics
+    }
+
+
+def memory_metrics(mesh: Mesh) -> dict[str, float]:
+    """Memory in GiB: the most that a device of this process has used (where it tells), and what the host uses now."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    names = {"allocated": "peak_bytes_in_use", "reserved": "peak_pool_bytes"}
+    found = {
+        f"perf/max_memory_{name}_gb": max(stat[key] for stat in stats) / GIB
+        for name, key in names.items()
+        if all(key in stat for stat in stats)
+    }
+    used = used_host_bytes()
+    return found | ({} if used is None else {"perf/cpu_memory_used_gb": used / GIB})
+
+
+def experience_histograms(experience: Experience) -> dict[str, dict[str, Any]]:
+    """How lengths, scores and log-probabilities of the trained responses are distributed, for TensorBoard."""
+    return {
+        "response_length": histogram(experience.mask.sum(axis=-1)),
+        "critic/score": histogram(experience.scores["seq_reward"]),
+        "rollout/logprob": histogram(experience.logprobs[experience.mask]),
+    }
+
+
+def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
+    """monitor.num_samples trained responses with their scores: a quarter each of the kinds best, worst, truncated and,
+    as a fair picture, the first of the first groups ("any"), which also fill up. None stands there twice.
+    """
+    wanted = run.config.monitor.num_samples
+    score = experience.scores["seq_reward"]
+    lengths = experience.mask.sum(axis=-1)
+    groups = np.arange(len(experience))
+    best, worst = score.argmax(axis=1), score.argmin(axis=1)
+    kinds = {
+        "best": [(group, best[group]) for group in np.argsort(-score.max(axis=1), kind="stable")],
+        "worst": [(group, worst[group]) for group in np.argsort(score.min(axis=1), kind="stable")],
+        "truncated": np.argwhere(~experience.finished),
+    }
+    chosen: dict[tuple[int, int], str] = {}
+    for kind, candidates in kinds.items():
+        new = dict.fromkeys((int(group), int(sample)) for group, sample in candidates)
+        chosen |= dict.fromkeys([place for place in new if place not in chosen][: wanted // 4], kind)
+    firsts = [(int(group), 0) for group in groups if (int(group), 0) not in chosen]
+    chosen |= dict.fromkeys(firsts[: wanted - len(chosen)], "any")
+    return [
+        {
+            "kind": kind,
+            "prompt": run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
+            "response": experience.texts[group][sample],
+            "ground_truth": run.train_set.rows[experience.rows[group]].truth_text,
+            "length": int(lengths[group, sample]),
+            **{name: float(values[group, sample]) for name, values in experience.scores.items()},
+        }
+        for (group, sample), kind in chosen.items()
+    ]
