@@ -291,7 +291,7 @@ def test_soak(command, checkout, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in MINE if "benchmark" in command])
+@pytest.mark.parametrize("command", [command for command in MINE if "/benchmark_" in command])
 def test_benchmarks(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
