@@ -10,10 +10,10 @@ Model: Qwen/Qwen2.5-Math-7B of the Hugging Face hub. Data: BytedTsinghua-SIA/DAP
 BytedTsinghua-SIA/AIME-2024 of the hub. Their files have every problem about 100 and 32 times. Use one copy of each,
 since evaluate.n draws the 32 samples and training repeats the prompts for any number of epochs:
 
-    python scripts/prepare_math_dapo.py dapo-math-17k.parquet
-    python scripts/prepare_aime.py aime-2024.parquet
+    python scripts/data/prepare_math_dapo.py dapo-math-17k.parquet
+    python scripts/data/prepare_aime.py aime-2024.parquet
 
-scripts/run_dapo_math.sh does everything: data, preflight, training, export, evaluation.
+scripts/launch/run_dapo_math.sh does everything: data, preflight, training, export, evaluation.
 
 Memory: mesh.tensor divides the 28 heads (4 key-value heads) by 4. Key-value caches of 256 responses on each half of the
 mesh take 29 GiB per device. The fused attention stores no scores.

@@ -1,6 +1,6 @@
 """Qwen2.5-0.5B-Instruct with DAPO on GSM8K: verl's sizes, greedy evaluation on the 1319 test problems.
 
-    python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl
+    python scripts/data/prepare_gsm8k.py --train train.jsonl --test test.jsonl
     python -m dapo_jax.train --config configs/gsm8k.py
 
 Hardware: one GPU of 24 GB (L4: the preflight reports 14 of 20 GiB and at least 276 s per step), one H100 (20 GiB, 24

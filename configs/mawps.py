@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns word problems of one and two steps (MAWPS) with DAPO, on two CPU cores.
 
-    python scripts/download_smollm2.py
-    python scripts/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl
+    python scripts/data/download_smollm2.py
+    python scripts/data/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl
     python -m dapo_jax.train --config configs/mawps.py
 
 Hardware: two CPU cores and 12 GiB of memory; 45 minutes with evaluation. Expect: answers that end, and a training

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns to add up two and three numbers step by step, with all of DAPO, on a laptop's CPU.
 
-    python scripts/download_smollm2.py
-    python scripts/prepare_sums.py
+    python scripts/data/download_smollm2.py
+    python scripts/data/prepare_sums.py
     python -m dapo_jax.train --config configs/sums.py
 
 Hardware: two CPU cores and 12 GiB of memory. Expect: docs/results.md, which compares DAPO's parts in this setting. At

@@ -96,7 +96,7 @@ class DataConfig:
     max_response_length: Positive[int] = 1024  # tokens, end-of-sequence token included
     truncation: Truncation = "error"  # over-long prompts: error | left | right | middle (which part is cut)
     filter_overlong_prompts: bool = False  # drop over-long prompts instead
-    shuffle: bool = True  # permute the rows anew in every epoch
+    shuffle: bool = True  # a new order of the rows in every epoch
     system_prompt: str | None = None  # put before prompts that have none; null = the chat template decides
     chat_template_kwargs: str = "{}"  # further variables of the chat template: dict or JSON object
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
@@ -167,7 +167,7 @@ class OverlongBufferConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """A transformer with a scalar head that scores the chat of prompt and response, beside or instead of a verifier."""
+    """A transformer with a scalar head that scores the chat of prompt and response, with or without a verifier."""
 
     path: str = ""  # Hugging Face sequence-classification directory; empty = none
     weight: float = 1.0  # score = function_weight * verifier's score + weight * reward model's score
@@ -286,7 +286,7 @@ class AlgorithmConfig:
     lam: Share = 1.0  # lambda of gae
     keep_pos_ratio: Share = 1.0  # share of a group's good samples that are trained on, the best; grpo only
     keep_neg_ratio: Share = 1.0  # share of its bad samples, the worst
-    compute_new_adv: bool = False  # normalise the advantages of the kept samples anew
+    compute_new_adv: bool = False  # normalise the advantages again over the kept samples
     overlong_filtering: bool = False  # leave responses that were cut off out of the loss (DAPO, section 3.4)
     use_kl_in_reward: bool = False  # subtract the KL divergence to the reference from the reward of each token
     kl_penalty: str = "kl"  # its estimator: a name of PENALTIES in dapo_jax/algorithms/kl.py
@@ -394,16 +394,16 @@ class TrainerConfig:
     total_epochs: PositiveOrNull[int] = None  # at most epochs x prompts // train_batch_size steps; null = no bound
     critic_warmup: NotNegative[int] = 0  # first steps, which update the critic alone; the policy's schedule follows
     save_freq: Frequency = 10  # training steps between checkpoints; -1 = only at the end
-    save_minutes: NotNegative[float] = 0.0  # beside them, a checkpoint once the newest is so many minutes old; 0 = off
+    save_minutes: NotNegative[float] = 0.0  # also a checkpoint once the newest is so many minutes old; 0 = off
     test_freq: Frequency = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
     max_ckpt_to_keep: Positive[int] = 2  # the newest checkpoints
-    keep_best_ckpt: ZeroIsNone = 1  # beside them, the checkpoints with the best best_metric; 0 = none
+    keep_best_ckpt: ZeroIsNone = 1  # and the checkpoints with the best best_metric; 0 = none
     best_metric: str = ""  # name of a metric; empty = the mean of eval/*/acc/mean@k over the data sources
     best_metric_mode: BestMode = "max"  # max | min
     rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
     rollout_devices: NotNegative[int] = 0  # with rollout_ahead: devices that sample, over all processes; 0 = half
-    logger: tuple[str, ...] = ("console", "tensorboard")  # beside metrics.jsonl: console | tensorboard | wandb
+    logger: tuple[str, ...] = ("console", "tensorboard")  # besides metrics.jsonl: console | tensorboard | wandb
     project_name: str = "dapo_jax"  # of the run in Weights & Biases (logger wandb: pip install 'dapo_jax[wandb]')
     experiment_name: str = ""  # the run's name there; empty = the last part of workdir
     checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints

@@ -31,4 +31,4 @@ if [[ -z "$interpreter" ]]; then
   cd "$here"
   interpreter=python
 fi
-exec "$interpreter" "$root/scripts/accelerator_report.py" "$@"
+exec "$interpreter" "$root/scripts/benchmarks/accelerator_report.py" "$@"

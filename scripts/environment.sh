@@ -1,11 +1,12 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: a virtual environment with the package installed.
 
-show_help() { # show_help "$@": with -h or --help among them, prints the comment that begins the script, and ends it
+# show_help "$@", before any cd: with -h or --help among them, prints the comment that begins the script, and ends it.
+show_help() {
   local argument
   for argument in "$@"; do
     if [[ "$argument" == -h || "$argument" == --help ]]; then
-      sed -n '2,/^[^#]/{/^#/!d;s/^# \{0,1\}//;p;}' "$(dirname "${BASH_SOURCE[0]}")/$(basename "$0")"
+      sed -n '2,/^[^#]/{/^#/!d;s/^# \{0,1\}//;p;}' "$0"
       exit 0
     fi
   done

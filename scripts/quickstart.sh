@@ -6,9 +6,9 @@
 # Uses the active virtual environment, or makes .venv. PYTHON names the interpreter (3.11 or newer).
 # The model is kept in $DAPO_JAX_CACHE (default ~/.cache/dapo_jax), outside the repository.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source scripts/environment.sh
+source "$(dirname "$0")/environment.sh"
 show_help "$@"
+cd "$(dirname "$0")/.."
 
 model=()
 if [[ "${1:-}" == --model ]]; then
@@ -18,6 +18,6 @@ if [[ "${1:-}" == --model ]]; then
 fi
 use_environment quickstart
 if [[ ${#model[@]} -eq 0 ]]; then
-  python scripts/download_smollm2.py
+  python scripts/data/download_smollm2.py
 fi
 exec python -m dapo_jax.train --config configs/quickstart.py "${model[@]}" "$@"

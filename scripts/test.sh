@@ -3,9 +3,9 @@
 #
 #   bash scripts/test.sh [pytest arguments]      with arguments, only pytest runs
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source scripts/environment.sh
+source "$(dirname "$0")/environment.sh"
 show_help "$@"
+cd "$(dirname "$0")/.."
 use_environment test
 
 if [[ $# -gt 0 ]]; then

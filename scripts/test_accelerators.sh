@@ -6,9 +6,9 @@
 # The compilers (2 GB) and what they have compiled are kept in $DAPO_JAX_CACHE (default ~/.cache/dapo_jax): a second run
 # installs nothing, and compiles only what has changed.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source scripts/environment.sh
+source "$(dirname "$0")/environment.sh"
 show_help "$@"
+cd "$(dirname "$0")/.."
 use_environment test
 
 use_compilers

@@ -42,11 +42,11 @@ RUN_BY = {
     "bash scripts/test_accelerators.sh": ".ci/run",
     "pip install --no-deps jax-cuda13-plugin": f"{SET_UP}test_compilers_of_accelerators_are_installed_once",
     "bash scripts/accelerator_report.sh": "tests/scripts/test_accelerator_report.py::test_the_report_on_a_cpu",
-    "bash scripts/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
+    "bash scripts/docs/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
     "export DAPO_FILE=": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
-    "bash scripts/run_dapo_math.sh": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
-    "python scripts/prepare_": HERE,
-    "bash scripts/launch_tpu_vm.sh": TPU_VM,
+    "bash scripts/launch/run_dapo_math.sh": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
+    "python scripts/data/prepare_": HERE,
+    "bash scripts/launch/launch_tpu_vm.sh": TPU_VM,
     "export TPU_NAME=": TPU_VM,
     "ssh-add": TPU_VM,
     "export IMAGE=": GKE,
@@ -73,14 +73,15 @@ RUN_BY = {
     "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
     "python countdown.py": f"{GUIDE}test_its_rows_are_read_and_its_command_is_valid",
     "python scripts/plan_dynamic_sampling.py": HERE,
-    "python scripts/benchmark_": HERE,
-    "python scripts/soak.py": HERE,
-    "python scripts/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
+    "python scripts/benchmarks/benchmark_": HERE,
+    "python scripts/benchmarks/soak.py": HERE,
+    "python scripts/benchmarks/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
     "python scripts/plot_run.py": "tests/scripts/test_plot_run.py::test_a_picture_of_two_runs",
-    "python scripts/run_ablation.py":
+    "python scripts/comparisons/run_ablation.py":
         "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again",
-    "python scripts/compare_trl.py": "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported",
-    "python scripts/write_results_doc.py": "tests/scripts/test_write_results_doc.py::test_the_page_is_up_to_date",
+    "python scripts/comparisons/compare_trl.py":
+        "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported",
+    "python scripts/docs/write_results_doc.py": "tests/scripts/test_write_results_doc.py::test_the_page_is_up_to_date",
     "tensorboard": TENSORBOARD,
     "xprof": "tests/monitor/test_profile_viewers.py::test_xprof_shows_the_step",
 }  # fmt: skip
@@ -201,7 +202,6 @@ def checkout(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
-        patch.syspath_prepend(str(ROOT / "scripts"))
         importlib.import_module("countdown").write_rows("countdown_train.jsonl", 16, seed=0)
         importlib.import_module("countdown").write_rows("countdown_heldout.jsonl", 2, seed=1)
         run_training(["--config", "configs/tiny.py"], patch)
@@ -258,10 +258,9 @@ def test_export(command, checkout):
     assert written >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-@pytest.mark.parametrize("command", [command for command in MINE if "scripts/prepare_" in command])
+@pytest.mark.parametrize("command", [command for command in MINE if "scripts/data/prepare_" in command])
 def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     files = {"train.jsonl": "gsm8k_train", "test.jsonl": "gsm8k_test", "aime-2024.parquet": "aime24"}
     files |= {"singleop.jsonl": "mawps", "addsub.jsonl": "mawps", "multiarith.jsonl": "mawps"}
     for name, source in files.items():
@@ -280,7 +279,6 @@ def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", [command for command in MINE if "plan_dynamic_sampling" in command])
 def test_the_plan_of_dynamic_sampling(command, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     importlib.import_module("plan_dynamic_sampling").main(shlex.split(command)[2:])
     assert "keep rate" in capsys.readouterr().out
 
@@ -293,10 +291,9 @@ def test_soak(command, checkout, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in MINE if "benchmark" in command])
+@pytest.mark.parametrize("command", [command for command in MINE if "/benchmark_" in command])
 def test_benchmarks(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     _, script, *words = small(command, 0)
     kind = ["--cases", "fixed 4"] if "rollout" in script else ["--new-tokens", "4", "--micro", "4"]

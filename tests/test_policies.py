@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from small_run import small_config
+from test_other_runs import run_in
 
 from dapo_jax.policies import check_model_paths, context_warning
 
@@ -28,3 +29,8 @@ def test_every_model_that_is_missing_is_named_at_once(tmp_path):
     with pytest.raises(ValueError, match="model.path=.*/a does not exist: give.*\nreward.model.path=Qwen/RM does not"):
         check_model_paths(small_config(tmp_path, **paths))
     check_model_paths(small_config(tmp_path, **{"model.path": str(MODEL)}))
+
+
+def test_a_checkpoint_elsewhere_is_there(tmp_path):
+    run_in(tmp_path / "run", 1, elsewhere=tmp_path / "elsewhere")
+    check_model_paths(small_config(tmp_path / "new", **{"model.path": str(tmp_path / "run/checkpoints/1")}))

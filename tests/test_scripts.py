@@ -5,24 +5,31 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import benchmark_rollout
+import benchmark_update
+import contenders
+import monitor_filter_groups
 import numpy as np
+import plan_dynamic_sampling
 import pytest
 
 from dapo_jax.monitor.filter_log import log_round, rule_words
 from dapo_jax.monitor.workdir import open_workdir
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-COMMANDS = sorted(
-    path for path in SCRIPTS.iterdir()
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+COMMANDS = [
+    path for path in sorted(SCRIPTS.rglob("*"))
     if (path.suffix == ".py" and "__main__" in path.read_text()) or
     (path.suffix == ".sh" and path.read_text().startswith("#!"))
-)  # fmt: skip
+]  # fmt: skip
 
 
 def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -30,7 +37,7 @@ def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProc
     program = [sys.executable] if script.suffix == ".py" else [str(shutil.which("bash"))]
     return subprocess.run(
         [*program, str(script), *arguments], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "HOME": str(folder), "DAPO_JAX_CACHE": str(folder / "c"),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "DAPO_JAX_CACHE": str(folder / "c"),
              "VIRTUAL_ENV": "", "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": str(folder.parent)},
     )  # fmt: skip
 
@@ -38,7 +45,7 @@ def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProc
 def written_files() -> dict[Path, int]:
     """Every file of the checkout but caches, with when it was written."""
     return {
-        path: path.stat().st_mtime_ns for path in SCRIPTS.parent.rglob("*")
+        path: path.stat().st_mtime_ns for path in ROOT.rglob("*")
         if path.is_file() and not any(part.startswith((".", "__pycache__", "build")) for part in path.parts)
     }  # fmt: skip
 
@@ -81,9 +88,12 @@ def test_a_run_is_named_by_its_workdir_or_a_file_and_a_wrong_path_is_one_line(na
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("plan_dynamic_sampling", ["--accuracies", "nowhere"]), ("run_ablation", ["--config.model.path=nowhere", "x"]),
-        ("benchmark_dynamic_sampling", ["--config", "nowhere.py"]), ("soak", ["--config", "nowhere.py"]),
-        ("compare_trl", ["--trl", "nowhere", "--config.nonsense=1"]), ("prepare_gsm8k", ["nowhere.parquet"]),
+        ("plan_dynamic_sampling", ["--accuracies", "nowhere"]),
+        ("benchmarks/benchmark_dynamic_sampling", ["--config", "nowhere.py"]),
+        ("benchmarks/soak", ["--config", "nowhere.py"]),
+        ("comparisons/compare_trl", ["--trl", "nowhere", "--config.nonsense=1"]),
+        ("comparisons/run_ablation", ["--config.model.path=nowhere", "x"]),
+        ("data/prepare_gsm8k", ["nowhere.parquet"]),
     ],
 )  # fmt: skip
 def test_no_script_ends_in_a_traceback_for_a_wrong_path(name, arguments, tmp_path):
@@ -91,24 +101,12 @@ def test_no_script_ends_in_a_traceback_for_a_wrong_path(name, arguments, tmp_pat
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr and done.stderr
 
 
-def load(name: str):
-    if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))  # a script finds its neighbours
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_group_is_mixed_unless_all_samples_agree():
-    plan = load("plan_dynamic_sampling")
-    np.testing.assert_allclose(plan.keep_probability(np.array([0.0, 0.5, 1.0]), 4), [0, 1 - 2 / 16, 0])
+    np.testing.assert_allclose(plan_dynamic_sampling.keep_probability(np.array([0.0, 0.5, 1.0]), 4), [0, 1 - 2 / 16, 0])
 
 
 def test_expected_rounds_are_those_of_a_simulation():
-    plan = load("plan_dynamic_sampling")
-    found = plan.plan(0.3, target=20, gen_batch_size=16)
+    found = plan_dynamic_sampling.plan(0.3, target=20, gen_batch_size=16)
     rng = np.random.default_rng(0)
     rounds = []
     for _ in range(4000):
@@ -117,18 +115,17 @@ def test_expected_rounds_are_those_of_a_simulation():
     assert found.rounds == pytest.approx(np.mean(rounds), abs=0.05)
     assert np.mean(np.array(rounds) <= found.limit) >= 0.998 and np.mean(np.array(rounds) <= found.limit - 1) < 0.9995
     assert found.generated_per_trained == pytest.approx(found.rounds * 16 / 20)
-    assert plan.plan(1.0, target=20, gen_batch_size=16).rounds == 2
-    assert math.isinf(plan.plan(0.0, target=20, gen_batch_size=16).rounds)
+    assert plan_dynamic_sampling.plan(1.0, target=20, gen_batch_size=16).rounds == 2
+    assert math.isinf(plan_dynamic_sampling.plan(0.0, target=20, gen_batch_size=16).rounds)
 
 
 def test_the_plan_is_printed(capsys):
-    load("plan_dynamic_sampling").main(["--accuracy", "0.5", "--n", "2", "--train-batch-size", "64"])
+    plan_dynamic_sampling.main(["--accuracy", "0.5", "--n", "2", "--train-batch-size", "64"])
     out = capsys.readouterr().out
     assert "keep rate                      0.5000" in out and "2.00, if no kept group is lost" in out
 
 
 def test_log_and_metrics_are_summed_up_alike(tmp_path):
-    monitor = load("monitor_filter_groups")
     (tmp_path / "train.log").write_text(
         "Generated batch 1, 8 prompts, 64 trajectories\nFiltered (std=0): 6 (75.0%)\nKept (std>0): 2 prompts (25.0%)\n"
         "Generated batch 2, 8 prompts, 64 trajectories\nFiltered (std=0): 2 (25.0%)\nKept (std>0): 6 prompts (75.0%)\n"
@@ -137,11 +134,11 @@ def test_log_and_metrics_are_summed_up_alike(tmp_path):
            "dynamic_sampling/num_gen_batches": 2, "dynamic_sampling/filtered_all_correct": 3,
            "dynamic_sampling/filtered_all_wrong": 5}  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n" + json.dumps(row) + "\n")
-    from_log = monitor.log_summary(monitor.read_log(tmp_path / "train.log"))
-    from_metrics = monitor.steps_summary(monitor.read_steps(tmp_path / "metrics.jsonl"))
+    from_log = monitor_filter_groups.log_summary(monitor_filter_groups.read_log(tmp_path / "train.log"))
+    from_metrics = monitor_filter_groups.steps_summary(monitor_filter_groups.read_steps(tmp_path / "metrics.jsonl"))
     assert from_log[1:3] == from_metrics[1:3]
     assert "(2.00 a step)" in from_log[1] and "50.0%" in from_log[2] and "8 (4.0 a round)" in from_log[3]
-    assert monitor.log_summary({"batches": []}) == ["no generation round in the log: is the filter on?"]
+    assert monitor_filter_groups.log_summary({"batches": []}) == ["no generation round in the log: is the filter on?"]
 
 
 @pytest.mark.parametrize("rule", ["std", "mean_range", "mixed"])
@@ -151,21 +148,20 @@ def test_the_log_of_every_rule_is_read(tmp_path, rule):
         for number, kept in enumerate((2, 6), start=1):
             log_round(step=1, round_number=number, num_prompts=8, num_samples=4, metric="acc", words=words,
                       num_kept=kept, mean_std=0.1, num_accumulated=8, target=8)  # fmt: skip
-    found = load("monitor_filter_groups").read_log(tmp_path / "train.log")
+    found = monitor_filter_groups.read_log(tmp_path / "train.log")
     assert found == {"batches": [1, 2], "filter_rates": [0.75, 0.25], "kept_prompts": [2, 6]}
 
 
 def test_variants_of_ours_are_named_options_of_their_types():
-    update = load("benchmark_update")
     given = ["a", "b=actor.share_prompts=False,actor.optim.lr=1e-6,model.dtype=x"]
-    assert update.variants(argparse.Namespace(ours=given)) == {
+    assert benchmark_update.variants(argparse.Namespace(ours=given)) == {
         "dapo_jax a": {},
         "dapo_jax b": {"actor.share_prompts": False, "actor.optim.lr": 1e-6, "model.dtype": "x"},
     }
 
 
 def test_a_foreign_loop_takes_a_step_only_when_it_is_asked_to_and_its_error_is_seen():
-    turns_of, steps = load("contenders").Turns, []
+    turns_of, steps = contenders.Turns, []
 
     def loop(turns):
         for number in range(2):
@@ -182,18 +178,33 @@ def test_a_foreign_loop_takes_a_step_only_when_it_is_asked_to_and_its_error_is_s
 
 
 def test_benchmarked_lengths_have_a_long_tail():
-    rollout = load("benchmark_rollout")
-    lengths = rollout.make_lengths("long tail 256", 64)
+    lengths = benchmark_rollout.make_lengths("long tail 256", 64)
     assert lengths.min() >= 1 and lengths.max() <= 256 and 256 / 8 < lengths.mean() < 256 / 5
-    assert (rollout.make_lengths("fixed 64", 3) == 64).all()
+    assert (benchmark_rollout.make_lengths("fixed 64", 3) == 64).all()
 
 
 def test_a_benchmark_gives_the_seconds_of_the_first_call_as_they_were():
     """Less the median of the others it was below zero where nothing compiles, or the machine slowed down."""
-    contenders = load("contenders")
     slowed = contenders.Result(SimpleNamespace(name="hf float32"), 10.0, [12.0, 14.0], tokens=26, peak=0.0)
     row = slowed.row(slowed, None)
     assert (row["first s"], row["seconds"], row["tokens/s"]) == (10.0, [12.0, 14.0], 2.0)
-    for path in (SCRIPTS.parent / "docs" / "results").glob("*.json"):
+    for path in (ROOT / "docs" / "results").glob("*.json"):
         rows = json.loads(path.read_text()).get("rows", [])
         assert all(row["first s"] > 0 for row in rows if "first s" in row)
+
+
+def named_paths(text: str) -> set[str]:
+    """Every path below scripts/ or tests/scripts/ that the text names, up to the first character that varies."""
+    return set(re.findall(r"\b(?:tests/)?scripts/[\w./-]*\w", text))
+
+
+def test_every_script_that_a_file_names_exists():
+    """But in docs/results/*.json, which say how a result was made at its time."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    named = {}
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if path.is_file() and not path.match("docs/results/*.json"):
+            named[name] = named_paths(path.read_text(errors="ignore"))
+    wrong = [(name, path) for name, paths in named.items() for path in paths if not list(ROOT.glob(f"{path}*"))]
+    assert wrong == [] and len(set().union(*named.values())) > 40

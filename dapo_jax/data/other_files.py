@@ -39,7 +39,7 @@ def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
         folder = f"data/{path.name}"
         cure = f"`hf download {name} --repo-type dataset --local-dir {folder}`, then name its files in {folder}"
         if name in _SCRIPTS:
-            cure = f"`python scripts/{_SCRIPTS[name]} --download`, then name the files that it writes"
+            cure = f"`python scripts/data/{_SCRIPTS[name]} --download`, then name the files that it writes"
         return (
             f"does not exist; if {name} is a data set of the Hugging Face hub, download it: {cure} in data.train_files "
             "or data.val_files"
@@ -55,12 +55,12 @@ def describe_columns(record: Mapping[str, Any]) -> str:
     columns = set(record)
     script = None
     if {"question", "answer"} <= columns and "####" in str(record["answer"]):
-        script = "GSM8K as published: run scripts/prepare_gsm8k.py"
+        script = "GSM8K as published: run scripts/data/prepare_gsm8k.py"
     elif {"input", "target"} <= columns or {"question", "result"} <= columns:
-        script = "MAWPS as published: run scripts/prepare_mawps.py"
+        script = "MAWPS as published: run scripts/data/prepare_mawps.py"
     elif columns & {"problem", "Problem", "question"} and columns & {"answer", "Answer"}:
-        script = "problems with answers: scripts/prepare_aime.py makes rows of those of competitions"
+        script = "problems with answers: scripts/data/prepare_aime.py makes rows of those of competitions"
     elif columns & {"prompt", "problem"} and columns & {"answer", "solution", "ground_truth"}:
-        script = "problems with answers: scripts/prepare_math_dapo.py makes rows of those of DAPO-Math-17k"
+        script = "problems with answers: scripts/data/prepare_math_dapo.py makes rows of those of DAPO-Math-17k"
     there = f"columns {', '.join(map(str, list(record)[:20]))}"
     return there if script is None else f"{there}: this looks like {script}"

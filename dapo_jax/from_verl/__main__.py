@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("arguments", nargs="*", help='what the script would be given: its "$@"')
     parser.add_argument("--output", help="write a config file instead of printing the command")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
-    chosen = parser.parse_args(arguments[1:])
+    chosen = parser.parse_intermixed_args(arguments[1:])
     with refusals(arguments):
         script = Script(_text(chosen.script), environment=os.environ, arguments=chosen.arguments)
         result = translate(overrides(script))
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
             "# what each option of verl is here, and what behaves differently.",
         ]
         if chosen.output:
-            Path(chosen.output).write_text(config_file(result.values, [*head, *about]), encoding="utf-8")
+            _write(chosen.output, config_file(result.values, [*head, *about]))
             print("\n".join(about))
             print(f"python -m dapo_jax.train --config {chosen.output}")
         else:
@@ -53,6 +53,15 @@ def _text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read ({error}): give a shell script that starts verl's trainer") from error
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--output={path} cannot be written ({error}): choose a file in a directory that is there"
+        ) from error
 
 
 if __name__ == "__main__":

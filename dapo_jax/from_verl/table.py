@@ -21,6 +21,7 @@ from dapo_jax.from_verl.values import (
     greedy,
     lora_modules,
     only_positive,
+    policy_loss,
     resume_mode,
     reward_manager,
     reward_model_path,
@@ -30,6 +31,8 @@ from dapo_jax.from_verl.values import (
     thresholds,
     token_budget,
     trackers,
+    unless_by_sequence,
+    unless_greedy,
     warm_up_share,
     with_correction,
 )
@@ -101,7 +104,8 @@ HERE = (
         "-1 is off; 0, as verl's HF sampler has it, too",
         only_positive("rollout.top_k"),
     ),
-    Entry(f"{ROLLOUT}.val_kwargs.{{n,temperature,top_p}}", "evaluate.{n,temperature,top_p}", "4 samples unless set"),
+    Entry(f"{ROLLOUT}.val_kwargs.{{n,top_p}}", "evaluate.{n,top_p}", "4 samples unless set"),
+    Entry(f"{ROLLOUT}.val_kwargs.temperature", "evaluate.temperature", "1 unless set", unless_greedy),
     Entry(f"{ROLLOUT}.val_kwargs.do_sample", "evaluate.temperature", "0 is greedy", greedy),
     Entry(f"{ROLLOUT}.val_kwargs.top_k", "evaluate.top_k", "-1 is off", only_positive("evaluate.top_k")),
     Entry(
@@ -144,17 +148,28 @@ HERE = (
     Entry(
         f"{ACTOR}.clip_ratio",
         "actor.clip_ratio_low actor.clip_ratio_high",
-        "set both; verl reads it only where clip_ratio_low and clip_ratio_high are null",
+        "set both; verl reads it only where clip_ratio_low and clip_ratio_high are null (default 0.2)",
         both_clip_ratios,
     ),
     Entry(f"{ACTOR}.{{clip_ratio_low,clip_ratio_high}}", "actor.{clip_ratio_low,clip_ratio_high}", "0.2, 0.28 here"),
     Entry(f"{ACTOR}.clip_ratio_c", "actor.clip_ratio_c", "10, as in the DAPO scripts; verl's default is 3"),
     Entry(f"{ACTOR}.{{tau_pos,tau_neg}}", "actor.policy_loss.{tau_pos,tau_neg}"),
+    Entry(
+        f"{ACTOR}.policy_loss.loss_mode",
+        "actor.policy_loss.loss_mode",
+        "verl aggregates gspo and sapo by seq-mean-token-mean always: set actor.loss_agg_mode too",
+        policy_loss,
+    ),
     *(
         Entry(f"{ACTOR}.policy_loss.{name}", f"actor.policy_loss.{name}")
-        for name in ("loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+        for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
     ),
-    Entry(f"{ACTOR}.loss_agg_mode", "actor.loss_agg_mode", "exact over the mini-batch, however it is split"),
+    Entry(
+        f"{ACTOR}.loss_agg_mode",
+        "actor.loss_agg_mode",
+        "exact over the mini-batch, however it is split",
+        unless_by_sequence,
+    ),
     Entry(f"{ACTOR}.{{use_kl_loss,kl_loss_coef,kl_loss_type}}", "actor.{use_kl_loss,kl_loss_coef,kl_loss_type}"),
     Entry(f"{ACTOR}.optim.{{{OPTIMIZER}}}", f"actor.optim.{{{OPTIMIZER}}}"),
     Entry(f"{ACTOR}.optim.{{warmup_style,lr_decay_style}}", "actor.optim.lr_scheduler_type"),
@@ -434,7 +449,11 @@ EASYR1 = (
     Entry("worker.actor.model.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
     Entry("worker.actor.model.lora.{rank,alpha}", "model.lora.{rank,alpha}"),
     Entry(
-        "worker.actor.optim.lr_warmup_ratio", "actor.optim.lr_warmup_steps", "a number of training steps", set_by_hand
+        "worker.actor.optim.lr_warmup_ratio",
+        "actor.optim.lr_warmup_steps",
+        "a number of training steps",
+        set_by_hand,
+        by_hand=True,
     ),
     Entry("worker.actor.offload.offload_optimizer", "actor.optim.offload"),
     Entry("worker.rollout.val_override_config.{n,temperature,top_p}", "evaluate.{n,temperature,top_p}"),
@@ -446,7 +465,7 @@ EASYR1 = (
         set_by_hand,
         by_hand=True,
     ),
-    Entry("worker.reward.reward_function", "reward.function"),
+    Entry("worker.reward.reward_function", "reward.function", "another signature: docs/data.md"),
     Entry("worker.{actor.fsdp,actor.offload,ref.fsdp,ref.offload}.*", note="mesh.fsdp divides parameters"),
     Entry("algorithm.disable_kl", "actor.use_kl_loss", "off unless set", set_by_hand, by_hand=True),
     Entry("algorithm.use_kl_loss", "actor.use_kl_loss"),
@@ -458,7 +477,8 @@ EASYR1 = (
         by_hand=True,
     ),
     Entry("trainer.{max_steps,val_freq,save_limit}", "trainer.{total_training_steps,test_freq,max_ckpt_to_keep}"),
-    Entry("trainer.{save_checkpoint_path,load_checkpoint_path}", "{workdir,trainer.resume_from_path}"),
+    Entry("trainer.save_checkpoint_path", "workdir", "logs and checkpoints"),
+    Entry("trainer.load_checkpoint_path", "trainer.resume_from_path", "a run of this trainer", set_by_hand),
     Entry(
         "worker.actor.model.lora.target_modules", "model.lora.target_modules", "all-linear is the default", lora_modules
     ),

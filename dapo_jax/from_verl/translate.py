@@ -18,12 +18,17 @@ from dapo_jax.validation import validate
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")
+CONFIG_FILE = re.compile(r"--config-(name|path|dir)(=.*)?|-cn|-cp|-cd")
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another option
+CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 ASSUMED = {  # verl's defaults that a conversion looks at
     "trainer.n_gpus_per_node": 8,
     "trainer.nnodes": 1,
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
+    f"{CLIP_RATIO}_low": 0.2,
+    f"{CLIP_RATIO}_high": 0.2,
 }
 BASE = freeze(defaults.get_config())
 
@@ -43,12 +48,20 @@ class Translation:
 
 
 def overrides(script: Script) -> dict[str, str]:
-    """verl's options that the script's training command sets, as text. InputError: there is no such command."""
+    """verl's options that the script's training command sets, as text. InputError: there is no such command.
+
+    A config file that it names is added to what the script skipped.
+    """
     for words in script.commands:
         at = next((place for place, word in enumerate(words) if TRAINER.fullmatch(word)), None)
         if at is not None:
             found = [OVERRIDE.fullmatch(word) for word in words[at + 1 :]]
             if any(found):
+                script.skipped += [
+                    f"{word}: only the command's own options are translated, not those of a config file"
+                    for word in words[at + 1 :]
+                    if CONFIG_FILE.fullmatch(word)
+                ]
                 return {match[1]: match[2] for match in found if match}
     raise InputError(
         "no command of the script starts verl's trainer with options: it must have one such as `python3 -m "
@@ -63,12 +76,10 @@ def translate(given: Mapping[str, str]) -> Translation:
         given: verl's options by name, as text.
     """
     result = Translation()
+    given = {key: REFERENCE.sub(lambda match: given.get(match[1], match[0]), text) for key, text in given.items()}
     known = {key: text for key, text in given.items() if text and UNKNOWN not in text and "${" not in text}
     for key in given.keys() - known.keys():
-        ours = " or ".join(ours_of(key))
-        if ours:
-            why = f"is empty in the script: set {ours}" if not given[key] else f"needs a command to run: set {ours}"
-            result.by_hand.append(f"{key} {why} by hand, or leave it at its default")
+        _take_unknown(key, given[key], result)
     values = {key: parsed(text) for key, text in known.items()}
     values = {**_defaults(values), **values}
     for key, value in values.items():
@@ -81,7 +92,8 @@ def translate(given: Mapping[str, str]) -> Translation:
         result.problems = [line.removeprefix("  - ") for line in lines[1:] or lines]
     if not result.config().algorithm.filter_groups.enable:
         result.by_hand.append(
-            "dynamic sampling is off, as verl's is: algorithm.filter_groups.enable=True and metric=acc turn it on"
+            "dynamic sampling is off, as in verl unless a script turns it on: set algorithm.filter_groups.enable=True "
+            "and algorithm.filter_groups.metric=acc"
         )
     result.by_hand.sort()
     return result
@@ -96,6 +108,16 @@ def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         validation = "actor_rollout_ref.rollout.val_kwargs"
         defaults |= {f"{validation}.n": 1, f"{validation}.temperature": 0.0}
     return defaults
+
+
+def _take_unknown(key: str, text: str, result: Translation) -> None:
+    """An option whose value the script does not say."""
+    entry, ours = find(key), " or ".join(ours_of(key))
+    why = "is empty in the script" if not text else "needs a command to run" if UNKNOWN in text else f"is {text}"
+    if ours:
+        result.by_hand.append(f"{key} {why}: set {ours} by hand, or leave it at its default")
+    elif text and (entry is None or entry.lost):
+        result.lost.append(f"{key} {why}: {entry.note if entry else 'no option of verl 0.7 or 0.9'}")
 
 
 def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) -> None:
@@ -117,9 +139,11 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
         result.values |= taken
         if entry.by_hand and value is not None:
             result.by_hand.append(f"{text}: {', '.join(ours_of(key))} is {entry.note}")
+        elif key == CLIP_RATIO and not taken and value != 0.2:
+            result.by_hand.append(f"{text}: verl reads clip_ratio_low and clip_ratio_high instead, which are not null")
         elif not taken and not entry.by_hand:
-            result.dropped.append(f"{text}: the default of {', '.join(ours_of(key))}")
-        if key == "trainer.logger" and len(taken[key]) < len(value if isinstance(value, list) else [value]):
+            result.dropped.append(f"{text}: leaves {', '.join(ours_of(key))} as it is")
+        if key == "trainer.logger" and len(taken.get(key, ())) < len(value if isinstance(value, list) else [value]):
             result.by_hand.append(f"{text}: the trackers here are {', '.join(TRACKERS)}")
         if key == FSDP_SIZE and taken != {"mesh.fsdp": 1}:
             devices = values["trainer.n_gpus_per_node"] * values["trainer.nnodes"]

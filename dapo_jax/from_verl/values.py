@@ -16,6 +16,8 @@ from dapo_jax.rollout.shapes import bucket
 Values = Mapping[str, Any]
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 TRACKERS = ("console", "tensorboard", "wandb")
+BY_SEQUENCE = "seq-mean-token-mean"
+ALWAYS_BY_SEQUENCE = ("gspo", "sapo")
 ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
 
@@ -50,7 +52,7 @@ def as_type_of(key: str, value: Any) -> dict[str, Any]:
         return {key: json.dumps(value) if isinstance(value, dict) else str(value)}
     if isinstance(default, int) and isinstance(value, float) and value.is_integer():
         return {key: int(value)}
-    if isinstance(default, float) and isinstance(value, str):  # 1e-6 is a number for hydra, and text for JSON
+    if isinstance(default, float) and isinstance(value, str):  # hydra's inf is text for JSON and Python
         try:
             return {key: float(value)}
         except ValueError:
@@ -92,6 +94,24 @@ def both_clip_ratios(value: Any, given: Values) -> dict[str, Any]:
 
 def greedy(value: Any, given: Values) -> dict[str, Any]:
     return {} if value else {"evaluate.temperature": 0.0}
+
+
+def unless_greedy(value: Any, given: Values) -> dict[str, Any]:
+    """As it is, in whatever order the options are given."""
+    off = given.get(f"{ROLLOUT}.val_kwargs.do_sample", True) is False
+    return {} if off else as_type_of("evaluate.temperature", value)
+
+
+def policy_loss(value: Any, given: Values) -> dict[str, Any]:
+    """verl aggregates two losses by sequence, whatever loss_agg_mode says."""
+    by_sequence = {"actor.loss_agg_mode": BY_SEQUENCE} if value in ALWAYS_BY_SEQUENCE else {}
+    return {"actor.policy_loss.loss_mode": value} | by_sequence if value else {}
+
+
+def unless_by_sequence(value: Any, given: Values) -> dict[str, Any]:
+    """As it is, where the policy loss reads it."""
+    loss = given.get(f"{ACTOR}.policy_loss.loss_mode")
+    return as_type_of("actor.loss_agg_mode", BY_SEQUENCE if loss in ALWAYS_BY_SEQUENCE else value)
 
 
 def token_budget(value: Any, given: Values) -> dict[str, Any]:
@@ -193,4 +213,5 @@ def resume_mode(value: Any, given: Values) -> dict[str, Any]:
 
 def trackers(value: Any, given: Values) -> dict[str, Any]:
     names = value if isinstance(value, list | tuple) else (value,)
-    return {"trainer.logger": tuple(name for name in TRACKERS if name in names)}
+    here = tuple(name for name in TRACKERS if name in names)
+    return {"trainer.logger": here} if here else {}

@@ -194,14 +194,18 @@ def _cell(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def _fitted(value: float | None, width: int, most: int) -> str:
-    """`value` in at most `width` characters, with `most` decimals or as many as there is room for; 1e9 is "1e9"."""
+    """`value` in at most `width` characters, with `most` decimals or as many as there is room for; 1e9 is "1e9".
+
+    More decimals only where it would look like zero.
+    """
     if value is None:
         return "-"
     mantissa, _, exponent = f"{value:.0e}".partition("e")
     short = f"{mantissa}e{int(exponent)}" if exponent else mantissa
     texts = [f"{value:.{decimals}f}" for decimals in range(most, -1, -1)]
     if value and float(texts[0]) == 0:  # more than zero, or less
-        texts.insert(0, short)
+        longest = f"{value:.{width - len(f'{value:.0f}') - 1}f}"
+        texts.insert(0, longest if float(longest) else short)
     return next((text for text in [*texts, short] if len(text) <= width), "-")
 
 

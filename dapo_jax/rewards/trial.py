@@ -1,6 +1,7 @@
 """Host: tries a reward function of the user's on made-up responses, before a run begins."""
 
 import logging
+import time
 
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
@@ -13,23 +14,24 @@ _RESPONSES = (  # with the ground truth in them: forms in which reward functions
     *("```python\nprint({})\n```", ""),
 )
 
+TRIAL_S = 10.0  # seconds for all of them
+
 _log = logging.getLogger(__name__)
 
 
 def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Verdict]:
     """The verdicts on made-up responses to a row for which the function did not raise.
 
-    A function may raise for a response that it cannot read, which then counts as wrong: that is warned of.
+    A function may raise for a response that it cannot read, which then counts as wrong: that is warned of. Responses
+    that are not judged within TRIAL_S are left out.
 
     Raises:
         ValueError: a result that is no verdict, or the function raised for all responses.
     """
-    truth = row.truth_text
-    texts = [form.format(truth) for form in _RESPONSES]
-    requests = [ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info) for text in texts]
-    verdicts = [verdict.result() for verdict in [verifiers.submit(request) for request in requests]]
+    texts = [form.format(row.truth_text) for form in _RESPONSES]
+    verdicts = _judged(row, texts, name, verifiers)
     verifiers.warn_of_graded(verdicts)
-    failed = [(text, verdict.error) for text, verdict in zip(texts, verdicts, strict=True) if verdict.error]
+    failed = [(text, verdict.error) for text, verdict in zip(texts, verdicts, strict=False) if verdict.error]
     for text, error in failed:
         if WRONG_RESULT in error:
             raise InputError(
@@ -37,14 +39,31 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
                 f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has "
                 "one as 'score' for every response"
             )
-    if len(failed) == len(texts):
+    if failed and len(failed) == len(verdicts):
         raise InputError(
-            f"reward.function={name!r} failed on all {len(texts)} made-up responses to {row.origin}, on {truth[:60]!r} "
-            f"with {failed[0][1]}: correct it, and let it return its lowest score for a response that it cannot read"
+            f"reward.function={name!r} failed on all {len(verdicts)} made-up responses to {row.origin}, on "
+            f"{texts[0][:60]!r} with {failed[0][1]}: correct it, and let it return its lowest score for a response "
+            "that it cannot read"
         )
     if failed:
         _log.warning(
             "reward.function=%r failed on %d of %d made-up responses to %s, on %r with %s: such a response counts as "
-            "wrong, with reward.error_score", name, len(failed), len(texts), row.origin, failed[0][0], failed[0][1],
+            "wrong, with reward.error_score", name, len(failed), len(verdicts), row.origin, failed[0][0], failed[0][1],
         )  # fmt: skip
     return [verdict for verdict in verdicts if not verdict.error]
+
+
+def _judged(row: PromptRow, texts: list[str], name: str, verifiers: VerifierPool) -> list[Verdict]:
+    """The verdicts on the first of `texts`, one after the other, that come within TRIAL_S: a slow judge is not waited
+    for.
+    """
+    end, verdicts = time.monotonic() + TRIAL_S, []
+    for text in texts:
+        verdict = verifiers.submit(ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info))
+        try:
+            verdicts.append(verdict.result(timeout=max(end - time.monotonic(), 0.0)))
+        except TimeoutError:
+            _log.info("reward.function=%r judged %d of %d made-up responses in %g s", name, len(verdicts), len(texts),
+                      TRIAL_S)  # fmt: skip
+            break
+    return verdicts

@@ -157,11 +157,11 @@ def test_the_same_fault_of_all_rows_is_reported_once_with_the_columns(tmp_path, 
 @pytest.mark.parametrize(
     ("record", "script"),
     [
-        ({"question": "How many?", "answer": "1 + 1 = 2\n#### 2"}, "GSM8K as published: run scripts/prepare_gsm8k.py"),
-        ({"input": "How many?", "target": 2.0}, "MAWPS as published: run scripts/prepare_mawps.py"),
-        ({"question": "How many?", "result": "2"}, "MAWPS as published: run scripts/prepare_mawps.py"),
-        ({"ID": "2024-I-1", "Problem": "Find x.", "Answer": 204}, "scripts/prepare_aime.py"),
-        ({"prompt": "Find x.", "solution": "34"}, "scripts/prepare_math_dapo.py"),
+        ({"question": "How many?", "answer": "2\n#### 2"}, "GSM8K as published: run scripts/data/prepare_gsm8k.py"),
+        ({"input": "How many?", "target": 2.0}, "MAWPS as published: run scripts/data/prepare_mawps.py"),
+        ({"question": "How many?", "result": "2"}, "MAWPS as published: run scripts/data/prepare_mawps.py"),
+        ({"ID": "2024-I-1", "Problem": "Find x.", "Answer": 204}, "scripts/data/prepare_aime.py"),
+        ({"prompt": "Find x.", "solution": "34"}, "scripts/data/prepare_math_dapo.py"),
     ],
 )
 def test_a_raw_data_set_is_named_with_its_script(record, script, tmp_path):
@@ -230,7 +230,7 @@ def test_a_directory_and_a_hub_name_are_named_with_the_cure(tmp_path, monkeypatc
         "rows.csv": "it has no nested columns: write its rows as JSON Lines",
         "rows.jsonl.gz": "unpack it",
         "someone/some-set": r"hf download someone/some-set --repo-type dataset --local-dir data/.*data.train_files",
-        "openai/gsm8k": "`python scripts/prepare_gsm8k.py --download`.* data.train_files or data.val_files",
+        "openai/gsm8k": "`python scripts/data/prepare_gsm8k.py --download`.* data.train_files or data.val_files",
         "saved/train": "does not exist: correct the path",
     }.items():
         with pytest.raises(ValueError, match=f"prompt file {path} .*{message}"):

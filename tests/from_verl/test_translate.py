@@ -140,10 +140,10 @@ def test_options_that_nothing_would_read_are_left_out_and_named():
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("actor_rollout_ref.actor.clip_ratio=0.3", {"actor.clip_ratio_low": 0.3, "actor.clip_ratio_high": 0.3}),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", {}),
         ("data.gen_batch_size=null", {}),
         ("trainer.logger=[console,swanlab]", {"trainer.logger": ("console",)}),
+        ("trainer.logger=swanlab", {}),
         ("trainer.save_freq=0", {"trainer.save_freq": -1}),
         ("actor_rollout_ref.rollout.top_k=0", {}),
         ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", {"reward.overlong_buffer.enable": True}),
@@ -158,6 +158,7 @@ def test_options_that_nothing_would_read_are_left_out_and_named():
         ("custom_reward_function.name=compute_score", {}),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", {
             "actor.policy_loss.loss_mode": "gspo", "actor.clip_ratio_c": 10.0,
+            "actor.loss_agg_mode": "seq-mean-token-mean",
         }),
         ("algorithm.rollout_correction.rollout_is=token", {
             "algorithm.rollout_correction.rollout_is": "token", "actor.old_logprob": "recompute",
@@ -168,6 +169,40 @@ def test_a_value_is_converted(option, values):
     key, _, text = option.partition("=")
     nothing = translate({}).values
     assert {name: value for name, value in translate({key: text}).values.items() if name not in nothing} == values
+
+
+def test_clip_ratio_is_read_as_verl_reads_it():
+    clip = "actor_rollout_ref.actor.clip_ratio"
+    alone = translate({clip: "0.3"})
+    assert not any("clip_ratio" in key for key in alone.values)
+    assert any(line.startswith(f"{clip}=0.3: verl reads clip_ratio_low") for line in alone.by_hand)
+    with_nulls = translate({clip: "0.3", f"{clip}_low": "null", f"{clip}_high": "null"}).config().actor
+    assert (with_nulls.clip_ratio_low, with_nulls.clip_ratio_high) == (0.3, 0.3)
+
+
+def test_the_order_of_the_options_changes_nothing():
+    loss, validation = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.val_kwargs"
+    options = {
+        f"{loss}.policy_loss.loss_mode": "gspo", f"{loss}.loss_agg_mode": "token-mean",
+        f"{validation}.do_sample": "False", f"{validation}.temperature": "0.6", "data.val_files": "a.parquet",
+    }  # fmt: skip
+    one, other = translate(options).config(), translate(dict(reversed(options.items()))).config()
+    assert one == other
+    assert one.actor.loss_agg_mode == "seq-mean-token-mean" and one.evaluate.temperature == 0
+
+
+def test_a_reference_to_another_option_has_its_value():
+    result = translate({"data.max_prompt_length": "64", "data.max_response_length": "${data.max_prompt_length}"})
+    assert result.config().data.max_response_length == 64
+    unknown = translate({"data.max_response_length": "${data.max_prompt_length}", "data.custom_cls.path": "\0"})
+    assert any("is ${data.max_prompt_length}: set" in line for line in unknown.by_hand)
+    assert unknown.lost == ["data.custom_cls.path needs a command to run: write the rows to a file: docs/data.md"]
+
+
+def test_a_config_file_of_the_script_is_named():
+    script = Script("python3 -m verl.trainer.main_ppo --config-name=mine data.seed=1", environment={})
+    assert overrides(script) == {"data.seed": "1"}
+    assert [line.partition(":")[0] for line in script.skipped] == ["--config-name=mine"]
 
 
 def test_a_share_of_the_steps_becomes_steps():
@@ -196,6 +231,15 @@ def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):
     written = run(str(tmp_path / "run.sh"), "--output", str(tmp_path / "run.py"))
     assert written.returncode == 0 and (tmp_path / "run.py").exists()
     validate(read_config(["train", "--config", str(tmp_path / "run.py")]))
+
+
+def test_the_arguments_may_come_before_or_after_the_file(tmp_path):
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    file = tmp_path / "run.py"
+    assert run(str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3").returncode == 0
+    assert "config.trainer.total_epochs = 3" in file.read_text()
+    nowhere = run(str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py"))
+    assert nowhere.returncode == 2 and "run.py cannot be written" in nowhere.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """The catalogue is what runs emit: all that they emit is declared, and all that is declared is emitted."""
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
 
 import pytest
+import write_metrics_doc
 from small_run import small_config
 
 from dapo_jax.evaluate import bench
@@ -29,17 +29,9 @@ GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True,
            "reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4}  # fmt: skip
 
 
-def documentation_script():
-    spec = importlib.util.spec_from_file_location("write_metrics_doc", ROOT / "scripts" / "write_metrics_doc.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_documentation_is_the_catalogue():
     written = (ROOT / "docs" / "metrics.md").read_text()
-    assert written == documentation_script().document(), "run python scripts/write_metrics_doc.py"
+    assert written == write_metrics_doc.document(), "run python scripts/docs/write_metrics_doc.py"
 
 
 def test_no_name_is_declared_twice():

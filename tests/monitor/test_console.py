@@ -78,6 +78,14 @@ def test_columns_are_aligned_whatever_is_absent(make_console, capsys):
         assert len({line.index(f"  {label} ") for line in lines}) == 1, label
 
 
+def test_a_small_value_has_more_decimals(make_console, capsys):
+    console = make_console(2)
+    console.step_line(1, METRICS | {"timing_s/step": 0.04})
+    console.step_line(2, METRICS | {"timing_s/step": 4e-7})
+    lines = capsys.readouterr().out.splitlines()
+    assert any(" 0.040s " in line for line in lines) and any(" 4e-7s " in line for line in lines)
+
+
 EXTREMES = (0.0, -0.0, 1e-9, -1e-9, 0.99995, -0.99995, 99.995, 99999.5, -123456.7, 1e12, -1e300, math.nan, -math.inf)
 
 

@@ -1,8 +1,10 @@
 import logging
 
 import pytest
+from ends_within import ends_within
 
 from dapo_jax.data.rows import PromptRow
+from dapo_jax.rewards import trial
 from dapo_jax.rewards.trial import try_function
 from dapo_jax.rewards.worker_pool import VerifierPool
 
@@ -65,3 +67,9 @@ def test_a_function_may_raise_for_what_it_cannot_read(reading, tmp_path, caplog)
         verdicts = tried(f"return float(int({reading}) == 34)", tmp_path)
     assert {verdict.numbers["acc"] for verdict in verdicts} == {1.0}
     assert "made-up responses" in caplog.text and "counts as wrong" in caplog.text
+
+
+def test_a_slow_judge_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
+    with ends_within(60):
+        assert tried("import time; time.sleep(3600)", tmp_path) == []

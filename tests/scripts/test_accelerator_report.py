@@ -9,18 +9,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerator_benchmarks
+import accelerator_findings
+import accelerator_numerics
+import accelerator_page
+import accelerator_report
+import accelerator_sections
 import pytest
 from waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import accelerator_benchmarks  # noqa: E402
-import accelerator_findings  # noqa: E402
-import accelerator_numerics  # noqa: E402
-import accelerator_page  # noqa: E402
-import accelerator_report  # noqa: E402
-import accelerator_sections  # noqa: E402
 
 NAMES = [section.name for section in accelerator_report.SECTIONS]
 PASSES = """

@@ -1,20 +1,18 @@
 """The comparison with TRL, whose trainer is not installed here: what it is told, and what is made of its records."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import compare_trl
+import prepare_sums
 import pytest
+import run_ablation
+import trl_task
 
 from dapo_jax.command_line import read_config
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-compare_trl, prepare_sums, run_ablation, trl_task = (
-    importlib.import_module(name) for name in ("compare_trl", "prepare_sums", "run_ablation", "trl_task")
-)
 OURS = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor, 2 cores"}
 ROWS = (
     '{"step": 0, "eval/sums/acc/mean@2": 0.25}\n{"step": 1, "eval/sums/acc/mean@2": 0.5, '

@@ -14,6 +14,7 @@ from waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
+LAUNCH = SCRIPTS / "launch"
 TOOLS = Path(sys.executable).parent
 NAMES = ["host-0", "host-1"]
 PAGE = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/pods.md").read_text(), re.M | re.S)
@@ -66,7 +67,7 @@ class Pod:
     def launch(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         path = f"{self.root / 'bin'}{os.pathsep}{os.environ['PATH']}"
         variables = {"TPU_NAME": "slice", "ZONE": "zone-a", **variables}
-        command = ["bash", str(SCRIPTS / "launch_tpu_vm.sh"), *arguments]
+        command = ["bash", str(LAUNCH / "launch_tpu_vm.sh"), *arguments]
         env = {**os.environ, "PATH": path, **variables}
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
@@ -111,8 +112,8 @@ def shell(commands: str, folder: Path, tools: Path, **variables: str) -> subproc
 
 
 def test_every_shell_script_passes_shellcheck():
-    files = [str(path.relative_to(ROOT)) for pattern in ("*.sh", "*.sbatch") for path in sorted(SCRIPTS.glob(pattern))]
-    assert {"scripts/launch_tpu_vm.sh", "scripts/slurm_gpu.sbatch"} <= set(files)
+    files = [str(path.relative_to(ROOT)) for pattern in ("*.sh", "*.sbatch") for path in sorted(SCRIPTS.rglob(pattern))]
+    assert {"scripts/launch/launch_tpu_vm.sh", "scripts/launch/slurm_gpu.sbatch"} <= set(files)
     command = [str(TOOLS / "shellcheck"), "--external-sources", "--source-path=SCRIPTDIR", *files, ".ci/run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -263,7 +264,7 @@ def cluster(tmp_path):
 def submit(cluster: Path, *arguments: str, **variables: str) -> subprocess.Popen:
     env = {**os.environ, "CALLS": str(cluster / "calls"), "PATH": f"{cluster}{os.pathsep}{os.environ['PATH']}"}
     env |= {"SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8", "PYTHON": "python3", **variables}
-    return subprocess.Popen(["bash", str(SCRIPTS / "slurm_gpu.sbatch"), *arguments], env=env)
+    return subprocess.Popen(["bash", str(LAUNCH / "slurm_gpu.sbatch"), *arguments], env=env)
 
 
 STEP = "srun <--kill-on-bad-exit=1> <--label> <--cpus-per-task=8> <python3> <-m> <dapo_jax.train>"
@@ -305,13 +306,13 @@ def test_the_way_to_slurm_is_as_the_page_says(cluster):
 
 
 def test_slurm_is_asked_for_a_process_per_gpu_that_sees_all_gpus():
-    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", (SCRIPTS / "slurm_gpu.sbatch").read_text(), re.M))
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", (LAUNCH / "slurm_gpu.sbatch").read_text(), re.M))
     assert options["gres"] == f"gpu:{options['ntasks-per-node']}" and "gpus-per-task" not in options
     assert options["signal"] == "B:USR1@120" and "requeue" in options and options["open-mode"] == "append"
 
 
 def test_the_jobset_has_a_pod_per_host_of_its_slice_and_restarts_whole():
-    jobset = yaml.safe_load((SCRIPTS / "gke_jobset.yaml").read_text())
+    jobset = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
     [job] = jobset["spec"]["replicatedJobs"]

@@ -1,12 +1,7 @@
 import json
-import sys
-from pathlib import Path
 
+import plot_run
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import plot_run  # noqa: E402
 
 ROWS = [
     {"step": 0, "eval/a/acc/mean@4": 0.25},

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import data_preparation
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,18 +13,12 @@ import pytest
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
 
-SCRIPTS, DATA = Path(__file__).parents[2] / "scripts", Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "data"
 NAMES = ["prepare_gsm8k", "prepare_math_dapo", "prepare_aime", "prepare_mawps"]
 
 
-def load(name: str):
-    if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))  # a script finds its neighbours
-    return importlib.import_module(name)
-
-
 def run(name: str, *arguments: object) -> None:
-    load("data_preparation").command(load(name).main, [str(argument) for argument in arguments])
+    data_preparation.command(importlib.import_module(name).main, [str(argument) for argument in arguments])
 
 
 def refusal(capsys, name: str, *arguments: object) -> str:
@@ -44,7 +39,7 @@ def write_lines(path: Path, rows: list) -> Path:
 
 def published_dapo(path: Path, rows: list[tuple[str, str]]) -> Path:
     """A file as BytedTsinghua-SIA/DAPO-Math-17k is: (problem, answer) in rows of small row groups."""
-    prompt = load("data_preparation").DAPO_PROMPT
+    prompt = data_preparation.DAPO_PROMPT
     table = pa.Table.from_pylist([
         {
             "data_source": "math_dapo",
@@ -133,7 +128,7 @@ def test_no_template_of_mawps_is_in_both_splits(tmp_path, capsys):
     assert all(line in out for line in ("read         31", "duplicates   5", "1 answers with more than 3 decimals"))
     train, heldout = (problems(tmp_path / f"{split}.jsonl") for split in ("train", "heldout"))
     assert len(train) + len(heldout) == 25 and train and heldout
-    template_of = load("prepare_mawps").template_of
+    template_of = importlib.import_module("prepare_mawps").template_of
     templates = [{template_of(row["prompt"][-1]["content"]) for row in rows}
                  for rows in (train, heldout)]  # fmt: skip
     assert not templates[0] & templates[1]
@@ -142,7 +137,7 @@ def test_no_template_of_mawps_is_in_both_splits(tmp_path, capsys):
 
 
 def test_problems_that_tell_the_same_story_have_one_template():
-    template_of = load("prepare_mawps").template_of
+    template_of = importlib.import_module("prepare_mawps").template_of
     rows = [record["input"] for record in problems(DATA / "mawps.jsonl")]
     cards, marbles, oranges = rows[4:7]
     assert template_of(cards) == "@ are # * # * more are added @ many are there total"
@@ -161,7 +156,7 @@ def test_problems_that_tell_the_same_story_have_one_template():
 def test_a_thing_is_the_same_in_singular_and_plural(forms):
     one, many = forms
     problem = f"There are 30 {many} in Kathy's {one} collection. She gives 2 to Ann. How many {many} are left?"
-    template = load("prepare_mawps").template_of(problem)
+    template = importlib.import_module("prepare_mawps").template_of(problem)
     assert template == "@ are # * in @ * collection @ gives # to @ many * are left"
 
 
@@ -176,7 +171,7 @@ def test_the_split_of_a_problem_does_not_depend_on_the_others(tmp_path):
             for split in ("train", "heldout") for row in problems(tmp_path / name / f"{split}.jsonl")
         })  # fmt: skip
     assert splits[1].items() <= splits[0].items() and 1 < len(splits[1]) < len(splits[0])
-    split_of = load("prepare_mawps").split_of
+    split_of = importlib.import_module("prepare_mawps").split_of
     held = sum(split_of(str(number), 0.15) == "heldout" for number in range(4000))
     assert 500 < held < 700
 
@@ -268,11 +263,11 @@ def test_what_the_hub_has_is_prepared(tmp_path, monkeypatch):
 def test_help_shows_a_command_that_works(name, capsys):
     with pytest.raises(SystemExit) as ended:
         run(name, "--help")
-    assert ended.value.code == 0 and f"python scripts/{name}.py" in capsys.readouterr().out
+    assert ended.value.code == 0 and f"python scripts/data/{name}.py" in capsys.readouterr().out
 
 
 def test_numbers_have_one_spelling():
-    plain_number = load("data_preparation").plain_number
+    plain_number = data_preparation.plain_number
     spelled = {27.0: "27", 3: "3", "073": "73", "1,080": "1080", "-0.50": "-0.5", 0.0: "0", "100": "100", "1e3": "1000"}
     assert {value: plain_number(value) for value in spelled} == spelled
     assert [plain_number(value) for value in ("x", "", None, True, "nan", float("inf"), "1e999", [1])] == [None] * 8

@@ -1,24 +1,13 @@
-import importlib
-import sys
 from collections import Counter
-from pathlib import Path
 
+import prepare_sums
 import pytest
 
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-
-@pytest.fixture(scope="module")
-def prepare_sums():
-    if str(SCRIPTS) not in sys.path:
-        sys.path.append(str(SCRIPTS))  # a script finds its neighbours
-    return importlib.import_module("prepare_sums")
-
-
-def test_no_order_of_a_heldout_sum_is_trained_on(prepare_sums, tmp_path, capsys):
+def test_no_order_of_a_heldout_sum_is_trained_on(tmp_path, capsys):
     prepare_sums.main([f"--output={tmp_path}/{{split}}.jsonl"])
     assert "heldout.jsonl: 96 problems" in capsys.readouterr().out
     found = {split: prepare_sums.sums(400, 96, seed=0)[split] for split in ("train", "heldout")}
@@ -30,7 +19,7 @@ def test_no_order_of_a_heldout_sum_is_trained_on(prepare_sums, tmp_path, capsys)
     assert [row.ground_truth for row in rows] == [str(sum(terms)) for terms in found["train"]]
 
 
-def test_the_worked_answer_is_right(prepare_sums):
+def test_the_worked_answer_is_right():
     row = prepare_sums.sum_row((2, 3, 4), "train")
     assert [message["content"] for message in row["prompt"]] == [
         "8 + 5 + 6 = ?", "8 + 5 = 13, 13 + 6 = 19", "2 + 3 + 4 = ?",
@@ -42,6 +31,6 @@ def test_the_worked_answer_is_right(prepare_sums):
 
 
 @pytest.mark.parametrize(("num_train", "num_heldout"), [(2, 3), (0, 2), (3000, 2), (2, 500)])
-def test_impossible_numbers_are_refused(prepare_sums, num_train, num_heldout):
+def test_impossible_numbers_are_refused(num_train, num_heldout):
     with pytest.raises(ValueError, match="ask for"):
         prepare_sums.sums(num_train, num_heldout, seed=0)

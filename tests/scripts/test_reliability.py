@@ -5,24 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+import crash_test
 import pytest
+import soak
 
 from dapo_jax.monitor.tensorboard import EVENTS
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import crash_test  # noqa: E402
-import soak  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The folder of the two runs of a crash test, and what it printed."""
     folder = tmp_path_factory.mktemp("crash")
-    command = [sys.executable, SCRIPTS / "crash_test.py", "--kills=3", "--seed=1", f"--folder={folder}",
+    command = [sys.executable, crash_test.__file__, "--kills=3", "--seed=1", f"--folder={folder}",
                "--config.trainer.total_training_steps=30"]  # fmt: skip
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)

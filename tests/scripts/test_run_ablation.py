@@ -1,28 +1,26 @@
 """The comparisons, and what is made of the metrics of their runs."""
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import ablations
+import comparison_report
+import finished_runs
 import pytest
+import run_ablation
 
 from dapo_jax.command_line import read_config
 from dapo_jax.validation import validate
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-comparison_report, comparisons, finished_runs, run_ablation = (
-    importlib.import_module(name) for name in ("comparison_report", "comparisons", "finished_runs", "run_ablation")
-)
 ENVIRONMENT = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor"}
-ARMS = [(name, arm) for name, found in comparisons.COMPARISONS.items() for arm in found.arms]
+ARMS = [(name, arm) for name, found in ablations.COMPARISONS.items() for arm in found.arms]
 
 
 def configured(name: str, arm: str):
-    return read_config(["train", *run_ablation.command_options(comparisons.COMPARISONS[name], arm)])
+    return read_config(["train", *run_ablation.command_options(ablations.COMPARISONS[name], arm)])
 
 
 @pytest.mark.parametrize(("name", "arm"), ARMS)
@@ -31,7 +29,7 @@ def test_every_arm_is_a_valid_config(name, arm):
 
 
 def test_the_paper_s_table_adds_one_part_a_line():
-    arms = list(comparisons.PARTS)
+    arms = list(ablations.PARTS)
     found = [configured("dapo", arm) for arm in arms]
     parts = [
         (
@@ -50,14 +48,14 @@ def test_the_paper_s_table_adds_one_part_a_line():
 
 def test_equal_configs_share_their_runs(tmp_path):
     def folder(name: str, arm: str, *options: str) -> Path:
-        chosen = run_ablation.command_options(comparisons.COMPARISONS[name], arm, options)
+        chosen = run_ablation.command_options(ablations.COMPARISONS[name], arm, options)
         return run_ablation.folder_of(tmp_path, chosen)
 
     whole = folder("dapo", "+ dynamic sampling")
     assert whole == folder("leftover", "batch, requeue") == folder("dtype", "float32")
     assert folder("punishment", "overlong filtering") == folder("dapo", "+ clip-higher")
     assert folder("punishment", "both") == folder("dapo", "+ soft overlong punishment")
-    assert len({folder("dapo", arm) for arm in comparisons.PARTS}) == 6
+    assert len({folder("dapo", arm) for arm in ablations.PARTS}) == 6
     assert whole != folder("dapo", "+ dynamic sampling", "--config.rollout.top_p=0.9")
     assert whole == folder("dapo", "+ dynamic sampling", "--config.seed=3", "--config.workdir=elsewhere")
     model = read_config(["train", f"--config={ROOT / 'configs/sums.py'}"]).model.path
@@ -83,7 +81,7 @@ def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int
 
 @pytest.fixture
 def arms(tmp_path):
-    comparison = comparisons.COMPARISONS["dapo"]
+    comparison = ablations.COMPARISONS["dapo"]
     found = {
         arm: run_ablation.folder_of(tmp_path, run_ablation.command_options(comparison, arm)) for arm in comparison.arms
     }
@@ -188,7 +186,7 @@ def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, trained, c
     report = json.loads((output / "dapo.json").read_text())
     assert len(report["runs"]) == 6 and len(report["table"]) == 6
     assert report["arms"]["+ dynamic sampling"]["algorithm.filter_groups.enable"] == "True"
-    assert report["command"] == "python scripts/run_ablation.py dapo --seeds 0 --output docs/results"
+    assert report["command"] == "python scripts/comparisons/run_ablation.py dapo --seeds 0 --output docs/results"
     assert "+ clip-higher" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""All stages of scripts/run_dapo_math.sh, with an interpreter that notes what it is asked for and with the real one."""
+"""All stages of scripts/launch/run_dapo_math.sh, with an interpreter that notes its arguments and with the real one."""
 
 import json
 import os
@@ -75,12 +75,12 @@ def after_some_samples(*arguments):
 arguments = sys.argv[1:]
 if arguments[0] == "-c":
     os.execv(sys.executable, [sys.executable, *arguments])
-sys.path.insert(0, "scripts")
+sys.path.insert(0, "scripts/data")
 name, *sys.argv = arguments[arguments[0] == "-m":]
 sys.argv.insert(0, name)
-module = importlib.import_module(name.removeprefix("scripts/").removesuffix(".py"))
+module = importlib.import_module(name.removeprefix("scripts/data/").removesuffix(".py"))
 if name.endswith(os.environ["KILLED_IN"]):
-    if name == "scripts/prepare_aime.py":
+    if name == "scripts/data/prepare_aime.py":
         importlib.import_module("data_preparation").pq.write_table = half_a_file
     elif name == "dapo_jax.preflight":
         module.measure = die
@@ -97,9 +97,7 @@ module.main()
 class Checkout:
     def __init__(self, root: Path, interpreter_code: str) -> None:
         self.root = root
-        (root / "scripts").mkdir()
-        for script in ("run_dapo_math.sh", "data_preparation.py", "prepare_math_dapo.py", "prepare_aime.py"):
-            shutil.copy(SCRIPTS / script, root / "scripts")
+        shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
         interpreter = root / "interpreter"
         interpreter.write_text(f"#!{sys.executable}\n{interpreter_code}")
         interpreter.chmod(0o755)
@@ -108,7 +106,7 @@ class Checkout:
         known = ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID", "HOST", "CONFIG", "OUTPUT", "TOPOLOGY")
         env = {name: value for name, value in os.environ.items() if name not in known}
         env |= {"PYTHON": str(self.root / "interpreter"), **variables}
-        command = ["bash", str(self.root / "scripts/run_dapo_math.sh"), *arguments]
+        command = ["bash", str(self.root / "scripts/launch/run_dapo_math.sh"), *arguments]
         return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
@@ -130,8 +128,9 @@ def test_the_stages_follow_each_other_with_the_same_options(checkout):
     options = ["--config.model.path=models/a b", "--config.seed=3"]
     assert checkout.run(*options, DAPO_FILE="published 17k.parquet")[0] == 0
     dapo, aime, preflight, train, evaluate, export = checkout.calls()
-    assert dapo == ["scripts/prepare_math_dapo.py", "published 17k.parquet", "--output", "data/dapo-math-17k.parquet"]
-    assert aime == ["scripts/prepare_aime.py", "--download", "--output", "data/aime-2024.parquet"]
+    prepare_dapo, prepare_aime = (f"scripts/data/prepare_{name}.py" for name in ("math_dapo", "aime"))
+    assert dapo == [prepare_dapo, "published 17k.parquet", "--output", "data/dapo-math-17k.parquet"]
+    assert aime == [prepare_aime, "--download", "--output", "data/aime-2024.parquet"]
     start = ["--config", CONFIG, *options]
     assert preflight[:-1] == ["-m", "dapo_jax.preflight", *start, "--topology", "gpu", "--quick", "--json"]
     assert train == ["-m", "dapo_jax.train", *start]

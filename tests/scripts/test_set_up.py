@@ -40,10 +40,8 @@ if "--target" in sys.argv:
 @pytest.fixture
 def checkout(tmp_path):
     """Runs one of our scripts in a folder of its own, and returns what Python was asked to do."""
-    scripts = ("quickstart.sh", "environment.sh", "preflight_reports.sh", "test_accelerators.sh")
-    for name in ("setup.py", *(f"scripts/{script}" for script in scripts)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     python = tmp_path / "tools/python"
     python.parent.mkdir()
     python.write_text(f"#!{sys.executable}\n{INTERPRETER}")
@@ -68,7 +66,7 @@ def test_the_quickstart_makes_an_environment_once_and_trains(checkout):
     version, venv, install, download, train = checkout("scripts/quickstart.sh")
     assert version[0] == "-c" and venv == ["-m", "venv", ".venv"]
     assert install[:3] == ["-m", "pip", "install"] and install[-1] == ".[quickstart]"
-    assert download == ["scripts/download_smollm2.py"]
+    assert download == ["scripts/data/download_smollm2.py"]
     assert train == ["-m", "dapo_jax.train", "--config", "configs/quickstart.py"]
     [train] = checkout("scripts/quickstart.sh", "--model", "a b.gguf", "--config.seed=1")
     assert train[3:] == ["configs/quickstart.py", "--config.model.path=a b.gguf", "--config.seed=1"]
@@ -83,7 +81,7 @@ def test_an_environment_that_was_made_by_half_is_made_again(checkout, tmp_path):
 
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    calls = [call for call in checkout("scripts/preflight_reports.sh") if call[:2] == ["-m", "dapo_jax.preflight"]]
+    calls = [call for call in checkout("scripts/docs/preflight_reports.sh") if call[:2] == ["-m", "dapo_jax.preflight"]]
     assert len(calls) == 16
     for call in calls:
         options = [option for option in call if option.startswith("--config.")]
@@ -91,12 +89,12 @@ def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, m
         report = json.loads((ROOT / call[call.index("--json") + 1]).read_text())
         assert report["fits"] and report["topology"] == call[call.index("--topology") + 1]
     assert len(list((tmp_path / "build/preflight").iterdir())) == 16
-    asked, *chosen = checkout("scripts/preflight_reports.sh", str(tmp_path / "tables"), "7b_v5e", "7b_v5p")
+    asked, *chosen = checkout("scripts/docs/preflight_reports.sh", str(tmp_path / "tables"), "7b_v5e", "7b_v5p")
     assert asked == ["-"] and len(chosen) == 2
 
 
 def test_every_recipe_that_names_an_accelerator_has_a_report():
-    reports = (ROOT / "scripts/preflight_reports.sh").read_text()
+    reports = (ROOT / "scripts/docs/preflight_reports.sh").read_text()
     recipes = (ROOT / "configs").glob("*.py")
     named = [path.name for path in recipes if re.search("H100|A100|L4|v5[ep]", path.read_text())]
     assert len(named) == 7 and all(f"--config configs/{name}" in reports for name in named)

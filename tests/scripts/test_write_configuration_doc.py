@@ -1,17 +1,10 @@
 """docs/configuration.md is what the script writes from the code, and says something of every option."""
 
-import importlib.util
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("write_configuration_doc", ROOT / "scripts/write_configuration_doc.py")
-assert spec is not None and spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+import write_configuration_doc as script
 
 
 def test_the_page_is_up_to_date():
-    assert script.PAGE.read_text() == script.document(), "run: python scripts/write_configuration_doc.py"
+    assert script.PAGE.read_text() == script.document(), "run: python scripts/docs/write_configuration_doc.py"
 
 
 def test_every_option_has_a_row_with_a_meaning():

@@ -1,16 +1,12 @@
-import importlib
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-write_results_doc = importlib.import_module("write_results_doc")
+import write_results_doc
 
 
 def test_the_page_is_up_to_date():
     page = write_results_doc.PAGE.read_text()
     assert write_results_doc.TABLE.search(page)
-    assert page == write_results_doc.document(), "run python scripts/write_results_doc.py"
+    assert page == write_results_doc.document(), "run python scripts/docs/write_results_doc.py"
     for name in write_results_doc.TABLE.findall(page):
         command = json.loads((write_results_doc.DOCS / "results" / f"{name}.json").read_text())["command"]
         before = page[: page.index(f"<!-- {name} -->")]

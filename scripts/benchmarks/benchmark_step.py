@@ -1,0 +1,83 @@
+"""Host: how fast a whole training step is, compared with TRL's GRPOTrainer (torch) and Tunix's GRPO learner.
+
+    python scripts/benchmarks/benchmark_step.py --repeats 3 --output step.json
+    python scripts/benchmarks/benchmark_step.py --peers trl=TORCH_ENV/bin/python tunix=TUNIX_ENV/bin/python
+
+A step samples a fixed number of tokens for every prompt (no end-of-sequence token is possible), scores the responses
+and updates the policy once. Model, options and contenders are those of benchmark_update.py. Measured are:
+
+    dapo_jax NAME  the loop of train.py: collect (with the verifier processes and the group filter), train_on, metrics,
+                   advance; without logging and saving
+    trl, tunix     from the start of a step of their trainer to the start of the next
+
+Peers have no group filter, and use their default sampler: TRL transformers' generate, Tunix its own. The columns are
+those of benchmark_update.py. The limit adds those of the two parts: sampling at the speed of its matrix products or of
+the memory, whichever is slower, and the update.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import benchmark_rollout
+import benchmark_update
+import numpy as np
+from benchmark_update import Ours, run_benchmark
+from peer_trainers import TRL, Tunix, num_tokens
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
+
+from script_ends import command
+
+
+class OursStep(Ours):
+    """dapo_jax."""
+
+    def __call__(self, case: str) -> tuple[int, float]:
+        from dapo_jax.monitor.records import NoRecords
+        from dapo_jax.state import advance
+        from dapo_jax.step import sample_batch, train_on
+
+        start, step = time.perf_counter(), self.progress.step + 1
+        weights = self.run.decode_weights(self.models.actor.params)
+        batch, self.stream = sample_batch(self.run, weights, self.stream, self.progress, step)
+        self.models, finish = train_on(
+            self.run, NoRecords(), self.models, batch.experience, self.progress, step
+        )
+        self.progress = advance(self.run.config, self.progress, batch, batch.metrics | finish()[0])
+        self.jax.block_until_ready(self.models)
+        seconds = time.perf_counter() - start
+        assert batch.experience is not None
+        assert batch.experience.num_tokens == self.args.batch * self.args.new_tokens
+        return num_tokens(self.args), seconds
+
+    def limit(self, case: str) -> dict[str, float | None]:
+        """Tokens per second of matrix products and memory traffic alone."""
+        weights = self.run.decode_weights(self.models.actor.params)
+        lengths = np.full(self.args.batch, self.args.new_tokens)
+        sampling = benchmark_rollout.least_seconds(
+            weights, self.run.arch, self.run.mesh, lengths, self.args.prompt_length
+        )
+        update = benchmark_update.least_seconds(self.run, weights, self.args)
+        return {"limit": num_tokens(self.args) / (sampling + update)}
+
+
+class TRLStep(TRL):
+    """TRL's GRPOTrainer."""
+
+    whole_step = True
+
+
+class TunixStep(Tunix):
+    """Google Tunix' GRPO learner."""
+
+    whole_step = True
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_benchmark(__file__, __doc__, {"dapo_jax": OursStep, "trl": TRLStep, "tunix": TunixStep}, arguments)
+
+
+if __name__ == "__main__":
+    command(main)

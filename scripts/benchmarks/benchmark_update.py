@@ -1,0 +1,277 @@
+"""Host: how fast the policy is updated, compared with TRL's GRPOTrainer (torch) and Tunix's GRPO learner.
+
+    python scripts/benchmarks/benchmark_update.py --repeats 3 --output update.json
+    python scripts/benchmarks/benchmark_update.py --peers trl=TORCH_ENV/bin/python tunix=TUNIX_ENV/bin/python
+    python scripts/benchmarks/benchmark_update.py --ours shared "kept=model.enable_gradient_checkpointing=False"
+
+An update is the forward pass, backward pass and optimizer step (AdamW) of one mini-batch under DAPO's loss, on a random
+Llama (default: the shape of SmolLM2-135M), with responses of equal length. Each contender is a separate process with
+the same prompts and responses. They take turns; only one computes at a time. A peer is left out if its packages are not
+installed. Measured are:
+
+    dapo_jax NAME  train.update on rows from training_batch.rows_of, under the config options that --ours gives NAME
+    trl            a step of GRPOTrainer (loss_type "dapo") without _generate_and_score_completions: its training_step
+                   calls, gradient clipping, optimizer and what its loop does around them
+    tunix          all RLCluster.update_actor calls of a step, with DAPO's loss
+
+Responses are given; nothing is sampled. The peers keep all activations; dapo_jax follows its options (the default
+recomputes them). In bfloat16, weights and moments of dapo_jax and TRL (autocast) are float32, those of Tunix are not.
+
+Columns: "tokens/s" counts prompt and response of every row, even if a prompt is run once for several rows. It is the
+median of the repeats after a first call, which compiles and takes "first s". "of the limit" compares with the matrix
+products alone, measured in dapo_jax in the same dtype and run: three times those of forward passes over the
+micro-batches, with a prompt in every row and the head on responses only. Shared prompts can exceed it. "MFU" is the
+FLOPs of these products divided by what the device's data sheet promises in bfloat16. "peak" is the most memory that the
+process has taken.
+"""
+
+import argparse
+import ast
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contenders import (
+    config_json,
+    device_limits,
+    forward_products,
+    jax_peak,
+    make_parser,
+    make_prompts,
+    seconds_of,
+    serve,
+    start_contenders,
+    take_turns,
+    write_output,
+)
+from peer_trainers import (
+    LEARNING_RATE,
+    MANY,
+    TRL,
+    Tunix,
+    as_text,
+    integer_tokenizer,
+    make_responses,
+    num_tokens,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
+
+from markdown_table import markdown_table
+from script_ends import command
+
+
+def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> Any:
+    """A Run of dapo_jax on a random model of the shape, under DAPO's defaults and `options`."""
+    import dataclasses
+
+    import jax
+
+    from dapo_jax.config import default_config, freeze
+    from dapo_jax.data.order import PromptOrder
+    from dapo_jax.data.prompts import PromptSet
+    from dapo_jax.data.rows import PromptRow
+    from dapo_jax.data.tokenizer import Tokenizer
+    from dapo_jax.learner.actor import LatestWeights, build_actor
+    from dapo_jax.models.architecture import architecture_from_hf
+    from dapo_jax.rollout.engine import Engine
+    from dapo_jax.run import build_estimator, init_models, open_run
+    from dapo_jax.settings import actor_settings, engine_settings
+    from dapo_jax.validation import validate
+
+    num_prompts = args.batch // args.group
+    values = default_config()
+    values.update_from_flattened_dict({
+        "model.path": "random", "model.dtype": dtype, "data.task": "arithmetic",
+        "data.train_batch_size": num_prompts, "data.max_prompt_length": max(args.prompt_length, 16),
+        "data.max_response_length": args.new_tokens, "rollout.n": args.group, "rollout.max_num_seqs": args.batch,
+        "reward.function": "peer_trainers.score",
+        "algorithm.filter_groups.metric": "score", "algorithm.filter_groups.max_num_gen_batches": 1,
+        "algorithm.filter_groups.on_limit": "fallback_unfiltered", "actor.ppo_mini_batch_size": num_prompts,
+        "actor.ppo_micro_batch_size_per_device": max(args.micro // jax.device_count(), 1),
+        "actor.old_logprob": "rollout", "actor.optim.lr": LEARNING_RATE, "trainer.compilation_cache_dir": "",
+        "trainer.total_training_steps": MANY, **options,
+    })  # fmt: skip
+    config = freeze(values)
+    validate(config)
+    run = stack.enter_context(open_run(config, initial_step=0))
+    arch = architecture_from_hf(config_json(args.shape))
+    actor = build_actor(actor_settings(config, arch, run.mesh), run.mesh)
+    prompts = make_prompts(args)
+    rows = [PromptRow(text, "benchmark", "", {}) for text in as_text(prompts)]
+    tokenizer = Tokenizer(integer_tokenizer(arch.vocab_size), (), 0, {}, False, None)
+    engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, run.mesh))
+    return dataclasses.replace(
+        run,
+        arch=arch,
+        train_set=PromptSet(rows, prompts),
+        order=PromptOrder(num_prompts, seed=0, shuffle=False),
+        actor=actor,
+        decode_weights=LatestWeights(actor.decode_weights),
+        estimator=build_estimator(config, arch.vocab_size, run.mesh),
+        sampler=dataclasses.replace(run.sampler, tokenizer=tokenizer, engine=engine),
+        init_models=lambda: init_models(config, arch, actor, None, run.mesh),
+    )
+
+
+class Ours:
+    """dapo_jax."""
+
+    def __init__(self, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> None:
+        import jax
+
+        from dapo_jax.state import first_state
+
+        self.jax, self.args, self.stack = jax, args, ExitStack()
+        self.run = open_random_run(self.stack, args, dtype, options)
+        state = first_state(self.run)
+        self.models, self.progress, self.stream = state.models, state.progress, state.stream
+        self.batch: Any = None
+
+    def __call__(self, case: str) -> tuple[int, float]:
+        from dapo_jax.step import update
+
+        self.batch = self.batch or self._make_batch()
+        start = time.perf_counter()
+        self.models, finish = update(self.run, self.models, self.batch, step=MANY // 2)
+        finish()
+        self.jax.block_until_ready(self.models)
+        return num_tokens(self.args), time.perf_counter() - start
+
+    def _make_batch(self) -> Any:
+        import dataclasses
+
+        from dapo_jax.rollout.experience import Experience
+        from dapo_jax.training_batch import rows_of
+
+        groups, size, length = self.args.batch // self.args.group, self.args.group, self.args.new_tokens
+        experience = Experience(
+            numbers=np.arange(groups), rows=np.arange(groups), prompts=self.run.train_set.tokens,
+            responses=make_responses(self.args).astype(np.int32).reshape(groups, size, length),
+            mask=np.ones((groups, size, length), bool), finished=np.ones((groups, size), bool), texts=[], scores={},
+            logprobs=np.full((groups, size, length), -math.log(self.run.arch.vocab_size), np.float32),
+            versions=np.zeros(groups, np.int64), failed=np.zeros((groups, size), bool),
+        )  # fmt: skip
+        batch = rows_of(self.run, experience, num_groups=groups)
+        advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
+        return dataclasses.replace(batch, advantages=advantages.astype(np.float32))
+
+    def limit(self, case: str) -> dict[str, float | None]:
+        """Tokens per second of the matrix products alone, and at the speed of the data sheet."""
+        peak, tokens = device_limits().of_dtype(self.run.config.model.dtype).flops, num_tokens(self.args)
+        seconds = least_flops(self.run.arch, self.args) / (peak * self.run.mesh.size) if peak is not None else None
+        weights = self.run.decode_weights(self.models.actor.params)
+        return {
+            "limit": tokens / least_seconds(self.run, weights, self.args),
+            "at peak": tokens / seconds if seconds is not None else None,
+        }
+
+    def peak(self) -> float:
+        """Bytes."""
+        return jax_peak(self.jax)
+
+
+def least_seconds(run: Any, weights: Any, args: argparse.Namespace) -> float:
+    """Seconds of the matrix products of an update: three times those of the forward passes over all micro-batches.
+
+    Args:
+        weights: decoding weights.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from dapo_jax.parallel.mesh import num_batch_shards
+
+    shards = num_batch_shards(run.mesh)
+    micro = max(args.micro // shards, 1)  # every device computes one device's rows
+    products = jax.jit(forward_products, static_argnums=2)
+    hidden = jnp.full((micro * (args.prompt_length + args.new_tokens), run.arch.hidden_size), 1e-3, jnp.float32)
+    times = [
+        seconds_of(lambda: jax.block_until_ready(products(weights, hidden, micro * args.new_tokens))) for _ in range(5)
+    ]
+    return 3 * statistics.median(times[2:]) * args.batch / (micro * shards)
+
+
+def least_flops(arch: Any, args: argparse.Namespace) -> float:
+    """FLOPs of the same products: 6 for each weight of a layer and token, and of the head and response token."""
+    from dapo_jax.models.weights import weight_table
+
+    layers = sum(math.prod(weight.shape) for weight in weight_table(arch) if weight.is_matrix and weight.stacked)
+    head = arch.vocab_size * arch.hidden_size
+    return 6.0 * (layers * num_tokens(args) + head * args.batch * args.new_tokens)
+
+
+def variants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The options of each variant of dapo_jax, by its name."""
+    found = {}
+    for variant in args.ours:
+        name, _, options = variant.partition("=")
+        pairs = [option.split("=", 1) for option in options.split(",") if option]
+        found[f"dapo_jax {name}"] = {key: _value(text) for key, text in pairs}
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def measure(script: str, args: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """The rows of the table, and the versions of each contender's packages."""
+    wanted = [(name, dtype) for dtype in args.dtypes for name in variants(args)]
+    contenders = start_contenders(
+        script, [*wanted, *((peer, args.dtypes[0]) for peer in ("trl", "tunix"))], args, arguments
+    )
+    try:
+        results = take_turns(contenders, "", args.repeats)
+        limits: dict[str, dict[str, Any]] = {}  # by dtype
+        for contender in contenders:
+            if contender.ours and contender.dtype not in limits:
+                limits[contender.dtype] = contender.ask(case="", limit=True)
+        rows = []
+        for result in results:
+            limit = limits[result.contender.dtype]
+            row = result.row(results[0], limit["limit"])
+            if "at peak" in limit:
+                row["MFU"] = result.speed / limit["at peak"] if limit["at peak"] is not None else None
+            rows.append(row)
+    finally:
+        for contender in contenders:
+            contender.close()
+    return {"versions": {contender.name: contender.versions for contender in contenders}, "rows": rows}
+
+
+def run_benchmark(
+    script: str, description: str | None, contenders: dict[str, type], arguments: Sequence[str] | None
+) -> None:
+    """The command line of a benchmark of `contenders`: "dapo_jax" and the peers."""
+    parser = make_parser(description)
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--micro", type=int, default=16, help="responses per forward and backward pass")
+    parser.add_argument("--ours", nargs="+", default=["shared", "plain=actor.share_prompts=False"],
+                        metavar="NAME[=KEY=VALUE,...]", help="variants of dapo_jax, by config options")  # fmt: skip
+    args = parser.parse_args(arguments)
+    if args.serve:
+        options = variants(args)
+        serve(args.serve, lambda name, dtype: contenders["dapo_jax"](args, dtype, options[name]) if name in options
+              else contenders[name](args, dtype))  # fmt: skip
+        return
+    found = measure(script, args, list(sys.argv[1:] if arguments is None else arguments))
+    print(markdown_table(found["rows"], leave_out=("seconds",)))
+    write_output(args, **found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    run_benchmark(__file__, __doc__, {"dapo_jax": Ours, "trl": TRL, "tunix": Tunix}, arguments)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,200 @@
+"""Host: reports on finished runs: curves from their metrics.jsonl, a table and a picture of several arms.
+
+Columns of the table, each a mean over the seeds, and "-" if nothing was measured:
+
+    before, after    accuracy on held-out problems before the first and after the last step (minimum to maximum)
+    equal tokens     the same after as many sampled tokens as the shortest of all runs has in total (`token_budget`),
+                     interpolated
+    tokens           sampled
+    seconds          of training steps, without evaluation, on the kind of machine that has run all arms
+    length, cut off  of the answers to held-out problems after the last step: tokens, and share that hit the limit
+    entropy, uniform    of the last quarter of the steps: nats per token, share of sampled groups that are all right or
+                     all wrong
+    mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from finished_runs import Row, Run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
+
+from markdown_table import markdown_table
+from plot_run import AXES, points, pyplot
+
+COLUMNS = 3  # of the picture
+ACCURACY_PANELS = 3  # the first ones
+PANELS = (  # title, metric (None: held-out accuracy), axis
+    ("held-out accuracy", None, "steps"),
+    ("held-out accuracy", None, "tokens"),
+    ("held-out accuracy", None, "seconds"),
+    ("training accuracy", "rollout/acc/mean", "steps"),
+    ("entropy, nats per token", "actor/entropy", "steps"),
+    ("length of trained responses, tokens", "response_length/mean", "steps"),
+    ("share of trained responses cut off", "response_length/clip_ratio", "steps"),
+    ("share of sampled groups that are uniform", "dynamic_sampling/uniform_share", "steps"),
+    ("filter rate: share of sampled groups dropped", "train/filter_rate", "steps"),
+)
+
+
+def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[str, Any]) -> None:
+    """Prints the table of finished runs; if there is an output, writes OUTPUT/NAME.json and the curves, NAME.png.
+
+    NAME_accuracy.png has held-out accuracy alone.
+
+    Args:
+        about: further entries of the JSON object, such as the command.
+    """
+    lines = table(runs)
+    print(markdown_table(lines))
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{name}.json"
+    found = {
+        **about,
+        "table": lines,
+        "token_budget": token_budget(runs),
+        "deviation_between_seeds": deviation_between_seeds(runs),
+        "runs": [asdict(run) for run in runs],
+    }
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    draw(name, runs, PANELS, output / f"{name}.png")
+    draw(name, runs, PANELS[:ACCURACY_PANELS], output / f"{name}_accuracy.png")
+
+
+def timed(runs: Sequence[Run]) -> list[Run]:
+    """The runs whose seconds can be compared: of the kind of machine that ran all arms and most runs; or none."""
+    arms = {run.arm for run in runs}
+    kinds = Counter(run.machine for run in runs)
+    for kind, _ in kinds.most_common():
+        found = [run for run in runs if run.machine == kind]
+        if {run.arm for run in found} == arms:
+            return found
+    return []
+
+
+def token_budget(runs: Sequence[Run]) -> float:
+    """As many tokens as the run that took the fewest sampled until its last evaluation."""
+    return min(points(run.rows, None, "tokens")[0][-1] for run in runs)
+
+
+def deviation_between_seeds(runs: Sequence[Run]) -> float | None:
+    """Standard deviation of the last held-out accuracy between the seeds of an arm, pooled over the arms.
+
+    None without an arm of several seeds.
+    """
+    last: dict[str, list[float]] = {}
+    for run in runs:
+        last.setdefault(run.arm, []).append(points(run.rows, None, "steps")[1][-1])
+    several = [values for values in last.values() if len(values) > 1]
+    if not several:
+        return None
+    squares = sum(float(np.var(values)) * len(values) for values in several)
+    return (squares / sum(len(values) - 1 for values in several)) ** 0.5
+
+
+def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One row an arm; the docstring of this file explains the columns."""
+    budget = token_budget(runs)
+    comparable = timed(runs)
+    lines = []
+    for arm in dict.fromkeys(run.arm for run in runs):
+        of_arm = [run.rows for run in runs if run.arm == arm]
+        curves = [points(rows, None, "tokens") for rows in of_arm]
+        ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
+        seconds = [total(run.rows, "timing_s/step") for run in comparable if run.arm == arm]
+        answers = [[last_answers(rows)] for rows in of_arm]
+        lines.append(
+            {
+                "arm": arm,
+                "seeds": len(of_arm),
+                "before": spread([values[0] for _, values in curves]),
+                "after": spread([values[-1] for _, values in curves]),
+                "equal tokens": spread([float(np.interp(budget, *curve)) for curve in curves]),
+                "tokens": f"{np.mean([total(rows, 'dynamic_sampling/generated_tokens') for rows in of_arm]):.0f}",
+                "seconds": f"{np.mean(seconds):.0f}" if seconds else "-",
+                "length": measured(answers, "response_length/mean", ".1f"),
+                "cut off": measured(answers, "response_length/clip_ratio", ".3f"),
+                "entropy": measured(ends, "actor/entropy", ".3f"),
+                "uniform": measured(ends, "dynamic_sampling/uniform_share", ".3f"),
+                "mismatch": measured(of_arm, "rollout_corr/logprob_abs_diff", ".1e"),
+            }
+        )
+    return lines
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean, and of several values the least and the most."""
+    mean = f"{np.mean(values):.3f}"
+    return f"{mean} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else mean
+
+
+def total(rows: Sequence[Row], metric: str) -> float:
+    """Sum over the steps."""
+    return sum(row.get(metric, 0.0) for row in rows)
+
+
+def last_answers(rows: Sequence[Row]) -> Row:
+    """Length and cut-off share of the last evaluation that measured them, means over the task sets; or nothing."""
+    answers = ({name: value for name, value in row.items() if "/response_length/" in name} for row in reversed(rows))
+    last = next(filter(None, answers), {})
+    metrics = {"response_length/" + name.rpartition("/")[2] for name in last}
+    return {
+        metric: float(np.mean([value for name, value in last.items() if name.endswith(metric)])) for metric in metrics
+    }
+
+
+def measured(runs: Sequence[Sequence[Row]], metric: str, form: str) -> str:
+    """Mean over all steps of all runs that have the metric; "-" without any."""
+    found = [row[metric] for rows in runs for row in rows if metric in row]
+    return format(float(np.mean(found)), form) if found else "-"
+
+
+def draw(name: str, runs: Sequence[Run], panels: Sequence[tuple[str, str | None, str]], path: Path) -> None:
+    """The curves of all arms: means over seeds, those of held-out accuracy with bands from the least to the most."""
+    of_axis = {axis: timed(runs) if axis == "seconds" else runs for axis in AXES}
+    panels = [panel for panel in panels if of_axis[panel[2]]]
+    rows = -(-len(panels) // COLUMNS)
+    columns = min(COLUMNS, len(panels))
+    plt = pyplot()
+    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 3.7 * rows), layout="constrained", squeeze=False)
+    figure.suptitle(name)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for (title, metric, axis), axes in zip(panels, grid.flat, strict=False):
+        for arm in dict.fromkeys(run.arm for run in runs):
+            places, values = mean_curve([run.rows for run in of_axis[axis] if run.arm == arm], metric, axis)
+            if not values.size:
+                continue
+            [line] = axes.plot(places, values.mean(0), marker="." if metric is None else None, label=arm, alpha=0.85)
+            if metric is None:
+                axes.fill_between(places, values.min(0), values.max(0), alpha=0.12, color=line.get_color())
+        axes.set(title=title, xlabel=AXES[axis][0])
+        if axis == "tokens":
+            axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1000:g}k")
+        if metric is None:
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    grid.flat[0].legend(fontsize=8)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def mean_curve(runs: Sequence[Sequence[Row]], metric: str | None, axis: str) -> tuple[Any, Any]:
+    """Places [N], means over the runs, and values [runs, N] of the steps in which all runs have the metric."""
+    curves = []
+    for rows in runs:
+        steps, values = points(rows, metric, "steps")
+        places, _ = points(rows, metric, axis)
+        curves.append(dict(zip(steps, zip(places, values, strict=True), strict=True)))
+    shared = sorted(set.intersection(*map(set, curves)))
+    found = np.array([[curve[step] for step in shared] for curve in curves]).reshape(len(curves), len(shared), 2)
+    return found[..., 0].mean(0), found[..., 1]

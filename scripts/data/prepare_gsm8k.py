@@ -1,0 +1,86 @@
+"""Host: GSM8K (Cobbe et al., arXiv:2110.14168) as prompt files.
+
+    python scripts/data/prepare_gsm8k.py --train train.jsonl --test test.jsonl --output 'data/gsm8k/{split}.parquet'
+    python scripts/data/prepare_gsm8k.py --download
+
+Reads the publisher's JSON Lines (github.com/openai/grade-school-math) or the Parquet files of openai/gsm8k on the
+Hugging Face hub, with fields `question` and `answer`, which ends in `#### 72`. The prompt is the question with verl's
+instruction. The ground truth is the number without thousands commas; the verifier is `gsm8k`. Training questions that
+are also test questions are left out.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_preparation import (
+    Dropped,
+    Row,
+    collect_rows,
+    command,
+    download,
+    make_row,
+    parser_of,
+    split_path,
+    text_field,
+    write_rows,
+)
+
+from dapo_jax.errors import InputError
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+ANSWER = re.compile(r"#### (-?[0-9.,]+)\s*$")
+REPOSITORY = "openai/gsm8k"
+
+
+def gsm8k_row(record: dict[str, Any], split: str, excluded: Collection[str]) -> Row:
+    """A row of verl's schema. Dropped if the question is one of `excluded`.
+
+    Raises:
+        ValueError: a field is missing, or the answer does not end in `#### <number>`.
+    """
+    question, solution = text_field(record, "question"), text_field(record, "answer")
+    if question in excluded:
+        raise Dropped("questions of the test split")
+    found = ANSWER.search(solution)
+    if found is None:
+        raise InputError(f"answer must end in '#### <number>', not {solution[-60:]!r}: correct the row")
+    return make_row(
+        f"{question} {INSTRUCTION}",
+        data_source="openai/gsm8k",
+        ground_truth=found[1].replace(",", ""),
+        extra_info={"split": split, "question": question, "solution": solution},
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--train", type=Path, metavar="FILE", help="training problems, Parquet or JSON Lines")
+    parser.add_argument("--test", type=Path, metavar="FILE", help="test problems")
+    parser.add_argument("--download", action="store_true", help=f"take both from {REPOSITORY} of the Hugging Face hub")
+    parser.add_argument(
+        "--output",
+        default="data/gsm8k/{split}.parquet",
+        help="file to write for each split, train and test; .parquet or .jsonl (default: %(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    files = {"test": given.test, "train": given.train}
+    if given.download == any(files.values()):
+        parser.error("give --train and --test, one of them, or --download alone")
+    outputs = {split: split_path(given.output, split) for split in files}
+    test_questions: set[str] = set()
+    for split in files:
+        paths = download(REPOSITORY, f"main/{split}-*.parquet") if given.download else [files[split]]
+        if paths == [None]:
+            continue
+        excluded = frozenset(test_questions)
+        rows, counts = collect_rows(paths, partial(gsm8k_row, split=split, excluded=excluded))
+        test_questions |= {row["extra_info"]["question"] for row in rows}
+        write_rows(rows, outputs[split])
+        print(f"{outputs[split]}\n{counts}")
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,104 @@
+"""Host: generated sums of two and three numbers, to be worked out step by step, as prompt files.
+
+    python scripts/data/prepare_sums.py --output 'data/sums/{split}.parquet'
+
+The prompt shows `8 + 5 + 6 = ?` with its answer, `8 + 5 = 13, 13 + 6 = 19`, and asks for another sum. Longer sums are
+harder and take longer answers, so a small model gets some always right and some never, and hits a limit of response
+length. All orders of the same numbers are in the same split. The verifier is `arithmetic`: the last number counts.
+`extra_info.num_terms` is the difficulty.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from data_preparation import Row, command, make_row, parser_of, split_path, write_rows
+
+from dapo_jax.errors import InputError
+
+LOW, HIGH = 1, 20
+NUM_TERMS = (2, 3)
+EXAMPLE = (8, 5, 6)
+Terms = tuple[int, ...]
+
+
+def worked_out(terms: Terms) -> str:
+    """(8, 5, 6) -> "8 + 5 = 13, 13 + 6 = 19"."""
+    totals = list(itertools.accumulate(terms))
+    return ", ".join(
+        f"{total} + {term} = {total + term}" for total, term in zip(totals, terms[1:], strict=False)
+    )
+
+
+def sum_row(terms: Terms, split: str) -> Row:
+    """A row of verl's schema with the worked example before the question."""
+    row = make_row(
+        _question(terms),
+        data_source="arithmetic",
+        ground_truth=str(sum(terms)),
+        extra_info={"split": split, "num_terms": len(terms)},
+    )
+    example = [
+        {"role": "user", "content": _question(EXAMPLE)},
+        {"role": "assistant", "content": worked_out(EXAMPLE)},
+    ]
+    return row | {"prompt": example + row["prompt"]}
+
+
+def _question(terms: Terms) -> str:
+    return " + ".join(map(str, terms)) + " = ?"
+
+
+def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
+    """Distinct problems of each split, as many of each length as can be; lengths take turns.
+
+    Args:
+        num_train, num_heldout: problems in all, multiples of the number of lengths.
+
+    Raises:
+        ValueError: a length has fewer problems than are asked for, or a number is no such multiple.
+    """
+    wanted = {"heldout": num_heldout, "train": num_train}
+    for split, number in wanted.items():
+        if number < 1 or number % len(NUM_TERMS):
+            raise InputError(f"{number} {split} problems are no multiple of {len(NUM_TERMS)}: ask for more or fewer")
+    by_length: list[dict[str, list[Terms]]] = []
+    for num_terms in NUM_TERMS:
+        dice = np.random.default_rng([seed, num_terms])
+        families = set(itertools.combinations_with_replacement(range(LOW, HIGH + 1), num_terms))
+        families = sorted(families - {tuple(sorted(EXAMPLE))})
+        families = [families[index] for index in dice.permutation(len(families))]
+        num_families = num_heldout // len(NUM_TERMS)  # one order of each is held out
+        heldout = [tuple(dice.permutation(family).tolist()) for family in families[:num_families]]
+        orders = [order for family in families[num_families:] for order in sorted(set(itertools.permutations(family)))]
+        num_orders = num_train // len(NUM_TERMS)
+        if len(heldout) < num_families or len(orders) < num_orders:
+            raise InputError(f"there are too few sums of {num_terms} numbers: ask for fewer problems")
+        train = [orders[index] for index in dice.permutation(len(orders))[:num_orders]]
+        by_length.append({"heldout": heldout, "train": train})
+    return {
+        split: list(itertools.chain.from_iterable(zip(*(found[split] for found in by_length), strict=True)))
+        for split in wanted
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--num-train", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--num-heldout", type=int, default=96, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output",
+        default="data/sums/{split}.parquet",
+        help="file to write for each split, train and heldout; .parquet or .jsonl (default: %(default)s)",
+    )
+    given = parser.parse_args(arguments)
+    problems = sums(given.num_train, given.num_heldout, given.seed)
+    for split, found in problems.items():
+        path = split_path(given.output, split)
+        write_rows([sum_row(terms, split) for terms in found], path)
+        print(f"{path}: {len(found)} problems")
+
+
+if __name__ == "__main__":
+    command(main)
