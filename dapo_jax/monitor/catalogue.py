@@ -246,7 +246,7 @@ CATALOGUE = (
     Metric("perf/total_num_tokens", "tokens", "tokens of the trained sequences, each with its prompt", VERL),
     Metric("perf/time_per_step", "s", "of the step without evaluation and saving", VERL, ALWAYS),
     Metric("perf/throughput", "tokens/s", "total_num_tokens / time_per_step / devices", VERL),
-    Metric("perf/forward_tflop", "10^12 operations", "of one forward pass over the trained sequences (reports.py)",
+    Metric("perf/forward_tflop", "10^12 operations", "of one forward pass over the trained sequences (step_metrics.py)",
            OWN),
     Metric("perf/mfu/{actor|actor_infer|critic}", "share",
            "forward passes (an epoch of updates: 3, adapters 2) x operations / (stage's time x devices x peak)", VERL,
