@@ -38,7 +38,7 @@ def check_model_paths(config: Config) -> None:
 
 def missing_model(option: str, path: str) -> str | None:
     """What to do if there is nothing at `path`; None if there is."""
-    if place_of(path).exists():
+    if place_of(path).exists() or find_trained(path) is not None:  # a run's checkpoints may be in another place
         return None
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         return f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file"

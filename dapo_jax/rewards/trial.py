@@ -10,7 +10,7 @@ from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 
 _RESPONSES = (  # with the ground truth in them: forms in which reward functions often look for an answer
     *("{}", "Answer: {}", "#### {}", "\\boxed{{{}}}", "<think>So it is.</think>\n<answer>{}</answer>"),
-    *("```python\nprint({})\n```", ""),
+    *('{{"answer": "{}"}}', "```python\nprint({})\n```", ""),
 )
 
 _log = logging.getLogger(__name__)
