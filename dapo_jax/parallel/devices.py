@@ -1,5 +1,6 @@
 """Host: what accelerators can do at most, and devices that are not in this machine."""
 
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from jax.experimental import topologies
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.gpus import GPUS
 from dapo_jax.parallel.platforms import failed_platform, missing_for
-from dapo_jax.parallel.slices import libtpu_name, slice_devices
+from dapo_jax.parallel.slices import GENERATIONS, libtpu_name, slice_devices
 
 GIB = 2.0**30
 
@@ -119,6 +120,11 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
             raise InputError(
                 f"--topology={name} means the devices of this machine, and {missing_for(name)}; for devices that are "
                 f"not here name them, such as {'h100:8' if name == 'gpu' else 'v5e-16'}"
+            ) from error
+        if name in GENERATIONS and importlib.util.find_spec("libtpu") is None:
+            raise InputError(
+                f"--topology={given} needs libtpu, which compiles for TPUs that are not here, and it is not installed: "
+                "pip install 'dapo_jax[tpu-preflight]'"
             ) from error
         raise InputError(
             f"--topology={given} must be a TPU slice, such as v5e-16, v5e:4x4 or v5p:4x4x8 (pip install "
