@@ -38,7 +38,7 @@ def reached(config, monkeypatch):
     ("body", "message"),
     [
         ("return None", "gives no verdict"),
-        ("return solution['answer']", "failed on all 7 made-up responses to a generated row"),
+        ("return solution['answer']", "failed on all 8 made-up responses to a generated row"),
         ("return {'score': 1.0, 'seq_reward': 1.0}", "returns 'seq_reward', which is computed"),
         ("return {'score': 1.0, 'a/b': 1.0}", "returns 'a/b': in the names of metrics"),
         ("return {'score': 1.0, 'acc': 1.0}", "metric='right' is not among the numbers .*own.py:score' .*score, acc"),
@@ -59,8 +59,15 @@ def test_the_function_of_a_task_set_is_tried_too(tmp_path):
         train(small_config(tmp_path / "run", **{"evaluate.tasks": json.dumps(tasks)}))
 
 
+def test_a_function_is_tried_once_for_a_data_source(tmp_path, monkeypatch):
+    calls = tmp_path / "calls"
+    body = f"open({str(calls)!r}, 'a').write(data_source + '\\n')\n    return float(ground_truth in solution)"
+    reached(small_config(tmp_path / "run", **{"reward.function": own_function(tmp_path, body)}), monkeypatch)
+    assert calls.read_text().split() == ["arithmetic"] * 8  # not again for the held-out problems
+
+
 WORKS_AT_FIRST = (
-    "calls.append(1)\n    if len(calls) > 14 + {more}: raise RuntimeError('the server is away')\n    return 1.0"
+    "calls.append(1)\n    if len(calls) > 8 + {more}: raise RuntimeError('the server is away')\n    return 1.0"
 )
 
 
