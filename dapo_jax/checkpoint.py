@@ -279,16 +279,18 @@ def _digest(stream: dict[str, Any]) -> str:
 
 
 class _WholeLoop(asyncio.SelectorEventLoop):
-    """Closes only after its tasks have ended.
+    """Closes only after its tasks have ended; an interrupt waits for none, and leaves it open.
 
     Orbax closes its loop at the first array that cannot be read. The reads under way would then print tracebacks, some
     of them when Python ends.
     """
 
     def close(self) -> None:
-        if not self.is_closed() and isinstance(sys.exc_info()[1], Exception):  # an interrupt waits for nothing
-            while tasks := asyncio.all_tasks(self):
-                self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, Exception):
+            return
+        while error is not None and not self.is_closed() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()
 
 

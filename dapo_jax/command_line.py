@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import itertools
 import re
 import sys
 import traceback
@@ -178,12 +179,14 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
 
 
 def _with_config_option(arguments: Sequence[str]) -> list[str]:
-    """The command line with `FILE.py` or `FILE.json` alone as `--config=FILE.py`."""
+    """The command line with `FILE.py` or `FILE.json`, which is no option's value, as `--config=FILE.py`."""
     if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
         return list(arguments)
-    files = [argument for argument in arguments[1:] if re.match(r"[^-].*\.(py|json)$", argument)]
-    named = [f"--config={argument}" if [argument] == files else argument for argument in arguments[1:]]
-    return [*arguments[:1], *named]
+    for index, (before, argument) in enumerate(itertools.pairwise(arguments), start=1):
+        is_value = re.match(r"--?config\.[^=]*$", before)  # as in --config.data.train_files FILE.json
+        if re.match(r"[^-].*\.(py|json)$", argument) and not is_value:
+            return [*arguments[:index], f"--config={argument}", *arguments[index + 1 :]]
+    return list(arguments)
 
 
 def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:

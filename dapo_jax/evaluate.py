@@ -92,7 +92,8 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
                 load_trained(trained, run.arch, run.mesh) if trained else load_base(run.config, run.arch, run.mesh)
             )
             known = {"model": config.model.path, "step": trained.step if trained else None}
-            metrics = evaluate(run, params, prefix="bench", receive=_writer(run, directory, known))
+            write = _writer(run, directory, known)
+            metrics = evaluate(run, params, prefix="bench", receive=write, verdicts_needed=True)
             run.decode_weights.drop()
             del params
             metrics["time/bench"] = time.perf_counter() - start
@@ -236,8 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with command(["evaluate", *rest], functools.partial(as_in_the_run, checkpoints=checkpoints)) as config:
         name = "evaluation" if given.step is None else f"evaluation_step_{given.step}"
         output = given.output or f"{config.workdir}/{name}"
-        if given.if_missing and is_written(Path(output).expanduser()):
+        written = is_written(Path(output).expanduser())
+        if given.if_missing and written:
             return
+        if written and not given.output:
+            raise InputError(f"{output} holds an evaluation already: give --output DIR, or remove it")
         results = bench(config, output, step=given.step, all_steps=given.all_steps)
         if is_first():
             print(table(results))

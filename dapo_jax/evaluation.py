@@ -1,6 +1,7 @@
 """Host: accuracy of a policy on problems that it is not trained on."""
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,11 +13,14 @@ import numpy as np
 from dapo_jax.config import Config
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.monitor.statistics import evaluation_metrics, length_metrics
-from dapo_jax.rollout.experience import Experience, check_verdicts
+from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.rollout.experience import Experience, total_failure
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 from dapo_jax.run import Run
 from dapo_jax.scoring import add_model_scores
 from dapo_jax.task_sets import TaskSet
+
+logger = logging.getLogger(__name__)
 
 _ACCURACY = re.compile(r"eval/.+/acc/mean@\d+")
 
@@ -24,7 +28,12 @@ Receive = Callable[[TaskSet, Experience], None]
 
 
 def evaluate(
-    run: Run, params: Any, *, prefix: str = "eval", receive: Receive = lambda *_: None
+    run: Run,
+    params: Any,
+    *,
+    prefix: str = "eval",
+    receive: Receive = lambda *_: None,
+    verdicts_needed: bool = False,
 ) -> dict[str, float]:
     """`prefix`/{task set}/{score}/{mean@n,std@n,best@k,worst@k,maj@k,pass@k} of all task sets, and response lengths.
 
@@ -33,9 +42,11 @@ def evaluate(
     Args:
         params: training parameters.
         receive: is given each batch of verified responses.
+        verdicts_needed: a task set with no verdict at all is an error, not a warning: a policy that cannot answer yet
+            may learn to.
 
     Raises:
-        RuntimeError: the reward function failed on every response to a task set.
+        RuntimeError: the reward function failed on every response to a task set whose verdicts are needed.
     """
     metrics: dict[str, float] = {}
     weights = run.decode_weights(params) if run.task_sets else None
@@ -49,7 +60,10 @@ def evaluate(
                     batches.append(_Measured.of(experience))
                     outcomes.append(experience.outcomes)
                     num_errors += experience.num_errors
-            check_verdicts(outcomes, f"evaluation of {task.options.name or 'the held-out problems'}")
+            if failure := total_failure(outcomes, f"evaluation of {task.options.name or 'the held-out problems'}"):
+                if verdicts_needed:
+                    raise SharedFailure(failure)
+                logger.warning("%s", failure)
             metrics |= _task_metrics(run.config, prefix, task, _Measured.join(batches))
     return metrics | ({f"{prefix}/num_errors": num_errors} if run.task_sets else {})
 

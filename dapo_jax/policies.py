@@ -40,7 +40,7 @@ def missing_model(option: str, path: str) -> str | None:
     """What to do if there is nothing at `path`; None if there is."""
     if place_of(path).exists() or find_trained(path) is not None:  # WORKDIR/checkpoints/STEP, wherever it lies
         return None
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+    if not re.fullmatch(r"(?!models/|data/|runs/|\.)[\w.-]+/[\w.-]+", path):
         return f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file"
     local = f"models/{path.partition('/')[2]}"
     return (

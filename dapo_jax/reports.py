@@ -32,7 +32,8 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
     accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
     evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
     problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
-    tensorboard = [("TensorBoard", f"tensorboard --logdir {workdir}")]
+    logdir = workdir if workdir.parent == Path(".") else workdir.parent  # there a run has the name of its directory
+    tensorboard = [("TensorBoard", f"tensorboard --logdir {logdir}")]
     seconds = dict(sorted(run.timers.totals.items(), key=lambda item: -item[1]))
     return [
         ("held-out accuracy before", accuracies.get(0)),

@@ -35,10 +35,12 @@ def check_rewards(
         ValueError: ground truths that no response can match, or a function that cannot work.
     """
     sets = [(train_set.rows, function), *((task.prompts.rows, task.options.reward_function) for task in task_sets)]
+    tried = set()  # what a function says of one data source is the same in every set
     for rows, name in sets:
         check_ground_truths(rows, name, verifiers[name])
-        if name in VERIFIERS or not rows:
+        if name in VERIFIERS or not rows or (name, rows[0].data_source) in tried:
             continue
+        tried.add((name, rows[0].data_source))
         for verdict in try_function(rows[0], name, verifiers[name]):
             check_score_names(verdict.numbers)
             if rows is train_set.rows and config.algorithm.filter_groups.enable:

@@ -64,7 +64,7 @@ def validate(config: Config, *, training: bool = True) -> None:
         others = _range_problems(config) + _decoding_problems(config)
         others += _algorithm_problems(config) + _evaluation_problems(config) + _address_problems(config)
         if training:
-            others += _batch_problems(config) + _length_problems(config)
+            others += _batch_problems(config) + _length_problems(config) + _metric_problems(config)
             if config.data.task == "files" and not config.data.train_files:
                 others.append("data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic")
         problems += [problem for problem in others if problem.partition("=")[0] not in mistyped]
@@ -351,7 +351,7 @@ def _metric_problems(config: Config) -> list[str]:
 
 
 def _filter_problems(config: Config) -> list[str]:
-    groups, problems = config.algorithm.filter_groups, _metric_problems(config)
+    groups, problems = config.algorithm.filter_groups, []
     name = "algorithm.filter_groups"
     if not groups.filter_low < groups.filter_high:
         problems.append(f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}")

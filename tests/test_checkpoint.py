@@ -184,3 +184,23 @@ def test_an_array_that_cannot_be_read_leaves_no_read_under_way(tmp_path, monkeyp
         checkpoints.restore(1, SHAPE)
     assert ended == ["read", "read"] and asyncio.new_event_loop is begun
     checkpoints.close()
+
+
+def test_an_interrupt_leaves_the_loop_open_to_the_reads_under_way(tmp_path, monkeypatch):
+    write(tmp_path, {1: None}).close()
+    checkpoints, loops = Checkpoints(str(tmp_path), read_only=True), []
+
+    def restore(*_, **__):
+        loops.append(asyncio.new_event_loop())
+        try:
+            raise KeyboardInterrupt
+        finally:
+            loops[0].close()
+
+    monkeypatch.setattr(checkpoints._manager, "restore", restore)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.restore(1, SHAPE)
+    loops[0].call_soon_threadsafe(list)  # as a read does at its end; RuntimeError if the loop is closed
+    loops[0].close()
+    assert loops[0].is_closed()
+    checkpoints.close()

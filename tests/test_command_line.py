@@ -70,6 +70,8 @@ def test_what_is_no_switch_is_refused_with_what_to_write():
 def test_a_config_file_may_be_given_alone():
     alone = read_config(["train", "--config.seed=3", TINY])
     assert alone == read_config(["train", "--config", TINY, "--config.seed=3"])
+    value = read_config(["train", "--config.data.prompt_key", "prompts.json", TINY])
+    assert value.data.prompt_key == "prompts.json" and value.workdir == alone.workdir
     with pytest.raises(ValueError, match="--config=nowhere.py is not a file"):
         read_config(["train", "nowhere.py"])
     for two in ([TINY, TINY.replace("tiny", "gsm8k")], ["--config", TINY, "other.py"]):

@@ -198,4 +198,4 @@ def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
     assert (Path(trained.workdir) / "evaluation_step_1" / "metrics.json").exists()
     with pytest.raises(SystemExit) as end:
         main()
-    assert end.value.code == 2 and "must be a new or an empty directory" in capsys.readouterr().err
+    assert end.value.code == 2 and "evaluation_step_1 holds an evaluation already: give" in capsys.readouterr().err

@@ -1,11 +1,12 @@
 """What is said of a model before it is read."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from small_run import small_config
-from test_other_runs import run_in
 
+from dapo_jax.monitor.records import write_config
 from dapo_jax.policies import check_model_paths, context_warning
 
 MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"  # made for 512 positions
@@ -31,6 +32,11 @@ def test_every_model_that_is_missing_is_named_at_once(tmp_path):
     check_model_paths(small_config(tmp_path, **{"model.path": str(MODEL)}))
 
 
-def test_a_checkpoint_elsewhere_is_there(tmp_path):
-    run_in(tmp_path / "run", 1, elsewhere=tmp_path / "elsewhere")
-    check_model_paths(small_config(tmp_path / "new", **{"model.path": str(tmp_path / "run/checkpoints/1")}))
+def test_a_step_of_a_run_is_no_missing_model_where_its_checkpoints_are_elsewhere(tmp_path, monkeypatch):
+    before = small_config(tmp_path / "run", **{"trainer.checkpoint_dir": str(tmp_path / "elsewhere")})
+    (tmp_path / "run").mkdir()
+    write_config(tmp_path / "run", dataclasses.asdict(before))
+    monkeypatch.setattr("dapo_jax.other_runs.saved_steps", lambda directory: [2])
+    check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/2"}))
+    with pytest.raises(ValueError, match="holds those of steps"):
+        check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/3"}))

@@ -3,6 +3,7 @@ import json
 import pytest
 from small_run import small_config
 
+from dapo_jax.evaluate import bench
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
 
@@ -38,7 +39,7 @@ def reached(config, monkeypatch):
     ("body", "message"),
     [
         ("return None", "gives no verdict"),
-        ("return solution['answer']", "failed on all 7 made-up responses to a generated row"),
+        ("return solution['answer']", "failed on all 8 made-up responses to a generated row"),
         ("return {'score': 1.0, 'seq_reward': 1.0}", "returns 'seq_reward', which is computed"),
         ("return {'score': 1.0, 'a/b': 1.0}", "returns 'a/b': in the names of metrics"),
         ("return {'score': 1.0, 'acc': 1.0}", "metric='right' is not among the numbers .*own.py:score' .*score, acc"),
@@ -59,23 +60,41 @@ def test_the_function_of_a_task_set_is_tried_too(tmp_path):
         train(small_config(tmp_path / "run", **{"evaluate.tasks": json.dumps(tasks)}))
 
 
+def test_a_function_is_tried_once_for_a_data_source(tmp_path, monkeypatch):
+    calls = tmp_path / "calls"
+    body = f"open({str(calls)!r}, 'a').write(data_source + '\\n')\n    return float(ground_truth in solution)"
+    reached(small_config(tmp_path / "run", **{"reward.function": own_function(tmp_path, body)}), monkeypatch)
+    assert calls.read_text().split() == ["arithmetic"] * 8  # not again for the held-out problems
+
+
 WORKS_AT_FIRST = (
-    "calls.append(1)\n    if len(calls) > 14 + {more}: raise RuntimeError('the server is away')\n    return 1.0"
+    "calls.append(1)\n    if len(calls) > 8 + {more}: raise RuntimeError('the server is away')\n    return 1.0"
 )
 
 
 @pytest.mark.parametrize("filtered", [True, False])
-@pytest.mark.parametrize(("more", "where"), [(0, "evaluation of the held-out problems"), (16, "step 1")])
-def test_a_step_or_evaluation_in_which_every_verdict_failed_stops_the_run(more, where, filtered, tmp_path):
+@pytest.mark.parametrize("more", [0, 16])
+def test_a_step_in_which_every_verdict_failed_stops_the_run(more, filtered, tmp_path, capfd):
+    """An evaluation does not: the policy may still learn to give answers that can be read."""
     changes = {
         "reward.function": own_function(tmp_path, WORKS_AT_FIRST.format(more=more)), "evaluate.n": 4,
         "algorithm.filter_groups.enable": filtered,
     }  # fmt: skip
     if not filtered:
         changes["data.gen_batch_size"] = None
-    with pytest.raises(RuntimeError, match=f"{where}: .* failed on all .* most often with RuntimeError: the server is"):
+    with pytest.raises(RuntimeError, match="step 1: .* failed on all .* most often with RuntimeError: the server is"):
         train(small_config(tmp_path / "run", **changes))
+    assert ("evaluation of the held-out problems: " in capfd.readouterr().err) == (more == 0)
     assert not [row for row in read_metrics(tmp_path / "run") if row["step"]]
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_its_own_needs_verdicts(tmp_path):
+    function = own_function(tmp_path, WORKS_AT_FIRST.format(more=0))
+    config = small_config(tmp_path / "run", **{"reward.function": function})
+    with pytest.raises(RuntimeError, match="evaluation of the held-out problems: .* failed on all"):
+        bench(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_too_few_rows_and_held_out_prompts_that_are_trained_on_are_warned_of(tmp_path, monkeypatch, capfd):

@@ -344,6 +344,7 @@ def test_a_filter_metric_that_the_verifier_never_returns_is_refused(changes, mes
     assert_one(problems(changes), message)
     assert problems({**changes, "reward.function": "package.module.function"}) == []
     assert problems({**changes, f"{FILTER}.metric": "seq_final_reward"}) == []
+    validate(config_with(changes), training=False)  # no group is filtered: another verifier may measure the run
 
 
 SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": True}

@@ -26,7 +26,7 @@ from dapo_jax.dynamic_sampling.schedule import (
 )
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
-from dapo_jax.rollout.experience import Experience, check_verdicts, concatenate, describe_failures
+from dapo_jax.rollout.experience import Experience, concatenate, describe_failures, total_failure
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,8 @@ class _Attempt:
             self.dropped_groups.append(round_.experience.select(np.flatnonzero(~round_.keep)[:room]))
 
     def _check_verdicts(self) -> None:
-        check_verdicts([round_.outcomes for round_ in self.rounds], f"step {self.step}")
+        if failure := total_failure([round_.outcomes for round_ in self.rounds], f"step {self.step}"):
+            raise SharedFailure(failure)
 
     def _warn_of_many_rounds(self) -> None:
         """Once a round, from twice the rounds on that earlier steps let expect."""

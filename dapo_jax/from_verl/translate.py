@@ -14,6 +14,7 @@ from dapo_jax.from_verl.options import converted, find, flag, is_off, ours_of
 from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
 from dapo_jax.from_verl.values import TRACKERS, parsed
 from dapo_jax.option_uses import DEFAULTS, flat, unread, with_values
+from dapo_jax.policies import missing_model
 from dapo_jax.validation import validate
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
@@ -95,6 +96,13 @@ def translate(given: Mapping[str, str]) -> Translation:
             "dynamic sampling is off, as in verl unless a script turns it on: set algorithm.filter_groups.enable=True "
             "and algorithm.filter_groups.metric=acc"
         )
+    problem = missing_model("model.path", str(result.values.get("model.path") or "."))
+    if problem is not None and "hf download" in problem:
+        result.by_hand.append(problem)
+    result.by_hand.append(
+        "verl's ways that differ here: algorithm.filter_groups.leftover=discard, actor.old_logprob=recompute, "
+        "actor.count_empty_sequences=True"
+    )
     result.by_hand.sort()
     return result
 

@@ -30,16 +30,20 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
         function: the name of the verifier in `verifiers`, or the path of your own, which is not asked.
     """
     same: dict[tuple[str, str], list[PromptRow]] = {}  # by verifier and ground truth
+    no_text: dict[str, list[PromptRow]] = {}  # by verifier
     problems, failed = [], False
     for row in rows:
         name = verifier_for(row.data_source) if function == "auto" else function
         if name in _FORMS and not isinstance(row.ground_truth, str):
-            problems.append(
-                f"{row.origin}: ground_truth={row.truth_text[:60]} is no text, and {name} compares text (a function of "
-                "your own is given what it is)"
-            )
+            no_text.setdefault(name, []).append(row)
         elif name in _FORMS:
             same.setdefault((name, row.ground_truth), []).append(row)
+    for name, found in no_text.items():
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        problems.append(
+            f"{found[0].origin}{others}: ground_truth={found[0].truth_text[:60]} is no text, and {name} compares text "
+            "(a function of your own is given what it is)"
+        )
     slow = [key for key in same if key[0] == "math_verify"]
     stride = math.ceil(len(slow) / MAX_ASKED) or 1
     asked = [key for key in same if key[0] != "math_verify"] + slow[::stride]
@@ -61,9 +65,10 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
                 for row in same[name, truth]
             ]
     if problems:
+        count = len(problems) + sum(len(found) - 1 for found in no_text.values())
         listed = "\n  ".join(problems[:MAX_REPORTED])
         cure = "; for a time-out or a worker that died raise reward.timeout_s or reward.memory_limit_mb" * failed
         raise InputError(
-            f"ground truths with which every response is wrong ({len(problems)} rows): write them as the verifier "
+            f"ground truths with which every response is wrong ({count} rows): write them as the verifier "
             f"reads answers, leave their rows out, or choose another reward.function{cure}:\n  {listed}"
         )

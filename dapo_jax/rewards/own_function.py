@@ -81,7 +81,7 @@ def _import_failure(module_name: str, error: BaseException) -> str:
 
 
 def _callable_by_position(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, or what passes our four arguments to verl's names. ValueError if it does not take them."""
+    """`function`, or what passes our four arguments by verl's names. ValueError if it takes neither."""
     must = f"reward.function={name!r} must be {RULE}"
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise InputError(f"{must}, but it is async: give a plain function, for example one that calls asyncio.run")
@@ -96,19 +96,27 @@ def _callable_by_position(name: str, function: Callable[..., Any]) -> Callable[.
             f"data_source, solution, ground_truth, extra_info): return {short}(completions=[[{{'role': 'assistant', "
             "'content': solution}]], ground_truth=[ground_truth])[0]"
         )
-    by_name = "solution_str" in signature.parameters
-    arguments = dict.fromkeys(_VERL)
-    try:
-        signature.bind(**arguments) if by_name else signature.bind(*arguments)
-    except TypeError as error:
-        called = f"the names {', '.join(_VERL)}, as verl calls it" if by_name else "four positional arguments"
+    by_name, by_position = _bind_error(signature, by_name=True), _bind_error(signature, by_name=False)
+    of_verl = "solution_str" in signature.parameters
+    if by_name is not None and by_position is not None:
+        called = f"the names {', '.join(_VERL)}, as verl calls it" if of_verl else "four positional arguments"
         raise InputError(
-            f"{must}, but it takes {signature} and cannot be called with {called} ({error}): change its parameters"
-        ) from error
-    if not by_name:
+            f"{must}, but it takes {signature} and cannot be called with {called} "
+            f"({by_name if of_verl else by_position}): change its parameters"
+        )
+    if by_position is None and not (of_verl and by_name is None):
         return function
 
     def score(*values: Any) -> Any:
         return function(**dict(zip(_VERL, values, strict=True)))
 
     return score
+
+
+def _bind_error(signature: inspect.Signature, *, by_name: bool) -> TypeError | None:
+    """Why a function does not take verl's names, or four arguments by their position; None if it does."""
+    try:
+        signature.bind(**dict.fromkeys(_VERL)) if by_name else signature.bind(*_VERL)
+    except TypeError as error:
+        return error
+    return None

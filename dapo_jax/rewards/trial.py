@@ -11,7 +11,7 @@ from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 
 _RESPONSES = (  # with the ground truth in them: forms in which reward functions often look for an answer
     *("{}", "Answer: {}", "#### {}", "\\boxed{{{}}}", "<think>So it is.</think>\n<answer>{}</answer>"),
-    *("```python\nprint({})\n```", ""),
+    *('{{"answer": "{}"}}', "```python\nprint({})\n```", ""),
 )
 
 TRIAL_S = 10.0  # seconds for all of them
@@ -39,9 +39,9 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
                 f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has "
                 "one as 'score' for every response"
             )
-    if failed and len(failed) == len(verdicts):
+    if len(failed) == len(texts):
         raise InputError(
-            f"reward.function={name!r} failed on all {len(verdicts)} made-up responses to {row.origin}, on "
+            f"reward.function={name!r} failed on all {len(texts)} made-up responses to {row.origin}, on "
             f"{texts[0][:60]!r} with {failed[0][1]}: correct it, and let it return its lowest score for a response "
             "that it cannot read"
         )

@@ -9,7 +9,6 @@ import numpy as np
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.parallel.processes import SharedFailure
 
 OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
 
@@ -106,13 +105,14 @@ def describe_failures(parts: Sequence[Outcomes]) -> str:
     return f"the reward function failed on {share} responses, most often with {error}"
 
 
-def check_verdicts(parts: Sequence[Outcomes], what: str) -> None:
-    """Raises RuntimeError if there are verdicts and every one is a failure: then `what` measures nothing."""
-    if parts and all(part.failed.all() for part in parts):
-        raise SharedFailure(
-            f"{what}: {describe_failures(parts)}: correct it, and let it return its lowest score for a response that "
-            "it cannot read (for a time-out raise reward.timeout_s); then the same command goes on"
-        )
+def total_failure(parts: Sequence[Outcomes], what: str) -> str | None:
+    """What happened and what to do if there are verdicts on `what` and every one is a failure; None otherwise."""
+    if not parts or not all(part.failed.all() for part in parts):
+        return None
+    return (
+        f"{what}: {describe_failures(parts)}: correct it, and let it return its lowest score for a response that it "
+        "cannot read (for a time-out raise reward.timeout_s); then rerun the same command"
+    )
 
 
 def check_score_names(names: Iterable[str]) -> None:

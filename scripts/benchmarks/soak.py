@@ -8,6 +8,11 @@ written in the background is not growth, what stays is. The median of memory may
 keeps some.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("soak")
+
 import argparse
 import gc
 import json

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dapo_jax.parallel import devices
 from dapo_jax.parallel.devices import LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.mesh import make_mesh
 
@@ -101,13 +100,3 @@ def test_a_mesh_that_a_slice_cannot_hold_is_refused_with_the_cure(monkeypatch):
     message = "mesh.data=1, mesh.fsdp=8, mesh.tensor=1 cannot be laid out on this slice: choose axes that are products"
     with pytest.raises(ValueError, match=message):
         make_mesh(1, 8, 1)
-
-
-def test_a_slice_needs_libtpu(monkeypatch):
-    def no_tpu(_: str) -> None:
-        raise RuntimeError("JAX TPU support not installed")
-
-    monkeypatch.setattr(devices, "slice_devices", no_tpu)
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"--topology=v5e-8 needs libtpu.*pip install 'dapo_jax\[tpu-preflight\]'"):
-        devices_of("v5e-8", 8)

@@ -2,6 +2,7 @@ import importlib.util
 
 import pytest
 
+from dapo_jax.parallel.devices import devices_of
 from dapo_jax.parallel.slices import libtpu_name, slice_devices
 
 
@@ -31,3 +32,15 @@ def test_other_names_stay():
 def test_a_size_that_there_is_not_is_refused_with_the_next_ones(name, choice):
     with pytest.raises(ValueError, match=f"--topology={name} .*choose {choice}, or give its sides"):
         libtpu_name(name)
+
+
+@pytest.mark.parametrize("topology", ["v5e-8", "v5p:2x2x1"])
+def test_without_libtpu_a_slice_names_the_package(topology, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    def missing(topology):
+        raise RuntimeError("libtpu.so is not there")
+
+    monkeypatch.setattr("dapo_jax.parallel.devices.slice_devices", missing)
+    with pytest.raises(ValueError, match=f"--topology={topology} needs libtpu, .*pip install 'dapo_jax.tpu-preflight"):
+        devices_of(topology, 1)

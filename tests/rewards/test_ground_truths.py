@@ -92,6 +92,8 @@ def test_a_built_in_verifier_refuses_what_is_no_text(truth):
     for name in ("gsm8k", "math_verify", "auto"):
         with pytest.raises(ValueError, match="row 2: ground_truth=.* is no text, and .* compares text .a function of"):
             check_ground_truths([row("34"), row(truth, number=2)], name, InThisProcess(name))
+        with pytest.raises(ValueError, match=r"\(9 rows\)(?s:.*)row 0 and 8 more: ground_truth"):
+            check_ground_truths([row(truth, number=number) for number in range(9)], name, InThisProcess(name))
     for name in ("none", "reasoning_gym", "package.module.function"):
         check_ground_truths([row(truth)], name, InThisProcess(name))
 

@@ -44,6 +44,7 @@ def test_an_async_function_is_refused(tmp_path):
         "*arguments",
         "a, b, c, d=None, e=3",
         "data_source, solution, ground_truth, extra_info=None, **rest",
+        "source, solution_str, truth, info",
     ],
 )
 def test_a_function_that_takes_four_arguments_is_given_them_in_order(parameters, tmp_path):
@@ -65,6 +66,11 @@ def test_a_function_with_the_names_of_verl_is_called_by_them(parameters, tmp_pat
         f"def score({parameters}): return data_source, solution_str, ground_truth, extra_info"
     )
     assert load_function(f"{tmp_path}/own.py:score")("a", "b", "c", {}) == ("a", "b", "c", {})
+
+
+def test_a_function_of_names_alone_is_called_by_those_of_verl(tmp_path):
+    (tmp_path / "own.py").write_text("def score(**named): return named['solution_str'], named['ground_truth']")
+    assert load_function(f"{tmp_path}/own.py:score")("a", "b", "c", {}) == ("b", "c")
 
 
 def test_a_file_finds_the_modules_in_its_folder(tmp_path):

@@ -50,7 +50,7 @@ def test_a_result_that_is_no_verdict_is_refused(result, found, tmp_path):
 
 def test_a_function_that_always_raises_is_refused_with_its_error(tmp_path):
     with pytest.raises(
-        ValueError, match="failed on all 7 made-up responses to a.jsonl row 1, .* KeyError: 'answer': corr"
+        ValueError, match="failed on all 8 made-up responses to a.jsonl row 1, .* KeyError: 'answer': corr"
     ):
         tried("return extra_info['answer']", tmp_path)
 
@@ -60,6 +60,7 @@ def test_a_function_that_always_raises_is_refused_with_its_error(tmp_path):
     [
         "solution.split('Answer:')[1]", "solution.split('####')[1]", "solution.split('{')[1].rstrip('}')",
         "solution.split('<answer>')[1].split('</answer>')[0]", "solution.split('print(')[1].split(')')[0]", "solution",
+        "__import__('json').loads(solution)['answer']",
     ],
 )  # fmt: skip
 def test_a_function_may_raise_for_what_it_cannot_read(reading, tmp_path, caplog):
