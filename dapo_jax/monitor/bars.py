@@ -44,4 +44,4 @@ class RoundsShown:
         self._show()
 
     def _show(self) -> None:
-        self._console.detail(f"round {self._rounds}, {self._kept} of {self._target} groups kept")
+        self._console.detail(f"round {self._rounds}, {min(self._kept, self._target)} of {self._target} groups kept")
