@@ -121,8 +121,11 @@ def test_a_library_and_a_process_in_the_background_keep_their_handlers():
     assert run(code + ignored).stdout == "ends\n"
 
 
-@pytest.mark.parametrize("point", ["numpy", "jax", "dapo_jax.config", "dapo_jax.validation:validate"])
-@pytest.mark.parametrize("command", SENTENCES)
+@pytest.mark.parametrize(
+    ("command", "point"),
+    [("train", "numpy"), ("train", "dapo_jax.config")]
+    + [(command, point) for command in SENTENCES for point in ("jax", "dapo_jax.validation:validate")],
+)
 def test_a_command_is_interrupted_before_it_has_begun(command, point, tmp_path):
     options = ["--output", str(tmp_path / "out")] if command in ("evaluate", "export") else []
     if command == "export":

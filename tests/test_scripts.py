@@ -1,16 +1,21 @@
 """The scripts that are Python: their arithmetic and what they print."""
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import benchmark_rollout
 import benchmark_update
@@ -20,6 +25,7 @@ import numpy as np
 import plan_dynamic_sampling
 import pytest
 
+from dapo_jax import interrupts
 from dapo_jax.monitor.filter_log import log_round, rule_words
 from dapo_jax.monitor.workdir import open_workdir
 
@@ -33,21 +39,37 @@ COMMANDS = [
 
 
 def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A script as a user calls it, in a folder that is its home too."""
-    program = [sys.executable] if script.suffix == ".py" else [str(shutil.which("bash"))]
-    return subprocess.run(
-        [*program, str(script), *arguments], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "DAPO_JAX_CACHE": str(folder / "c"),
-             "VIRTUAL_ENV": "", "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": str(folder.parent)},
-    )  # fmt: skip
+    """A script as a user calls it, in a folder that is its home too; Python in this process, which has imported JAX."""
+    environment = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "DAPO_JAX_CACHE": str(folder / "c"),
+                   "VIRTUAL_ENV": "", "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": str(folder.parent)}  # fmt: skip
+    command = [str(script), *arguments]
+    if script.suffix == ".sh":
+        return subprocess.run([str(shutil.which("bash")), *command], cwd=folder, capture_output=True, text=True,
+                              env=os.environ | environment)  # fmt: skip
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", command),
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]), mock.patch.object(interrupts, "end_at_once"),
+        contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+    ):  # fmt: skip
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            print(ended.code if isinstance(ended.code, str) else "", end="", file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
-def written_files() -> dict[Path, int]:
+def written_files() -> dict[str, int]:
     """Every file of the checkout but caches, with when it was written."""
-    return {
-        path: path.stat().st_mtime_ns for path in ROOT.rglob("*")
-        if path.is_file() and not any(part.startswith((".", "__pycache__", "build")) for part in path.parts)
-    }  # fmt: skip
+    found = {}
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__", "build"))]
+        found |= {path: os.stat(path).st_mtime_ns for path in (f"{folder}/{name}" for name in files)}
+    return found
 
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
