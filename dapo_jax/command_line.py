@@ -214,6 +214,7 @@ def _with_null(overrides: Sequence[str], config: ConfigDict) -> list[str]:
         given = re.match(r"--?config\.([^=]*)=(null|none)$", option, re.IGNORECASE)
         if given and given[1] in OPTIONAL:
             config.update_from_flattened_dict({given[1]: None})
+            rest = [one for one in rest if not re.match(rf"--?config\.{re.escape(given[1])}=", one)]  # the last wins
         else:
             rest.append(option)
     return rest

@@ -30,6 +30,10 @@ def test_an_option_is_taken_back_by_null(tmp_path):
     for null in ("null", "None"):
         config = read_config(["train", "--config", TINY, f"--config.data.gen_batch_size={null}"])
         assert config.data.gen_batch_size is None
+    given = "--config.data.gen_batch_size="
+    for values, last in ((("8", "null"), None), (("null", "8"), 8)):
+        config = read_config(["train", "--config", TINY, *(given + value for value in values)])
+        assert config.data.gen_batch_size == last
     with pytest.raises(ValueError, match="rollout.n=null"):
         read_config(["train", "--config", TINY, "--config.rollout.n=null"])
 
