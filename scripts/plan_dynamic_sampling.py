@@ -9,6 +9,11 @@ A prompt that is answered right with probability p has a mixed group of n sample
 Binomial(N G, k), so a step needs more than N rounds with probability P(Binomial(N G, k) < B).
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("plan_dynamic_sampling")
+
 import argparse
 import math
 from collections.abc import Sequence

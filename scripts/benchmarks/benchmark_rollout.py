@@ -17,6 +17,11 @@ still alive, measured on the same weights in the same run, or the time of readin
 whichever is longer. "peak" is the most memory that the process has taken so far, earlier cases included.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("benchmark_rollout")
+
 import argparse
 import statistics
 import sys

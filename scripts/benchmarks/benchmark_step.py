@@ -15,6 +15,11 @@ those of benchmark_update.py. The limit adds those of the two parts: sampling at
 the memory, whichever is slower, and the update.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("benchmark_step")
+
 import sys
 import time
 from collections.abc import Sequence

@@ -25,6 +25,11 @@ FLOPs of these products divided by what the device's data sheet promises in bflo
 process has taken.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("benchmark_update")
+
 import argparse
 import ast
 import math

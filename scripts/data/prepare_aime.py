@@ -11,6 +11,11 @@ evaluate.n draws the samples. The prompt is DAPO's. Leading zeros (073 becomes 7
 the answer, because `math_dapo` compares text.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("prepare_aime")
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,6 +9,11 @@ instruction. The ground truth is the number without thousands commas; the verifi
 are also test questions are left out.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("prepare_gsm8k")
+
 import re
 from collections.abc import Collection, Sequence
 from functools import partial

@@ -9,6 +9,11 @@ for any number of epochs. A prompt that is plain text is wrapped in DAPO's promp
 out. The verifier is `math_dapo`.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("prepare_math_dapo")
+
 from collections.abc import Sequence
 from typing import Any
 

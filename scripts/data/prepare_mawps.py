@@ -14,6 +14,11 @@ Three worked examples, which are in no data set, come before each problem. The v
 counts.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("prepare_mawps")
+
 import hashlib
 import re
 from collections.abc import Sequence

@@ -8,6 +8,11 @@ length. All orders of the same numbers are in the same split. The verifier is `a
 `extra_info.num_terms` is the difficulty.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.interrupts import end_at_once
+
+    end_at_once("prepare_sums")
+
 import itertools
 from collections.abc import Sequence
 
