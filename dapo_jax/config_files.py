@@ -72,4 +72,3 @@ def _run_json(path: str) -> ConfigDict:
     if place.name == "config.json":
         config.workdir = str(place.parent) if is_address(path) else str(Path(path).parent)
     return config
-

@@ -1,5 +1,4 @@
-"""Host: dynamic sampling as the config asks for it, and its state in a checkpoint."""
-
+"""Host: dynamic sampling as the config asks for it."""
 
 from dapo_jax.config import Config, gen_batch_size
 from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource

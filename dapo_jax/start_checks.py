@@ -64,7 +64,7 @@ def warn_of_data(config: Config, train_set: PromptSet, task_sets: Sequence[TaskS
             "%d problems to train on, fewer than data.%s=%d: prompts repeat within a batch; lower it or give more",
             len(train_set), option, most,
         )  # fmt: skip
-    trained = {prompt_identity(row.prompt) for row in train_set.rows}
+    trained = {prompt_identity(row.prompt) for row in train_set.rows} if task_sets else set()
     for task in task_sets:
         shared = sum(prompt_identity(row.prompt) in trained for row in task.prompts.rows)
         if shared:

@@ -216,7 +216,7 @@ def experience_histograms(experience: Experience) -> dict[str, dict[str, Any]]:
 
 def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
     """monitor.num_samples trained responses with their scores: a quarter each of the kinds best, worst, truncated and,
-    as a fair picture, the first of the first groups ("any"), which also fill up. None stands there twice.
+    as a fair picture, the first of the first groups ("any"), which also fill up. None appears twice.
     """
     wanted = run.config.monitor.num_samples
     score = experience.scores["seq_reward"]

@@ -20,7 +20,7 @@ def record_of(given: str | Path, *names: str) -> Path:
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise ValueError(f"{given} has no {' and no '.join(names)}: give the workdir of a run that has done a step")
+    raise ValueError(f"{given} has no {' and no '.join(names)}: give the workdir of a run that has finished a step")
 
 
 def metrics_of(path: Path) -> list[dict[str, Any]]:

@@ -3,15 +3,13 @@
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from itertools import takewhile
 
 import jax
 
+from dapo_jax.parallel.platforms import nvidia_smi
 from dapo_jax.parallel.processes import gather
-
-NVIDIA_SMI_TIMEOUT_S = 60
 
 
 def idle_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -44,10 +42,7 @@ def gpus_of_host(environment: Mapping[str, str], num_processes: int) -> dict[str
     for name, factor in (("SLURM_GPUS_ON_NODE", 1), ("SLURM_GPUS_PER_TASK", num_processes)):
         if number := re.search(r"\d+$", environment.get(name, "")):  # 4, or a100:4
             found[name] = int(number[0]) * factor
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], env=dict(environment), timeout=NVIDIA_SMI_TIMEOUT_S, capture_output=True
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    listed = nvidia_smi("--list-gpus", environment=environment)
+    if listed is None:
         return found
-    return found | {"nvidia-smi": len(re.findall(rb"^GPU \d", listed.stdout, re.MULTILINE))}
+    return found | {"nvidia-smi": len(re.findall(r"^GPU \d", listed.stdout, re.MULTILINE))}

@@ -6,7 +6,7 @@ import re
 import subprocess
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -44,7 +44,7 @@ def failed_platform(error: BaseException) -> str | None:
 def missing_for(platform: str) -> str:
     """Why JAX has no device of this machine of "gpu" (or "cuda", "rocm") or "tpu", with the cure."""
     if platform in ("gpu", "cuda", "rocm"):
-        return _missing_for_gpus()
+        return _missing_for_gpus(nvidia_driver())
     if platform == "tpu":
         return _missing_for_tpus()
     return f"JAX has no platform {platform!r} here: use cpu, cuda or tpu"
@@ -53,19 +53,29 @@ def missing_for(platform: str) -> str:
 def unused_gpu() -> str | None:
     """A warning if this machine has an NVIDIA GPU and JAX, to which nothing else was said, has none."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    if hidden or _asked() or jax.default_backend() != "cpu" or nvidia_driver() is None:
+    if hidden or _asked() or jax.default_backend() != "cpu" or (driver := nvidia_driver()) is None:
         return None
-    return f"JAX computes on the CPU: {_missing_for_gpus()}; if the CPU is meant, set JAX_PLATFORMS=cpu"
+    return f"JAX computes on the CPU: {_missing_for_gpus(driver)}; if the CPU is meant, set JAX_PLATFORMS=cpu"
+
+
+def nvidia_smi(
+    *arguments: str, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str] | None:
+    """NVIDIA's own program, run to its end; None if it is not here or does not answer."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(
+            command, env=dict(environment), timeout=NVIDIA_SMI_TIMEOUT_S, capture_output=True, text=True
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def nvidia_driver() -> tuple[str, str] | None:
     """The GPUs of this machine ("" if not known) and the version of their driver; None without a driver."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-        rows = [line.rsplit(", ", 1) for line in listed.stdout.splitlines() if listed.returncode == 0 and ", " in line]
-    except (OSError, subprocess.TimeoutExpired):
-        rows = []
+    listed = nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader")
+    lines = listed.stdout.splitlines() if listed is not None and listed.returncode == 0 else []
+    rows = [line.rsplit(", ", 1) for line in lines if ", " in line]
     if rows:
         return _counted(name for name, _ in rows), rows[0][1].strip()
     try:
@@ -80,8 +90,7 @@ def _asked() -> str:
     return jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _missing_for_gpus() -> str:
-    driver = nvidia_driver()
+def _missing_for_gpus(driver: tuple[str, str] | None) -> str:
     plugins = [name for name in PLUGINS if importlib.util.find_spec(name) is not None]
     if driver is None:
         found = "there is no NVIDIA driver here (nvidia-smi, /proc/driver/nvidia)"

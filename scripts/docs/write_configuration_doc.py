@@ -15,15 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.bounds import bounds_of
 from dapo_jax.command_help import field_comments
 from dapo_jax.config import Config
+from dapo_jax.validation import BOUNDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
 from script_ends import write_page
 
-BOUNDS = tuple(bounds_of(Config))
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
