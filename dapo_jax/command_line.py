@@ -191,8 +191,11 @@ def _with_config_option(arguments: Sequence[str]) -> list[str]:
 
 def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:
     """The options with true for yes and on, false for no and off; ValueError for what is neither."""
-    switches = {".".join(path) for path, value in traverse_util.flatten_dict(config.to_dict()).items()
-                if isinstance(value, bool)}  # fmt: skip
+    switches = {
+        ".".join(path)
+        for path, value in traverse_util.flatten_dict(config.to_dict()).items()
+        if isinstance(value, bool)
+    }
     found, problems = [], []
     for option in overrides:
         given = re.match(r"(--?config\.([^=]*))=(.*)$", option, re.DOTALL)

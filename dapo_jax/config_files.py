@@ -60,7 +60,8 @@ def _run_json(path: str) -> ConfigDict:
         raise InputError(f"{rule}, and holds {type(values).__name__}: correct the file")
     known = traverse_util.flatten_dict(config.to_dict())
     unknown = [
-        ".".join(path) for path in traverse_util.flatten_dict(values, is_leaf=lambda path, _: path in known)
+        ".".join(path)
+        for path in traverse_util.flatten_dict(values, is_leaf=lambda path, _: path in known)
         if path not in known
     ]
     if unknown:

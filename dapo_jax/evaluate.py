@@ -88,9 +88,7 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
             curves = stack.enter_context(closing(TensorBoard(directory, first_step=0)))
         for trained in models:
             start = time.perf_counter()
-            params = (
-                load_trained(trained, run.arch, run.mesh) if trained else load_base(run.config, run.arch, run.mesh)
-            )
+            params = load_trained(trained, run.arch, run.mesh) if trained else load_base(run.config, run.arch, run.mesh)
             known = {"model": config.model.path, "step": trained.step if trained else None}
             write = _writer(run, directory, known)
             metrics = evaluate(run, params, prefix="bench", receive=write, verdicts_needed=True)
@@ -128,9 +126,7 @@ def _measured_run(config: Config, *, checkpoints: bool) -> Trained | None:
     return find_trained(config.model.path) or (find_trained(config.workdir) if checkpoints else None)
 
 
-def as_in_the_run(
-    config: Config, chosen: Collection[str], *, checkpoints: bool
-) -> tuple[Config, tuple[str, ...]]:
+def as_in_the_run(config: Config, chosen: Collection[str], *, checkpoints: bool) -> tuple[Config, tuple[str, ...]]:
     """`config` with the prompts, lengths and sampling of the run that is measured, and what that changed, in words.
 
     Args:
@@ -224,9 +220,13 @@ def table(results: Sequence[dict]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.evaluate", description=about(__doc__), epilog=options_help("evaluate"),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS,
-    )  # fmt: skip
+        prog="python -m dapo_jax.evaluate",
+        description=about(__doc__),
+        epilog=options_help("evaluate"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="training step of the checkpoint to measure")
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")

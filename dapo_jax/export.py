@@ -185,9 +185,13 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.export", description=about(__doc__), epilog=options_help("export"),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS,
-    )  # fmt: skip
+        prog="python -m dapo_jax.export",
+        description=about(__doc__),
+        epilog=options_help("export"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+    )
     parser.add_argument("--output", required=True, help="directory to write, new or empty")
     parser.add_argument("--step", type=int, help="training step of the checkpoint; the newest unless given")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")

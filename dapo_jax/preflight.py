@@ -134,7 +134,12 @@ def preflight(
         "programs": [as_json(one, limits) for one in measured],
         **summary(measured, limits, memory),
         "advice": advise(
-            config, arch, dict(mesh.shape), step, measured, memory * USABLE,
+            config,
+            arch,
+            dict(mesh.shape),
+            step,
+            measured,
+            memory * USABLE,
             attention=chosen_attention(config, arch, mesh)[0],
         ),
     }
@@ -243,10 +248,7 @@ def summary(measured: Sequence[Measured], limits: Limits, memory: float) -> dict
             "moved": sum(calls * costs.bytes for calls, costs in known),
             "sent": sum(calls * costs.sent for calls, costs in known),
             "collectives": _collectives(known),
-            "seconds": {
-                part: sum(calls * found[part] for calls, found in times if found is not None)
-                for part in PARTS
-            }
+            "seconds": {part: sum(calls * found[part] for calls, found in times if found is not None) for part in PARTS}
             if limits.is_known
             else None,
         }
@@ -341,9 +343,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.preflight", description=about(__doc__), epilog=options_help("preflight"),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS,
-    )  # fmt: skip
+        prog="python -m dapo_jax.preflight",
+        description=about(__doc__),
+        epilog=options_help("preflight"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+    )
     parser.add_argument(
         "--topology", default="cpu", help="v5e:4x4, v5p-256, h100:8, a100:2x8, ..., or cpu, gpu, tpu of this machine"
     )

@@ -51,7 +51,13 @@ def advise(
 
 
 def _cures(
-    kind: str, config: Config, arch: Architecture, mesh: Mapping[str, int], step: Step, worst: Taken, memory: float,
+    kind: str,
+    config: Config,
+    arch: Architecture,
+    mesh: Mapping[str, int],
+    step: Step,
+    worst: Taken,
+    memory: float,
     attention: str,
 ) -> list[str]:
     if kind == CACHE:

@@ -91,9 +91,7 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
     )
 
 
-def add_model_scores(
-    experience: Experience, prompt_set: PromptSet, scorer: ModelScorer, config: Config
-) -> Experience:
+def add_model_scores(experience: Experience, prompt_set: PromptSet, scorer: ModelScorer, config: Config) -> Experience:
     """Adds the score `reward_model`, and makes `score` the weighted sum of it and the verifier's.
 
     Without a verifier (reward.function=none) there is no `acc`.

@@ -183,8 +183,11 @@ def warn_of_warm_up(config: Config) -> None:
         logger.warning(
             "actor.optim.lr_warmup_steps=%d is more than the %d steps that update the policy: the learning rate never "
             "reaches actor.optim.lr=%g: lower the warm-up, or raise trainer.total_training_steps=%d",
-            warm_up, updates, config.actor.optim.lr, steps,
-        )  # fmt: skip
+            warm_up,
+            updates,
+            config.actor.optim.lr,
+            steps,
+        )
 
 
 def update_settings(config: Config, mesh: Mesh, name: str, step: int) -> UpdateSettings:

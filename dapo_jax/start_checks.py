@@ -62,8 +62,10 @@ def warn_of_data(config: Config, train_set: PromptSet, task_sets: Sequence[TaskS
         option = "train_batch_size" if config.data.train_batch_size == most else "gen_batch_size"
         logger.warning(
             "%d problems to train on, fewer than data.%s=%d: prompts repeat within a batch; lower it or give more",
-            len(train_set), option, most,
-        )  # fmt: skip
+            len(train_set),
+            option,
+            most,
+        )
     trained = {prompt_identity(row.prompt) for row in train_set.rows} if task_sets else set()
     for task in task_sets:
         shared = sum(prompt_identity(row.prompt) in trained for row in task.prompts.rows)
@@ -71,6 +73,7 @@ def warn_of_data(config: Config, train_set: PromptSet, task_sets: Sequence[TaskS
             logger.warning(
                 "%d of %d prompts of %s are also trained on: their accuracy is no measure of new problems; "
                 "take them out of one of the two",
-                shared, len(task.prompts), f"evaluate.tasks, {task.options.name!r}" if task.options.name else
-                "data.val_files",
-            )  # fmt: skip
+                shared,
+                len(task.prompts),
+                f"evaluate.tasks, {task.options.name!r}" if task.options.name else "data.val_files",
+            )

@@ -1,9 +1,9 @@
 """Host: one training step of DAPO (arXiv:2503.14476, algorithm 1), from prompts to new weights.
 
-    sample_groups   sample and verify G responses per prompt, shape their rewards (equation 13), keep groups whose
-                    responses differ (equation 11), until there are enough
-    train_on        advantages (equation 9), then mini-batches of the decoupled clip objective (equation 8)
-    train_step      both, with the metrics; with trainer.rollout_ahead the next step's groups are sampled meanwhile
+sample_groups   sample and verify G responses per prompt, shape their rewards (equation 13), keep groups whose
+                responses differ (equation 11), until there are enough
+train_on        advantages (equation 9), then mini-batches of the decoupled clip objective (equation 8)
+train_step      both, with the metrics; with trainer.rollout_ahead the next step's groups are sampled meanwhile
 """
 
 import dataclasses
@@ -59,9 +59,7 @@ def sample_batch(
     return batch, accepted.state
 
 
-def sample_groups(
-    run: Run, weights: Any, stream: StreamState, *, step: int, version: int, kl_coef: float
-) -> Accepted:
+def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, version: int, kl_coef: float) -> Accepted:
     """Samples prompts until data.train_batch_size groups are accepted (DAPO, section 3.2).
 
     Args:
@@ -169,7 +167,7 @@ def train_on(
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
     batch_metrics |= statistics.balance_metrics(
         sequence_lengths(batch)[: experience.finished.size],
-        tokens_of_devices(batch, update_settings(run.config, run.mesh, "actor", step))
+        tokens_of_devices(batch, update_settings(run.config, run.mesh, "actor", step)),
     )
     models, wait = update(run, models, batch, step)
 

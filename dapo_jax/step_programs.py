@@ -162,15 +162,22 @@ class _Builder:
 
         read = device_bytes([self.params, self.frozen])
         relay = Program(
-            "weights", "decoding weights", 1, lambda: self.actor.decode_weights.lower(self.params),
-            {PARAMETERS: read, **self.decoding_bytes}, {**self.state, PARAMETERS: self.state[PARAMETERS] - read},
-        )  # fmt: skip
+            "weights",
+            "decoding weights",
+            1,
+            lambda: self.actor.decode_weights.lower(self.params),
+            {PARAMETERS: read, **self.decoding_bytes},
+            {**self.state, PARAMETERS: self.state[PARAMETERS] - read},
+        )
         first = caches(rows, size, settings.ladder[0])
         prefill = Program(
-            "prefill", f"prefill {size // shards} prompts a shard, width {width}", waves,
+            "prefill",
+            f"prefill {size // shards} prompts a shard, width {width}",
+            waves,
             lambda: lower_start(settings, weights, sampling, prompts=size, num_samples=samples, width=width),
-            {**self.decoding_bytes, CACHE: device_bytes(first)}, self.state,
-        )  # fmt: skip
+            {**self.decoding_bytes, CACHE: device_bytes(first)},
+            self.state,
+        )
         programs, chunks = [relay, prefill], _chunks(settings, self.response_length)
         decoded = chunks if every_window else _ends(chunks)
         programs += [decode(rows, size, window, count) for window, count in decoded.items()]
@@ -180,12 +187,20 @@ class _Builder:
             programs.append(decode(left, left, list(chunks)[-1], 0))
         for window, wider in zip(chunks, list(chunks)[1:], strict=False):
             cache, wide = caches(rows, size, window), caches(rows, size, wider)
-            programs.append(Program(
-                "decode", f"widen the window {window} to {wider}", waves * self.arch.num_layers,
-                lambda cache=cache[0], wider=wider: lower_growth(cache, num_samples=samples, window=wider),
-                {CACHE: device_bytes([cache[0], wide[0]])},
-                {**self.state, **self.decoding_bytes, CACHE: device_bytes(wide[1:])},  # the last layer becomes wider
-            ))  # fmt: skip
+            programs.append(
+                Program(
+                    "decode",
+                    f"widen the window {window} to {wider}",
+                    waves * self.arch.num_layers,
+                    lambda cache=cache[0], wider=wider: lower_growth(cache, num_samples=samples, window=wider),
+                    {CACHE: device_bytes([cache[0], wide[0]])},
+                    {
+                        **self.state,
+                        **self.decoding_bytes,
+                        CACHE: device_bytes(wide[1:]),
+                    },  # the last layer becomes wider
+                )
+            )
         return _Rollout(programs, waves, rows)
 
     def learning(self) -> Iterator[Program]:
@@ -202,11 +217,13 @@ class _Builder:
         for name, (params, times) in passes.items():
             for piece, count in self._pieces(mini, shares):
                 yield Program(
-                    "log-probabilities", f"{name}, {_size(piece)}", count * minis * times,
+                    "log-probabilities",
+                    f"{name}, {_size(piece)}",
+                    count * minis * times,
                     lambda params=params, piece=piece: self.actor.logprobs.lower(params, piece),
                     {PARAMETERS: device_bytes([params, self.frozen])},
                     {**state, PARAMETERS: state[PARAMETERS] - device_bytes([params, self.frozen])},
-                )  # fmt: skip
+                )
         yield from self._update("actor", self.actor.trainable, mini, shares)
         if self.critic is not None:
             critic, shares = self.critic, micro_batches(config, self.mesh, "critic")
@@ -215,10 +232,13 @@ class _Builder:
             params = critic.trainable.state_shape.params
             for piece, count in self._pieces(mini, shares):
                 yield Program(
-                    "values", f"values, {_size(piece)}", count * minis,
+                    "values",
+                    f"values, {_size(piece)}",
+                    count * minis,
                     lambda piece=piece: critic.values.lower(params, piece),
-                    {PARAMETERS: device_bytes(params)}, {**state, PARAMETERS: state[PARAMETERS] - device_bytes(params)},
-                )  # fmt: skip
+                    {PARAMETERS: device_bytes(params)},
+                    {**state, PARAMETERS: state[PARAMETERS] - device_bytes(params)},
+                )
             yield from self._update("critic", critic.trainable, mini, shares)
 
     def _update(self, name: str, trainable: Trainable, mini: Batch, shares: MicroBatches) -> Iterator[Program]:
@@ -237,16 +257,22 @@ class _Builder:
         mini = self._trained(mini, name)
         for piece, count in self._pieces(mini, shares):
             yield Program(
-                "update", f"{name}, gradients of {_size(piece)}", count * steps,
+                "update",
+                f"{name}, gradients of {_size(piece)}",
+                count * steps,
                 lambda piece=piece: trainable.accumulate.lower(state.params, gradients, piece),
-                {PARAMETERS: read, GRADIENTS: of_gradients}, others,
-            )  # fmt: skip
+                {PARAMETERS: read, GRADIENTS: of_gradients},
+                others,
+            )
         moments = device_bytes(state.moments)
         yield Program(
-            "update", f"{name}, optimizer step", steps, lambda: trainable.apply.lower(state, gradients, np.float32(0)),
+            "update",
+            f"{name}, optimizer step",
+            steps,
+            lambda: trainable.apply.lower(state, gradients, np.float32(0)),
             {PARAMETERS: of_params, OPTIMIZER: moments, GRADIENTS: of_gradients},
             {**beside, PARAMETERS: self.state[PARAMETERS] - of_params, OPTIMIZER: self.state[OPTIMIZER] - moments},
-        )  # fmt: skip
+        )
 
     def _rows(self, prompts: int) -> Batch:
         """`prompts` groups as training_batch.py's `rows_of` makes them, all zeros that take no memory."""

@@ -104,9 +104,7 @@ def _train(config: Config, workdir: Workdir) -> Models:
     return state.models
 
 
-def open_records(
-    config: Config, progress: Progress | None, upload: Callable[[str], None]
-) -> RunRecords | NoRecords:
+def open_records(config: Config, progress: Progress | None, upload: Callable[[str], None]) -> RunRecords | NoRecords:
     """The run's records, without rows of steps that are done again; `progress` that is resumed, None for a new run."""
     if not is_first():
         return NoRecords()
@@ -169,9 +167,7 @@ def run_steps(
         run.profiles.end()
 
 
-def conclude_step(
-    run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, state: RunState
-) -> RunState:
+def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, state: RunState) -> RunState:
     """Evaluates, records and saves the step that has just been trained, each if it is due."""
     trainer, progress, params = run.config.trainer, state.progress, state.models.actor.params
     row = progress.unrecorded
@@ -187,8 +183,12 @@ def conclude_step(
         progress = dataclasses.replace(progress, alarms=memory)
     quality = best_metric(run.config, metrics)
     if quality is None and trainer.best_metric and is_due(step, trainer.test_freq, total):
-        logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step,
-                       ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*")  # fmt: skip
+        logger.warning(
+            "trainer.best_metric=%s is no metric of step %d, which has %s",
+            trainer.best_metric,
+            step,
+            ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*",
+        )
     better = max if trainer.best_metric_mode == "max" else min
     best_of = f"{trainer.best_metric_mode} {trainer.best_metric}"
     if progress.best_of not in ("", best_of):  # one of another metric says nothing

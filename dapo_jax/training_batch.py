@@ -40,9 +40,7 @@ jitted_keep_samples = jax.jit(
 )
 jitted_mismatch_metrics = jax.jit(mismatch_metrics)
 jitted_probability_metrics = jax.jit(probability_metrics)
-jitted_importance_weights = jax.jit(
-    importance_weights, static_argnames=("rollout_is", "threshold", "batch_normalize")
-)
+jitted_importance_weights = jax.jit(importance_weights, static_argnames=("rollout_is", "threshold", "batch_normalize"))
 jitted_rejection_mask = jax.jit(rejection_mask, static_argnames="criteria")
 
 

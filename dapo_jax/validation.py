@@ -155,7 +155,7 @@ def _range_problems(config: Config) -> list[str]:
     except (ValueError, RecursionError) as error:
         problems.append(
             f"data.chat_template_kwargs={config.data.chat_template_kwargs[:100]!r} must be a JSON object ({error}): "
-            'write it like \'{"enable_thinking": false}\''
+            "write it like '{\"enable_thinking\": false}'"
         )
     try:
         if not isinstance(json.loads(config.trainer.compiler_options), dict):
@@ -163,7 +163,7 @@ def _range_problems(config: Config) -> list[str]:
     except (ValueError, RecursionError) as error:
         problems.append(
             f"trainer.compiler_options={config.trainer.compiler_options[:100]!r} must be a JSON object ({error}): "
-            'write it like \'{"xla_gpu_enable_latency_hiding_scheduler": false}\''
+            "write it like '{\"xla_gpu_enable_latency_hiding_scheduler\": false}'"
         )
     if not config.model.path:
         problems.append("model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'")

@@ -66,10 +66,13 @@ def binomial_below(count: int, trials: int, probability: float) -> float:
     if probability in (0.0, 1.0):
         return float(probability * trials < count)
     logs = [
-        math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
-        + k * math.log(probability) + (trials - k) * math.log1p(-probability)
+        math.lgamma(trials + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(trials - k + 1)
+        + k * math.log(probability)
+        + (trials - k) * math.log1p(-probability)
         for k in range(count)
-    ]  # fmt: skip
+    ]
     return min(1.0, math.fsum(math.exp(value) for value in logs))
 
 

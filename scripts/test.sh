@@ -12,6 +12,7 @@ if [[ $# -gt 0 ]]; then
   exec python -m pytest "$@"
 fi
 ruff check .
+ruff format --check .
 pyright --pythonpath "$(command -v python)"
 WORKERS=(--numprocesses auto --maxprocesses 4 --dist worksteal)
 python -m pytest "${WORKERS[@]}" -m "not slow"

@@ -23,9 +23,19 @@ from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.rollout.shapes import pad_prompts
 
 ARCH = Architecture(
-    family="llama", vocab_size=64, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=16, rope_theta=1e4, rms_norm_eps=1e-5, tie_embeddings=False, initializer_range=0.2,
-)  # fmt: skip
+    family="llama",
+    vocab_size=64,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_embeddings=False,
+    initializer_range=0.2,
+)
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
 NUMBERS = list(range(100, 108))
 SAMPLES = 4
@@ -33,9 +43,17 @@ EOS, PAD = (2, 3), 2  # pad equals one of the two end-of-sequence tokens
 LENGTH = 9
 OPTIMIZER = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
 LOSS_OPTIONS = {
-    "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0,
-    "clip_cov_ub": 9.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5, "tau_pos": 1.0, "tau_neg": 1.05,
-}  # fmt: skip
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.28,
+    "clip_ratio_c": 10.0,
+    "clip_cov_ratio": 0.2,
+    "clip_cov_lb": -9.0,
+    "clip_cov_ub": 9.0,
+    "kl_cov_ratio": 0.2,
+    "ppo_kl_coef": 0.5,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+}
 
 
 def one_device_mesh() -> Mesh:
@@ -48,10 +66,19 @@ def mesh_of(shape) -> Mesh:
 
 def actor_settings(**changes) -> ActorSettings:
     values = dict(
-        arch=ARCH, dtype=jnp.dtype(jnp.float32), temperature=0.8, remat="full", attention_kernel=None, chunk_size=40,
-        loss_mode="vanilla", loss_options=LOSS_OPTIONS, entropy_coeff=0.0, kl_loss_coef=0.0, kl_loss_type="k3+",
+        arch=ARCH,
+        dtype=jnp.dtype(jnp.float32),
+        temperature=0.8,
+        remat="full",
+        attention_kernel=None,
+        chunk_size=40,
+        loss_mode="vanilla",
+        loss_options=LOSS_OPTIONS,
+        entropy_coeff=0.0,
+        kl_loss_coef=0.0,
+        kl_loss_type="k3+",
         optimizer=OPTIMIZER,
-    )  # fmt: skip
+    )
     return ActorSettings(**{**values, **changes})
 
 
@@ -64,17 +91,31 @@ def actor_on(mesh: Mesh, **changes) -> Actor:
 @functools.cache
 def critic_of(mesh):
     settings = CriticSettings(
-        arch=critic_architecture(ARCH), dtype=jnp.dtype(jnp.float32), remat="full", attention_kernel=None,
-        cliprange_value=0.2, optimizer=OPTIMIZER,
-    )  # fmt: skip
+        arch=critic_architecture(ARCH),
+        dtype=jnp.dtype(jnp.float32),
+        remat="full",
+        attention_kernel=None,
+        cliprange_value=0.2,
+        optimizer=OPTIMIZER,
+    )
     return build_critic(settings, mesh)
 
 
 def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
     settings = dict(
-        arch=ARCH, mesh=mesh, eos_ids=EOS, pad_id=PAD, max_prompt_length=8, max_response_length=LENGTH,
-        max_num_seqs=1024, memory_share=1.0, chunk_length=3, smallest_rows=1, lookahead=0, seed=0,
-    )  # fmt: skip
+        arch=ARCH,
+        mesh=mesh,
+        eos_ids=EOS,
+        pad_id=PAD,
+        max_prompt_length=8,
+        max_response_length=LENGTH,
+        max_num_seqs=1024,
+        memory_share=1.0,
+        chunk_length=3,
+        smallest_rows=1,
+        lookahead=0,
+        seed=0,
+    )
     return Engine(EngineSettings(**{**settings, **changes})).generate(
         actor.decode_weights(state.params),
         prompts,
@@ -117,9 +158,14 @@ def rows(number: int) -> MicroBatches:
 def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, mode="token-mean"):
     """`micro`: a number of rows, or MicroBatches."""
     return UpdateSettings(
-        learning_rate=lr, mini_batch_rows=mini, micro_batches=rows(micro) if isinstance(micro, int) else micro,
-        epochs=epochs, loss_agg_mode=mode, loss_scale_factor=float(LENGTH), count_empty_sequences=count_empty,
-    )  # fmt: skip
+        learning_rate=lr,
+        mini_batch_rows=mini,
+        micro_batches=rows(micro) if isinstance(micro, int) else micro,
+        epochs=epochs,
+        loss_agg_mode=mode,
+        loss_scale_factor=float(LENGTH),
+        count_empty_sequences=count_empty,
+    )
 
 
 def step(actor, state, batch, mesh, **changes):

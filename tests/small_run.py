@@ -31,21 +31,27 @@ def small_config(workdir: Any, **changes: Any) -> Config:
     values = load_config("tiny")
     recipe = freeze(values)
     small = {
-        "workdir": str(workdir), "data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4,
-        "data.train_batch_size": 4, "data.gen_batch_size": 8, "actor.ppo_mini_batch_size": 2,
-        "actor.ppo_micro_batch_size_per_device": 4, "trainer.total_training_steps": 4, "trainer.test_freq": 2,
-        "trainer.save_freq": 2, "algorithm.filter_groups.max_num_gen_batches": 0, "reward.num_workers": 1,
+        "workdir": str(workdir),
+        "data.arithmetic.high": 4,
+        "data.arithmetic.num_heldout": 4,
+        "data.train_batch_size": 4,
+        "data.gen_batch_size": 8,
+        "actor.ppo_mini_batch_size": 2,
+        "actor.ppo_micro_batch_size_per_device": 4,
+        "trainer.total_training_steps": 4,
+        "trainer.test_freq": 2,
+        "trainer.save_freq": 2,
+        "algorithm.filter_groups.max_num_gen_batches": 0,
+        "reward.num_workers": 1,
         "actor.optim.lr": 1e-3,
-    }  # fmt: skip
+    }
     with values.unlocked():
         values.update_from_flattened_dict({**small, **changes})
     return without_switched_off(recipe, freeze(values), changes)
 
 
 def rows_without_clock(workdir: Any) -> list[dict]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(workdir)
-    ]
+    return [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(workdir)]
 
 
 def assert_same_policy(models: Any, expected: Any, tolerance: float = 0.0) -> None:

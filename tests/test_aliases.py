@@ -20,9 +20,14 @@ def test_without_aliases_nothing_changes():
 def test_dynamic_sample_is_the_spread_of_the_reward_and_what_there_is():
     groups = resolved(algorithm__use_dynamic_sample=True, data__rollout_batch_size=128).algorithm.filter_groups
     expected = dataclasses.replace(
-        Config().algorithm.filter_groups, metric="seq_reward", max_num_gen_batches=3, on_limit="partial",
-        on_exhausted="partial", on_empty="train_unfiltered", leftover="discard",
-    )  # fmt: skip
+        Config().algorithm.filter_groups,
+        metric="seq_reward",
+        max_num_gen_batches=3,
+        on_limit="partial",
+        on_exhausted="partial",
+        on_empty="train_unfiltered",
+        leftover="discard",
+    )
     assert groups == expected
     unlimited = {"algorithm__use_dynamic_sample": True, "algorithm__dynamic_sample_max_gen_batches": 0}
     groups = resolved(**unlimited).algorithm.filter_groups
@@ -32,9 +37,12 @@ def test_dynamic_sample_is_the_spread_of_the_reward_and_what_there_is():
 
 def test_online_filtering_is_the_range_of_the_mean():
     config = resolved(
-        algorithm__online_filtering=True, algorithm__filter_low=0.1, trainer__max_try_make_batch=7,
-        data__rollout_batch_size=64, data__mini_rollout_batch_size=32,
-    )  # fmt: skip
+        algorithm__online_filtering=True,
+        algorithm__filter_low=0.1,
+        trainer__max_try_make_batch=7,
+        data__rollout_batch_size=64,
+        data__mini_rollout_batch_size=32,
+    )
     groups = config.algorithm.filter_groups
     assert (groups.rule, groups.metric, groups.filter_low, groups.filter_high) == ("mean_range", "score", 0.1, 0.99)
     assert (groups.max_num_gen_batches, groups.on_limit, groups.leftover) == (7, "error", "discard")

@@ -35,10 +35,15 @@ TINY = str(CONFIGS / "tiny.py")
 HF_MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"
 SUMS = {"data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4}
 SMALL = {
-    "data.train_batch_size": 4, "data.gen_batch_size": 8, "data.max_prompt_length": 64, "actor.ppo_mini_batch_size": 2,
-    "actor.ppo_micro_batch_size_per_device": 4, "trainer.total_training_steps": 4, "reward.num_workers": 1,
+    "data.train_batch_size": 4,
+    "data.gen_batch_size": 8,
+    "data.max_prompt_length": 64,
+    "actor.ppo_mini_batch_size": 2,
+    "actor.ppo_micro_batch_size_per_device": 4,
+    "trainer.total_training_steps": 4,
+    "reward.num_workers": 1,
     "reward.function": "arithmetic",
-}  # fmt: skip
+}
 BEFORE = {  # in the work directory before each case
     "notes.txt": "mine\n",
     "metrics.jsonl": '{"step": 0, "a": 1.0}\n{"step": 1, "a": 2.0}\n',
@@ -171,41 +176,58 @@ options("unknown_choice", {"data.truncation": "up"}, "data.truncation='up' must 
 options("unknown_loss", {"actor.policy_loss.loss_mode": "x"}, "actor.policy_loss.loss_mode='x' must be one of vanilla")
 options("contradiction", {"trainer.critic_warmup": 2}, "critic_warmup=2 is not read without algorithm.adv_est")
 options(
-    "filter_off_with_rounds", {"algorithm.filter_groups.enable": False, "data.gen_batch_size": 8},
+    "filter_off_with_rounds",
+    {"algorithm.filter_groups.enable": False, "data.gen_batch_size": 8},
     "data.gen_batch_size=8 is not read without algorithm.filter_groups.enable=True",
-)  # fmt: skip
+)
 options(
     "aliases_that_exclude_each_other",
-    {"algorithm.use_dynamic_sample": True, "algorithm.online_filtering": True}, "exclude each other: choose one",
-)  # fmt: skip
+    {"algorithm.use_dynamic_sample": True, "algorithm.online_filtering": True},
+    "exclude each other: choose one",
+)
 options(
-    "indivisible_batch", {"actor.ppo_mini_batch_size": 3},
+    "indivisible_batch",
+    {"actor.ppo_mini_batch_size": 3},
     "data.train_batch_size=4 must be a multiple of actor.ppo_mini_batch_size=3",
-)  # fmt: skip
+)
 options(
-    "several_problems", {"rollout.n": 0, "rollout.temperature": "nan", "data.truncation": "up", "seed": -1},
-    "rollout.n=0", "rollout.temperature=nan", "data.truncation='up'", "seed=-1",
-)  # fmt: skip
+    "several_problems",
+    {"rollout.n": 0, "rollout.temperature": "nan", "data.truncation": "up", "seed": -1},
+    "rollout.n=0",
+    "rollout.temperature=nan",
+    "data.truncation='up'",
+    "seed=-1",
+)
 options("broken_json", {"data.chat_template_kwargs": "[1"}, "data.chat_template_kwargs='[1' must be a JSON object (Exp")
 options(
     "deep_json", {"data.chat_template_kwargs": '{"a":' * 10**5}, "data.chat_template_kwargs=", "recursion", "write it l"
 )
 options(
-    "template_variable_that_is_taken", {"data.chat_template_kwargs": '{"messages": 1}'},
-    """data.chat_template_kwargs='{"messages": 1}' must not hold messages""", "leave them out",
-)  # fmt: skip
+    "template_variable_that_is_taken",
+    {"data.chat_template_kwargs": '{"messages": 1}'},
+    """data.chat_template_kwargs='{"messages": 1}' must not hold messages""",
+    "leave them out",
+)
 options(
-    "mesh_of_too_many", {"mesh.fsdp": 16},
-    "mesh.fsdp=16", "must divide the number of devices, 8 (cpu)", "set mesh.fsdp=2, 4 or 8",
-)  # fmt: skip
+    "mesh_of_too_many",
+    {"mesh.fsdp": 16},
+    "mesh.fsdp=16",
+    "must divide the number of devices, 8 (cpu)",
+    "set mesh.fsdp=2, 4 or 8",
+)
 options(
-    "mesh_that_does_not_divide", {"mesh.data": 3},
-    "mesh.data=3", "must be the number of devices, 8 (cpu): set mesh.data=-1",
-)  # fmt: skip
+    "mesh_that_does_not_divide",
+    {"mesh.data": 3},
+    "mesh.data=3",
+    "must be the number of devices, 8 (cpu): set mesh.data=-1",
+)
 options(
-    "mesh_that_does_not_divide_the_model", {"mesh.tensor": 8},
-    "the mesh does not fit", "mesh.tensor=8 must divide", "set mesh.tensor=1 or 2",
-)  # fmt: skip
+    "mesh_that_does_not_divide_the_model",
+    {"mesh.tensor": 8},
+    "the mesh does not fit",
+    "mesh.tensor=8 must divide",
+    "set mesh.tensor=1 or 2",
+)
 options("heads", {"model.random.num_heads": 3}, "num_heads=3 must be a multiple of model.random.num_kv_heads=2")
 options("odd_head", {"model.random.head_dim": 7}, "model.random.head_dim=7 must be even")
 options("open_brace", {"data.arithmetic.template": "{"}, "data.arithmetic.template='{' must have the fields {a}", "cor")
@@ -253,8 +275,9 @@ WHOLE = parquet(*[ROW] * 50)
 prompts("missing", None, "prompt file DIR/rows.jsonl does not exist: correct the path")
 CASES["prompts_directory"] = Case(
     ("prompt file DIR/rows.jsonl is a directory: it has no .parquet or .jsonl or .json files",),
-    {**FROM_FILE, "data.train_files": "('DIR/rows.jsonl',)"}, lambda directory: (directory / "rows.jsonl").mkdir(),
-)  # fmt: skip
+    {**FROM_FILE, "data.train_files": "('DIR/rows.jsonl',)"},
+    lambda directory: (directory / "rows.jsonl").mkdir(),
+)
 prompts("empty", b"", "DIR/rows.jsonl", "hold no rows: name files that do")
 prompts("wrong_suffix", b"x", "rows.csv ends in '.csv', must end in one of .parquet, .jsonl", file="rows.csv")
 DAMAGED = "is damaged or incomplete"
@@ -262,58 +285,104 @@ prompts("parquet_truncated", WHOLE[:500], "DIR/a.parquet", DAMAGED, "download it
 prompts("parquet_of_text", b"hello, hello", "DIR/a.parquet", DAMAGED, "download it again", file="a.parquet")
 prompts("parquet_of_nothing", b"", "DIR/a.parquet", DAMAGED, "download it again", file="a.parquet")
 prompts(
-    "parquet_with_damaged_pages", WHOLE[:20] + b"\xff" * 40 + WHOLE[60:], "DIR/a.parquet", DAMAGED, "again",
+    "parquet_with_damaged_pages",
+    WHOLE[:20] + b"\xff" * 40 + WHOLE[60:],
+    "DIR/a.parquet",
+    DAMAGED,
+    "again",
     file="a.parquet",
-)  # fmt: skip
+)
 prompts("parquet_pointer", b"version https://git-lfs.github.com/spec/v1\n", "run 'git lfs pull'", file="a.parquet")
-prompts("parquet_of_other_columns", parquet({"a": 1}), "a.parquet row 1: prompt is missing", "set data.prompt_key",
-        file="a.parquet")  # fmt: skip
+prompts(
+    "parquet_of_other_columns",
+    parquet({"a": 1}),
+    "a.parquet row 1: prompt is missing",
+    "set data.prompt_key",
+    file="a.parquet",
+)
 ONE_OBJECT = "write one object on each line"
 prompts("invalid_json", lines(ROW, ROW, "{nope"), "DIR/rows.jsonl row 3: must be a JSON object, not Expe", ONE_OBJECT)
 prompts("a_number", lines(ROW, 3), "rows.jsonl row 2: must be a JSON object, not a int", ONE_OBJECT)
-prompts("one_list", json.dumps([ROW, ROW], indent=1).encode(), "DIR/rows.json is one JSON list", ONE_OBJECT,
-        file="rows.json")  # fmt: skip
+prompts(
+    "one_list",
+    json.dumps([ROW, ROW], indent=1).encode(),
+    "DIR/rows.json is one JSON list",
+    ONE_OBJECT,
+    file="rows.json",
+)
 for key, cure in {"prompt": "set data.prompt_key", "data_source": "name the row's task"}.items():
     without = {name: value for name, value in ROW.items() if name != key}
     prompts(f"without_{key}", lines(without), f"rows.jsonl row 1: {key} is missing", cure)
 prompts("without_truth", lines({**ROW, "reward_model": {}}), "reward_model.ground_truth is missing", "write the exp")
 prompts(
-    "wrong_types", lines({**ROW, "prompt": 3}, {**ROW, "data_source": 3}, {**ROW, "extra_info": 3}),
-    "row 1: prompt is '3' (int)", "row 2: data_source is '3' (int)", "row 3: extra_info is '3' (int)", "leave it out",
-)  # fmt: skip
+    "wrong_types",
+    lines({**ROW, "prompt": 3}, {**ROW, "data_source": 3}, {**ROW, "extra_info": 3}),
+    "row 1: prompt is '3' (int)",
+    "row 2: data_source is '3' (int)",
+    "row 3: extra_info is '3' (int)",
+    "leave it out",
+)
 prompts("message_without_content", lines({**ROW, "prompt": [{"role": "user"}]}), "each with text as role and content")
 prompts("empty_prompt", lines({**ROW, "prompt": ""}), "row 1: prompt is '' (str), must be non-empty text", "correct")
 prompts("prompt_without_tokens", lines(asking("")), "DIR/rows.jsonl row 1 has no tokens: fill or remove it")
 HUGE = asking("1 + " * 5000)
 prompts("huge", lines(ROW, HUGE), "max_prompt_length=64", "longest 20000", "raise data.max_prompt_length")
-prompts("all_huge_and_dropped", lines(HUGE), "no prompt is left", "raise data.max_prompt_length",
-        data__filter_overlong_prompts=True)  # fmt: skip
+prompts(
+    "all_huge_and_dropped",
+    lines(HUGE),
+    "no prompt is left",
+    "raise data.max_prompt_length",
+    data__filter_overlong_prompts=True,
+)
 for side in ("left", "right", "middle"):
     prompts(f"huge_cut_{side}", lines(ROW, HUGE), REACHED, accepted=True, data__truncation=side)
 prompts("huge_dropped", lines(ROW, HUGE), REACHED, accepted=True, data__filter_overlong_prompts=True)
 prompts("deep_json", b'{"a":' * 10**5, "row 1: must be a JSON object, not maximum recursion depth", ONE_OBJECT)
 nested = '{"a":' * 500 + "1" + "}" * 500
-prompts("deep_value", lines(f'{json.dumps(ROW)[:-1]}, "extra_info": {nested}}}'),
-        "row 1: extra_info is nested deeper than 100 levels: flatten it")  # fmt: skip
+prompts(
+    "deep_value",
+    lines(f'{json.dumps(ROW)[:-1]}, "extra_info": {nested}}}'),
+    "row 1: extra_info is nested deeper than 100 levels: flatten it",
+)
 prompts("half_a_character", lines(asking("\ud800")), r"row 1: prompt holds '\ud800', half of a character: write the")
-prompts("truth_that_no_answer_equals", lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-        "ground truths with which every response is wrong (1 rows)", "rows.jsonl row 2: ground_truth='five' is "
-        "no answer that arithmetic accepts")  # fmt: skip
-prompts("held_out_truth_that_no_answer_equals", lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-        "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
-        data__task="arithmetic", data__train_files="()",
-        evaluate__tasks='{"named": {"files": "DIR/rows.jsonl"}}')  # fmt: skip
-prompts("half_a_character_in_the_truth", lines({**ROW, "reward_model": {"ground_truth": "\udfff"}}),
-        r"row 1: reward_model holds '\udfff', half of a character: write the whole")  # fmt: skip
+prompts(
+    "truth_that_no_answer_equals",
+    lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
+    "ground truths with which every response is wrong (1 rows)",
+    "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
+)
+prompts(
+    "held_out_truth_that_no_answer_equals",
+    lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
+    "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
+    data__task="arithmetic",
+    data__train_files="()",
+    evaluate__tasks='{"named": {"files": "DIR/rows.jsonl"}}',
+)
+prompts(
+    "half_a_character_in_the_truth",
+    lines({**ROW, "reward_model": {"ground_truth": "\udfff"}}),
+    r"row 1: reward_model holds '\udfff', half of a character: write the whole",
+)
 prompts("no_utf8", lines(ROW) + b'{"prompt": "\xff"}\n', "row 2: is no UTF-8 text (byte 0xff", "save the file as")
 prompts("utf16", json.dumps(ROW).encode("utf-16"), "DIR/rows.jsonl is UTF-16 text: save it as UTF-8")
 for value in ("1e999", "NaN"):
     prompts(f"truth_of_{value}", lines(json.dumps(ROW).replace('"2"', value)), "ground_truth is", "a finite number")
 prompts("number_of_5000_digits", lines(json.dumps(ROW).replace('"2"', "9" * 5000)), "row 1", "4300 digits", ONE_OBJECT)
-prompts("no_verifier", lines({**ROW, "data_source": "x"}), "data_source='x' has no verifier", "set reward.function",
-        reward__function="auto")  # fmt: skip
-prompts("evaluation_missing", lines(ROW), "prompt file DIR/no.jsonl does not exist", "correct the path",
-        data__val_files="('DIR/no.jsonl',)")  # fmt: skip
+prompts(
+    "no_verifier",
+    lines({**ROW, "data_source": "x"}),
+    "data_source='x' has no verifier",
+    "set reward.function",
+    reward__function="auto",
+)
+prompts(
+    "evaluation_missing",
+    lines(ROW),
+    "prompt file DIR/no.jsonl does not exist",
+    "correct the path",
+    data__val_files="('DIR/no.jsonl',)",
+)
 prompts("byte_order_mark", b"\xef\xbb\xbf" + lines(ROW), REACHED, accepted=True)
 prompts("nul_and_odd_unicode", lines(asking("\0"), asking("e\u0301\u202e\U0001f600\u2028")), REACHED, accepted=True)
 prompts("truth_of_400_digits", lines(json.dumps(ROW).replace('"2"', "9" * 400)), REACHED, accepted=True)
@@ -409,14 +478,19 @@ CASES["reward_model_missing"] = Case(
     ("dapo_jax: reward.model.path=DIR/no does not exist", NO_MODEL), {"reward.model.path": "DIR/no"}
 )
 for key, others in {
-    "model.path": {}, "reward.model.path": {}, "reference.path": {"actor.use_kl_loss": True},
+    "model.path": {},
+    "reward.model.path": {},
+    "reference.path": {"actor.use_kl_loss": True},
     "critic.model.path": {"algorithm.adv_estimator": "gae"},
 }.items():
     CASES[f"{key}_is_a_hub_name"] = Case(
-        (f"{key}=Qwen/Qwen2.5-0.5B does not exist", "`hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`",
-         f"then --config.{key}=models/Qwen2.5-0.5B"),
+        (
+            f"{key}=Qwen/Qwen2.5-0.5B does not exist",
+            "`hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`",
+            f"then --config.{key}=models/Qwen2.5-0.5B",
+        ),
         {key: "Qwen/Qwen2.5-0.5B", **others},
-    )  # fmt: skip
+    )
 model("without_config", removed(CONFIG), "DIR/model/config.json does not exist: model.path must be a Hugging Face")
 model("config_broken", replaced(CONFIG, b"{"), "DIR/model/config.json", DAMAGED, AGAIN)
 model("config_no_utf8", replaced(CONFIG, b"\xff"), "DIR/model/config.json", DAMAGED, AGAIN)
@@ -428,11 +502,16 @@ model("family", edited(CONFIG, architectures=["GPT2LMHeadModel"]), "config.json:
 model("families_no_list", edited(CONFIG, architectures={"a": 1}), "architectures={'a': 1} must be a list", CHOOSE)
 model("key_missing", edited(CONFIG, hidden_size=...), "model/config.json: LlamaForCausalLM with no hidden_size", AGAIN)
 for key, value, rule in (
-    ("vocab_size", "x", "a positive integer"), ("hidden_size", 48.5, "a positive integer"),
-    ("num_attention_heads", 0, "a positive integer"), ("num_hidden_layers", 10**6, "at most 10000"),
-    ("rms_norm_eps", "x", "a positive number"), ("rope_theta", -1, "a positive number"),
-    ("rope_scaling", 3, "an object"), ("tie_word_embeddings", "x", "true or false"), ("layer_types", 3, "a list"),
-):  # fmt: skip
+    ("vocab_size", "x", "a positive integer"),
+    ("hidden_size", 48.5, "a positive integer"),
+    ("num_attention_heads", 0, "a positive integer"),
+    ("num_hidden_layers", 10**6, "at most 10000"),
+    ("rms_norm_eps", "x", "a positive number"),
+    ("rope_theta", -1, "a positive number"),
+    ("rope_scaling", 3, "an object"),
+    ("tie_word_embeddings", "x", "true or false"),
+    ("layer_types", 3, "a list"),
+):
     model(f"{key}_mistyped", edited(CONFIG, **{key: value}), f"config.json: {key}={value!r} must be {rule}", AGAIN)
 model("heads_indivisible", edited(CONFIG, num_key_value_heads=3), "num_key_value_heads=3", "must be a multiple", AGAIN)
 model("without_weights", removed(WEIGHTS), "DIR/model holds neither model.safetensors nor", "convert other formats")
@@ -441,9 +520,11 @@ model("index_broken", with_index("{"), f"DIR/model/{INDEX}", DAMAGED, AGAIN)
 model("index_elsewhere", with_index('{"weight_map": {"a": "../b"}}'), f"{INDEX} must have a weight_map", AGAIN)
 RAW = (HF_MODEL / WEIGHTS).read_bytes()
 for name, content in {
-    "truncated": RAW[: len(RAW) // 2], "empty": b"", "header_longer_than_the_file": struct.pack("<Q", 2**40) + RAW[8:],
+    "truncated": RAW[: len(RAW) // 2],
+    "empty": b"",
+    "header_longer_than_the_file": struct.pack("<Q", 2**40) + RAW[8:],
     "header_no_json": struct.pack("<Q", 8) + b"abcdefgh" + RAW,
-}.items():  # fmt: skip
+}.items():
     model(f"weights_{name}", replaced(WEIGHTS, content), f"DIR/model/{WEIGHTS}", DAMAGED, AGAIN)
 model("weights_pointer", replaced(WEIGHTS, b"version https://git-lfs.github.com/spec/v1"), "run 'git lfs pull'")
 ONE_DOWNLOAD = "take both from one download"
@@ -451,8 +532,12 @@ model("shape", with_tensor(QUERY, lambda array: array[:3].copy()), f"tensor {QUE
 model("dtype", with_tensor(QUERY, lambda array: array.astype(np.int32)), f"tensor {QUERY} has dtype I32", ONE_DOWNLOAD)
 model("tensor_missing", with_tensor(QUERY, lambda array: None), f"tensor {QUERY} of shape", "is missing", ONE_DOWNLOAD)
 for value in (np.nan, np.inf):
-    model(f"{value}_weight", with_tensor(QUERY, with_first(value)), f"1 of 3072 values of tensor {QUERY} are NaN or",
-          "download the model again")  # fmt: skip
+    model(
+        f"{value}_weight",
+        with_tensor(QUERY, with_first(value)),
+        f"1 of 3072 values of tensor {QUERY} are NaN or",
+        "download the model again",
+    )
 model("without_tokenizer", removed(TOKENIZER), "DIR/model has no tokenizer.json: save the model's fast tokenizer")
 for name, content in {"broken": b"{", "a_list": b"[]", "no_utf8": b"\xff", "empty_object": b"{}"}.items():
     model(f"tokenizer_{name}", replaced(TOKENIZER, content), f"DIR/model/{TOKENIZER}", DAMAGED, AGAIN)
@@ -465,16 +550,23 @@ model(
     "DIR/model names no end-of-sequence token: give eos_token_id",
 )
 for value in (10**6, -1, "x", 1.5, True, 2**70):
-    model(f"eos_{value}", edited(GENERATION, eos_token_id=value),
-          f"DIR/model: eos_token_id={value!r} must be a token of the tokenizer: correct its files")  # fmt: skip
+    model(
+        f"eos_{value}",
+        edited(GENERATION, eos_token_id=value),
+        f"DIR/model: eos_token_id={value!r} must be a token of the tokenizer: correct its files",
+    )
 model("eos_unknown", edited(SETTINGS, eos_token="no"), "DIR/model: eos_token='no' must be a token", "correct its files")
 model("without_pad", edited(SETTINGS, pad_token=...), REACHED, accepted=True)
 model("template_raises", replaced(TEMPLATE, b"{{ raise_exception('no way') }}"), "no way", "the model's template")
 model("template_broken", replaced(TEMPLATE, b"{% for %}"), "the chat template failed", "the model's template")
 model("template_no_utf8", replaced(TEMPLATE, b"\xff"), f"DIR/model/{TEMPLATE}", DAMAGED, AGAIN)
 model("without_template", removed(TEMPLATE), "the tokenizer has no chat template", "add chat_template.jinja")
-model("template_a_number", all_of(removed(TEMPLATE), edited(SETTINGS, chat_template=3)),
-      "tokenizer_config.json: chat_template='3' must be text", "write chat_template.jinja")  # fmt: skip
+model(
+    "template_a_number",
+    all_of(removed(TEMPLATE), edited(SETTINGS, chat_template=3)),
+    "tokenizer_config.json: chat_template='3' must be text",
+    "write chat_template.jinja",
+)
 
 
 def gguf_file(name: str, content: bytes, *told: str) -> None:
@@ -571,7 +663,8 @@ def make_metrics_damaged(directory: Path) -> None:
 WORKDIRS = {
     "is_a_file": Case(
         ("workdir=DIR/file must be a directory", "choose another by --config.workdir="),
-        {"workdir": "DIR/file"}, lambda directory: (directory / "file").write_text(""),
+        {"workdir": "DIR/file"},
+        lambda directory: (directory / "file").write_text(""),
     ),
     "cannot_be_made": Case(
         ("workdir=/proc/no must be a directory that this process can make", "choose another by"),
@@ -579,17 +672,20 @@ WORKDIRS = {
     ),
     "has_damaged_metrics": Case(
         ("DIR/run/metrics.jsonl, line 2: not JSON", "mend or remove the line"),
-        prepare=make_metrics_damaged, code=1,
+        prepare=make_metrics_damaged,
+        code=1,
     ),
     "is_full": Case(
         ("No space left on device", "make room, then the same command goes on"),
-        prepare=lambda directory: (directory / "run" / "config.json.tmp").symlink_to("/dev/full"), code=1,
+        prepare=lambda directory: (directory / "run" / "config.json.tmp").symlink_to("/dev/full"),
+        code=1,
     ),
     "has_a_full_log": Case(
         ("No space left on device", "make room, then the same command goes on"),
-        prepare=lambda directory: (directory / "run" / "train.log").symlink_to("/dev/full"), code=1,
+        prepare=lambda directory: (directory / "run" / "train.log").symlink_to("/dev/full"),
+        code=1,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WORKDIRS)

@@ -116,8 +116,10 @@ def test_one_option_varies_a_recipe_whatever_it_switches_off(tmp_path, capsys):
     alias = read_config(["train", "--config", recipe, "--config.algorithm.use_dynamic_sample=False"])
     assert alias == config
     assert read_config(["train", "--config", recipe]).algorithm.filter_groups.leftover_max_staleness == 3
-    for given in ([f"--{groups}.leftover=carry"], ["--noconfig.model.enable_gradient_checkpointing",
-                                                   "--config.model.remat_policy=dots"]):  # fmt: skip
+    for given in (
+        [f"--{groups}.leftover=carry"],
+        ["--noconfig.model.enable_gradient_checkpointing", "--config.model.remat_policy=dots"],
+    ):
         with pytest.raises(ValueError, match="is not read without"):
             validate(read_config([*off, *given]))
 
@@ -276,6 +278,8 @@ def test_every_command_refuses_an_unknown_option_with_code_two(command):
     options = ["--output", "out"] if command == "export" else []
     done = subprocess.run(
         [sys.executable, "-m", f"dapo_jax.{command}", *options, "--config", TINY, "--config.nonsense=1", "--debug"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(TINY).parents[1])},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(TINY).parents[1])},
+    )
     assert done.returncode == 2 and "nonsense" in done.stderr.splitlines()[-1] and "Traceback" in done.stderr

@@ -53,11 +53,14 @@ def test_json_may_name_few_options_and_objects(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "holds list"), ("{", "is no JSON"), ('{"seed": "x"}', "seed"), ("[" * 100_000, "is no JSON"),
+        ("[1]", "holds list"),
+        ("{", "is no JSON"),
+        ('{"seed": "x"}', "seed"),
+        ("[" * 100_000, "is no JSON"),
         ('{"model_type": "llama", "data": 3}', "there are no options model_type, data"),
         ('{"data": {"nonsense": 1}}', "there are no options data.nonsense"),
     ],
-)  # fmt: skip
+)
 def test_json_that_is_no_config_is_refused(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=rf"config.json must be a JSON object of options.*{message}.*correct the file"):

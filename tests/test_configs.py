@@ -20,23 +20,37 @@ CPO = "cpo"
 CLIP_COV, KL_COV = "entropy_clip_cov", "entropy_kl_cov"
 
 QWEN = {
-    "family": "qwen2", "vocab_size": 152064, "head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    "tie_embeddings": False, "qkv_bias": True,
-}  # fmt: skip
-QWEN_7B = Architecture(
-    hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4, **QWEN
-)
-QWEN_32B = Architecture(
-    hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40, num_kv_heads=8, **QWEN
-)
+    "family": "qwen2",
+    "vocab_size": 152064,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_embeddings": False,
+    "qkv_bias": True,
+}
+QWEN_7B = Architecture(hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4, **QWEN)
+QWEN_32B = Architecture(hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40, num_kv_heads=8, **QWEN)
 QWEN3_4B = Architecture(
-    family="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32,
-    num_kv_heads=8, head_dim=128, rope_theta=1e6, rms_norm_eps=1e-6, tie_embeddings=True,
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_embeddings=True,
+)
 LARGE = [
-    (DAPO_7B, QWEN_7B, 8), (DAPO_32B, QWEN_32B, 128), (DAPO_SHORT, QWEN_7B, 8), (CLIP_COV, QWEN_7B, 8),
-    (KL_COV, QWEN_7B, 8), (CPO, QWEN3_4B, 8),
-]  # fmt: skip
+    (DAPO_7B, QWEN_7B, 8),
+    (DAPO_32B, QWEN_32B, 128),
+    (DAPO_SHORT, QWEN_7B, 8),
+    (CLIP_COV, QWEN_7B, 8),
+    (KL_COV, QWEN_7B, 8),
+    (CPO, QWEN3_4B, 8),
+]
 
 
 def load(name: str) -> Config:
@@ -105,45 +119,107 @@ def published(config: Config) -> dict[str, object]:
 
 
 SHARED = {
-    "ppo_mini_batch_size": 32, "ppo_epochs": 1, "adv_estimator": "grpo", "norm_adv_by_std": True,
-    "loss_agg_mode": "token-mean", "kl": (False, False), "entropy_coeff": 0.0, "betas": (0.9, 0.999), "grad_clip": 1.0,
-    "truncation": "left", "sampling": (1.0, 1.0, -1),
-}  # fmt: skip
+    "ppo_mini_batch_size": 32,
+    "ppo_epochs": 1,
+    "adv_estimator": "grpo",
+    "norm_adv_by_std": True,
+    "loss_agg_mode": "token-mean",
+    "kl": (False, False),
+    "entropy_coeff": 0.0,
+    "betas": (0.9, 0.999),
+    "grad_clip": 1.0,
+    "truncation": "left",
+    "sampling": (1.0, 1.0, -1),
+}
 DAPO = SHARED | {
-    "train_batch_size": 512, "n": 16, "loss_mode": "vanilla", "lr": (1e-6, "constant", 10), "weight_decay": 0.1,
-    "overlong": (4096, 1.0), "validation": (1.0, 0.7, 32),
-}  # fmt: skip
+    "train_batch_size": 512,
+    "n": 16,
+    "loss_mode": "vanilla",
+    "lr": (1e-6, "constant", 10),
+    "weight_decay": 0.1,
+    "overlong": (4096, 1.0),
+    "validation": (1.0, 0.7, 32),
+}
 ENTROPY = SHARED | {
-    "train_batch_size": 256, "gen_batch_size": 768, "n": 8, "lr": (1e-6, "constant", 0), "weight_decay": 0.0,
-    "max_lengths": (2048, 8192), "overlong": None, "filter": ("acc", 10), "validation": (0.0, 1.0, 1),
-    "test_freq": 4, "save_freq": 32,
-}  # fmt: skip
+    "train_batch_size": 256,
+    "gen_batch_size": 768,
+    "n": 8,
+    "lr": (1e-6, "constant", 0),
+    "weight_decay": 0.0,
+    "max_lengths": (2048, 8192),
+    "overlong": None,
+    "filter": ("acc", 10),
+    "validation": (0.0, 1.0, 1),
+    "test_freq": 4,
+    "save_freq": 32,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        (DAPO_7B, DAPO | {
-            "gen_batch_size": None, "max_lengths": (2048, 8192), "filter": None, "test_freq": 10, "save_freq": 10,
-        }),
-        (DAPO_32B, DAPO | {
-            "gen_batch_size": 1536, "max_lengths": (2048, 20480), "filter": ("acc", 10), "test_freq": 5, "save_freq": 5,
-        }),
-        (DAPO_SHORT, DAPO | {
-            "gen_batch_size": 1536, "max_lengths": (2048, 2048), "filter": ("acc", 10), "overlong": (512, 1.0),
-            "validation": (1.0, 1.0, 32), "test_freq": 2, "save_freq": 2,
-        }),
+        (
+            DAPO_7B,
+            DAPO
+            | {
+                "gen_batch_size": None,
+                "max_lengths": (2048, 8192),
+                "filter": None,
+                "test_freq": 10,
+                "save_freq": 10,
+            },
+        ),
+        (
+            DAPO_32B,
+            DAPO
+            | {
+                "gen_batch_size": 1536,
+                "max_lengths": (2048, 20480),
+                "filter": ("acc", 10),
+                "test_freq": 5,
+                "save_freq": 5,
+            },
+        ),
+        (
+            DAPO_SHORT,
+            DAPO
+            | {
+                "gen_batch_size": 1536,
+                "max_lengths": (2048, 2048),
+                "filter": ("acc", 10),
+                "overlong": (512, 1.0),
+                "validation": (1.0, 1.0, 32),
+                "test_freq": 2,
+                "save_freq": 2,
+            },
+        ),
         (CLIP_COV, ENTROPY | {"loss_mode": "clip_cov"}),
         (KL_COV, ENTROPY | {"loss_mode": "kl_cov"}),
-        (CPO, SHARED | {
-            "train_batch_size": 1024, "gen_batch_size": None, "n": 8, "ppo_mini_batch_size": 256,
-            "adv_estimator": "cpo", "loss_mode": "vanilla", "kl": (False, True), "lr": (1e-6, "constant", 0),
-            "weight_decay": 0.01, "max_lengths": (2048, 16384), "truncation": "error", "overlong": None,
-            "filter": None, "validation": (0.0, 1.0, 1), "test_freq": 7, "save_freq": 7,
-        }),
+        (
+            CPO,
+            SHARED
+            | {
+                "train_batch_size": 1024,
+                "gen_batch_size": None,
+                "n": 8,
+                "ppo_mini_batch_size": 256,
+                "adv_estimator": "cpo",
+                "loss_mode": "vanilla",
+                "kl": (False, True),
+                "lr": (1e-6, "constant", 0),
+                "weight_decay": 0.01,
+                "max_lengths": (2048, 16384),
+                "truncation": "error",
+                "overlong": None,
+                "filter": None,
+                "validation": (0.0, 1.0, 1),
+                "test_freq": 7,
+                "save_freq": 7,
+            },
+        ),
     ],
     ids=[DAPO_7B, DAPO_32B, DAPO_SHORT, CLIP_COV, KL_COV, CPO],
-)  # fmt: skip
+)
 def test_large_recipes_have_the_published_values(name, values):
     assert published(load(name)) == values
 
@@ -161,8 +237,10 @@ def test_dapo_clips_higher_and_trains_as_long_as_published(name):
 def test_cpo_has_the_published_hint_and_losses():
     config = load(CPO)
     assert (config.algorithm.cpo.wrap_method, config.actor.kl_loss_coef, config.actor.kl_loss_type) == (
-        "seq_kl", 0.001, "low_var_kl"
-    )  # fmt: skip
+        "seq_kl",
+        0.001,
+        "low_var_kl",
+    )
     assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high, config.actor.clip_ratio_c) == (0.2, 0.2, 3.0)
     assert (config.trainer.total_epochs, config.trainer.total_training_steps) == (20, -1)
 

@@ -26,10 +26,14 @@ def test_the_nearest_in_their_order():
     assert nearest(divisors(24), 32) == "8, 12 or 24" and nearest([5], 1) == "5" and nearest([], 1) == ""
 
 
-@pytest.mark.parametrize(("data", "fsdp", "tensor", "count"), [
-    case for case in itertools.product((-1, 1, 2, 3), (1, 2, 3, 8), (1, 2, 3), (1, 2, 6, 8))
-    if case[0] * case[1] * case[2] != case[3]
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "fsdp", "tensor", "count"),
+    [
+        case
+        for case in itertools.product((-1, 1, 2, 3), (1, 2, 3, 8), (1, 2, 3), (1, 2, 6, 8))
+        if case[0] * case[1] * case[2] != case[3]
+    ],
+)
 def test_axes_that_do_not_make_up_the_devices_are_refused_with_some_that_do(data, fsdp, tensor, count):
     devices = jax.devices()[:count]
     if data == -1 and count % (fsdp * tensor) == 0:
@@ -54,8 +58,10 @@ def test_devices_that_sample_are_proposed(monkeypatch):
 
 
 def test_one_number_divides_all_dimensions_of_an_axis():
-    table = [SimpleNamespace(path=("query",), shape=(12, 5), axes=("heads", "layers")),
-             SimpleNamespace(path=("key",), shape=(6,), axes=("kv_heads",))]  # fmt: skip
+    table = [
+        SimpleNamespace(path=("query",), shape=(12, 5), axes=("heads", "layers")),
+        SimpleNamespace(path=("key",), shape=(6,), axes=("kv_heads",)),
+    ]
     problems = indivisible_weights(table, {"tensor": 4, "fsdp": 1, "data": 1}, TRAIN_RULES)
     assert len(problems) == 1 and numbers_of(problems[0], "mesh.tensor") == [2, 3, 6]
 
@@ -81,8 +87,12 @@ def test_batches_are_proposed_that_fit(changes):
 
 @pytest.mark.parametrize(("devices", "micro"), [(8, 3), (8, 16), (6, 4), (5, 1)])
 def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
-    changes = {"actor.ppo_micro_batch_size_per_device": micro, "actor.ppo_mini_batch_size": 4,
-               "data.train_batch_size": 8, "rollout.n": 4}  # fmt: skip
+    changes = {
+        "actor.ppo_micro_batch_size_per_device": micro,
+        "actor.ppo_mini_batch_size": 4,
+        "data.train_batch_size": 8,
+        "rollout.n": 4,
+    }
     config = small_config("unused", **changes)
     arch, mesh = read_model(config)[0], make_mesh(-1, 1, 1, jax.devices()[:devices])
     with pytest.raises(ValueError, match="must be a multiple of") as refused:

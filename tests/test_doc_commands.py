@@ -57,14 +57,18 @@ RUN_BY = {
     "sbatch": SLURM,
     "pip install": HERE,
     "python -m dapo_jax.train": HERE,
-    "python -m dapo_jax.train --config FILE --config.data.task=reasoning_gym":
-        "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier",
-    "python -m dapo_jax.train --config FILE --config.trainer.coordinator":
-        "tests/parallel/test_training_processes.py::test_processes_train_alike",
-    "python -m dapo_jax.train --config dapo_jax/from_verl/defaults.py":
-        "tests/from_verl/test_translate.py::test_a_published_script_is_accepted_and_keeps_its_values",
-    "python -m dapo_jax.from_verl":
-        "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file",
+    "python -m dapo_jax.train --config FILE --config.data.task=reasoning_gym": (
+        "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier"
+    ),
+    "python -m dapo_jax.train --config FILE --config.trainer.coordinator": (
+        "tests/parallel/test_training_processes.py::test_processes_train_alike"
+    ),
+    "python -m dapo_jax.train --config dapo_jax/from_verl/defaults.py": (
+        "tests/from_verl/test_translate.py::test_a_published_script_is_accepted_and_keeps_its_values"
+    ),
+    "python -m dapo_jax.from_verl": (
+        "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file"
+    ),
     "python -m dapo_jax.evaluate": HERE,
     "python -m dapo_jax.export": HERE,
     "python -m dapo_jax.preflight --config FILE": "tests/test_preflight.py::test_the_report_for_a_cpu",
@@ -77,27 +81,43 @@ RUN_BY = {
     "python scripts/benchmarks/soak.py": HERE,
     "python scripts/benchmarks/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
     "python scripts/plot_run.py": "tests/scripts/test_plot_run.py::test_a_picture_of_two_runs",
-    "python scripts/comparisons/run_ablation.py":
-        "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again",
-    "python scripts/comparisons/compare_trl.py":
-        "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported",
+    "python scripts/comparisons/run_ablation.py": (
+        "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again"
+    ),
+    "python scripts/comparisons/compare_trl.py": (
+        "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported"
+    ),
     "python scripts/docs/write_results_doc.py": "tests/scripts/test_write_results_doc.py::test_the_page_is_up_to_date",
     "tensorboard": TENSORBOARD,
     "xprof": "tests/monitor/test_profile_viewers.py::test_xprof_shows_the_step",
-}  # fmt: skip
+}
 
 # What a command line says -> what is run.
 SMALL = {
-    "--config.trainer.total_training_steps": "2", "--config.trainer.profile_steps": "(2,)", "--step": "2",
-    "--steps": "5", "--repeats": "1",
-}  # fmt: skip
+    "--config.trainer.total_training_steps": "2",
+    "--config.trainer.profile_steps": "(2,)",
+    "--step": "2",
+    "--steps": "5",
+    "--repeats": "1",
+}
 FILES = {name: "configs/tiny.py" for name in ("FILE", "mine.py", "configs/quickstart.py")} | {"WORKDIR": "runs/tiny"}
-TRAIN = [f"--config.{option}" for option in (
-    "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=False",
-    "data.arithmetic.high=4", "data.arithmetic.num_heldout=4", "data.train_batch_size=4", "data.gen_batch_size=8",
-    "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_device=4", "reward.num_workers=1",
-    "algorithm.filter_groups.max_num_gen_batches=0",
-)]  # fmt: skip
+TRAIN = [
+    f"--config.{option}"
+    for option in (
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+        "data.arithmetic.high=4",
+        "data.arithmetic.num_heldout=4",
+        "data.train_batch_size=4",
+        "data.gen_batch_size=8",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_device=4",
+        "reward.num_workers=1",
+        "algorithm.filter_groups.max_num_gen_batches=0",
+    )
+]
 BENCHMARK = "--shape tiny --batch 8 --group 4 --prompt-length 4".split()
 
 

@@ -50,8 +50,12 @@ def test_links_lead_to_files_and_headings(page):
 
 def test_the_table_of_extras_has_those_of_the_package():
     [section] = re.findall(r"^## Installing\n(.*?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)
-    named = [name for line in section.splitlines() if line.startswith("| `")
-             for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]  # fmt: skip
+    named = [
+        name
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])
+    ]
     package = re.findall(r'^ {8}"([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M)
     assert sorted(named) == sorted(package) and "quickstart" in named
 

@@ -38,9 +38,12 @@ def test_what_only_training_offloads_is_left_out():
 
 def test_the_table_has_a_line_a_model_and_task_set():
     metrics = {
-        "bench/b/acc/mean@2": 0.5, "bench/b/score/mean@2": 0.1, "bench/b/acc/mean@2/std": 0.2,
-        "bench/c/score/mean@1": -1.0, "time/bench": 3.0,
-    } | {f"bench/{task}/response_length/{name}": 7.0 for task in "bc" for name in ("mean", "clip_ratio")}  # fmt: skip
+        "bench/b/acc/mean@2": 0.5,
+        "bench/b/score/mean@2": 0.1,
+        "bench/b/acc/mean@2/std": 0.2,
+        "bench/c/score/mean@1": -1.0,
+        "time/bench": 3.0,
+    } | {f"bench/{task}/response_length/{name}": 7.0 for task in "bc" for name in ("mean", "clip_ratio")}
     head, b, c = table([{"model": "m", "step": 20, "metrics": metrics}]).splitlines()
     assert head.split() == ["step", "task", "set", "tokens", "cut", "off", "mean@2", "mean@1"]
     assert b.split() == ["20", "b", "7.000", "7.000", "0.500", "-"]
@@ -50,12 +53,13 @@ def test_the_table_has_a_line_a_model_and_task_set():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--config is missing"), (["--config", "configs/tiny.py", "--steps=3"], "unknown|unexpected|Unknown"),
+        ([], "--config is missing"),
+        (["--config", "configs/tiny.py", "--steps=3"], "unknown|unexpected|Unknown"),
         (["--config", "configs/tiny.py", "--config.evaluate.n=0"], "evaluate.n=0 must be greater"),
         (["--config", "configs/tiny.py", "--step=3", "--config.workdir=absent"], "is the workdir of one"),
         (["--config", "configs/tiny.py", "--output", "tests"], "must be a new or an empty directory"),
     ],
-)  # fmt: skip
+)
 def test_the_command_refuses_with_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -84,9 +88,21 @@ def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
     assert flat(config) == flat(given) | {"evaluate.temperature": 0.5} and "evaluate.n=" not in line
     same = with_values(given, theirs | {"evaluate.n": 4})
     assert as_in_the_run(same, (), checkpoints=False) == (same, ())
-    validate(as_in_the_run(with_values(given, {"rollout.min_response_length": 4, "reward.overlong_buffer.enable": True,
-                                               "data.max_response_length": 300}), (), checkpoints=False)[0],
-             training=False)  # fmt: skip
+    validate(
+        as_in_the_run(
+            with_values(
+                given,
+                {
+                    "rollout.min_response_length": 4,
+                    "reward.overlong_buffer.enable": True,
+                    "data.max_response_length": 300,
+                },
+            ),
+            (),
+            checkpoints=False,
+        )[0],
+        training=False,
+    )
 
 
 def test_the_run_in_the_workdir_is_measured_where_its_checkpoints_are_asked_for(tmp_path):
@@ -120,9 +136,14 @@ def trained(tmp_path_factory):
     }
     config = small_config(
         folder / "run",
-        **{"trainer.total_training_steps": 2, "trainer.test_freq": 1, "trainer.save_freq": 1,
-           "evaluate.tasks": json.dumps(tasks), "monitor.detailed_stats": True},
-    )  # fmt: skip
+        **{
+            "trainer.total_training_steps": 2,
+            "trainer.test_freq": 1,
+            "trainer.save_freq": 1,
+            "evaluate.tasks": json.dumps(tasks),
+            "monitor.detailed_stats": True,
+        },
+    )
     train(config)
     return config
 

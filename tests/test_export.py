@@ -246,10 +246,14 @@ def write_gguf(path, arch, pre):
     control, tokens = 3, [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "<|start|>", "<|end|>", "<|eot|>"]
     writer = gguf.GGUFWriter(path, arch.family)
     sizes = {
-        "block_count": arch.num_layers, "embedding_length": arch.hidden_size,
-        "feed_forward_length": arch.intermediate_size, "attention.head_count": arch.num_heads,
-        "attention.head_count_kv": arch.num_kv_heads, "attention.key_length": arch.head_dim, "context_length": 777,
-    }  # fmt: skip
+        "block_count": arch.num_layers,
+        "embedding_length": arch.hidden_size,
+        "feed_forward_length": arch.intermediate_size,
+        "attention.head_count": arch.num_heads,
+        "attention.head_count_kv": arch.num_kv_heads,
+        "attention.key_length": arch.head_dim,
+        "context_length": 777,
+    }
     for name, value in sizes.items():
         writer.add_uint32(f"{arch.family}.{name}", value)
     writer.add_float32(f"{arch.family}.attention.layer_norm_rms_epsilon", 1e-5)

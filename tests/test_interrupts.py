@@ -59,9 +59,12 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # however the tests are started
     return subprocess.run(
-        [sys.executable, "-c", heard + code, *arguments], capture_output=True, text=True, timeout=LIMIT_S,
+        [sys.executable, "-c", heard + code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
+    )
 
 
 def run_body(*lines: str) -> subprocess.CompletedProcess[str]:
@@ -77,13 +80,17 @@ def test_what_has_begun_is_undone():
     "lines",
     [
         ("class Thing:", "    def __del__(self): interrupt()", "thing = Thing()", "del thing", "time.sleep(600)"),
-        ("import gc", "gc.callbacks.append(lambda *_: gc.callbacks.clear() or interrupt())", "gc.collect()",
-         "time.sleep(600)"),
+        (
+            "import gc",
+            "gc.callbacks.append(lambda *_: gc.callbacks.clear() or interrupt())",
+            "gc.collect()",
+            "time.sleep(600)",
+        ),
         ("try: interrupt()", "except: pass"),
         ("try: interrupt()", "except BaseException as error: raise ImportError('initialization failed') from error"),
     ],
     ids=["in __del__", "in the garbage collector", "swallowed", "renamed"],
-)  # fmt: skip
+)
 def test_what_a_library_does_with_the_exception_changes_nothing(lines):
     done = run_body(*lines)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", EXPORT)
@@ -142,8 +149,16 @@ def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
     point = "dapo_jax.rollout.engine:Engine"  # which is made once the verifiers have been started
     options = ["--output", str(tmp_path / "out")] if command == "evaluate" else []
     name, _, value = mark.partition("=")
-    done = run(AT_POINT, point, f"dapo_jax.{command}", "--config", TINY, f"--config.workdir={tmp_path}/run", *options,
-               **{name: value})  # fmt: skip
+    done = run(
+        AT_POINT,
+        point,
+        f"dapo_jax.{command}",
+        "--config",
+        TINY,
+        f"--config.workdir={tmp_path}/run",
+        *options,
+        **{name: value},
+    )
     assert (done.returncode, done.stderr) == (130, f"dapo_jax: {sentence(command)}\n")
 
     def marked() -> list[str]:

@@ -21,12 +21,18 @@ STAYS = "learning rate: rises from 5e-8 in step 1 to 1e-6 in step 20 (warm-up), 
         (WARM | {"actor.optim.lr_warmup_steps": 0}, 0, ""),
         (WARM | COSINE, 0, STAYS.replace("stays there", "falls to 1e-7 in step 100 (cosine)")),
         (WARM | COSINE, 99, ""),
-        (WARM | COSINE | {"actor.optim.lr_warmup_steps": 0}, 0,
-         "learning rate: falls from 1e-6 in step 1 to 1e-7 in step 100 (cosine)"),
-        (WARM | {"trainer.total_training_steps": 10}, 0,
-         "learning rate: rises from 5e-8 in step 1 to 5e-7 in step 10 (warm-up)"),
+        (
+            WARM | COSINE | {"actor.optim.lr_warmup_steps": 0},
+            0,
+            "learning rate: falls from 1e-6 in step 1 to 1e-7 in step 100 (cosine)",
+        ),
+        (
+            WARM | {"trainer.total_training_steps": 10},
+            0,
+            "learning rate: rises from 5e-8 in step 1 to 5e-7 in step 10 (warm-up)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_plan_names_the_rates_of_the_run(changes, done, plan):
     assert learning_rate_plan(small_config("unused", **changes), done=done) == plan
 

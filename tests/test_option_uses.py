@@ -30,7 +30,8 @@ FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
 ALIASES = "dapo_jax.config.freeze, which carries out the names of other trainers"
 
 # An option that is added goes here, or into USES.
-ALWAYS_READ = set("""
+ALWAYS_READ = set(
+    """
     actor.entropy_coeff actor.grad_clip actor.logprob_chunk_size actor.loss_agg_mode actor.old_logprob
     actor.optim.betas actor.optim.eps actor.optim.lr actor.optim.lr_scheduler_type actor.optim.lr_warmup_steps
     actor.optim.moments_dtype actor.optim.offload actor.optim.weight_decay actor.policy_loss.loss_mode actor.ppo_epochs
@@ -53,10 +54,12 @@ ALWAYS_READ = set("""
     trainer.checkpoint_timeout_s trainer.resume_mode trainer.rollout_ahead trainer.save_freq trainer.save_minutes
     trainer.stopped_exit_code trainer.logger trainer.total_epochs trainer.total_training_steps
     trainer.val_before_train workdir
-""".split())
+""".split()
+)
 OTHER_RULES = {  # validate has a rule of their own for where they are not read, or they then say what is so anyway
-    f"{CORRECTION}.rollout_rs_threshold", "actor.share_prompts",
-}  # fmt: skip
+    f"{CORRECTION}.rollout_rs_threshold",
+    "actor.share_prompts",
+}
 
 FILES = {"data.task": "files", "data.train_files": ("a.parquet",)}
 GAE = {"algorithm.adv_estimator": "gae"}
@@ -93,7 +96,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rollout.n=1": ({}, {"rollout.n": 1}),
     f"{FILTER}.adaptive_limit.enable=True": ({}, {f"{FILTER}.adaptive_limit.enable": True}),
     f"a limit of rounds ({FILTER}.max_num_gen_batches above 0, or adaptive_limit)": (
-        {f"{FILTER}.max_num_gen_batches": 0}, {},
+        {f"{FILTER}.max_num_gen_batches": 0},
+        {},
     ),
     f"a partial step ({FILTER}.on_limit=partial or on_exhausted=partial)": ({}, {f"{FILTER}.on_exhausted": "partial"}),
     f"{FILTER}.leftover=carry": ({}, {f"{FILTER}.leftover": "carry"}),
@@ -115,10 +119,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a temperature above 0": ({"evaluate.temperature": 0.0}, {}),
     **{
         f"actor.policy_loss.loss_mode={' or '.join(modes)}": (
-            {"actor.policy_loss.loss_mode": "gpg"}, {"actor.policy_loss.loss_mode": modes[0]},
+            {"actor.policy_loss.loss_mode": "gpg"},
+            {"actor.policy_loss.loss_mode": modes[0]},
         )
         for modes in (
-            ["vanilla"], ["clip_cov"], ["kl_cov"], ["sapo"], ["vanilla", "gspo", "cispo", "geo_mean", "clip_cov"],
+            ["vanilla"],
+            ["clip_cov"],
+            ["kl_cov"],
+            ["sapo"],
+            ["vanilla", "gspo", "cispo", "geo_mean", "clip_cov"],
         )
     },
     **{
@@ -127,28 +136,53 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             {"algorithm.cpo.wrap_method": methods[0]},
         )
         for methods in (
-            ["mi", "mi_clamp_unify_difficulty"], ["mi_clamp_unify_difficulty"], ["seq_kl", "negonly_seq_kl"],
+            ["mi", "mi_clamp_unify_difficulty"],
+            ["mi_clamp_unify_difficulty"],
+            ["seq_kl", "negonly_seq_kl"],
             ["mi_clamp_unify_difficulty", "negonly_mi3"],
         )
     },
-}  # fmt: skip
+}
 VALUES = {  # valid ones, where the rule below does not give one
-    "actor.optim.min_lr_ratio": 0.1, "critic.optim.min_lr_ratio": 0.1, "actor.loss_scale_factor": 100.0,
-    "critic.ppo_mini_batch_size": 64, "critic.ppo_micro_batch_size_per_device": 16, "critic.optim.betas": (0.8, 0.9),
-    "reference.path": "models/other", "critic.model.path": "models/other", "trainer.project_name": "math",
-    "trainer.experiment_name": "first", "reward.error_score": -2.0, "data.truncation": "left",
-    "data.prompt_key": "question", "data.train_files": ("b.parquet",), "data.val_files": ("b.parquet",),
+    "actor.optim.min_lr_ratio": 0.1,
+    "critic.optim.min_lr_ratio": 0.1,
+    "actor.loss_scale_factor": 100.0,
+    "critic.ppo_mini_batch_size": 64,
+    "critic.ppo_micro_batch_size_per_device": 16,
+    "critic.optim.betas": (0.8, 0.9),
+    "reference.path": "models/other",
+    "critic.model.path": "models/other",
+    "trainer.project_name": "math",
+    "trainer.experiment_name": "first",
+    "reward.error_score": -2.0,
+    "data.truncation": "left",
+    "data.prompt_key": "question",
+    "data.train_files": ("b.parquet",),
+    "data.val_files": ("b.parquet",),
     "data.gen_batch_size": 1024,
-    "data.reasoning_gym.datasets": ("gcd",), "model.lora.target_modules": ("q_proj",),
-    "algorithm.keep_pos_ratio": 0.5, "algorithm.keep_neg_ratio": 0.5, f"{FILTER}.on_limit": "partial",
-    f"{FILTER}.on_empty": "skip_step", f"{FILTER}.metric": "score", "algorithm.gamma": 0.9, "algorithm.lam": 0.9,
-    f"{FILTER}.filter_high": 0.9, f"{CORRECTION}.rollout_is_threshold": "5.0", "model.random.num_heads": 8,
-    "model.random.num_kv_heads": 4, "model.random.head_dim": 8, "trainer.critic_warmup": 2, "trainer.test_freq": 5,
-    "monitor.alarms.heldout_drop": 0.4, "evaluate.top_k": 5, "evaluate.max_prompts": 5,
+    "data.reasoning_gym.datasets": ("gcd",),
+    "model.lora.target_modules": ("q_proj",),
+    "algorithm.keep_pos_ratio": 0.5,
+    "algorithm.keep_neg_ratio": 0.5,
+    f"{FILTER}.on_limit": "partial",
+    f"{FILTER}.on_empty": "skip_step",
+    f"{FILTER}.metric": "score",
+    "algorithm.gamma": 0.9,
+    "algorithm.lam": 0.9,
+    f"{FILTER}.filter_high": 0.9,
+    f"{CORRECTION}.rollout_is_threshold": "5.0",
+    "model.random.num_heads": 8,
+    "model.random.num_kv_heads": 4,
+    "model.random.head_dim": 8,
+    "trainer.critic_warmup": 2,
+    "trainer.test_freq": 5,
+    "monitor.alarms.heldout_drop": 0.4,
+    "evaluate.top_k": 5,
+    "evaluate.max_prompts": 5,
     "data.reasoning_gym.template": "{question}",
     "data.arithmetic.operators": "*",
     "data.arithmetic.template": "{a}{operator}{b}",
-}  # fmt: skip
+}
 
 
 def other_value(key: str) -> Any:
@@ -254,12 +288,21 @@ def test_each_method_of_cpo_reads_what_the_table_says(method):
     options = {name: value for name, value in vars(Config().algorithm.cpo).items() if name != "wrap_method"}
 
     def advantages(**changes: float) -> np.ndarray:
-        return np.asarray(cpo(
-            jnp.asarray(rewards), jnp.ones((6, 4), bool), jnp.arange(6) // 2, num_groups=3,
-            norm_adv_by_std_in_grpo=True, logprobs=jnp.asarray(-generator_draws[0]),
-            hint_logprobs=jnp.asarray(-generator_draws[1]), entropy=jnp.asarray(generator_draws[2]), vocab_size=64,
-            wrap_method=method, **{**options, **changes},
-        )[0])  # fmt: skip
+        return np.asarray(
+            cpo(
+                jnp.asarray(rewards),
+                jnp.ones((6, 4), bool),
+                jnp.arange(6) // 2,
+                num_groups=3,
+                norm_adv_by_std_in_grpo=True,
+                logprobs=jnp.asarray(-generator_draws[0]),
+                hint_logprobs=jnp.asarray(-generator_draws[1]),
+                entropy=jnp.asarray(generator_draws[2]),
+                vocab_size=64,
+                wrap_method=method,
+                **{**options, **changes},
+            )[0]
+        )
 
     generator_draws = generator.uniform(0.1, 4.0, (3, 6, 4)).astype(np.float32)
     changed = {name for name in options if not np.array_equal(advantages(), advantages(**{name: options[name] / 2}))}
@@ -273,9 +316,10 @@ def test_each_rule_of_the_filter_reads_what_the_table_says():
     for name in RULES:
         kept = keep_groups(statistics, FilterRule(name))
         reads = {
-            option for option, value in options.items()
+            option
+            for option, value in options.items()
             if not jnp.array_equal(kept, keep_groups(statistics, FilterRule(name, **{option: value})))
-        }  # fmt: skip
+        }
         config = with_values(Config(), {f"{FILTER}.rule": name, **{f"{FILTER}.{key}": options[key] for key in options}})
         assert reads == {option for option in options if f"{FILTER}.{option}" not in unread(config)}, name
 
@@ -288,9 +332,14 @@ def test_each_mean_of_the_loss_reads_what_the_table_says():
             "actor.loss_scale_factor": token_weights(mask, groups, mode, scale_factor=2.0),
             "actor.count_empty_sequences": token_weights(mask, groups, mode, num_sequences=2),
         }
-        config = with_values(Config(), {
-            "actor.loss_agg_mode": mode, "actor.loss_scale_factor": 2.0, "actor.count_empty_sequences": True,
-        })  # fmt: skip
+        config = with_values(
+            Config(),
+            {
+                "actor.loss_agg_mode": mode,
+                "actor.loss_scale_factor": 2.0,
+                "actor.count_empty_sequences": True,
+            },
+        )
         for key, changed in reads.items():
             assert (key in unread(config)) == bool(jnp.array_equal(weights, changed)), (mode, key)
 

@@ -12,9 +12,7 @@ from dapo_jax.policies import check_model_paths, context_warning
 MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"  # made for 512 positions
 
 
-@pytest.mark.parametrize(
-    ("prompt", "response", "warned"), [(500, 12, False), (500, 13, True), (64, 449, True)]
-)
+@pytest.mark.parametrize(("prompt", "response", "warned"), [(500, 12, False), (500, 13, True), (64, 449, True)])
 def test_texts_beyond_the_context_of_the_model_are_warned_of(prompt, response, warned, tmp_path):
     lengths = {"data.max_prompt_length": prompt, "data.max_response_length": response}
     config = small_config(tmp_path, **lengths, **{"model.path": str(MODEL)})

@@ -26,9 +26,11 @@ from dapo_jax.step_programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS
 ROOT = Path(__file__).parents[1]
 TINY = ["--config", "configs/tiny.py", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
 SMALL = (
-    "data.train_batch_size=4", "data.gen_batch_size=8", "actor.ppo_mini_batch_size=2",
+    "data.train_batch_size=4",
+    "data.gen_batch_size=8",
+    "actor.ppo_mini_batch_size=2",
     "actor.ppo_micro_batch_size_per_device=4",
-)  # fmt: skip
+)
 STAGES = ["weights", "prefill", "decode", "log-probabilities", "update"]
 
 
@@ -151,9 +153,7 @@ def test_a_step_adds_up_its_calls_and_its_peak_is_the_largest_program():
     found = summary([measured(parameters=2), measured(parameters=2, temporaries=3, calls=1)], LIMIT, LIMIT.memory)
     update = found["stages"]["update"]
     assert (update["calls"], update["flops"], update["sent"]) == (3, 600.0, 15.0)
-    assert update["collectives"] == [
-        {"kind": "all-reduce", "devices": 4, "per_host": 4, "count": 6, "bytes": 15.0}
-    ]
+    assert update["collectives"] == [{"kind": "all-reduce", "devices": 4, "per_host": 4, "count": 6, "bytes": 15.0}]
     assert found["step_seconds"] == 24.0 and found["peak_bytes"] == 5 * GIB and found["fits"]
 
 

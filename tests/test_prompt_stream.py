@@ -69,8 +69,13 @@ def test_carried_groups_survive_a_restart(tmp_path, monkeypatch):
 
 
 def test_a_step_without_groups_updates_nothing(tmp_path):
-    hopeless = {"data.arithmetic.low": 400, "data.arithmetic.high": 440, f"{FILTER}.max_num_gen_batches": 1,
-                f"{FILTER}.on_limit": "partial", "trainer.total_training_steps": 2}  # fmt: skip
+    hopeless = {
+        "data.arithmetic.low": 400,
+        "data.arithmetic.high": 440,
+        f"{FILTER}.max_num_gen_batches": 1,
+        f"{FILTER}.on_limit": "partial",
+        "trainer.total_training_steps": 2,
+    }
     models = train(small_config(tmp_path / "skip", **hopeless, **{f"{FILTER}.on_empty": "skip_step"}))
     assert int(models.actor.updates) == 0
     rows = read_metrics(tmp_path / "skip")
@@ -87,21 +92,29 @@ def test_a_step_without_groups_updates_nothing(tmp_path):
 
 def test_a_partial_step_is_normalised_by_its_own_tokens(tmp_path):
     """The same groups in a run whose batch size they fill give the same update."""
-    limit = {f"{FILTER}.max_num_gen_batches": 1, f"{FILTER}.on_limit": "partial", "trainer.total_training_steps": 1,
-             "actor.ppo_mini_batch_size": 1, "actor.ppo_micro_batch_size_per_device": 2}  # fmt: skip
+    limit = {
+        f"{FILTER}.max_num_gen_batches": 1,
+        f"{FILTER}.on_limit": "partial",
+        "trainer.total_training_steps": 1,
+        "actor.ppo_mini_batch_size": 1,
+        "actor.ppo_micro_batch_size_per_device": 2,
+    }
     short = train(small_config(tmp_path / "short", **limit, **{"data.train_batch_size": 8, "data.gen_batch_size": 8}))
     row = read_metrics(tmp_path / "short")[-1]
     kept = int(row["train/num_kept_prompts"])
     assert 0 < kept < 8 and row["actor/num_updates"] == kept
-    full = train(
-        small_config(tmp_path / "full", **limit, **{"data.train_batch_size": kept, "data.gen_batch_size": 8})
-    )
+    full = train(small_config(tmp_path / "full", **limit, **{"data.train_batch_size": kept, "data.gen_batch_size": 8}))
     assert_same_policy(short, jax.device_get(full.actor.params), 1e-6)
 
 
 def test_prompts_with_a_uniform_history_are_left_out_and_counted(tmp_path):
-    skip = {f"{FILTER}.skip_uniform.enable": True, "trainer.total_training_steps": 8, "data.arithmetic.num_train": 12,
-            "trainer.test_freq": -1, "trainer.save_freq": -1}  # fmt: skip
+    skip = {
+        f"{FILTER}.skip_uniform.enable": True,
+        "trainer.total_training_steps": 8,
+        "data.arithmetic.num_train": 12,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+    }
     train(small_config(tmp_path, **skip))
     assert sum(row.get("dynamic_sampling/num_skipped_uniform", 0) for row in read_metrics(tmp_path)) > 0
 

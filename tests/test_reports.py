@@ -70,7 +70,7 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
 @pytest.mark.parametrize(
     ("measured", "before", "after"),
     [({0: 0.2, 2: 0.5, 4: 0.7}, 0.2, 0.7), ({2: 0.5, 4: 0.7}, None, 0.7), ({0: 0.2}, 0.2, None), ({}, None, None)],
-)  # fmt: skip
+)
 def test_before_and_after_are_of_the_untrained_and_the_trained_policy(tmp_path, measured, before, after):
     rows = [{"step": step} | ({"eval/a/acc/mean@4": measured[step]} if step in measured else {}) for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

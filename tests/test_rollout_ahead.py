@@ -19,10 +19,15 @@ from dapo_jax.validation import validate
 
 STEPS = 4
 AHEAD = {
-    "trainer.rollout_ahead": 1, "trainer.rollout_devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2,
-    "trainer.total_training_steps": STEPS, "trainer.save_freq": 1, "actor.ppo_micro_batch_size_per_device": 16,
+    "trainer.rollout_ahead": 1,
+    "trainer.rollout_devices": 4,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+    "trainer.total_training_steps": STEPS,
+    "trainer.save_freq": 1,
+    "actor.ppo_micro_batch_size_per_device": 16,
     "actor.optim.lr": 1e-2,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

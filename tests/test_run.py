@@ -58,9 +58,14 @@ def test_a_reference_of_another_architecture_is_refused():
 
 def critic_of(policy, critic_path):
     """The parameters that a run of the policy at `policy` and its critic begin with."""
-    config = small_config("unused", **{
-        "model.path": str(policy), "algorithm.adv_estimator": "gae", "critic.model.path": str(critic_path),
-    })  # fmt: skip
+    config = small_config(
+        "unused",
+        **{
+            "model.path": str(policy),
+            "algorithm.adv_estimator": "gae",
+            "critic.model.path": str(critic_path),
+        },
+    )
     mesh, (arch, _) = make_mesh(8, 1, 1), read_model(config)
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(config, arch, mesh), mesh)

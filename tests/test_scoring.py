@@ -46,8 +46,11 @@ def mesh_of(shape) -> Mesh:
 
 
 def config_with(directory, **changes):
-    common = {"reward.model.path": str(directory), "data.system_prompt": "be brief.",
-              "data.chat_template_kwargs": '{"mark": "ok"}'}  # fmt: skip
+    common = {
+        "reward.model.path": str(directory),
+        "data.system_prompt": "be brief.",
+        "data.chat_template_kwargs": '{"mark": "ok"}',
+    }
     return small_config("unused", **{**common, **changes})
 
 
@@ -148,12 +151,18 @@ class LengthScorer:
 SCORER: Any = LengthScorer()
 PROMPT_SET = PromptSet([PromptRow("a" * length, "task", "1", {}) for length in range(4)], [[1]] * 4)
 EXPERIENCE = Experience(
-    numbers=np.array([8, 9]), rows=np.array([3, 1]), prompts=[[1], [1]], responses=np.ones((2, 2, 4), np.int32),
-    mask=np.arange(4) < np.array([[[1], [2]], [[3], [4]]]), logprobs=np.zeros((2, 2, 4), np.float32),
-    finished=np.ones((2, 2), bool), texts=[["x", "xx"], ["xxx", "xxxx"]],
+    numbers=np.array([8, 9]),
+    rows=np.array([3, 1]),
+    prompts=[[1], [1]],
+    responses=np.ones((2, 2, 4), np.int32),
+    mask=np.arange(4) < np.array([[[1], [2]], [[3], [4]]]),
+    logprobs=np.zeros((2, 2, 4), np.float32),
+    finished=np.ones((2, 2), bool),
+    texts=[["x", "xx"], ["xxx", "xxxx"]],
     scores={"score": np.array([[1.0, 0.0], [1.0, -1.0]]), "acc": np.eye(2), "length": np.ones((2, 2))},
-    versions=np.zeros(2, np.int64), failed=np.zeros((2, 2), bool),
-)  # fmt: skip
+    versions=np.zeros(2, np.int64),
+    failed=np.zeros((2, 2), bool),
+)
 
 
 def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
@@ -177,10 +186,15 @@ def test_without_a_verifier_there_is_no_accuracy():
 
 @pytest.mark.parametrize(("enable", "penalty"), [(True, [[0, 0], [-0.25, -0.5]]), (False, [[0, 0], [0, 0]])])
 def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
-    config = small_config("unused", **{
-        "data.max_response_length": 4, "reward.overlong_buffer.enable": enable, "reward.overlong_buffer.len": 2,
-        "reward.overlong_buffer.penalty_factor": 0.5,
-    })  # fmt: skip
+    config = small_config(
+        "unused",
+        **{
+            "data.max_response_length": 4,
+            "reward.overlong_buffer.enable": enable,
+            "reward.overlong_buffer.len": 2,
+            "reward.overlong_buffer.penalty_factor": 0.5,
+        },
+    )
     found = shape(EXPERIENCE, config, mesh_of((8, 1, 1))).scores
     np.testing.assert_allclose(found["overlong_reward"], penalty)
     np.testing.assert_allclose(found["seq_reward"], EXPERIENCE.scores["score"] + penalty)
@@ -189,10 +203,15 @@ def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
 
 @pytest.mark.parametrize(("enable", "log"), [(True, True), (True, False), (False, True)])
 def test_the_share_of_overlong_responses_is_logged_if_asked(enable, log):
-    config = small_config("unused", **{
-        "data.max_response_length": 4, "reward.overlong_buffer.enable": enable, "reward.overlong_buffer.len": 2,
-        "reward.overlong_buffer.log": log,
-    })  # fmt: skip
+    config = small_config(
+        "unused",
+        **{
+            "data.max_response_length": 4,
+            "reward.overlong_buffer.enable": enable,
+            "reward.overlong_buffer.len": 2,
+            "reward.overlong_buffer.log": log,
+        },
+    )
     found = shape(EXPERIENCE, config, mesh_of((8, 1, 1))).scores
     assert ("overlong" in found) == (enable and log)
     if "overlong" in found:
@@ -201,10 +220,15 @@ def test_the_share_of_overlong_responses_is_logged_if_asked(enable, log):
 
 @pytest.mark.slow
 def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
-    config = small_config(tmp_path, **{
-        "reward.function": "none", "reward.model.path": str(directory), "algorithm.filter_groups.metric": "score",
-        "trainer.total_training_steps": 2,
-    })  # fmt: skip
+    config = small_config(
+        tmp_path,
+        **{
+            "reward.function": "none",
+            "reward.model.path": str(directory),
+            "algorithm.filter_groups.metric": "score",
+            "trainer.total_training_steps": 2,
+        },
+    )
     train(config)
     rows = read_metrics(tmp_path)
     names = {name for row in rows for name in row}

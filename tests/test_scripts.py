@@ -32,26 +32,42 @@ from dapo_jax.monitor.workdir import open_workdir
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 COMMANDS = [
-    path for path in sorted(SCRIPTS.rglob("*"))
-    if (path.suffix == ".py" and "__main__" in path.read_text()) or
-    (path.suffix == ".sh" and path.read_text().startswith("#!"))
-]  # fmt: skip
+    path
+    for path in sorted(SCRIPTS.rglob("*"))
+    if (path.suffix == ".py" and "__main__" in path.read_text())
+    or (path.suffix == ".sh" and path.read_text().startswith("#!"))
+]
 
 
 def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A script as a user calls it, in a folder that is its home too; Python in this process, which has imported JAX."""
-    environment = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "DAPO_JAX_CACHE": str(folder / "c"),
-                   "VIRTUAL_ENV": "", "PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": str(folder.parent)}  # fmt: skip
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "DAPO_JAX_CACHE": str(folder / "c"),
+        "VIRTUAL_ENV": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MPLCONFIGDIR": str(folder.parent),
+    }
     command = [str(script), *arguments]
     if script.suffix == ".sh":
-        return subprocess.run([str(shutil.which("bash")), *command], cwd=folder, capture_output=True, text=True,
-                              env=os.environ | environment)  # fmt: skip
+        return subprocess.run(
+            [str(shutil.which("bash")), *command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env=os.environ | environment,
+        )
     code, out, err = 0, io.StringIO(), io.StringIO()
     with (
-        mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", command),
-        mock.patch.object(sys, "path", [str(script.parent), *sys.path]), mock.patch.object(interrupts, "end_at_once"),
-        contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-    ):  # fmt: skip
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", command),
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        mock.patch.object(interrupts, "end_at_once"),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as ended:
@@ -117,7 +133,7 @@ def test_a_run_is_named_by_its_workdir_or_a_file_and_a_wrong_path_is_one_line(na
         ("comparisons/run_ablation", ["--config.model.path=nowhere", "x"]),
         ("data/prepare_gsm8k", ["nowhere.parquet"]),
     ],
-)  # fmt: skip
+)
 def test_no_script_ends_in_a_traceback_for_a_wrong_path(name, arguments, tmp_path):
     done = run(SCRIPTS / f"{name}.py", *arguments, folder=tmp_path)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr and done.stderr
@@ -152,9 +168,14 @@ def test_log_and_metrics_are_summed_up_alike(tmp_path):
         "Generated batch 1, 8 prompts, 64 trajectories\nFiltered (std=0): 6 (75.0%)\nKept (std>0): 2 prompts (25.0%)\n"
         "Generated batch 2, 8 prompts, 64 trajectories\nFiltered (std=0): 2 (25.0%)\nKept (std>0): 6 prompts (75.0%)\n"
     )
-    row = {"step": 1, "train/filter_rate": 0.5, "dynamic_sampling/num_evaluated_prompts": 16,
-           "dynamic_sampling/num_gen_batches": 2, "dynamic_sampling/filtered_all_correct": 3,
-           "dynamic_sampling/filtered_all_wrong": 5}  # fmt: skip
+    row = {
+        "step": 1,
+        "train/filter_rate": 0.5,
+        "dynamic_sampling/num_evaluated_prompts": 16,
+        "dynamic_sampling/num_gen_batches": 2,
+        "dynamic_sampling/filtered_all_correct": 3,
+        "dynamic_sampling/filtered_all_wrong": 5,
+    }
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n" + json.dumps(row) + "\n")
     from_log = monitor_filter_groups.log_summary(monitor_filter_groups.read_log(tmp_path / "train.log"))
     from_metrics = monitor_filter_groups.steps_summary(monitor_filter_groups.read_steps(tmp_path / "metrics.jsonl"))
@@ -168,8 +189,18 @@ def test_the_log_of_every_rule_is_read(tmp_path, rule):
     words = rule_words(rule, std_threshold=0.0, filter_low=0.01, filter_high=0.99)
     with open_workdir(tmp_path, detailed=False):
         for number, kept in enumerate((2, 6), start=1):
-            log_round(step=1, round_number=number, num_prompts=8, num_samples=4, metric="acc", words=words,
-                      num_kept=kept, mean_std=0.1, num_accumulated=8, target=8)  # fmt: skip
+            log_round(
+                step=1,
+                round_number=number,
+                num_prompts=8,
+                num_samples=4,
+                metric="acc",
+                words=words,
+                num_kept=kept,
+                mean_std=0.1,
+                num_accumulated=8,
+                target=8,
+            )
     found = monitor_filter_groups.read_log(tmp_path / "train.log")
     assert found == {"batches": [1, 2], "filter_rates": [0.75, 0.25], "kept_prompts": [2, 6]}
 

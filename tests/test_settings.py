@@ -83,8 +83,14 @@ def configured(**changes) -> tuple[settings.Config, Architecture]:
 
 @pytest.mark.parametrize(
     ("device", "chosen"),
-    [("cpu", "float32"), ("tpu", "bfloat16"), ("T4", "float32"), ("A100", "bfloat16"), ("B200", "bfloat16"),
-     ("MI300", "bfloat16")],
+    [
+        ("cpu", "float32"),
+        ("tpu", "bfloat16"),
+        ("T4", "float32"),
+        ("A100", "bfloat16"),
+        ("B200", "bfloat16"),
+        ("MI300", "bfloat16"),
+    ],
 )
 def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
     assert settings.compute_dtype(configured()[0], mesh_of(device)).name == chosen
@@ -94,12 +100,18 @@ def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "kernel"),
     [
-        ("tpu", "float32", 16, "splash"), ("A100", "auto", 128, "cudnn"), ("A100", "float32", 128, None),
-        ("A100", "auto", 256, None), ("B200", "auto", 256, "cudnn"), ("B200", "auto", 20, None),
-        ("T4", "auto", 64, None), ("T4", "bfloat16", 64, None), ("MI300", "auto", 64, None),
+        ("tpu", "float32", 16, "splash"),
+        ("A100", "auto", 128, "cudnn"),
+        ("A100", "float32", 128, None),
+        ("A100", "auto", 256, None),
+        ("B200", "auto", 256, "cudnn"),
+        ("B200", "auto", 20, None),
+        ("T4", "auto", 64, None),
+        ("T4", "bfloat16", 64, None),
+        ("MI300", "auto", 64, None),
         ("cpu", "bfloat16", 16, None),
     ],
-)  # fmt: skip
+)
 def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_dim, kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
     config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)

@@ -77,9 +77,10 @@ WORKS_AT_FIRST = (
 def test_a_step_in_which_every_verdict_failed_stops_the_run(more, filtered, tmp_path, capfd):
     """An evaluation does not: the policy may still learn to give answers that can be read."""
     changes = {
-        "reward.function": own_function(tmp_path, WORKS_AT_FIRST.format(more=more)), "evaluate.n": 4,
+        "reward.function": own_function(tmp_path, WORKS_AT_FIRST.format(more=more)),
+        "evaluate.n": 4,
         "algorithm.filter_groups.enable": filtered,
-    }  # fmt: skip
+    }
     if not filtered:
         changes["data.gen_batch_size"] = None
     with pytest.raises(RuntimeError, match="step 1: .* failed on all .* most often with RuntimeError: the server is"):
@@ -100,9 +101,11 @@ def test_an_evaluation_of_its_own_needs_verdicts(tmp_path):
 def test_too_few_rows_and_held_out_prompts_that_are_trained_on_are_warned_of(tmp_path, monkeypatch, capfd):
     shared = rows_file(tmp_path, "shared.jsonl", [2, 7, 8])
     changes = {
-        "data.task": "files", "data.train_files": (rows_file(tmp_path, "train.jsonl", range(3)),),
-        "data.val_files": (shared,), "evaluate.tasks": json.dumps({"easy": {"files": shared, "max_prompts": 1}}),
-    }  # fmt: skip
+        "data.task": "files",
+        "data.train_files": (rows_file(tmp_path, "train.jsonl", range(3)),),
+        "data.val_files": (shared,),
+        "evaluate.tasks": json.dumps({"easy": {"files": shared, "max_prompts": 1}}),
+    }
     reached(small_config(tmp_path / "run", **changes), monkeypatch)
     warned = capfd.readouterr().err
     assert "3 problems to train on, fewer than data.gen_batch_size=8: prompts repeat within a batch" in warned

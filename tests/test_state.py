@@ -110,9 +110,12 @@ def test_checkpoints_are_at_most_so_many_minutes_apart(tmp_path, monkeypatch):
 def test_the_command_ends_with_the_chosen_code(tmp_path, monkeypatch, capsys, code):
     at_call(monkeypatch, step_module, "sample_groups", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
     changes = {
-        "workdir": tmp_path, "trainer.stopped_exit_code": code, "data.arithmetic.high": 4,
-        "trainer.val_before_train": False, "algorithm.filter_groups.enable": False,
-    }  # fmt: skip
+        "workdir": tmp_path,
+        "trainer.stopped_exit_code": code,
+        "data.arithmetic.high": 4,
+        "trainer.val_before_train": False,
+        "algorithm.filter_groups.enable": False,
+    }
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     last = "    return config"
     recipe = (CONFIGS / "tiny.py").read_text().replace(last, f"    config.data.gen_batch_size = 32\n{last}")
@@ -168,13 +171,19 @@ def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
     folder, params, _ = whole
     adapters = {"model.lora.rank": 2, "actor.optim.lr": 1e-2, "trainer.total_training_steps": 2}
     for path in (folder, folder / "checkpoints" / "4"):
-        models = train(small_config(tmp_path / path.name, **{"model.path": str(path), "actor.optim.lr": 0.0,
-                                                              "trainer.total_training_steps": 1}))  # fmt: skip
+        models = train(
+            small_config(
+                tmp_path / path.name,
+                **{"model.path": str(path), "actor.optim.lr": 0.0, "trainer.total_training_steps": 1},
+            )
+        )
         assert_same_policy(models, params)
         assert int(models.actor.updates) == 2  # moments and counters are its own
     train(small_config(tmp_path / "adapters", **adapters, **{"model.path": str(folder)}))
-    last = small_config(tmp_path / "last", **{"model.path": str(tmp_path / "adapters"), "actor.optim.lr": 0.0,
-                                              "trainer.total_training_steps": 1})  # fmt: skip
+    last = small_config(
+        tmp_path / "last",
+        **{"model.path": str(tmp_path / "adapters"), "actor.optim.lr": 0.0, "trainer.total_training_steps": 1},
+    )
     merged = jax.device_get(train(last).actor.params)
     moved = {name: np.abs(merged["layers"][name] - params["layers"][name]).max() for name in params["layers"]}
     assert {name for name, change in moved.items() if change} == set(TARGETS.values())
@@ -263,8 +272,10 @@ def test_a_stop_does_not_wait_for_verdicts(tmp_path, monkeypatch):
     ],
 )
 def test_a_restart_that_would_lose_something_is_refused(whole, tmp_path, changes, message):
-    named = {key: value.format(other=tmp_path, workdir=whole[0]) if isinstance(value, str) else value
-             for key, value in changes.items()}  # fmt: skip
+    named = {
+        key: value.format(other=tmp_path, workdir=whole[0]) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
     with pytest.raises(ValueError, match=message):
         train(small_config(whole[0], **named))
     assert rows_without_clock(whole[0]) == whole[2] and saved(whole[0]) == [2, 4]

@@ -13,10 +13,16 @@ from dapo_jax.step_programs import CACHE, GRADIENTS, KINDS, OPTIMIZER, PARAMETER
 from dapo_jax.train import train
 
 SMALL = {
-    "mesh.fsdp": 4, "mesh.tensor": 2, "data.max_prompt_length": 8, "data.max_response_length": 4,
-    "trainer.total_training_steps": 1, "trainer.val_before_train": False, "trainer.test_freq": -1,
-    "rollout.max_num_seqs": 128, "data.arithmetic.num_heldout": 0,
-}  # fmt: skip
+    "mesh.fsdp": 4,
+    "mesh.tensor": 2,
+    "data.max_prompt_length": 8,
+    "data.max_response_length": 4,
+    "trainer.total_training_steps": 1,
+    "trainer.val_before_train": False,
+    "trainer.test_freq": -1,
+    "rollout.max_num_seqs": 128,
+    "data.arithmetic.num_heldout": 0,
+}
 
 
 def programs_of(config, **changes):
@@ -87,8 +93,10 @@ def test_kinds_of_memory_are_counted_once_and_on_one_device():
     update = next(program for program in step.programs if "optimizer step" in program.name)
     assert update.inside[GRADIENTS] == update.inside[PARAMETERS]
     assert update.inside[OPTIMIZER] == pytest.approx(2 * update.inside[PARAMETERS], abs=8)
-    everywhere = [{kind: program.inside.get(kind, 0) + program.beside.get(kind, 0) for kind in (PARAMETERS, OPTIMIZER)}
-                  for program in step.programs]  # fmt: skip
+    everywhere = [
+        {kind: program.inside.get(kind, 0) + program.beside.get(kind, 0) for kind in (PARAMETERS, OPTIMIZER)}
+        for program in step.programs
+    ]
     assert all(found == everywhere[0] for found in everywhere)
 
 

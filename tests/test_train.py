@@ -134,9 +134,12 @@ def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path, 
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     changes = {
-        "reward.function": "my_reward.score", "trainer.total_training_steps": 1, "rollout.n": 16,
-        "algorithm.filter_groups.metric": "ones", "reward.error_score": -2.0,
-    }  # fmt: skip
+        "reward.function": "my_reward.score",
+        "trainer.total_training_steps": 1,
+        "rollout.n": 16,
+        "algorithm.filter_groups.metric": "ones",
+        "reward.error_score": -2.0,
+    }
     train(small_config(tmp_path / "run", **changes))
     row = read_metrics(tmp_path / "run")[-1]
     assert row["reward/num_errors"] > 0 and row["rollout/score/min"] < 0
@@ -146,21 +149,32 @@ def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp
     truths = [{"a": [1], "b": None}, ["1"], None, True, "7"]
     (tmp_path / "rows.jsonl").write_text(
         "".join(
-            json.dumps({"prompt": f"{i} =", "data_source": "own", "reward_model": {"ground_truth": truth},
-                        "extra_info": {"kind": type(truth).__name__}}) + "\n"
+            json.dumps(
+                {
+                    "prompt": f"{i} =",
+                    "data_source": "own",
+                    "reward_model": {"ground_truth": truth},
+                    "extra_info": {"kind": type(truth).__name__},
+                }
+            )
+            + "\n"
             for i, truth in enumerate(truths)
         )
-    )  # fmt: skip
+    )
     (tmp_path / "own.py").write_text(
         "def score(data_source, solution, ground_truth, extra_info):\n"
         "    return {'score': len(solution) % 2, 'acc': float(type(ground_truth).__name__ == extra_info['kind'])}\n"
     )
     file = (str(tmp_path / "rows.jsonl"),)
     changes = {
-        "data.task": "files", "data.train_files": file, "data.val_files": file, "trainer.total_training_steps": 1,
-        "reward.function": f"{tmp_path}/own.py:score", "algorithm.filter_groups.metric": "score",
+        "data.task": "files",
+        "data.train_files": file,
+        "data.val_files": file,
+        "trainer.total_training_steps": 1,
+        "reward.function": f"{tmp_path}/own.py:score",
+        "algorithm.filter_groups.metric": "score",
         "data.gen_batch_size": 5,
-    }  # fmt: skip
+    }
     train(small_config(tmp_path / "run", **changes))
     assert read_metrics(tmp_path / "run")[-1]["rollout/acc/min"] == 1
     samples = [json.loads(line) for line in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
@@ -193,8 +207,10 @@ def test_resuming_needs_permission_and_another_config_is_named(reference, caplog
 
 def test_the_overlong_penalty_reaches_the_reward(tmp_path):
     changes = {
-        "reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4, "trainer.total_training_steps": 1,
-    }  # fmt: skip
+        "reward.overlong_buffer.enable": True,
+        "reward.overlong_buffer.len": 4,
+        "trainer.total_training_steps": 1,
+    }
     train(small_config(tmp_path, **changes))
     row = read_metrics(tmp_path)[-1]
     assert row["rollout/overlong_reward/mean"] < 0 < row["rollout/overlong/mean"] <= 1
@@ -207,10 +223,14 @@ def test_the_overlong_penalty_reaches_the_reward(tmp_path):
 def test_a_batch_without_a_token_to_train_on_changes_nothing(tmp_path, estimator):
     """All answers are cut off, and left out of the loss for that."""
     changes = {
-        "algorithm.filter_groups.enable": False, "algorithm.overlong_filtering": True, "data.gen_batch_size": 4,
-        "data.max_response_length": 2, "rollout.min_response_length": 2, "algorithm.adv_estimator": estimator,
+        "algorithm.filter_groups.enable": False,
+        "algorithm.overlong_filtering": True,
+        "data.gen_batch_size": 4,
+        "data.max_response_length": 2,
+        "rollout.min_response_length": 2,
+        "algorithm.adv_estimator": estimator,
         "trainer.total_training_steps": 1,
-    }  # fmt: skip
+    }
     models = train(small_config(tmp_path, **changes))
     for state in (models.actor, models.critic):
         assert state is None or (int(state.updates) == 0 and not np.any(jax.tree.leaves(state.moments)[1]))
@@ -228,8 +248,10 @@ def test_a_mesh_of_eight_trains_like_any(tmp_path):
 
 def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path):
     changes = {
-        "algorithm.filter_groups.enable": False, "data.gen_batch_size": 4, "trainer.total_training_steps": 2,
-    }  # fmt: skip
+        "algorithm.filter_groups.enable": False,
+        "data.gen_batch_size": 4,
+        "trainer.total_training_steps": 2,
+    }
     with pytest.raises(ValueError, match="backfill='stream' is not read without algorithm.filter_groups.enable=True"):
         train(small_config(tmp_path, **changes, **{"algorithm.filter_groups.backfill": "stream"}))
     train(small_config(tmp_path, **changes))
@@ -269,10 +291,15 @@ def test_a_run_of_one_shape_compiles_nothing_after_its_first_steps(tmp_path, mon
 
 def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
     changes = {
-        "model.lora.rank": 2, "actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 40,
-        "actor.use_kl_loss": True, "actor.optim.moments_dtype": "bfloat16", "trainer.total_training_steps": 3,
-        "trainer.save_freq": 1, "actor.optim.lr": 1e-2,
-    }  # fmt: skip
+        "model.lora.rank": 2,
+        "actor.use_dynamic_bsz": True,
+        "actor.ppo_max_token_len_per_device": 40,
+        "actor.use_kl_loss": True,
+        "actor.optim.moments_dtype": "bfloat16",
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1,
+        "actor.optim.lr": 1e-2,
+    }
     expected = train(small_config(tmp_path / "a", **changes))
     with monkeypatch.context() as patch:
         kill_after(patch, "update", 3)

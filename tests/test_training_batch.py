@@ -29,10 +29,14 @@ OPTIONS = {  # of losses
 
 def changes_of(estimator: str, loss: str) -> dict:
     return {
-        "algorithm.adv_estimator": estimator, "actor.policy_loss.loss_mode": loss, **OPTIONS.get(loss, {}),
-        "trainer.test_freq": -1, "trainer.save_freq": -1, "trainer.val_before_train": False,
+        "algorithm.adv_estimator": estimator,
+        "actor.policy_loss.loss_mode": loss,
+        **OPTIONS.get(loss, {}),
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.val_before_train": False,
         "trainer.total_training_steps": 3,
-    }  # fmt: skip
+    }
 
 
 LOSS_CYCLE = [*LOSSES] + ["vanilla"] * (len(ESTIMATORS) - len(LOSSES))
@@ -60,10 +64,18 @@ def test_the_ratio_leaves_one_as_soon_as_there_are_several_mini_batches(tmp_path
     assert two["rollout_corr/first_clipfrac"] == 0
 
 
-PPO = {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive",
-       "algorithm.kl_ctrl.horizon": 100.0, "algorithm.kl_ctrl.kl_coef": 0.1, "algorithm.gamma": 0.99,
-       "algorithm.lam": 0.95, "trainer.critic_warmup": 1, "critic.optim.lr": 1e-3,
-       "actor.optim.lr_warmup_steps": 2}  # fmt: skip
+PPO = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.horizon": 100.0,
+    "algorithm.kl_ctrl.kl_coef": 0.1,
+    "algorithm.gamma": 0.99,
+    "algorithm.lam": 0.95,
+    "trainer.critic_warmup": 1,
+    "critic.optim.lr": 1e-3,
+    "actor.optim.lr_warmup_steps": 2,
+}
 
 
 def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path):
@@ -170,8 +182,11 @@ def batch_with(accepted, *, fallen_back=False, **changes):
 @pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax", "cpo", "gae"])
 def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing(accepted, estimator):
     config, experience, models = accepted
-    changes = {"algorithm.adv_estimator": estimator, "algorithm.keep_neg_ratio": 0.5} if estimator == "grpo" else {
-        "algorithm.adv_estimator": estimator}  # fmt: skip
+    changes = (
+        {"algorithm.adv_estimator": estimator, "algorithm.keep_neg_ratio": 0.5}
+        if estimator == "grpo"
+        else {"algorithm.adv_estimator": estimator}
+    )
     config = small_config(config.workdir, **changes, **{"algorithm.overlong_filtering": True})
     count = experience.finished.shape[1]
     with open_run(config) as run:
@@ -182,9 +197,16 @@ def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing
             assert metrics["actor/overlong_filtered"] == np.mean(~chosen.finished)
             assert metrics.get("actor/kept_samples", 0.5) < 1
         assert run.estimator._cache_size() == 1
-    alone = small_config(config.workdir, **changes, **{
-        "data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1, "actor.ppo_micro_batch_size_per_device": 2,
-        "algorithm.overlong_filtering": True})  # fmt: skip
+    alone = small_config(
+        config.workdir,
+        **changes,
+        **{
+            "data.train_batch_size": 1,
+            "actor.ppo_mini_batch_size": 1,
+            "actor.ppo_micro_batch_size_per_device": 2,
+            "algorithm.overlong_filtering": True,
+        },
+    )
     with open_run(alone) as run:
         wanted, _ = make_batch(run, experience.select(np.arange(1)), run.init_models(), recompute=True, kl_coef=0.0)
     assert jax.tree.map(np.shape, made[1]) == jax.tree.map(np.shape, made[3]) == jax.tree.map(np.shape, made[4])
@@ -197,8 +219,11 @@ def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing
 @pytest.mark.parametrize("count_empty", [False, True])
 def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked(accepted, count_empty):
     config, experience, _ = accepted
-    changes = {"actor.loss_agg_mode": "seq-mean-token-sum", "actor.ppo_mini_batch_size": 4,
-               "actor.count_empty_sequences": count_empty}  # fmt: skip
+    changes = {
+        "actor.loss_agg_mode": "seq-mean-token-sum",
+        "actor.ppo_mini_batch_size": 4,
+        "actor.count_empty_sequences": count_empty,
+    }
     chosen = experience.select(np.arange(3))
     with open_run(small_config(config.workdir, **changes)) as run:
         models = run.init_models()
@@ -245,10 +270,11 @@ def test_samples_are_kept_by_the_reward_after_the_kl_divergence(accepted):
 
 def test_rollout_correction_weighs_and_rejects(accepted):
     options = {
-        "actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token",
+        "actor.old_logprob": "recompute",
+        "algorithm.rollout_correction.rollout_is": "token",
         "algorithm.rollout_correction.rollout_rs": ("token_k1",),
         "algorithm.rollout_correction.rollout_rs_threshold": ("2.0",),
-    }  # fmt: skip
+    }
     experience, batch, metrics = batch_with(accepted, **options)
     np.testing.assert_allclose(batch.importance_weights[batch.mask], 1.0, atol=1e-4)  # one model
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0 and metrics["rollout_corr/k3_kl"] < 1e-8

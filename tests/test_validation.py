@@ -107,10 +107,16 @@ def test_only_training_steps_can_be_profiled(steps):
 
 
 def test_all_problems_are_reported_together():
-    found = problems({
-        "data.truncation": "up", "rollout.n": 0, "actor.clip_ratio_c": 1.0, "rollout.top_p": 0.0,
-        "data.chat_template_kwargs": "[1]", "algorithm.lam": 2.0,
-    })  # fmt: skip
+    found = problems(
+        {
+            "data.truncation": "up",
+            "rollout.n": 0,
+            "actor.clip_ratio_c": 1.0,
+            "rollout.top_p": 0.0,
+            "data.chat_template_kwargs": "[1]",
+            "algorithm.lam": 2.0,
+        }
+    )
     keys = ("data.truncation", "rollout.n", "actor.clip_ratio_c", "rollout.top_p", "chat_template_kwargs", "lam")
     assert len(found) == len(keys)
     for key in keys:
@@ -195,11 +201,14 @@ def test_a_limit_that_can_never_fill_a_batch_is_refused(backfill, leftover):
     message = "^data.train_batch_size=512 groups cannot be kept of the 10 x 32 = 320 prompts .*set .*on_limit=partial"
     assert_one(problems(changes), message)
     for cure in (
-        {f"{FILTER}.max_num_gen_batches": 16}, {f"{FILTER}.max_num_gen_batches": 0}, {"data.gen_batch_size": 52},
-        {f"{FILTER}.on_limit": "partial"}, {f"{FILTER}.on_limit": "fallback_unfiltered"},
+        {f"{FILTER}.max_num_gen_batches": 16},
+        {f"{FILTER}.max_num_gen_batches": 0},
+        {"data.gen_batch_size": 52},
+        {f"{FILTER}.on_limit": "partial"},
+        {f"{FILTER}.on_limit": "fallback_unfiltered"},
         {f"{FILTER}.on_exhausted": "partial"},  # the epoch may end before the limit in every step
         {"data.train_batch_size": 320},
-    ):  # fmt: skip
+    ):
         assert problems({**changes, **cure}) == []
     assert_one(problems({**changes, f"{FILTER}.max_num_gen_batches": 15}), "15 x 32 = 480")
 
@@ -319,7 +328,7 @@ UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
         (UNJUDGED, "metric=acc is the verifier's.* none: choose score", {f"{FILTER}.metric": "score"}),
         (UNJUDGED, "metric=acc .*set algorithm.filter_groups.enable=False", {f"{FILTER}.enable": False}),
     ],
-)  # fmt: skip
+)
 def test_options_that_do_not_fit_together_are_refused_until_cured(wrong, message, cure):
     assert_one(problems(wrong), message)
     assert problems({**wrong, **cure}) == []
@@ -403,12 +412,15 @@ MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "
         *(
             (MEAN_OF_SCORES, "filter_low=0.01 drops groups that are mostly wrong", usual)
             for usual in (
-                {f"{FILTER}.metric": "acc"}, {f"{FILTER}.filter_low": -0.99}, {"reward.function": "gsm8k"},
-                {f"{FILTER}.rule": "std"}, {f"{FILTER}.enable": False},
+                {f"{FILTER}.metric": "acc"},
+                {f"{FILTER}.filter_low": -0.99},
+                {"reward.function": "gsm8k"},
+                {f"{FILTER}.rule": "std"},
+                {f"{FILTER}.enable": False},
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_rarely_meant_is_allowed_with_a_warning(unusual, message, usual):
     assert problems(unusual) == []
     assert_one(warnings(config_with(unusual)), message)
@@ -457,8 +469,10 @@ def test_minus_one_has_a_meaning_and_zero_has_none(key):
         ({"trainer.logger": ("console", "mlflow")}, "trainer.logger=.* must be some of console, tensorboard, wandb"),
         ({"trainer.logger": ("wandb", "wandb")}, "trainer.logger=.* must be some of"),
         ({"trainer.logger": (), "monitor.console": "json"}, "monitor.console=json needs 'console' in trainer.logger"),
-        ({"monitor.filter_log": True, "algorithm.filter_groups.enable": False},
-         "monitor.filter_log=True is not read without algorithm.filter_groups.enable=True"),
+        (
+            {"monitor.filter_log": True, "algorithm.filter_groups.enable": False},
+            "monitor.filter_log=True is not read without algorithm.filter_groups.enable=True",
+        ),
         ({"trainer.project_name": "math"}, "trainer.project_name='math' is not read without 'wandb' in trainer.logger"),
         ({"trainer.experiment_name": "a"}, "trainer.experiment_name='a' is not read without 'wandb' in trainer.logger"),
     ],

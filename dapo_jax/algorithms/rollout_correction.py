@@ -38,7 +38,7 @@ class Band:
 
 
 def parse_threshold(text: str) -> Band:
-    """"2.0" is the upper bound 2, "0.5_2.0" the band from 0.5 to 2.
+    """ "2.0" is the upper bound 2, "0.5_2.0" the band from 0.5 to 2.
 
     Raises:
         ValueError: not of this form, or not 0 < low < high.

@@ -61,9 +61,7 @@ def arithmetic_rows(
     )
 
 
-def _check_arguments(
-    operators: str, low: int, high: int, num_train: int, num_heldout: int, template: str
-) -> None:
+def _check_arguments(operators: str, low: int, high: int, num_train: int, num_heldout: int, template: str) -> None:
     if not operators or len(set(operators)) < len(operators) or not set(operators) <= set(OPERATORS):
         raise InputError(
             f"data.arithmetic.operators={operators!r} must be some of {''.join(OPERATORS)}, each once: correct it"

@@ -26,9 +26,7 @@ MAX_BAD_ROWS = 10_000  # of a file, after which the rest is not read
 logger = logging.getLogger(__name__)
 
 
-def read_prompt_files(
-    paths: Sequence[str], *, prompt_key: str = "prompt", max_samples: int = -1
-) -> list[PromptRow]:
+def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt", max_samples: int = -1) -> list[PromptRow]:
     """The rows of all files, in order; only the first `max_samples` of them unless it is -1.
 
     A row has `prompt` (text, or a list of {role, content}, which may be JSON text; `prompt_key` names another column),
@@ -57,8 +55,10 @@ def read_prompt_files(
         if num_parsed:
             logger.warning(
                 "%s: %s of %d rows holds chat messages as JSON text: they are taken as messages, not as plain text",
-                path, prompt_key, num_parsed,
-            )  # fmt: skip
+                path,
+                prompt_key,
+                num_parsed,
+            )
     if problems:
         listed = "\n  ".join(problems[:MAX_REPORTED_PROBLEMS])
         raise InputError(f"bad rows in prompt files (the first row is 1):\n  {listed}")

@@ -134,9 +134,7 @@ def hinted_prompts(
         ValueError: a prompt without a user turn.
     """
     return [
-        tokenizer.encode_prompt(
-            _with_hint(row), system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
-        )
+        tokenizer.encode_prompt(_with_hint(row), system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs)
         for row in rows
     ]
 

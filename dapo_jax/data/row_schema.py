@@ -44,17 +44,25 @@ def read_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | Non
     problems = []
     if not (_is_text(prompt) or _is_chat(prompt)):
         problems.append(
-            _problem(prompt_key, prompt, "must be non-empty text or a list of messages, each with text as role and "
-                     "content: correct the row or set data.prompt_key to the column that holds the prompt")
-        )  # fmt: skip
+            _problem(
+                prompt_key,
+                prompt,
+                "must be non-empty text or a list of messages, each with text as role and "
+                "content: correct the row or set data.prompt_key to the column that holds the prompt",
+            )
+        )
     if not _is_text(data_source):
         problems.append(_problem("data_source", data_source, "must be non-empty text: name the row's task"))
     truth, fits = _ground_truth(reward_model)
     if not fits:
         problems.append(
-            _problem("reward_model.ground_truth", truth, "must be non-empty text, a finite number, true or false, a "
-                     "list, an object or null: write the expected answer as reward_model={'ground_truth': answer}")
-        )  # fmt: skip
+            _problem(
+                "reward_model.ground_truth",
+                truth,
+                "must be non-empty text, a finite number, true or false, a "
+                "list, an object or null: write the expected answer as reward_model={'ground_truth': answer}",
+            )
+        )
     if not isinstance(extra_info, dict):
         problems.append(_problem("extra_info", extra_info, "must be an object: write one or leave it out"))
     if problems:

@@ -30,9 +30,22 @@ _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{5})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(?:\{|\d{5})")
 # What takes a size or makes a longer text, as methods of texts and numbers or as filters.
 _GROWING = {
-    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes", "tojson",
-    "truncate", "urlize", "wordwrap", "xmlattr", "zfill",
-}  # fmt: skip
+    "batch",
+    "center",
+    "expandtabs",
+    "indent",
+    "ljust",
+    "rjust",
+    "round",
+    "slice",
+    "to_bytes",
+    "tojson",
+    "truncate",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+    "zfill",
+}
 
 
 @contextmanager

@@ -129,9 +129,7 @@ def character_tokenizer() -> Tokenizer:
 def _from_directory(directory: Path) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise InputError(
-            f"{directory} has no tokenizer.json: save the model's fast tokenizer there by AutoTokenizer"
-        )
+        raise InputError(f"{directory} has no tokenizer.json: save the model's fast tokenizer there by AutoTokenizer")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more precise

@@ -132,8 +132,12 @@ class _Attempt:
 
     def __init__(self, start_round, state: StreamState, prompts: PromptSource, policies: Policies, step: int) -> None:
         self.start_round, self.state, self.prompts, self.policies, self.step = (
-            start_round, state, prompts, policies, step,
-        )  # fmt: skip
+            start_round,
+            state,
+            prompts,
+            policies,
+            step,
+        )
         self.carried, self.num_stale = _fresh(state.carried, step, policies.leftover_max_staleness)
         self.rounds: list[Verdicts] = []
         self.kept_groups: list[Experience] = []
@@ -250,8 +254,13 @@ class _Attempt:
         limit = f"the limit is {self.limit:.0f}" if math.isfinite(self.limit) else f"{FILTER}.max_num_gen_batches is 0"
         logger.warning(
             "step %d: %d of %d groups are kept after %d rounds, %d were expected; %s",
-            self.step, self.kept, self.policies.target, rounds, self.expected_rounds, limit,
-        )  # fmt: skip
+            self.step,
+            self.kept,
+            self.policies.target,
+            rounds,
+            self.expected_rounds,
+            limit,
+        )
 
     def finish(self) -> Accepted:
         policies = self.policies

@@ -90,9 +90,7 @@ def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: M
     num_groups, num_samples = filled.shape
     values = put_rows(filled.astype(np.float32).reshape(-1), mesh)
     group_ids = np.arange(values.shape[0], dtype=np.int32) // num_samples  # rows of padding come after the groups
-    statistics = group_statistics(
-        values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1
-    )
+    statistics = group_statistics(values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1)
     keep, std = fetch((keep_groups(statistics, rule), statistics.std))
     return Round(experience, keep[:num_groups] & some, std[:num_groups])
 

@@ -183,18 +183,20 @@ def config_file(values: Mapping[str, Any], comments: Sequence[str]) -> str:
     """A config file that holds verl's defaults too."""
     changed = {key: value for key, value in flat(BASE).items() if value != DEFAULTS[key]} | dict(values)
     lines = [f"    config.{key} = {value!r}" for key, value in sorted(changed.items()) if value != DEFAULTS[key]]
-    return "\n".join([
-        *comments,
-        "",
-        "from dapo_jax.config import default_config",
-        "",
-        "",
-        "def get_config():",
-        "    config = default_config()",
-        *lines,
-        "    return config",
-        "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *comments,
+            "",
+            "from dapo_jax.config import default_config",
+            "",
+            "",
+            "def get_config():",
+            "    config = default_config()",
+            *lines,
+            "    return config",
+            "",
+        ]
+    )
 
 
 def remarks(result: Translation, skipped: Sequence[str]) -> Iterator[str]:

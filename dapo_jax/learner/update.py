@@ -234,8 +234,9 @@ def _summary(prefix: str, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
     """
     norms = np.array([norm for _, norm in steps])
     counts = {
-        f"{prefix}/skipped_updates": float(np.sum(~np.isfinite(norms))), f"{prefix}/num_updates": float(len(steps)),
-    }  # fmt: skip
+        f"{prefix}/skipped_updates": float(np.sum(~np.isfinite(norms))),
+        f"{prefix}/num_updates": float(len(steps)),
+    }
     if not steps:
         return counts
     merged = functools.reduce(_merge, [metrics for metrics, _ in steps])

@@ -43,8 +43,7 @@ class Architecture:
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise InputError(
-                f"num_attention_heads={self.num_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}"
+                f"num_attention_heads={self.num_heads} must be a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even, for rotary embeddings")

@@ -64,13 +64,23 @@ def _adapters(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     outputs, inputs = weight.hf_shape
     stem = "base_model.model." + weight.hf_name.removesuffix(".weight")
     first = Weight(
-        ("layers", weight.path[1] + A), (layers, *shape[:split], rank), ("layers", *axes[:split], "rank"),
-        "normal", stem + ".lora_A.weight", (rank, inputs), transposed=True,
-    )  # fmt: skip
+        ("layers", weight.path[1] + A),
+        (layers, *shape[:split], rank),
+        ("layers", *axes[:split], "rank"),
+        "normal",
+        stem + ".lora_A.weight",
+        (rank, inputs),
+        transposed=True,
+    )
     second = Weight(
-        ("layers", weight.path[1] + B), (layers, rank, *shape[split:]), ("layers", "rank", *axes[split:]),
-        "zeros", stem + ".lora_B.weight", (outputs, rank), transposed=True,
-    )  # fmt: skip
+        ("layers", weight.path[1] + B),
+        (layers, rank, *shape[split:]),
+        ("layers", "rank", *axes[split:]),
+        "zeros",
+        stem + ".lora_B.weight",
+        (outputs, rank),
+        transposed=True,
+    )
     return first, second
 
 

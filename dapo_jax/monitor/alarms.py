@@ -91,8 +91,13 @@ def _raised(
     for name, (value, limit, below) in seen.items():
         on = value is not None and (not math.isfinite(value) or _beyond(value, limit, below))
         if on and not memory.get(name):
-            logger.warning("alarm at step %d: %s: %.4g, the limit is %s (docs/reliability.md)",
-                           step, name, value, "-" if limit is None else f"{limit:.4g}")  # fmt: skip
+            logger.warning(
+                "alarm at step %d: %s: %.4g, the limit is %s (docs/reliability.md)",
+                step,
+                name,
+                value,
+                "-" if limit is None else f"{limit:.4g}",
+            )
         memory[name] = alarms[f"alarm/{name}"] = float(on)
     return alarms, memory
 

@@ -22,9 +22,14 @@ def bar(action: str, *, total: int, unit: str, shown: bool) -> "tqdm[Any]":
         shown: False shows nothing; True shows it if stderr is a terminal.
     """
     return tqdm(
-        total=total, desc=action, unit=unit, unit_scale=unit == "B", leave=False, dynamic_ncols=True,
+        total=total,
+        desc=action,
+        unit=unit,
+        unit_scale=unit == "B",
+        leave=False,
+        dynamic_ncols=True,
         disable=None if shown else True,
-    )  # fmt: skip
+    )
 
 
 class RoundsShown:

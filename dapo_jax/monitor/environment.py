@@ -12,9 +12,17 @@ import jax
 
 _FILE = "environment.json"
 _LIBRARIES = (
-    "dapo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "libtpu", "jax-cuda12-plugin",
+    "dapo_jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+    "libtpu",
+    "jax-cuda12-plugin",
     "jax-cuda13-plugin",
-)  # fmt: skip
+)
 
 
 def environment() -> dict[str, Any]:

@@ -68,8 +68,9 @@ def log_round(
         last: no round follows, also if the target is missed (a limit is reached or the data is at its end).
     """
     num_filtered = num_prompts - num_kept
-    _LOGGER.info("Generated batch %d, %d prompts, %d trajectories",
-                 round_number, num_prompts, num_prompts * num_samples)
+    _LOGGER.info(
+        "Generated batch %d, %d prompts, %d trajectories", round_number, num_prompts, num_prompts * num_samples
+    )
     _LOGGER.info("Filter groups enabled, metric=%s", metric)
     _LOGGER.info("Computing metric std for %d prompts...", num_prompts)
     _LOGGER.info("Filter statistics: Total prompts: %d", num_prompts)
@@ -77,9 +78,16 @@ def log_round(
     _LOGGER.info("Kept (%s): %d prompts (%.1f%%)", words.kept, num_kept, 100 * num_kept / num_prompts)
     _LOGGER.info("Mean std: %.3f", mean_std)
     _LOGGER.info("Accumulated prompts: %d / %d", num_accumulated, target)
-    _LOGGER.info("[Dynamic Sampling] Step %d, Gen batch %d: Kept %d/%d prompts (filtered %d trajectories), "
-                 "Accumulated: %d/%d", step, round_number, num_kept, num_prompts,
-                 num_filtered * num_samples, num_accumulated, target)
+    _LOGGER.info(
+        "[Dynamic Sampling] Step %d, Gen batch %d: Kept %d/%d prompts (filtered %d trajectories), Accumulated: %d/%d",
+        step,
+        round_number,
+        num_kept,
+        num_prompts,
+        num_filtered * num_samples,
+        num_accumulated,
+        target,
+    )
 
     enough = num_accumulated >= target
     _LOGGER.info("num_prompt_in_batch=%d %s prompt_bsz=%d", num_accumulated, ">=" if enough else "<", target)
@@ -91,8 +99,7 @@ def log_round(
 def log_enough(num_trajectories: int) -> None:
     """Logs that the step has its groups and how many responses go into training."""
     _LOGGER.info("Collected enough data. Taking first %d trajectories.", num_trajectories)
-    _LOGGER.info("[Dynamic Sampling] Accumulated enough prompts, proceeding with %d trajectories",
-                 num_trajectories)
+    _LOGGER.info("[Dynamic Sampling] Accumulated enough prompts, proceeding with %d trajectories", num_trajectories)
 
 
 def log_step(metrics: Mapping[str, float]) -> None:

@@ -87,8 +87,10 @@ class RunRecords:
             ValueError: the step is not after the last one, or a metric is called "step".
         """
         if step <= self._last_step:
-            raise InputError(f"step={step} must be greater than the last step, {self._last_step}: "
-                             "write each step once, with all its metrics in one call")
+            raise InputError(
+                f"step={step} must be greater than the last step, {self._last_step}: "
+                "write each step once, with all its metrics in one call"
+            )
         if "step" in metrics:
             raise InputError('metric "step" would hide the number of the step: rename it')
         values = {name: _to_float(name, value) for name, value in metrics.items()}
@@ -174,8 +176,10 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError as error:
             if number < len(lines):
-                raise RuntimeError(f"{path}, line {number}: not JSON ({error}): "
-                                   "only the last line may be cut off; mend or remove the line") from error
+                raise RuntimeError(
+                    f"{path}, line {number}: not JSON ({error}): "
+                    "only the last line may be cut off; mend or remove the line"
+                ) from error
     return rows
 
 
@@ -215,8 +219,7 @@ def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) 
         {key: repr(values[key]) if key in values else "absent" for key in recorded | given}
         for values in (recorded, given)
     ]
-    return [f"{key}: {shown[0][key]} -> {shown[1][key]}" for key in sorted(shown[0])
-            if shown[0][key] != shown[1][key]]
+    return [f"{key}: {shown[0][key]} -> {shown[1][key]}" for key in sorted(shown[0]) if shown[0][key] != shown[1][key]]
 
 
 def _drop_rows_after(workdir: Path, last_step: int) -> None:
@@ -226,12 +229,17 @@ def _drop_rows_after(workdir: Path, last_step: int) -> None:
     _write_atomically(path, "".join(to_json_line(row) for row in kept))
 
     if len(kept) < len(rows):
-        _LOGGER.warning("%s: %d rows from step %d on are dropped, the run does these steps again",
-                        path, len(rows) - len(kept), last_step + 1)
+        _LOGGER.warning(
+            "%s: %d rows from step %d on are dropped, the run does these steps again",
+            path,
+            len(rows) - len(kept),
+            last_step + 1,
+        )
     last_row = kept[-1]["step"] if kept else 0
     if last_row < last_step:
-        _LOGGER.warning("%s: steps %d to %d have no row, the run goes on after step %d",
-                        path, last_row + 1, last_step, last_step)
+        _LOGGER.warning(
+            "%s: steps %d to %d have no row, the run goes on after step %d", path, last_row + 1, last_step, last_step
+        )
 
 
 def _to_float(name: str, value: Any) -> float:

@@ -7,8 +7,11 @@ import numpy as np
 from dapo_jax.monitor.best_of_k import Answers, pass_at, problem_statistics, subset_sizes
 
 OPERATORS = {  # stages by Trinity-RFT's name of what they do between sampling and training, in its order
-    "0_RewardShaping": "shape", "1_GroupFilter": "filter", "2_BatchAssembly": "batch", "3_GroupAdvantage": "adv",
-}  # fmt: skip
+    "0_RewardShaping": "shape",
+    "1_GroupFilter": "filter",
+    "2_BatchAssembly": "batch",
+    "3_GroupAdvantage": "adv",
+}
 MIN_COMPARED = 16  # answers from which a correlation says something
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them
 
@@ -166,9 +169,7 @@ def evaluation_metrics(
     return metrics
 
 
-def _problem(
-    name: str, values: np.ndarray, answers: Answers | None, n: int, *, bootstrapped: bool
-) -> dict[str, float]:
+def _problem(name: str, values: np.ndarray, answers: Answers | None, n: int, *, bootstrapped: bool) -> dict[str, float]:
     sizes = subset_sizes(n)
     found = {f"mean@{n}": float(np.mean(values)), f"std@{n}": float(np.std(values))}
     found |= problem_statistics(values, answers, sizes, bootstrapped=bootstrapped)

@@ -100,16 +100,24 @@ class TensorBoard:
         """
         self._results = frozenset(results)
         if self._new:
-            shown = {key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-                     for key, value in config.items() if key not in _OWN_OPTIONS}
+            shown = {
+                key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+                for key, value in config.items()
+                if key not in _OWN_OPTIONS
+            }
             _, start, _ = summary.hparams(shown, {})
             self._add(0, [start])
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """A point of each curve, by the metric's name. Tags cannot hold "@": `mean@4` is shown as `mean_4`."""
         results = {f"{_RESULTS}/{name}": value for name, value in values.items() if name in self._results}
-        self._add(step, [Summary(value=[Summary.Value(tag=_tag(name), simple_value=value)])
-                         for name, value in [*results.items(), *values.items()]])
+        self._add(
+            step,
+            [
+                Summary(value=[Summary.Value(tag=_tag(name), simple_value=value)])
+                for name, value in [*results.items(), *values.items()]
+            ],
+        )
 
     def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
         """Histograms made by `histogram` or `counted`, by name."""

@@ -127,8 +127,9 @@ def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:
         print(
             f"dapo_jax: no metadata server answers at {server} ({error}), so this process starts alone; if it has "
             "others, give trainer.coordinator, trainer.num_processes and trainer.process_id",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
         return Cluster(1, "")
     evidence = f"worker-network-endpoints={workers} and MEGASCALE_NUM_SLICES={slices} of the metadata server {server}"
     return Cluster(len(workers.split(",")) * (_number(slices) or 1), evidence)

@@ -54,8 +54,9 @@ def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:
     elif count % tensor == 0:
         cures.append(f"{'' if data == -1 else 'mesh.data=-1 and '}mesh.fsdp={nearest(divisors(count // tensor), fsdp)}")
     else:
-        cures.append(f"{'' if data == -1 else 'mesh.data=-1, '}mesh.fsdp=1 and "
-                     f"mesh.tensor={nearest(divisors(count), tensor)}")  # fmt: skip
+        cures.append(
+            f"{'' if data == -1 else 'mesh.data=-1, '}mesh.fsdp=1 and mesh.tensor={nearest(divisors(count), tensor)}"
+        )
     wanted = abs(data) * fsdp * tensor
     if platform == "cpu" and wanted > count:
         cures.append(f"JAX_NUM_CPU_DEVICES={wanted} in the environment, to try it on a CPU")

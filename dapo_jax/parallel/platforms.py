@@ -58,9 +58,7 @@ def unused_gpu() -> str | None:
     return f"JAX computes on the CPU: {_missing_for_gpus(driver)}; if the CPU is meant, set JAX_PLATFORMS=cpu"
 
 
-def nvidia_smi(
-    *arguments: str, environment: Mapping[str, str] = os.environ
-) -> subprocess.CompletedProcess[str] | None:
+def nvidia_smi(*arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str] | None:
     """NVIDIA's own program, run to its end; None if it is not here or does not answer."""
     command = ["nvidia-smi", *arguments]
     try:

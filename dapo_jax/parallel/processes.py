@@ -232,8 +232,9 @@ def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
         print(
             f"dapo_jax: process {jax.process_index()} cannot go on: {str(cause).partition(chr(10))[0]}\n"
             "dapo_jax: most often another process has ended: what it has told, or JAX has noticed, is below",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
         failure = _failure_of_another(1.5 * heartbeat_timeout_s)
     if failure is not None:
         print(f"dapo_jax: {failure}", file=sys.stderr, flush=True)

@@ -13,8 +13,12 @@ from dapo_jax.errors import InputError
 # Google's name of a generation -> libtpu's, how many the number in the name counts of a chip, the sides of a slice.
 # v4-32 and v5p-32 have 32 cores, on 16 chips; v5litepod-32 and v6e-32 have 32 chips.
 GENERATIONS = {
-    "v4": ("v4", 2, 3), "v5p": ("v5p", 2, 3), "v5e": ("v5e", 1, 2), "v5litepod": ("v5e", 1, 2), "v6e": ("v6e", 1, 2),
-}  # fmt: skip
+    "v4": ("v4", 2, 3),
+    "v5p": ("v5p", 2, 3),
+    "v5e": ("v5e", 1, 2),
+    "v5litepod": ("v5e", 1, 2),
+    "v6e": ("v6e", 1, 2),
+}
 SLICES = {name for name, _, _ in GENERATIONS.values()}
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",  # it would ask a metadata server what machine this is

@@ -13,9 +13,7 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
     return _compare(_MARKED.findall(solution[-_WINDOW:]), ground_truth)
 
 
-def score_flexible(
-    data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]
-) -> dict[str, Any]:
+def score_flexible(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     """1 if the last number is the ground truth, spelt alike but for thousands commas and a full stop; else 0.
 
     verl's flexible method reads the same number but keeps its punctuation, so that `It is 34.` fails there.

@@ -16,16 +16,60 @@ _INVALID = "[INVALID]"
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 _REPLACEMENTS = (
-    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
-    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
-)  # fmt: skip
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    (r"\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\text{and}", ","),
+    (r"\text{and}", ","),
+    (r"\text{m}", r"\text{}"),
+)
 _DELETIONS = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue",
-    "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals",
-    "edges", "students", "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}",
-    r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;",
-    r",\!", "{,}", '"', r"\dots",
-)  # fmt: skip
+    "square",
+    "ways",
+    "integers",
+    "dollars",
+    "mph",
+    "inches",
+    "hours",
+    "km",
+    "units",
+    r"\ldots",
+    "sue",
+    "points",
+    "feet",
+    "minutes",
+    "digits",
+    "cents",
+    "degrees",
+    "cm",
+    "gm",
+    "pounds",
+    "meters",
+    "meals",
+    "edges",
+    "students",
+    "childrentickets",
+    "multiples",
+    r"\text{s}",
+    r"\text{.}",
+    "\\text{\ns}",
+    r"\text{}^2",
+    r"\text{}^3",
+    "\\text{\n}",
+    r"\text{}",
+    r"\mathrm{th}",
+    r"^\circ",
+    r"^{\circ}",
+    r"\;",
+    r",\!",
+    "{,}",
+    '"',
+    r"\dots",
+)
 _REWRITES = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # the first formula alone
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
@@ -51,9 +95,7 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
     return _result(boxed == ground_truth, _INVALID if boxed is None else boxed)
 
 
-def score_lenient(
-    data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]
-) -> dict[str, Any]:
+def score_lenient(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     r"""As `score`, and also right where the answer is the same number (or text) in another spelling.
 
     The answer is the content of the last box in the last `Answer:` line, else that line, else the last box;

@@ -48,8 +48,14 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
     if failed:
         _log.warning(
             "reward.function=%r failed on %d of %d made-up responses to %s, on %r with %s: such a response counts as "
-            "wrong, with reward.error_score", name, len(failed), len(verdicts), row.origin, failed[0][0], failed[0][1],
-        )  # fmt: skip
+            "wrong, with reward.error_score",
+            name,
+            len(failed),
+            len(verdicts),
+            row.origin,
+            failed[0][0],
+            failed[0][1],
+        )
     return [verdict for verdict in verdicts if not verdict.error]
 
 
@@ -63,7 +69,8 @@ def _judged(row: PromptRow, texts: list[str], name: str, verifiers: VerifierPool
         try:
             verdicts.append(verdict.result(timeout=max(end - time.monotonic(), 0.0)))
         except TimeoutError:
-            _log.info("reward.function=%r judged %d of %d made-up responses in %g s", name, len(verdicts), len(texts),
-                      TRIAL_S)  # fmt: skip
+            _log.info(
+                "reward.function=%r judged %d of %d made-up responses in %g s", name, len(verdicts), len(texts), TRIAL_S
+            )
             break
     return verdicts

@@ -143,8 +143,11 @@ class VerifierPool:
         for request, error in failures[:_NUM_LOGGED]:
             _log.warning(
                 "verifier %s failed: data_source=%r, %s, solution %r...",
-                self._verifier, request.data_source, error, request.solution[:80],
-            )  # fmt: skip
+                self._verifier,
+                request.data_source,
+                error,
+                request.solution[:80],
+            )
         if len(failures) > _NUM_LOGGED:
             _log.warning("verifier %s failed: %d of %d samples", self._verifier, len(failures), len(requests))
         return verdicts
@@ -158,8 +161,9 @@ class VerifierPool:
                 "reward.function=%r gives acc=%g, neither 0 nor 1: what is reported as accuracy (acc/mean@k) is the "
                 "mean of a graded score, and the group filter keeps a group for the smallest difference; return a dict "
                 "with acc, 1 for a right answer and 0 for a wrong one, besides score",
-                self._verifier, graded[0],
-            )  # fmt: skip
+                self._verifier,
+                graded[0],
+            )
 
     def close(self) -> None:
         """Kills the workers. Samples that are being scored end as failures."""
@@ -178,9 +182,7 @@ class VerifierPool:
 
     def _judge(self, request: ScoreRequest) -> Verdict:
         try:
-            message = encode_request(
-                (request.data_source, request.solution, request.ground_truth, request.extra_info)
-            )
+            message = encode_request((request.data_source, request.solution, request.ground_truth, request.extra_info))
         except (TypeError, ValueError, RecursionError) as error:
             return self._wrong(request, f"extra_info must have a form in JSON: {error}")
         worker = self._idle.get()

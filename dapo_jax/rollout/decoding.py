@@ -73,9 +73,7 @@ def start_wave(
     return wave, _chunk(tokens[:, None], ~padding[:, None], logprobs[:, None])
 
 
-@functools.partial(
-    jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id"), donate_argnames=("wave",)
-)
+@functools.partial(jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id"), donate_argnames=("wave",))
 def decode_chunk(
     params: Params,
     wave: Wave,

@@ -91,8 +91,17 @@ class Engine:
         )
         for first in range(0, len(prompts), size):
             self.check()
-            wave = _Decoding(self, params, prompts[first : first + size], size, num_samples, sampling, responses,
-                             first * num_samples, history)  # fmt: skip
+            wave = _Decoding(
+                self,
+                params,
+                prompts[first : first + size],
+                size,
+                num_samples,
+                sampling,
+                responses,
+                first * num_samples,
+                history,
+            )
             wave.run(numbers[first : first + size], purpose)
             history.add(responses.lengths(wave.first_row, wave.end_row))
         return responses.rollout()
@@ -146,8 +155,18 @@ def _checksum(mesh: Mesh) -> int:
 class _Decoding:
     """One wave. Prompts missing to `size` are filled with copies of the last that start finished."""
 
-    def __init__(self, engine: Engine, params: Params, prompts: Sequence[Sequence[int]], size: int, num_samples: int,
-                 sampling: Sampling, responses: Responses, first_row: int, history: LengthHistory) -> None:  # fmt: skip
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        size: int,
+        num_samples: int,
+        sampling: Sampling,
+        responses: Responses,
+        first_row: int,
+        history: LengthHistory,
+    ) -> None:
         settings = engine.settings
         self.engine, self.settings, self.params, self.sampling = engine, settings, params, sampling
         self.prompts, self.size, self.num_samples, self.responses = prompts, size, num_samples, responses
@@ -191,9 +210,15 @@ class _Decoding:
         batch = put(Prompts(tokens, mask, addresses), batch_sharding(settings.mesh))
         keys = row_keys(settings.seed, purpose, batch.numbers, self.num_samples)
         return start_wave(
-            self.params, batch, keys, self.sampling, arch=settings.arch, window=self.window, eos_ids=settings.eos_ids,
+            self.params,
+            batch,
+            keys,
+            self.sampling,
+            arch=settings.arch,
+            window=self.window,
+            eos_ids=settings.eos_ids,
             pad_id=settings.pad_id,
-        )  # fmt: skip
+        )
 
     def _resize(self, wave: Wave, alive: np.ndarray) -> Wave:
         """The wave with room for the next chunk, and with fewer rows if those alive fit a smaller batch."""
@@ -263,8 +288,6 @@ class _Decoding:
         settings, sampling, params = self.settings, self.sampling, self.engine.param_shapes(self.params)
 
         def lower() -> jax.stages.Lowered:
-            return lower_chunk(
-                settings, params, sampling, rows=rows, prompts=prompts, width=self.width, window=window
-            )
+            return lower_chunk(settings, params, sampling, rows=rows, prompts=prompts, width=self.width, window=window)
 
         return (rows, prompts, self.width, window), lower

@@ -15,8 +15,16 @@ OnFinished = Callable[[np.ndarray, Rollout], None]  # (rows that have just ended
 class Responses:
     """Responses as they grow, row by row, and which of them have ended."""
 
-    def __init__(self, limits: np.ndarray, *, max_length: int, eos_ids: tuple[int, ...], pad_id: int,
-                 stop: StopRule | None, on_finished: OnFinished | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        limits: np.ndarray,
+        *,
+        max_length: int,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        stop: StopRule | None,
+        on_finished: OnFinished | None,
+    ) -> None:
         """
         Args:
             limits: [B], most tokens of each response, at most max_length.

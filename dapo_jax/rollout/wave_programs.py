@@ -55,9 +55,15 @@ def lower_start(
         numbers=_rows(settings.mesh, (prompts,), jnp.int32),
     )
     return start_wave.lower(
-        params, batch, _rows(settings.mesh, (prompts * num_samples,), _key_dtype()), sampling, arch=settings.arch,
-        window=settings.ladder[0], eos_ids=settings.eos_ids, pad_id=settings.pad_id,
-    )  # fmt: skip
+        params,
+        batch,
+        _rows(settings.mesh, (prompts * num_samples,), _key_dtype()),
+        sampling,
+        arch=settings.arch,
+        window=settings.ladder[0],
+        eos_ids=settings.eos_ids,
+        pad_id=settings.pad_id,
+    )
 
 
 def lower_chunk(
@@ -66,9 +72,14 @@ def lower_chunk(
     """A chunk of decoding for the wave of `wave_shape`."""
     wave = wave_shape(settings, cache_dtype(params), rows=rows, prompts=prompts, width=width, window=window)
     return decode_chunk.lower(
-        params, wave, sampling, arch=settings.arch, num_tokens=settings.tokens_per_chunk, eos_ids=settings.eos_ids,
+        params,
+        wave,
+        sampling,
+        arch=settings.arch,
+        num_tokens=settings.tokens_per_chunk,
+        eos_ids=settings.eos_ids,
         pad_id=settings.pad_id,
-    )  # fmt: skip
+    )
 
 
 def lower_growth(cache: LayerCache, *, num_samples: int, window: int) -> jax.stages.Lowered:
@@ -113,9 +124,7 @@ def cache_dtype(params: Params) -> np.dtype:
     return params["layers"][0]["query"].dtype
 
 
-def wave_shape(
-    settings: EngineSettings, dtype: Any, *, rows: int, prompts: int, width: int, window: int
-) -> Wave:
+def wave_shape(settings: EngineSettings, dtype: Any, *, rows: int, prompts: int, width: int, window: int) -> Wave:
     """Shapes and shardings of a wave: `rows` rows of `prompts` prompts of `width` tokens and `window` more."""
     arch = settings.arch
 

@@ -24,10 +24,18 @@ STAND_INS = {"0.5b": "report-stand-in-0.5b", "1.5b": "report-stand-in-1.5b"}  # 
 GIB = 2.0**30
 FORECAST_SLACK = 1.05  # preflight.py calls 95 % of a device's memory usable
 contenders.SHAPES |= {
-    name: dict(hidden_size=heads * 16, intermediate_size=96, num_hidden_layers=2, num_attention_heads=heads,
-               num_key_value_heads=2, vocab_size=256, tie_word_embeddings=True, model_type="qwen2")
+    name: dict(
+        hidden_size=heads * 16,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        vocab_size=256,
+        tie_word_embeddings=True,
+        model_type="qwen2",
+    )
     for name, heads in zip(STAND_INS.values(), (4, 6), strict=True)
-}  # fmt: skip
+}
 
 
 def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
@@ -57,11 +65,19 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
         "bandwidth of the data sheet; a group's prompt is read once."
     )
     findings.row(
-        "Rollout", devices=devices, parameters=count_params(arch), **{"first call, s": first}, seconds=seconds,
-        **{"tokens/s": sampled / seconds, "ms per decoding step": 1000 * seconds / length,
-           "limit, tokens/s": sampled / least if least is not None else None,
-           "share of the limit": least / seconds if least is not None else None, "peak GiB": _peak_gib()},
-    )  # fmt: skip
+        "Rollout",
+        devices=devices,
+        parameters=count_params(arch),
+        **{"first call, s": first},
+        seconds=seconds,
+        **{
+            "tokens/s": sampled / seconds,
+            "ms per decoding step": 1000 * seconds / length,
+            "limit, tokens/s": sampled / least if least is not None else None,
+            "share of the limit": least / seconds if least is not None else None,
+            "peak GiB": _peak_gib(),
+        },
+    )
     findings.check(f"{shape}: sampled tokens", sampled, str(args.batch * length), sampled == args.batch * length)
 
 
@@ -118,10 +134,21 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
         findings.keep(skipped=f"{shape} does not fit {devices} x {_gib(memory_limit())}")
         return
     batch = math.lcm(micro * devices * (2 if small else 4), GROUP)
-    given = {"shape": shape, "batch": batch, "group": GROUP, "prompt_length": prompt, "new_tokens": length,
-             "micro": micro * devices}  # fmt: skip
-    options = {"actor.share_prompts": False, "actor.logprob_chunk_size": chunk, "mesh.data": 1, "mesh.fsdp": devices,
-               "reward.num_workers": 1}  # fmt: skip
+    given = {
+        "shape": shape,
+        "batch": batch,
+        "group": GROUP,
+        "prompt_length": prompt,
+        "new_tokens": length,
+        "micro": micro * devices,
+    }
+    options = {
+        "actor.share_prompts": False,
+        "actor.logprob_chunk_size": chunk,
+        "mesh.data": 1,
+        "mesh.fsdp": devices,
+        "reward.num_workers": 1,
+    }
     args = argparse.Namespace(**given)
     findings.note(
         f"{shape}, random weights, products in {DTYPE}, weights and AdamW's moments in float32: {batch} rows of "
@@ -138,12 +165,19 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
     peak_flops = device_limits().flops
     flops = model_flops(arch, args)
     findings.row(
-        "Update", devices=devices, parameters=count_params(arch), attention=attention_of(ours.run),
-        **{"first call, s": first}, seconds=seconds,
-        **{"tokens/s": tokens / seconds, "TFLOP/s of a device": flops / seconds / devices / 1e12,
-           "share of the peak (MFU)": flops / (seconds * devices * peak_flops) if peak_flops is not None else None,
-           "peak GiB": _peak_gib()},
-    )  # fmt: skip
+        "Update",
+        devices=devices,
+        parameters=count_params(arch),
+        attention=attention_of(ours.run),
+        **{"first call, s": first},
+        seconds=seconds,
+        **{
+            "tokens/s": tokens / seconds,
+            "TFLOP/s of a device": flops / seconds / devices / 1e12,
+            "share of the peak (MFU)": flops / (seconds * devices * peak_flops) if peak_flops is not None else None,
+            "peak GiB": _peak_gib(),
+        },
+    )
     findings.keep(update={"args": given, "options": options, "peak": peak_bytes()})
     finite = all(bool(np.isfinite(leaf).all()) for leaf in first_leaves(ours.models.actor.params))
     findings.check(f"{shape}: norms after {REPEATS + 1} updates are finite", finite, "yes", finite)
@@ -206,14 +240,23 @@ def memory(findings: Findings, folder: Path, *, small: bool) -> None:
         args, peak = argparse.Namespace(**measured["args"]), measured["peak"]
         worst = forecast(args, measured["options"])
         findings.row(
-            "GiB of a device", shape=args.shape, program=worst.program.name,
+            "GiB of a device",
+            shape=args.shape,
+            program=worst.program.name,
             **{kind: bytes_ / GIB for kind, bytes_ in worst.bytes.items() if "cache" not in kind},
-            forecast=worst.total / GIB, **{"measured peak": peak / GIB if peak is not None else None,
-                                           "measured / forecast": peak / worst.total if peak is not None else None},
-        )  # fmt: skip
+            forecast=worst.total / GIB,
+            **{
+                "measured peak": peak / GIB if peak is not None else None,
+                "measured / forecast": peak / worst.total if peak is not None else None,
+            },
+        )
         if peak is not None:
-            findings.check(f"{args.shape}: measured peak / forecast", peak / worst.total,
-                           f"at most {FORECAST_SLACK:g}", peak <= FORECAST_SLACK * worst.total)  # fmt: skip
+            findings.check(
+                f"{args.shape}: measured peak / forecast",
+                peak / worst.total,
+                f"at most {FORECAST_SLACK:g}",
+                peak <= FORECAST_SLACK * worst.total,
+            )
 
 
 def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
@@ -225,8 +268,14 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
 
     with ExitStack() as stack:
         run = benchmark_update.open_random_run(stack, args, DTYPE, options)
-        step = step_programs(run.config, run.arch, run.mesh, response_length=args.new_tokens,
-                             memory=memory_limit() or 0.0, every_window=False)  # fmt: skip
+        step = step_programs(
+            run.config,
+            run.arch,
+            run.mesh,
+            response_length=args.new_tokens,
+            memory=memory_limit() or 0.0,
+            every_window=False,
+        )
         with jax.set_mesh(run.mesh):
             updates = [measure(one, run.mesh, run.config) for one in step.programs if one.stage == "update"]
     return max(updates, key=lambda one: one.total)

@@ -28,11 +28,27 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.03}  # of attention: absolute, and 
 WIDE = "report-wide"  # the model of "tokens", with heads that all kernels take
 NARROW = "report-narrow"
 contenders.SHAPES |= {
-    WIDE: dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-               num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=False, model_type="qwen2"),
-    NARROW: dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, vocab_size=256, tie_word_embeddings=False, model_type="qwen2"),
-}  # fmt: skip
+    WIDE: dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1024,
+        tie_word_embeddings=False,
+        model_type="qwen2",
+    ),
+    NARROW: dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        tie_word_embeddings=False,
+        model_type="qwen2",
+    ),
+}
 
 
 def attention(findings: Findings, folder: Path, *, small: bool) -> None:
@@ -63,12 +79,17 @@ def attention(findings: Findings, folder: Path, *, small: bool) -> None:
             attentions: dict[str, Callable[..., Any]] = {"xla": plain_attention} | ({} if problem else {kernel: fused})
             for name, attend in attentions.items():
                 errors, milliseconds = compare_attention(attend, lengths, shape, dtype, padding=name == kernel)
-                findings.row("Errors", attention=name, dtype=dtype, **{"head size": head_size}, **errors,
-                             ms=milliseconds)  # fmt: skip
+                findings.row(
+                    "Errors", attention=name, dtype=dtype, **{"head size": head_size}, **errors, ms=milliseconds
+                )
                 if name == kernel:
                     worst, limit = max(errors.values()), TOLERANCES[dtype]
-                    findings.check(f"{name}, {dtype}, heads of {head_size}: error of values and gradients", worst,
-                                   f"at most {limit:g}", worst <= limit)  # fmt: skip
+                    findings.check(
+                        f"{name}, {dtype}, heads of {head_size}: error of values and gradients",
+                        worst,
+                        f"at most {limit:g}",
+                        worst <= limit,
+                    )
 
 
 def plain_attention(query: Any, key: Any, value: Any, lengths: Any) -> Any:
@@ -95,8 +116,10 @@ def compare_attention(
 
     rows, length, heads, kv_heads, size = shape
     rng = np.random.default_rng(0)
-    drawn = [jnp.asarray(rng.normal(size=(rows, length, count, size)), jnp.float32)
-             for count in (heads, kv_heads, kv_heads, heads)]  # fmt: skip
+    drawn = [
+        jnp.asarray(rng.normal(size=(rows, length, count, size)), jnp.float32)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
     operands, cotangent = [x.astype(dtype) for x in drawn[:3]], drawn[3]
     real = np.arange(length) < np.asarray(lengths)[:, None]
     masked = cotangent * real[:, :, None, None]
@@ -147,21 +170,35 @@ def tokens(findings: Findings, folder: Path, *, small: bool) -> None:
             "training pass, here and CPU": trained,
             "training pass and sampler, here": own,
         }.items():
-            findings.row("Differences of log-probabilities, nats", dtype=dtype, between=name,
-                         mean=float(np.mean(np.abs(difference))), most=float(np.max(np.abs(difference), initial=0.0)),
-                         k3=k3(difference))  # fmt: skip
+            findings.row(
+                "Differences of log-probabilities, nats",
+                dtype=dtype,
+                between=name,
+                mean=float(np.mean(np.abs(difference))),
+                most=float(np.max(np.abs(difference), initial=0.0)),
+                k3=k3(difference),
+            )
         findings.row("Greedy tokens", dtype=dtype, tokens=same.size, **{"share equal": share})
         if dtype == "float32":
             apart = np.abs(here["sampled"] - there["sampled"])[compared & ~same]
-            findings.check("float32: greedy tokens that differ from the CPU's without a tie",
-                           int(np.sum(apart > LOGPROB_TOLERANCE)), "0", bool(np.all(apart <= LOGPROB_TOLERANCE)))
+            findings.check(
+                "float32: greedy tokens that differ from the CPU's without a tie",
+                int(np.sum(apart > LOGPROB_TOLERANCE)),
+                "0",
+                bool(np.all(apart <= LOGPROB_TOLERANCE)),
+            )
             for name, difference in {"sampler": sampled, "training pass": trained}.items():
                 worst = float(np.max(np.abs(difference), initial=0.0))
-                findings.check(f"float32: log-probabilities of the {name}, largest difference to the CPU's", worst,
-                               f"at most {LOGPROB_TOLERANCE:g} nats", worst <= LOGPROB_TOLERANCE)  # fmt: skip
+                findings.check(
+                    f"float32: log-probabilities of the {name}, largest difference to the CPU's",
+                    worst,
+                    f"at most {LOGPROB_TOLERANCE:g} nats",
+                    worst <= LOGPROB_TOLERANCE,
+                )
         limit = K3_LIMITS[dtype]
-        findings.check(f"{dtype}: k3 of the training pass and the sampler", k3(own), f"below {limit:g} nats",
-                       k3(own) < limit)  # fmt: skip
+        findings.check(
+            f"{dtype}: k3 of the training pass and the sampler", k3(own), f"below {limit:g} nats", k3(own) < limit
+        )
 
 
 def k3(difference: np.ndarray) -> float:
@@ -203,24 +240,33 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
     )
     prompts = contenders.make_prompts(args)
     options = {
-        "rollout.decode_chunk_length": length // 4, "actor.use_dynamic_bsz": rows % devices != 0,
+        "rollout.decode_chunk_length": length // 4,
+        "actor.use_dynamic_bsz": rows % devices != 0,
         "reward.num_workers": 1,
-    }  # fmt: skip
+    }
     with ExitStack() as stack:
         run = open_random_run(stack, args, dtype, options)
         params = known_params(run)
         rollout = run.sampler.engine.generate(
-            run.decode_weights(params), prompts, range(rows), num_samples=1, purpose=EVALUATE,
+            run.decode_weights(params),
+            prompts,
+            range(rows),
+            num_samples=1,
+            purpose=EVALUATE,
             sampling=Sampling.create(0.0, 1.0, -1),
-        )  # fmt: skip
+        )
         sampled = np.asarray(rollout.responses)
 
         def trained(responses: np.ndarray) -> np.ndarray:
             return policy_logprobs(run, params, batch_of(run, prompts, responses))[0]
 
         of_own = trained(sampled)
-        return {"tokens": sampled, "sampled": np.asarray(rollout.logprobs), "of own": of_own,
-                "trained": of_own if given is None else trained(given)}  # fmt: skip
+        return {
+            "tokens": sampled,
+            "sampled": np.asarray(rollout.logprobs),
+            "of own": of_own,
+            "trained": of_own if given is None else trained(given),
+        }
 
 
 def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
@@ -230,11 +276,18 @@ def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
 
     count, length = responses.shape
     experience = Experience(
-        numbers=np.arange(count), rows=np.arange(count), prompts=prompts,
-        responses=responses.astype(np.int32).reshape(count, 1, length), mask=np.ones((count, 1, length), bool),
-        logprobs=np.zeros((count, 1, length), np.float32), finished=np.ones((count, 1), bool), texts=[], scores={},
-        versions=np.zeros(count, np.int64), failed=np.zeros((count, 1), bool),
-    )  # fmt: skip
+        numbers=np.arange(count),
+        rows=np.arange(count),
+        prompts=prompts,
+        responses=responses.astype(np.int32).reshape(count, 1, length),
+        mask=np.ones((count, 1, length), bool),
+        logprobs=np.zeros((count, 1, length), np.float32),
+        finished=np.ones((count, 1), bool),
+        texts=[],
+        scores={},
+        versions=np.zeros(count, np.int64),
+        failed=np.zeros((count, 1), bool),
+    )
     return rows_of(run, experience, num_groups=count)
 
 

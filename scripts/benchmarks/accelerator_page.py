@@ -23,15 +23,25 @@ def page(report: dict[str, Any]) -> str:
         )
     sections = report["sections"]
     if sections:
-        parts.append(_table([
-            {"section": section["title"], "result": section["status"], "seconds": section["seconds"]}
-            for section in sections
-        ]))  # fmt: skip
+        parts.append(
+            _table(
+                [
+                    {"section": section["title"], "result": section["status"], "seconds": section["seconds"]}
+                    for section in sections
+                ]
+            )
+        )
     checks = [
-        {"section": section["title"], "check": check["check"], "found": check["found"], "wanted": check["wanted"],
-         "passed": check["passed"]}
-        for section in sections for check in section["checks"]
-    ]  # fmt: skip
+        {
+            "section": section["title"],
+            "check": check["check"],
+            "found": check["found"],
+            "wanted": check["wanted"],
+            "passed": check["passed"],
+        }
+        for section in sections
+        for check in section["checks"]
+    ]
     if checks:
         parts += ["## Checks", _table(checks)]
     for section in sections:
@@ -43,9 +53,10 @@ def verdict(report: dict[str, Any]) -> str:
     """One line: which sections failed, which were cut short, which are to come."""
     failed = [section["name"] for section in report["sections"] if section["status"].startswith("failed")]
     others = [
-        f"{section['name']} {section['status']}" for section in report["sections"]
+        f"{section['name']} {section['status']}"
+        for section in report["sections"]
         if section["name"] not in failed and section["status"] != "passed"
-    ]  # fmt: skip
+    ]
     lines = [f"Failed: {', '.join(failed)}." if failed else "No section failed.", *(f"{line}." for line in others)]
     if report["to_come"]:
         lines.append(f"Not run yet: {', '.join(report['to_come'])}.")

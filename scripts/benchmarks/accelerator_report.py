@@ -106,8 +106,17 @@ def section_command(name: str, folder: Path, *, small: bool) -> list[str]:
 
 def run_section(section: Section, folder: Path, *, small: bool, deadline: float) -> dict[str, Any]:
     """The section's part of the report; it ends before `deadline`, a time.monotonic()."""
-    result: dict[str, Any] = {"name": section.name, "title": section.title, "status": "", "seconds": 0.0,
-                              "checks": [], "tables": {}, "notes": [], "data": {}, "error": ""}  # fmt: skip
+    result: dict[str, Any] = {
+        "name": section.name,
+        "title": section.title,
+        "status": "",
+        "seconds": 0.0,
+        "checks": [],
+        "tables": {},
+        "notes": [],
+        "data": {},
+        "error": "",
+    }
     start = time.monotonic()
     left = deadline - start - GRACE_S
     if left < section.least:
@@ -141,8 +150,14 @@ def run_command(command: Sequence[str], log: Path, seconds: float) -> int | None
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                   env=environment, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -174,10 +189,14 @@ def make_report(args: argparse.Namespace, command: str) -> dict[str, Any]:
     deadline = start + 60 * args.minutes
     chosen = [section for section in SECTIONS if section.name in {"environment", *args.sections}]
     report: dict[str, Any] = {
-        "command": command, "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-        "minutes": args.minutes, "seconds": 0.0, "small": args.small, "sections": [],
+        "command": command,
+        "started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        "minutes": args.minutes,
+        "seconds": 0.0,
+        "small": args.small,
+        "sections": [],
         "to_come": [section.name for section in chosen],
-    }  # fmt: skip
+    }
     write(report, args.output)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}_") as folder:
         for section in chosen:

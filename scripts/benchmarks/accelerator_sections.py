@@ -105,8 +105,13 @@ def training(findings: Findings, folder: Path, *, small: bool) -> None:
     findings.note(f"`{config}` for {STEPS} steps{reason}.")
     workdir = folder / "training"
     devices = json.loads((folder / "environment.json").read_text(encoding="utf-8"))["data"].get("count", 1)
-    options = {"workdir": workdir, "trainer.total_training_steps": STEPS, "trainer.save_freq": STEPS,
-               "trainer.compilation_cache_dir": "", **micro_batches(devices)}  # fmt: skip
+    options = {
+        "workdir": workdir,
+        "trainer.total_training_steps": STEPS,
+        "trainer.save_freq": STEPS,
+        "trainer.compilation_cache_dir": "",
+        **micro_batches(devices),
+    }
     options |= {"trainer.test_freq": -1, "trainer.val_before_train": False} if small else {"trainer.test_freq": STEPS}
     command = [sys.executable, "-m", "dapo_jax.train", "--config", config]
     command += [f"--config.{name}={value}" for name, value in options.items()]
@@ -144,9 +149,14 @@ def show_training(findings: Findings, workdir: Path, seconds: float) -> None:
 
     rows = read_metrics(workdir)
     steps = [row for row in rows if row["step"] > 0]
-    columns = {"accuracy": "rollout/acc/mean", "loss": "actor/loss", "gradient norm": "actor/grad_norm",
-               "k3, nats": "rollout_corr/k3_kl", "seconds": "timing_s/step",
-               "tokens/s of a device": "perf/throughput"}  # fmt: skip
+    columns = {
+        "accuracy": "rollout/acc/mean",
+        "loss": "actor/loss",
+        "gradient norm": "actor/grad_norm",
+        "k3, nats": "rollout_corr/k3_kl",
+        "seconds": "timing_s/step",
+        "tokens/s of a device": "perf/throughput",
+    }
     for row in steps:
         findings.row("Steps", step=row["step"], **{title: row.get(name) for title, name in columns.items()})
     for name in sorted({name for row in steps for name in row if name.startswith("perf/")}):

@@ -93,13 +93,17 @@ def policies(config: Config) -> Iterator[tuple[str, float, Config]]:
     groups, batch = config.algorithm.filter_groups, config.data.train_batch_size
     for leftover in ("discard", "requeue", "carry"):
         for rounds in (1, 2, 3):
-            yield f"batch, {leftover}", rounds, with_policy(
-                config, gen_batch_size=rounds * batch, backfill="batch", leftover=leftover
+            yield (
+                f"batch, {leftover}",
+                rounds,
+                with_policy(config, gen_batch_size=rounds * batch, backfill="batch", leftover=leftover),
             )
     for slack in (0.75, 1.0, 1.25):
         stream = dataclasses.replace(groups.stream, slack=slack)
-        yield "stream, requeue", slack, with_policy(
-            config, gen_batch_size=batch, backfill="stream", leftover="requeue", stream=stream
+        yield (
+            "stream, requeue",
+            slack,
+            with_policy(config, gen_batch_size=batch, backfill="stream", leftover="requeue", stream=stream),
         )
 
 

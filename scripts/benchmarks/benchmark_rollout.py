@@ -92,16 +92,32 @@ class Ours:
         start = time.perf_counter()
         lengths, on_cpu = make_lengths(case, self.args.batch), self.jax.default_backend() == "cpu"
         if case not in self.engines:
-            self.engines[case] = Engine(EngineSettings(
-                arch=self.arch, mesh=self.mesh, eos_ids=(), pad_id=0, max_prompt_length=self.args.prompt_length,
-                max_response_length=int(case.rsplit(" ", 1)[1]), max_num_seqs=self.args.batch, memory_share=1.0,
-                chunk_length=self.args.chunk, smallest_rows=1 if on_cpu else 8, lookahead=0 if on_cpu else 1, seed=0,
-            ))  # fmt: skip
+            self.engines[case] = Engine(
+                EngineSettings(
+                    arch=self.arch,
+                    mesh=self.mesh,
+                    eos_ids=(),
+                    pad_id=0,
+                    max_prompt_length=self.args.prompt_length,
+                    max_response_length=int(case.rsplit(" ", 1)[1]),
+                    max_num_seqs=self.args.batch,
+                    memory_share=1.0,
+                    chunk_length=self.args.chunk,
+                    smallest_rows=1 if on_cpu else 8,
+                    lookahead=0 if on_cpu else 1,
+                    seed=0,
+                )
+            )
         with self.jax.set_mesh(self.mesh):
             rollout = self.engines[case].generate(
-                self.params, self.prompts, range(len(self.prompts)), num_samples=self.args.group, purpose=TRAIN,
-                sampling=Sampling.create(1.0, 1.0, -1), limits=lengths,
-            )  # fmt: skip
+                self.params,
+                self.prompts,
+                range(len(self.prompts)),
+                num_samples=self.args.group,
+                purpose=TRAIN,
+                sampling=Sampling.create(1.0, 1.0, -1),
+                limits=lengths,
+            )
         return int(rollout.mask.sum()), time.perf_counter() - start
 
     def limit(self, case: str) -> dict[str, float]:
@@ -169,10 +185,18 @@ class HuggingFace:
             return ids.shape[1] >= ends
 
         found = self.model.generate(
-            self.prompts, attention_mask=torch.ones_like(self.prompts), do_sample=True, temperature=1.0, top_k=0,
-            top_p=1.0, max_new_tokens=int(lengths.max()), eos_token_id=None, pad_token_id=0, use_cache=True,
+            self.prompts,
+            attention_mask=torch.ones_like(self.prompts),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=int(lengths.max()),
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=True,
             stopping_criteria=[ended],
-        )  # fmt: skip
+        )
         assert found.shape[1] == self.args.prompt_length + lengths.max()
         return int(lengths.sum()), time.perf_counter() - start
 
@@ -192,12 +216,12 @@ class Tunix:
         head_dim = shape["hidden_size"] // shape["num_attention_heads"]
         longest = max(int(case.rsplit(" ", 1)[1]) for case in args.cases)
         cache = base_rollout.CacheConfig(
-            cache_size=args.prompt_length + longest, num_layers=shape["num_hidden_layers"],
-            num_kv_heads=shape["num_key_value_heads"], head_dim=head_dim,
-        )  # fmt: skip
-        self.rollout = vanilla_rollout.VanillaRollout(
-            tunix_llama(shape, dtype), Integers(), cache_config_or_size=cache
+            cache_size=args.prompt_length + longest,
+            num_layers=shape["num_hidden_layers"],
+            num_kv_heads=shape["num_key_value_heads"],
+            head_dim=head_dim,
         )
+        self.rollout = vanilla_rollout.VanillaRollout(tunix_llama(shape, dtype), Integers(), cache_config_or_size=cache)
         self.prompts = [" ".join(map(str, prompt)) for prompt in make_prompts(args) for _ in range(args.group)]
 
     def __call__(self, case: str) -> tuple[int, float]:
@@ -207,9 +231,14 @@ class Tunix:
             raise NotImplementedError("no lengths by row")
         new = int(lengths[0])
         config = self.base_rollout.RolloutConfig(
-            max_tokens_to_generate=new, max_prompt_length=self.args.prompt_length,
-            kv_cache_size=self.args.prompt_length + new, temperature=1.0, top_p=1.0, top_k=None, eos_tokens=[-1],
-        )  # fmt: skip
+            max_tokens_to_generate=new,
+            max_prompt_length=self.args.prompt_length,
+            kv_cache_size=self.args.prompt_length + new,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=None,
+            eos_tokens=[-1],
+        )
         found = self.rollout.generate(self.prompts, config)
         assert all(len(tokens) == new for tokens in found.tokens)
         return int(lengths.sum()), time.perf_counter() - start

@@ -47,9 +47,7 @@ class OursStep(Ours):
         start, step = time.perf_counter(), self.progress.step + 1
         weights = self.run.decode_weights(self.models.actor.params)
         batch, self.stream = sample_batch(self.run, weights, self.stream, self.progress, step)
-        self.models, finish = train_on(
-            self.run, NoRecords(), self.models, batch.experience, self.progress, step
-        )
+        self.models, finish = train_on(self.run, NoRecords(), self.models, batch.experience, self.progress, step)
         self.progress = advance(self.run.config, self.progress, batch, batch.metrics | finish()[0])
         self.jax.block_until_ready(self.models)
         seconds = time.perf_counter() - start

@@ -92,17 +92,29 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
 
     num_prompts = args.batch // args.group
     values = default_config()
-    values.update_from_flattened_dict({
-        "model.path": "random", "model.dtype": dtype, "data.task": "arithmetic",
-        "data.train_batch_size": num_prompts, "data.max_prompt_length": max(args.prompt_length, 16),
-        "data.max_response_length": args.new_tokens, "rollout.n": args.group, "rollout.max_num_seqs": args.batch,
-        "reward.function": "peer_trainers.score",
-        "algorithm.filter_groups.metric": "score", "algorithm.filter_groups.max_num_gen_batches": 1,
-        "algorithm.filter_groups.on_limit": "fallback_unfiltered", "actor.ppo_mini_batch_size": num_prompts,
-        "actor.ppo_micro_batch_size_per_device": max(args.micro // jax.device_count(), 1),
-        "actor.old_logprob": "rollout", "actor.optim.lr": LEARNING_RATE, "trainer.compilation_cache_dir": "",
-        "trainer.total_training_steps": MANY, **options,
-    })  # fmt: skip
+    values.update_from_flattened_dict(
+        {
+            "model.path": "random",
+            "model.dtype": dtype,
+            "data.task": "arithmetic",
+            "data.train_batch_size": num_prompts,
+            "data.max_prompt_length": max(args.prompt_length, 16),
+            "data.max_response_length": args.new_tokens,
+            "rollout.n": args.group,
+            "rollout.max_num_seqs": args.batch,
+            "reward.function": "peer_trainers.score",
+            "algorithm.filter_groups.metric": "score",
+            "algorithm.filter_groups.max_num_gen_batches": 1,
+            "algorithm.filter_groups.on_limit": "fallback_unfiltered",
+            "actor.ppo_mini_batch_size": num_prompts,
+            "actor.ppo_micro_batch_size_per_device": max(args.micro // jax.device_count(), 1),
+            "actor.old_logprob": "rollout",
+            "actor.optim.lr": LEARNING_RATE,
+            "trainer.compilation_cache_dir": "",
+            "trainer.total_training_steps": MANY,
+            **options,
+        }
+    )
     config = freeze(values)
     validate(config)
     run = stack.enter_context(open_run(config, initial_step=0))
@@ -157,12 +169,18 @@ class Ours:
 
         groups, size, length = self.args.batch // self.args.group, self.args.group, self.args.new_tokens
         experience = Experience(
-            numbers=np.arange(groups), rows=np.arange(groups), prompts=self.run.train_set.tokens,
+            numbers=np.arange(groups),
+            rows=np.arange(groups),
+            prompts=self.run.train_set.tokens,
             responses=make_responses(self.args).astype(np.int32).reshape(groups, size, length),
-            mask=np.ones((groups, size, length), bool), finished=np.ones((groups, size), bool), texts=[], scores={},
+            mask=np.ones((groups, size, length), bool),
+            finished=np.ones((groups, size), bool),
+            texts=[],
+            scores={},
             logprobs=np.full((groups, size, length), -math.log(self.run.arch.vocab_size), np.float32),
-            versions=np.zeros(groups, np.int64), failed=np.zeros((groups, size), bool),
-        )  # fmt: skip
+            versions=np.zeros(groups, np.int64),
+            failed=np.zeros((groups, size), bool),
+        )
         batch = rows_of(self.run, experience, num_groups=groups)
         advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
         return dataclasses.replace(batch, advantages=advantages.astype(np.float32))
@@ -261,13 +279,22 @@ def run_benchmark(
     parser = make_parser(description)
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a response")
     parser.add_argument("--micro", type=int, default=16, help="responses per forward and backward pass")
-    parser.add_argument("--ours", nargs="+", default=["shared", "plain=actor.share_prompts=False"],
-                        metavar="NAME[=KEY=VALUE,...]", help="variants of dapo_jax, by config options")  # fmt: skip
+    parser.add_argument(
+        "--ours",
+        nargs="+",
+        default=["shared", "plain=actor.share_prompts=False"],
+        metavar="NAME[=KEY=VALUE,...]",
+        help="variants of dapo_jax, by config options",
+    )
     args = parser.parse_args(arguments)
     if args.serve:
         options = variants(args)
-        serve(args.serve, lambda name, dtype: contenders["dapo_jax"](args, dtype, options[name]) if name in options
-              else contenders[name](args, dtype))  # fmt: skip
+        serve(
+            args.serve,
+            lambda name, dtype: (
+                contenders["dapo_jax"](args, dtype, options[name]) if name in options else contenders[name](args, dtype)
+            ),
+        )
         return
     found = measure(script, args, list(sys.argv[1:] if arguments is None else arguments))
     print(markdown_table(found["rows"], leave_out=("seconds",)))

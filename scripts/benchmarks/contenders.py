@@ -27,17 +27,57 @@ from typing import Any
 import numpy as np
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-                         num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, model_type="llama"),
-    "qwen2.5-0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-                         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, model_type="qwen2"),
-    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-                         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, model_type="qwen2"),
-    "qwen2.5-7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-                       num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False, model_type="qwen2"),
-    "tiny": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, vocab_size=256, tie_word_embeddings=True, model_type="llama"),
-}  # fmt: skip
+    "smollm2-135m": dict(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+        model_type="llama",
+    ),
+    "qwen2.5-0.5b": dict(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        model_type="qwen2",
+    ),
+    "qwen2.5-1.5b": dict(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        model_type="qwen2",
+    ),
+    "qwen2.5-7b": dict(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        tie_word_embeddings=False,
+        model_type="qwen2",
+    ),
+    "tiny": dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        tie_word_embeddings=True,
+        model_type="llama",
+    ),
+}
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "trl", "google-tunix")
 
 
@@ -45,8 +85,15 @@ def config_json(shape: str) -> dict[str, Any]:
     """config.json of a random model of this shape."""
     model_type = SHAPES[shape]["model_type"]
     architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[model_type]
-    return {**SHAPES[shape], "architectures": [architecture], "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
-            "hidden_act": "silu", "max_position_embeddings": 8192, "initializer_range": 0.02}  # fmt: skip
+    return {
+        **SHAPES[shape],
+        "architectures": [architecture],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.02,
+    }
 
 
 def make_prompts(args: argparse.Namespace, *, seed: int = 7) -> list[list[int]]:
@@ -70,8 +117,9 @@ def forward_products(params: Any, x: Any, head_rows: int) -> Any:
         query = matmul("bd,dnh->bnh", x, layer["query"])
         key, value = matmul("bd,dkh->bkh", x, layer["key"]), matmul("bd,dkh->bkh", x, layer["value"])
         x = matmul("bnh,nhd->bd", query, layer["output"]) + jnp.mean(key) + jnp.mean(value)
-        x = matmul("bf,fd->bd", matmul("bd,df->bf", x, layer["gate"]) + matmul("bd,df->bf", x, layer["up"]),
-                   layer["down"])  # fmt: skip
+        x = matmul(
+            "bf,fd->bd", matmul("bd,df->bf", x, layer["gate"]) + matmul("bd,df->bf", x, layer["up"]), layer["down"]
+        )
     head = params["head"] if "head" in params else params["embedding"]
     return jnp.max(matmul("bd,vd->bv", x[:head_rows], head), axis=-1) + jnp.mean(x)
 
@@ -83,16 +131,28 @@ def tunix_llama(shape: dict[str, Any], dtype: str) -> Any:
     from flax import nnx
     from tunix.models.llama3 import model as llama  # pyright: ignore[reportMissingImports]
 
-    model = llama.Llama3(llama.ModelConfig(
-        num_layers=shape["num_hidden_layers"], vocab_size=shape["vocab_size"], embed_dim=shape["hidden_size"],
-        hidden_dim=shape["intermediate_size"], num_heads=shape["num_attention_heads"],
-        head_dim=shape["hidden_size"] // shape["num_attention_heads"], num_kv_heads=shape["num_key_value_heads"],
-        rope_theta=100000, norm_eps=1e-5, weight_tying=True,
-    ), rngs=nnx.Rngs(0))  # fmt: skip
+    model = llama.Llama3(
+        llama.ModelConfig(
+            num_layers=shape["num_hidden_layers"],
+            vocab_size=shape["vocab_size"],
+            embed_dim=shape["hidden_size"],
+            hidden_dim=shape["intermediate_size"],
+            num_heads=shape["num_attention_heads"],
+            head_dim=shape["hidden_size"] // shape["num_attention_heads"],
+            num_kv_heads=shape["num_key_value_heads"],
+            rope_theta=100000,
+            norm_eps=1e-5,
+            weight_tying=True,
+        ),
+        rngs=nnx.Rngs(0),
+    )
     rng = np.random.default_rng(0)  # its own initial feed-forward layers are zero
-    nnx.update(model, jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(0, 0.02, x.shape), dtype) if x.ndim >= 2 else x, nnx.state(model)
-    ))  # fmt: skip
+    nnx.update(
+        model,
+        jax.tree.map(
+            lambda x: jnp.asarray(rng.normal(0, 0.02, x.shape), dtype) if x.ndim >= 2 else x, nnx.state(model)
+        ),
+    )
     return model
 
 
@@ -218,12 +278,19 @@ class Contender:
         self.name, self.dtype, self.ours = f"{name} {dtype}", dtype, name.startswith("dapo_jax")
         self.errors = tempfile.TemporaryFile("w+")
         self.versions: dict[str, str] = {}
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]),
-                       "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the contenders share an accelerator
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }  # the contenders share an accelerator
         self.process = subprocess.Popen(
-            [python, script, *arguments, "--serve", f"{name}:{dtype}"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
-        )  # fmt: skip
+            [python, script, *arguments, "--serve", f"{name}:{dtype}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=environment,
+        )
 
     def ready(self) -> bool:
         """Whether it has started: no if its packages are missing."""

@@ -31,12 +31,19 @@ CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
 STAGES = ("gen", "reward", "update_actor", "testing", "save_checkpoint", "records", "anywhere")
 LONGEST_WAIT_S = 600.0  # for a stage to begin
 DEFAULTS = {  # many short steps, and groups that are carried from one to the next, so that there is much to lose
-    "data.arithmetic.high": "4", "data.arithmetic.num_heldout": "4", "data.train_batch_size": "4",
-    "data.gen_batch_size": "16", "actor.ppo_mini_batch_size": "2", "actor.ppo_micro_batch_size_per_device": "32",
-    "algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.max_num_gen_batches": "0",
-    "reward.num_workers": "1", "trainer.total_training_steps": "120", "trainer.save_freq": "2",
+    "data.arithmetic.high": "4",
+    "data.arithmetic.num_heldout": "4",
+    "data.train_batch_size": "4",
+    "data.gen_batch_size": "16",
+    "actor.ppo_mini_batch_size": "2",
+    "actor.ppo_micro_batch_size_per_device": "32",
+    "algorithm.filter_groups.leftover": "carry",
+    "algorithm.filter_groups.max_num_gen_batches": "0",
+    "reward.num_workers": "1",
+    "trainer.total_training_steps": "120",
+    "trainer.save_freq": "2",
     "trainer.test_freq": "3",
-}  # fmt: skip
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,26 +60,48 @@ class TRL:
         settings = transformers.AutoConfig.for_model(**config_json(args.shape), pad_token_id=0, eos_token_id=1)
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=integer_tokenizer(settings.vocab_size), pad_token="<pad>", eos_token="<eos>",
+            tokenizer_object=integer_tokenizer(settings.vocab_size),
+            pad_token="<pad>",
+            eos_token="<eos>",
             padding_side="left",
-        )  # fmt: skip
+        )
         prompts = [prompt for seed in range(64) for prompt in make_prompts(args, seed=seed)]
         config = trl.GRPOConfig(
-            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=args.micro, num_generations=args.group,
-            gradient_accumulation_steps=args.batch // args.micro, max_completion_length=args.new_tokens,
-            generation_kwargs={"min_new_tokens": args.new_tokens}, temperature=1.0, top_p=1.0, top_k=0,
-            loss_type="dapo", epsilon=0.2, epsilon_high=0.28, beta=0.0, learning_rate=LEARNING_RATE, max_steps=MANY,
-            lr_scheduler_type="constant", gradient_checkpointing=False, bf16=dtype == "bfloat16",
-            use_cpu=not self.on_gpu, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=args.micro,
+            num_generations=args.group,
+            gradient_accumulation_steps=args.batch // args.micro,
+            max_completion_length=args.new_tokens,
+            generation_kwargs={"min_new_tokens": args.new_tokens},
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            loss_type="dapo",
+            epsilon=0.2,
+            epsilon_high=0.28,
+            beta=0.0,
+            learning_rate=LEARNING_RATE,
+            max_steps=MANY,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            bf16=dtype == "bfloat16",
+            use_cpu=not self.on_gpu,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
 
         def reward(completions: list[str], **_: Any) -> list[float]:
             return [score("", completion, "", {}) for completion in completions]
 
         self.trainer = trl.GRPOTrainer(
-            model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            processing_class=tokenizer,
             train_dataset=Dataset.from_dict({"prompt": as_text(prompts)}),
-        )  # fmt: skip
+        )
         generate, score_all = self.trainer._generate_single_turn, self.trainer._generate_and_score_completions
         self.apart = 0.0  # seconds of generating and scoring
         given = make_responses(args).tolist()
@@ -140,22 +162,34 @@ class Tunix:
         model = tunix_llama(SHAPES[args.shape], dtype)
         micro = max(args.micro // args.group, 1)  # prompts
         cluster = rl_cluster.RLCluster(
-            actor=model, reference=None, tokenizer=Integers(),
+            actor=model,
+            reference=None,
+            tokenizer=Integers(),
             cluster_config=rl_cluster.ClusterConfig(
-                role_to_mesh={role: mesh for role in (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE,
-                                                      rl_cluster.Role.ROLLOUT)},
+                role_to_mesh={
+                    role: mesh for role in (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
+                },
                 rollout_engine="vanilla",
                 training_config=rl_cluster.RLTrainingConfig(
-                    actor_optimizer=optax.adamw(LEARNING_RATE), eval_every_n_steps=MANY, max_steps=MANY,
-                    mini_batch_size=num_prompts, train_micro_batch_size=micro, rollout_micro_batch_size=num_prompts,
+                    actor_optimizer=optax.adamw(LEARNING_RATE),
+                    eval_every_n_steps=MANY,
+                    max_steps=MANY,
+                    mini_batch_size=num_prompts,
+                    train_micro_batch_size=micro,
+                    rollout_micro_batch_size=num_prompts,
                     compute_logps_micro_batch_size=micro,
                 ),
                 rollout_config=base_rollout.RolloutConfig(
-                    max_tokens_to_generate=args.new_tokens, max_prompt_length=args.prompt_length, temperature=1.0,
-                    top_p=1.0, top_k=None, eos_tokens=[-1], kv_cache_size=args.prompt_length + args.new_tokens,
+                    max_tokens_to_generate=args.new_tokens,
+                    max_prompt_length=args.prompt_length,
+                    temperature=1.0,
+                    top_p=1.0,
+                    top_k=None,
+                    eos_tokens=[-1],
+                    kv_cache_size=args.prompt_length + args.new_tokens,
                 ),
             ),
-        )  # fmt: skip
+        )
         generate, update_actor = cluster.generate, cluster.update_actor
         self.updating = 0.0  # seconds
         responses = make_responses(args)
@@ -164,9 +198,12 @@ class Tunix:
             if self.whole_step:
                 return generate(prompts, **named)
             return base_rollout.RolloutOutput(
-                text=as_text(responses.tolist()), logits=[], tokens=list(responses),
-                left_padded_prompt_tokens=np.array([Integers().encode(prompt) for prompt in prompts]), logprobs=None,
-            )  # fmt: skip
+                text=as_text(responses.tolist()),
+                logits=[],
+                tokens=list(responses),
+                left_padded_prompt_tokens=np.array([Integers().encode(prompt) for prompt in prompts]),
+                logprobs=None,
+            )
 
         def wait() -> None:
             jax.block_until_ready(jax.tree.leaves(nnx.state(cluster.actor_trainer.model)))

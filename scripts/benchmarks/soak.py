@@ -32,9 +32,12 @@ from dapo_jax.monitor.records import RunRecords
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (  # the policy stays as it is, so that the filter keeps as many groups at the end as at the beginning
-    "--config.actor.optim.lr=0", "--config.trainer.test_freq=10", "--config.trainer.save_freq=10",
-    "--config.algorithm.filter_groups.max_num_gen_batches=0", "--config.data.arithmetic.high=4",
-)  # fmt: skip
+    "--config.actor.optim.lr=0",
+    "--config.trainer.test_freq=10",
+    "--config.trainer.save_freq=10",
+    "--config.algorithm.filter_groups.max_num_gen_batches=0",
+    "--config.data.arithmetic.high=4",
+)
 COUNTS = ("live arrays", "live array bytes", "open files", "threads", "processes")
 MEMORY_SLACK = 0.02  # of the memory itself: what an allocator keeps or gives back
 
@@ -54,8 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     RunRecords.write = write
     with tempfile.TemporaryDirectory() as workdir:
-        sys.argv = ["train", f"--config={given.config}", f"--config.workdir={workdir}",
-                    f"--config.trainer.total_training_steps={given.steps}", *SETTINGS, *options]  # fmt: skip
+        sys.argv = [
+            "train",
+            f"--config={given.config}",
+            f"--config.workdir={workdir}",
+            f"--config.trainer.total_training_steps={given.steps}",
+            *SETTINGS,
+            *options,
+        ]
         try:
             train.main()
         except SystemExit as end:

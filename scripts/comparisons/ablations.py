@@ -78,9 +78,11 @@ COMPARISONS = {
         "configs/sums.py",
         FILTERS,
         shared={
-            **LENGTH_TERM, "reward.overlong_buffer.penalty_factor": "1.0",
-            "actor.ppo_mini_batch_size": "1", "actor.ppo_micro_batch_size_per_device": "8",
-        },  # fmt: skip
+            **LENGTH_TERM,
+            "reward.overlong_buffer.penalty_factor": "1.0",
+            "actor.ppo_mini_batch_size": "1",
+            "actor.ppo_micro_batch_size_per_device": "8",
+        },
     ),
     "leftover": Comparison(
         "configs/sums.py",
@@ -107,8 +109,10 @@ COMPARISONS = {
         "configs/sums.py",
         {f"updates a step: {16 // size}": {"actor.ppo_mini_batch_size": str(size)} for size in (16, 4, 1)},
         shared={
-            "data.train_batch_size": "16", "data.gen_batch_size": "24", "rollout.n": "4",
+            "data.train_batch_size": "16",
+            "data.gen_batch_size": "24",
+            "rollout.n": "4",
             "actor.ppo_micro_batch_size_per_device": "4",
-        },  # fmt: skip
+        },
     ),
 }

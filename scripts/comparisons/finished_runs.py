@@ -18,11 +18,22 @@ from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
 
 KEPT = (  # of metrics.jsonl; with the accuracies on task sets
-    "step", "dynamic_sampling/generated_tokens", "timing_s/step", "rollout/acc/mean", "response_length/mean",
-    "response_length/clip_ratio", "actor/entropy", "dynamic_sampling/uniform_share", "train/filter_rate",
-    "actor/pg_clipfrac", "actor/grad_norm", "rollout_corr/logprob_abs_diff", "rollout_corr/k3_kl",
-    "critic/score/mean", "perf/cpu_memory_used_gb",
-)  # fmt: skip
+    "step",
+    "dynamic_sampling/generated_tokens",
+    "timing_s/step",
+    "rollout/acc/mean",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "actor/entropy",
+    "dynamic_sampling/uniform_share",
+    "train/filter_rate",
+    "actor/pg_clipfrac",
+    "actor/grad_norm",
+    "rollout_corr/logprob_abs_diff",
+    "rollout_corr/k3_kl",
+    "critic/score/mean",
+    "perf/cpu_memory_used_gb",
+)
 KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
 KEPT_ALARMS = "alarm/"  # that are on
 VERSIONS = "python", "jax", "torch", "transformers", "trl"  # that are reported

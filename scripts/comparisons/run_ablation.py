@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "ablation", help="folder of the workdirs")
     parser.add_argument(
-        "--accept-failures", action="store_true",
+        "--accept-failures",
+        action="store_true",
         help="a run that cannot go on (exit code 1) counts as far as it came; without, it ends the script",
-    )  # fmt: skip
+    )
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
     if given.output:
@@ -87,8 +88,10 @@ def command_options(comparison: Comparison, arm: str, options: Sequence[str] = (
     """The options of the training command, but for seed and workdir; those of the arm count more than `options`."""
     changed = {**comparison.shared, **comparison.arms[arm]}
     return [
-        f"--config={ROOT / comparison.config}", *options, *(f"--config.{key}={value}" for key, value in changed.items())
-    ]  # fmt: skip
+        f"--config={ROOT / comparison.config}",
+        *options,
+        *(f"--config.{key}={value}" for key, value in changed.items()),
+    ]
 
 
 def folder_of(runs: Path, options: Sequence[str]) -> Path:

@@ -41,9 +41,14 @@ def main(workdir: Path) -> None:
     if given["overlong_buffer"]:
         rewards.append(get_soft_overlong_punishment(given["max_tokens"], given["overlong_buffer"]))
     trainer = Trainer(
-        records, model=model, reward_funcs=rewards, args=config_of(given, workdir), processing_class=tokenizer,
-        train_dataset=Dataset.from_list(rows_of(given["train_files"])), callbacks=[records],
-    )  # fmt: skip
+        records,
+        model=model,
+        reward_funcs=rewards,
+        args=config_of(given, workdir),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows_of(given["train_files"])),
+        callbacks=[records],
+    )
     trainer.train()
 
 
@@ -53,9 +58,11 @@ def environment(given: dict[str, Any]) -> dict[str, Any]:
     libraries = {"torch": torch, "transformers": transformers, "trl": trl}
     versions = {name: library.__version__ for name, library in libraries.items()}
     return {
-        "versions": {"python": platform.python_version(), **versions}, "devices": f"1 x {device}", "processes": 1,
+        "versions": {"python": platform.python_version(), **versions},
+        "devices": f"1 x {device}",
+        "processes": 1,
         "host": given["host"],
-    }  # fmt: skip
+    }
 
 
 def load(path: Path) -> tuple[Any, Any]:
@@ -71,16 +78,35 @@ def config_of(given: dict[str, Any], workdir: Path) -> Any:
     """GRPOConfig with our settings."""
     updates = given["updates_per_step"]
     return trl.GRPOConfig(
-        output_dir=str(workdir / "trl"), seed=given["seed"], use_cpu=not torch.cuda.is_available(), bf16=False,
-        per_device_train_batch_size=given["rows_per_update"], gradient_accumulation_steps=1,
-        steps_per_generation=updates, max_steps=given["steps"] * updates, num_generations=given["samples"],
-        max_completion_length=given["max_tokens"], temperature=1.0, top_p=1.0, top_k=0, loss_type="dapo",
-        epsilon=given["clip_low"], epsilon_high=given["clip_high"], beta=0.0,
-        mask_truncated_completions=given["mask_truncated"], learning_rate=1.0,  # times that of the step
-        adam_beta1=given["betas"][0], adam_beta2=given["betas"][1],
-        weight_decay=given["weight_decay"], max_grad_norm=given["grad_clip"], gradient_checkpointing=False,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(workdir / "trl"),
+        seed=given["seed"],
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        per_device_train_batch_size=given["rows_per_update"],
+        gradient_accumulation_steps=1,
+        steps_per_generation=updates,
+        max_steps=given["steps"] * updates,
+        num_generations=given["samples"],
+        max_completion_length=given["max_tokens"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        loss_type="dapo",
+        epsilon=given["clip_low"],
+        epsilon_high=given["clip_high"],
+        beta=0.0,
+        mask_truncated_completions=given["mask_truncated"],
+        learning_rate=1.0,  # times that of the step
+        adam_beta1=given["betas"][0],
+        adam_beta2=given["betas"][1],
+        weight_decay=given["weight_decay"],
+        max_grad_norm=given["grad_clip"],
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
 
 
 class Records(transformers.TrainerCallback):
@@ -155,14 +181,23 @@ class Records(transformers.TrainerCallback):
         right, answers = [], []
         for rows in batches(self.heldout, EVALUATION_BATCH // samples):
             inputs = self.tokenizer.apply_chat_template(
-                [row["prompt"] for row in rows], add_generation_prompt=True, padding=True, return_tensors="pt",
+                [row["prompt"] for row in rows],
+                add_generation_prompt=True,
+                padding=True,
+                return_tensors="pt",
                 return_dict=True,
-            ).to(model.device)  # fmt: skip
+            ).to(model.device)
             with torch.no_grad():
                 tokens = model.generate(
-                    **inputs, do_sample=True, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=most,
-                    num_return_sequences=samples, pad_token_id=self.tokenizer.pad_token_id,
-                )[:, inputs["input_ids"].shape[1] :]  # fmt: skip
+                    **inputs,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_p=1.0,
+                    top_k=0,
+                    max_new_tokens=most,
+                    num_return_sequences=samples,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )[:, inputs["input_ids"].shape[1] :]
             texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
             truths = [row["ground_truth"] for row in rows for _ in range(samples)]
             right += [is_right(text, truth) for text, truth in zip(texts, truths, strict=True)]

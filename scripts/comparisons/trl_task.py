@@ -13,9 +13,7 @@ def rows_of(files: Sequence[str]) -> list[dict[str, Any]]:
     """Chats and answers of prompt files; an empty system message keeps the template from adding its own."""
     rows = itertools.chain.from_iterable(pyarrow.parquet.read_table(file).to_pylist() for file in files)
     system = {"role": "system", "content": ""}
-    return [
-        {"prompt": [system, *row["prompt"]], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows
-    ]
+    return [{"prompt": [system, *row["prompt"]], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows]
 
 
 def is_right(completion: str, ground_truth: str) -> float:

@@ -268,9 +268,7 @@ def write_one_file(
 ) -> None:
     """The rows of all files, as `collect_rows` has them, to `given.output`; prints the counts."""
     check_output(given.output)
-    rows, counts = collect_rows(
-        given_or_downloaded(parser, given.files, given.download, repository, pattern), convert
-    )
+    rows, counts = collect_rows(given_or_downloaded(parser, given.files, given.download, repository, pattern), convert)
     write_rows(rows, given.output)
     print(f"{given.output}\n{counts}")
 

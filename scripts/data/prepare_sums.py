@@ -30,9 +30,7 @@ Terms = tuple[int, ...]
 def worked_out(terms: Terms) -> str:
     """(8, 5, 6) -> "8 + 5 = 13, 13 + 6 = 19"."""
     totals = list(itertools.accumulate(terms))
-    return ", ".join(
-        f"{total} + {term} = {total + term}" for total, term in zip(totals, terms[1:], strict=False)
-    )
+    return ", ".join(f"{total} + {term} = {total + term}" for total, term in zip(totals, terms[1:], strict=False))
 
 
 def sum_row(terms: Terms, split: str) -> Row:

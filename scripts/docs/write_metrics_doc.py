@@ -1,6 +1,6 @@
 """Writes docs/metrics.md from the metric catalogue, dapo_jax/monitor/catalogue.py.
 
-    python scripts/docs/write_metrics_doc.py
+python scripts/docs/write_metrics_doc.py
 """
 
 import sys

@@ -17,12 +17,27 @@ from dapo_jax.option_uses import without_switched_off
 
 H100, V5E = "h100:8", "v5e:2x4"
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4, "hidden_act": "silu", "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 256}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 FAMILIES: Mapping[str, dict[str, Any]] = {  # config.json of each
     "llama": LLAMA,
     "llama3": {**LLAMA, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
@@ -35,13 +50,26 @@ FAMILIES: Mapping[str, dict[str, Any]] = {  # config.json of each
 def small() -> Any:
     """A config whose programs have every part and compile in seconds, on a mesh with every axis."""
     config = default_config()
-    config.update_from_flattened_dict({
-        "model.path": "random", "model.random.hidden_size": 128, "model.random.intermediate_size": 256,
-        "model.random.head_dim": 64, "data.task": "arithmetic", "data.train_batch_size": 16,
-        "data.max_prompt_length": 16, "data.max_response_length": 128, "rollout.n": 4, "rollout.max_num_seqs": 64,
-        "actor.ppo_mini_batch_size": 16, "actor.ppo_micro_batch_size_per_device": 2, "mesh.data": 2, "mesh.fsdp": 2,
-        "mesh.tensor": 2, "workdir": "unused",
-    })  # fmt: skip
+    config.update_from_flattened_dict(
+        {
+            "model.path": "random",
+            "model.random.hidden_size": 128,
+            "model.random.intermediate_size": 256,
+            "model.random.head_dim": 64,
+            "data.task": "arithmetic",
+            "data.train_batch_size": 16,
+            "data.max_prompt_length": 16,
+            "data.max_response_length": 128,
+            "rollout.n": 4,
+            "rollout.max_num_seqs": 64,
+            "actor.ppo_mini_batch_size": 16,
+            "actor.ppo_micro_batch_size_per_device": 2,
+            "mesh.data": 2,
+            "mesh.fsdp": 2,
+            "mesh.tensor": 2,
+            "workdir": "unused",
+        }
+    )
     return config
 
 
@@ -107,24 +135,41 @@ CASES = [
     Case("entropy in the loss", UPDATE, {"actor.entropy_coeff": 0.01}),
     *(Case(f"KL loss {name}", UPDATE, {**KL, "actor.kl_loss_type": name}) for name in PENALTIES),
     Case("reference", step("reference"), KL),
-    Case("importance weights", UPDATE, {"actor.old_logprob": "recompute",
-         "algorithm.rollout_correction.rollout_is": "token"}),
+    Case(
+        "importance weights",
+        UPDATE,
+        {"actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token"},
+    ),
     Case("functions of a batch", of.batch_functions),
     Case("rewards and filter", of.rewards_and_filter),
     # estimators
     *(Case(f"estimator {name}", of.estimator, {"algorithm.adv_estimator": name}) for name in ESTIMATORS),
-    *(Case(f"estimator cpo, {name}", of.estimator, {"algorithm.adv_estimator": "cpo",
-           "algorithm.cpo.wrap_method": name}) for name in CPO_METHODS),
+    *(
+        Case(
+            f"estimator cpo, {name}",
+            of.estimator,
+            {"algorithm.adv_estimator": "cpo", "algorithm.cpo.wrap_method": name},
+        )
+        for name in CPO_METHODS
+    ),
     Case("critic", CRITIC, GAE),
     Case("critic with XLA's attention, in float32", CRITIC, {**GAE, **XLA, **FLOAT32}),
-    Case("critic with Clip-Cov and KL", step("actor, gradients", "critic, gradients"),
-         {**GAE, **KL, "actor.policy_loss.loss_mode": "clip_cov"}),
-    Case("critic with a token budget and bfloat16 moments", CRITIC,
-         {**GAE, **BUDGET, "critic.optim.moments_dtype": "bfloat16", "model.remat_policy": "attention"}),
+    Case(
+        "critic with Clip-Cov and KL",
+        step("actor, gradients", "critic, gradients"),
+        {**GAE, **KL, "actor.policy_loss.loss_mode": "clip_cov"},
+    ),
+    Case(
+        "critic with a token budget and bfloat16 moments",
+        CRITIC,
+        {**GAE, **BUDGET, "critic.optim.moments_dtype": "bfloat16", "model.remat_policy": "attention"},
+    ),
     # attention and what is kept for the backward pass
     *(Case(f"remat {name}, fused", UPDATE, {"model.remat_policy": name}) for name in ("attention", "dots")),
-    *(Case(f"remat {name}, XLA's attention", UPDATE, {**XLA, "model.remat_policy": name})
-      for name in ("full", "attention", "dots")),
+    *(
+        Case(f"remat {name}, XLA's attention", UPDATE, {**XLA, "model.remat_policy": name})
+        for name in ("full", "attention", "dots")
+    ),
     Case("everything kept", UPDATE, {"model.enable_gradient_checkpointing": False}),
     Case("remat offload", UPDATE, {"model.remat_policy": "offload"}, platforms=(V5E,)),  # JAX knows no host of GPUs
     Case("cuDNN by name", step("actor, gradients", "log-prob"), {"model.attention": "cudnn"}, platforms=(H100,)),
@@ -142,12 +187,17 @@ CASES = [
     Case("offloaded in bfloat16", OPTIMIZER, {"actor.optim.offload": True, MOMENTS: "bfloat16"}, platforms=(V5E,)),
     # adapters, other models, the end
     Case("LoRA", step("decoding", "actor", "log-prob"), LORA),
-    Case("LoRA in float32 with a KL loss", step("decoding", "actor, gradients", "reference"),
-         {**LORA, **KL, **FLOAT32}),
+    Case(
+        "LoRA in float32 with a KL loss", step("decoding", "actor, gradients", "reference"), {**LORA, **KL, **FLOAT32}
+    ),
     Case("LoRA and remat attention", UPDATE, {**LORA, "model.remat_policy": "attention"}),
-    Case("LoRA of attention alone, Qwen2", step("decoding", "actor, gradients"),
-         {**LORA, "model.lora.target_modules": ("q_proj", "v_proj")}, family="qwen2"),
+    Case(
+        "LoRA of attention alone, Qwen2",
+        step("decoding", "actor, gradients"),
+        {**LORA, "model.lora.target_modules": ("q_proj", "v_proj")},
+        family="qwen2",
+    ),
     Case("reward model", of.reward_model),
     Case("reward model in float32, Qwen2", of.reward_model, FLOAT32, family="qwen2"),
     Case("export", of.gathers),
-]  # fmt: skip
+]

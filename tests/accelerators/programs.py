@@ -91,10 +91,13 @@ def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
         programs = step_programs(parts.config, parts.arch, parts.mesh, response_length=length, memory=1e9).programs
         for name in names:
             assert any(re.match(name, program.name) for program in programs), f"no program is named like {name}"
-        return iter([
-            (program.name, program.lower) for program in programs
-            if not names or any(re.match(name, program.name) for name in names)
-        ])
+        return iter(
+            [
+                (program.name, program.lower)
+                for program in programs
+                if not names or any(re.match(name, program.name) for name in names)
+            ]
+        )
 
     return found
 
@@ -114,18 +117,23 @@ def rungs_and_windows(parts: Parts) -> Iterator[Program]:
         for height in heights:
             whole = height == heights[0]
             shape = {"rows": height * shards, "prompts": prompts if whole else height * shards, "width": width}
-            yield f"decode {height} rows, window {window}", functools.partial(
-                lower_chunk, settings, weights, sampling, **shape, window=window
+            yield (
+                f"decode {height} rows, window {window}",
+                functools.partial(lower_chunk, settings, weights, sampling, **shape, window=window),
             )
             wave = wave_shape(settings, dtype, **shape, window=window)
             for below in heights[heights.index(height) + 1 :]:
                 rows = parts.rows(below * shards, dtype=jnp.int32)
                 same = samples if whole else 1
-                yield f"keep {below} of {height} rows", functools.partial(
-                    keep_rows.lower, replace(wave, caches=[]), rows, num_samples=same
+                yield (
+                    f"keep {below} of {height} rows",
+                    functools.partial(keep_rows.lower, replace(wave, caches=[]), rows, num_samples=same),
                 )
-                yield f"cache of {below} of {height} rows, window {window} to {settings.ladder[-1]}", functools.partial(
-                    resize_cache.lower, wave.caches[0], rows, num_samples=same, window=settings.ladder[-1]
+                yield (
+                    f"cache of {below} of {height} rows, window {window} to {settings.ladder[-1]}",
+                    functools.partial(
+                        resize_cache.lower, wave.caches[0], rows, num_samples=same, window=settings.ladder[-1]
+                    ),
                 )
 
 
@@ -188,17 +196,35 @@ def batch_functions(parts: Parts) -> Iterator[Program]:
     for name in PENALTIES:
         yield f"KL penalty {name}", functools.partial(jitted_kl_penalty.lower, values, values, estimator=name)
     for new in (True, False):
-        yield f"keep samples, compute_new_adv={new}", functools.partial(
-            jitted_keep_samples.lower, per_row, per_row, ids, num_groups=GROUPS, keep_pos_ratio=0.5, keep_neg_ratio=0.5,
-            compute_new_adv=new, norm_adv_by_std_in_grpo=True,
-        )  # fmt: skip
+        yield (
+            f"keep samples, compute_new_adv={new}",
+            functools.partial(
+                jitted_keep_samples.lower,
+                per_row,
+                per_row,
+                ids,
+                num_groups=GROUPS,
+                keep_pos_ratio=0.5,
+                keep_neg_ratio=0.5,
+                compute_new_adv=new,
+                norm_adv_by_std_in_grpo=True,
+            ),
+        )
     yield "mismatch", lambda: jitted_mismatch_metrics.lower(values, values, mask)
     yield "probabilities", lambda: jitted_probability_metrics.lower(values, values, mask)
     for name in WEIGHTS:
-        yield f"importance weights, {name}", functools.partial(
-            jitted_importance_weights.lower, values, values, mask, rollout_is=name, threshold=parse_threshold("2.0"),
-            batch_normalize=True,
-        )  # fmt: skip
+        yield (
+            f"importance weights, {name}",
+            functools.partial(
+                jitted_importance_weights.lower,
+                values,
+                values,
+                mask,
+                rollout_is=name,
+                threshold=parse_threshold("2.0"),
+                batch_normalize=True,
+            ),
+        )
     bands = tuple((name, parse_threshold("0.5_2.0")) for name in CRITERIA)
     yield "rejection", lambda: jitted_rejection_mask.lower(values, values, mask, criteria=bands)
 

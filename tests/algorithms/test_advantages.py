@@ -40,9 +40,7 @@ def test_advantages_and_returns_equal_the_reference(case):
             options[name] = jnp.array(inputs[name])
     if case["name"] in GROUPED:
         options["num_groups"] = len(names)
-    advantages, returns = ESTIMATORS[case["name"]](
-        jnp.array(inputs["token_level_rewards"]), mask, group_ids, **options
-    )
+    advantages, returns = ESTIMATORS[case["name"]](jnp.array(inputs["token_level_rewards"]), mask, group_ids, **options)
     real = np.asarray(mask)
     np.testing.assert_allclose(
         np.where(real, advantages, 0), np.where(real, case["expected"]["advantages"], 0), atol=1e-5
@@ -110,8 +108,16 @@ def test_gae_without_discount_is_the_reward_minus_the_value():
     np.testing.assert_allclose(advantages, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-5)
 
 
-CPO = {"num_groups": 3, "norm_adv_by_std_in_grpo": True, "vocab_size": 10, "cpo_lambda": 2.0, "pos_alpha": 0.05,
-       "neg_alpha": 0.2, "mi_alpha": 0.1, "kl_alpha": 0.3}  # fmt: skip
+CPO = {
+    "num_groups": 3,
+    "norm_adv_by_std_in_grpo": True,
+    "vocab_size": 10,
+    "cpo_lambda": 2.0,
+    "pos_alpha": 0.05,
+    "neg_alpha": 0.2,
+    "mi_alpha": 0.1,
+    "kl_alpha": 0.3,
+}
 
 
 def cpo_added(method):
@@ -122,8 +128,9 @@ def cpo_added(method):
     groups = jnp.repeat(jnp.arange(3), 2)
     logprobs, hints = jnp.array(-rng.exponential(size=(2, 6, 3)))
     entropy = jnp.array(rng.uniform(0, 2, size=(6, 3)))
-    values, _ = cpo(rewards, mask, groups, logprobs=logprobs, hint_logprobs=hints, entropy=entropy,
-                    wrap_method=method, **CPO)  # fmt: skip
+    values, _ = cpo(
+        rewards, mask, groups, logprobs=logprobs, hint_logprobs=hints, entropy=entropy, wrap_method=method, **CPO
+    )
     base, _ = grpo(rewards, mask, groups, num_groups=3)
     return np.asarray(values - base), *map(np.asarray, (mask, logprobs, hints, entropy))
 
@@ -154,12 +161,19 @@ def test_an_unknown_cpo_method_is_refused():
 def keep(scores, groups, *, pos=1.0, neg=1.0, new=False, norm=True):
     scores, groups = jnp.array(scores, jnp.float32), jnp.array(groups)
     num_groups = int(groups.max()) + 1
-    advantages = estimators.grpo(scores[:, None], jnp.ones((len(scores), 1), bool), groups, num_groups=num_groups,
-                                 norm_adv_by_std_in_grpo=norm)[0]  # fmt: skip
+    advantages = estimators.grpo(
+        scores[:, None], jnp.ones((len(scores), 1), bool), groups, num_groups=num_groups, norm_adv_by_std_in_grpo=norm
+    )[0]
     values, kept = keep_samples(
-        advantages[:, 0], scores, groups, num_groups=num_groups, keep_pos_ratio=pos, keep_neg_ratio=neg,
-        compute_new_adv=new, norm_adv_by_std_in_grpo=norm,
-    )  # fmt: skip
+        advantages[:, 0],
+        scores,
+        groups,
+        num_groups=num_groups,
+        keep_pos_ratio=pos,
+        keep_neg_ratio=neg,
+        compute_new_adv=new,
+        norm_adv_by_std_in_grpo=norm,
+    )
     return np.asarray(values), np.asarray(kept), np.asarray(advantages[:, 0])
 
 

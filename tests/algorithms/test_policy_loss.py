@@ -12,8 +12,16 @@ from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS, vanilla
 
 CASES = json.loads((Path(__file__).parent / "data" / "policy_losses.json").read_text())
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0}
-OPTIONS = {**CLIP, "tau_pos": 1.0, "tau_neg": 1.05, "ppo_kl_coef": 0.1,
-           "clip_cov_ratio": 0.2, "clip_cov_lb": -1e9, "clip_cov_ub": 1e9, "kl_cov_ratio": 0.2}  # fmt: skip
+OPTIONS = {
+    **CLIP,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "ppo_kl_coef": 0.1,
+    "clip_cov_ratio": 0.2,
+    "clip_cov_lb": -1e9,
+    "clip_cov_ub": 1e9,
+    "kl_cov_ratio": 0.2,
+}
 
 
 def call(function, *arrays, **options):
@@ -27,12 +35,14 @@ def token_losses(mode, logprobs, old_logprobs, advantages, mask, *, weights=None
     options = {**OPTIONS, **options}
     if mode in SELECTIONS and selected is None:
         noise = jax.random.uniform(jax.random.key(0), mask.shape)
-        selected = call(SELECTIONS[mode], jax.lax.stop_gradient(logprobs), old_logprobs, advantages, mask, noise,
-                        **options)  # fmt: skip
+        selected = call(
+            SELECTIONS[mode], jax.lax.stop_gradient(logprobs), old_logprobs, advantages, mask, noise, **options
+        )
     weights = jnp.ones_like(logprobs) if weights is None else weights
     own_weights = "importance_weights" in inspect.signature(LOSSES[mode]).parameters
-    loss, metrics = call(LOSSES[mode], logprobs, old_logprobs, advantages, mask, selected=selected,
-                         importance_weights=weights, **options)  # fmt: skip
+    loss, metrics = call(
+        LOSSES[mode], logprobs, old_logprobs, advantages, mask, selected=selected, importance_weights=weights, **options
+    )
     return loss if own_weights else loss * weights, metrics
 
 
@@ -44,9 +54,14 @@ def test_loss_gradient_and_metrics_equal_the_reference(case):
 
     def loss_fn(logprobs):
         loss, metrics = token_losses(
-            case["name"], logprobs, inputs["old_log_prob"], inputs["advantages"], mask,
-            weights=inputs["rollout_is_weights"], **options,
-        )  # fmt: skip
+            case["name"],
+            logprobs,
+            inputs["old_log_prob"],
+            inputs["advantages"],
+            mask,
+            weights=inputs["rollout_is_weights"],
+            **options,
+        )
         weights = token_weights(
             mask, jnp.arange(len(mask)), case["params"]["loss_agg_mode"], scale_factor=mask.shape[1]
         )
@@ -149,8 +164,9 @@ def token(ratio, advantage, **changes):
 
     def loss_fn(log_ratio):
         array = jnp.full((1, 1), log_ratio)
-        loss, _ = vanilla(array, jnp.zeros((1, 1)), jnp.full((1, 1), advantage), jnp.ones((1, 1), bool),
-                          **{**CLIP, **changes})  # fmt: skip
+        loss, _ = vanilla(
+            array, jnp.zeros((1, 1)), jnp.full((1, 1), advantage), jnp.ones((1, 1), bool), **{**CLIP, **changes}
+        )
         return loss[0, 0]
 
     return tuple(float(value) for value in jax.value_and_grad(loss_fn)(jnp.log(ratio)))
@@ -222,6 +238,7 @@ def test_a_selected_token_loses_its_gradient_or_pays():
     logprobs, old = jnp.array([[0.1, 0.1]]), jnp.zeros((1, 2))
     selected, mask = jnp.array([[True, False]]), jnp.ones((1, 2), bool)
     for mode, expected in (("clip_cov", [0.0, -np.exp(0.1)]), ("kl_cov", [-np.exp(0.1) + 0.1, -np.exp(0.1)])):
+
         def loss_fn(x, mode=mode):
             return token_losses(mode, x, old, jnp.ones((1, 2)), mask, selected=selected)[0].sum()
 

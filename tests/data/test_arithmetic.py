@@ -4,9 +4,7 @@ import pytest
 
 from dapo_jax.data.arithmetic import OPERATORS, arithmetic_rows
 
-SETTINGS = dict(
-    operators="+-*", low=-3, high=8, num_train=60, num_heldout=41, seed=5, template="{a} {operator} {b} ="
-)
+SETTINGS = dict(operators="+-*", low=-3, high=8, num_train=60, num_heldout=41, seed=5, template="{a} {operator} {b} =")
 
 
 def make(**changes):
@@ -31,8 +29,11 @@ def test_known_answers():
     train, _ = make(low=7, high=8, num_train=0, num_heldout=0)
     answers = {row.prompt[0]["content"]: row.ground_truth for row in train}
     assert (answers["7 - 8 ="], answers["8 - 7 ="], answers["7 * 8 ="], answers["8 + 8 ="]) == (
-        "-1", "1", "56", "16",
-    )  # fmt: skip
+        "-1",
+        "1",
+        "56",
+        "16",
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -35,9 +35,7 @@ def test_parquet_and_jsonl_give_the_same_plain_rows(tmp_path):
     from_parquet = read_prompt_files([write_parquet(tmp_path / "a.parquet", records)])
     assert from_jsonl == from_parquet
     first = from_parquet[0]
-    assert first == PromptRow(
-        ({"role": "user", "content": "1 + 1 ="},), "sums", "2", {"index": 0, "tags": ["easy"]}
-    )
+    assert first == PromptRow(({"role": "user", "content": "1 + 1 ="},), "sums", "2", {"index": 0, "tags": ["easy"]})
     assert type(first.extra_info["index"]) is int and type(first.extra_info["tags"]) is list
 
 

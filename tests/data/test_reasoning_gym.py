@@ -78,8 +78,14 @@ def test_another_process_makes_the_same_problem(library):
         "print([score(*call)['acc'] for call in json.load(sys.stdin)])\nassert 'jax' not in sys.modules"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(calls), env=environment, text=True,
-                          capture_output=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(calls),
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
     assert done.stdout == "[True, True, True]\n"
 
 
@@ -93,9 +99,12 @@ def test_a_row_of_another_problem_is_an_error(library):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("leg_countin", "did you mean leg_counting"), ("composite", "no data set 'composite'"),
-     (sorted(UNREPEATABLE)[0], "differ from process to process")],
-)  # fmt: skip
+    [
+        ("leg_countin", "did you mean leg_counting"),
+        ("composite", "no data set 'composite'"),
+        (sorted(UNREPEATABLE)[0], "differ from process to process"),
+    ],
+)
 def test_names_that_cannot_be_used_are_refused(library, name, message):
     with pytest.raises(ValueError, match=message):
         rows([name])

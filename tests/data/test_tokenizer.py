@@ -24,9 +24,7 @@ def write_directory(path, *, config=None, generation_config=None, tokenizer_conf
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<start>", "<end>", "<stop>", "<pad>"])
     if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<start> $A", special_tokens=[("<start>", 256)]
-        )
+        backend.post_processor = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 256)])
     backend.enable_truncation(3)
     backend.enable_padding(length=3)
     backend.save(str(path / "tokenizer.json"))
@@ -50,9 +48,7 @@ def full_directory(path):
         "add_bos_token": True,
         "chat_template": TEMPLATE,
     }
-    return write_directory(
-        path, generation_config={"eos_token_id": [257, 258]}, tokenizer_config=tokenizer_config
-    )
+    return write_directory(path, generation_config={"eos_token_id": [257, 258]}, tokenizer_config=tokenizer_config)
 
 
 def encode(tokenizer, prompt, system_prompt=None, response=None, **chat_template_kwargs):
@@ -128,9 +124,7 @@ def test_plain_text_gets_no_template_and_the_bos_token_if_configured(tmp_path):
 )
 def test_bos_is_the_post_processors_choice_unless_configured(tmp_path, add_bos_token, adds_bos, expected):
     settings = {"bos_token": "<start>", "add_bos_token": add_bos_token}
-    path = write_directory(
-        tmp_path, config={"eos_token_id": 257}, tokenizer_config=settings, adds_bos=adds_bos
-    )
+    path = write_directory(tmp_path, config={"eos_token_id": 257}, tokenizer_config=settings, adds_bos=adds_bos)
     assert load_tokenizer(path).add_bos is expected
 
 
@@ -215,9 +209,7 @@ def test_smollm2_has_the_reference_tokens():
     assert tokenizer.encode("<|im_start|>user\n12 + 7 =<|im_end|>\n") == turn
     assert tokenizer.encode("<|endoftext|>") == [0]
     ids = encode(tokenizer, ({"role": "user", "content": "12 + 7 ="},))
-    system = (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    )
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     assert ids == [*tokenizer.encode(system), *turn, 1, *tokenizer.encode("assistant\n")]
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -29,11 +29,18 @@ def experience(numbers, acc, *, lengths=2, version=0) -> Experience:
     shape = acc.shape
     mask = np.arange(40) < np.broadcast_to(np.asarray(lengths).reshape(-1, 1), shape)[..., None]
     return Experience(
-        np.array(numbers, np.int64), np.array(numbers, np.int64) % NUM_ROWS, [[1]] * shape[0],
-        np.zeros((*shape, 40), np.int32), mask, np.zeros((*shape, 40), np.float32), np.ones(shape, bool),
-        [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, np.full(shape[0], version, np.int64),
+        np.array(numbers, np.int64),
+        np.array(numbers, np.int64) % NUM_ROWS,
+        [[1]] * shape[0],
+        np.zeros((*shape, 40), np.int32),
+        mask,
+        np.zeros((*shape, 40), np.float32),
+        np.ones(shape, bool),
+        [["x"] * shape[1]] * shape[0],
+        {"acc": acc, "score": acc},
+        np.full(shape[0], version, np.int64),
         np.zeros(shape, bool),
-    )  # fmt: skip
+    )
 
 
 def round_of(numbers, keep, samples, version=0, lengths=2) -> Round:
@@ -46,11 +53,17 @@ def round_of(numbers, keep, samples, version=0, lengths=2) -> Round:
 
 def policies(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> Policies:
     values = {
-        "on_limit": "error", "on_exhausted": "next_epoch", "on_empty": "error", "leftover": "requeue",
-        "leftover_max_staleness": 1, "keep_rate_ema": 0.9, "metric": "acc",
-    }  # fmt: skip
-    return Policies(target=target, gen_batch_size=size, limits=Limits(limit, adaptive, 2), stream=stream,
-                    **{**values, **changes})  # fmt: skip
+        "on_limit": "error",
+        "on_exhausted": "next_epoch",
+        "on_empty": "error",
+        "leftover": "requeue",
+        "leftover_max_staleness": 1,
+        "keep_rate_ema": 0.9,
+        "metric": "acc",
+    }
+    return Policies(
+        target=target, gen_batch_size=size, limits=Limits(limit, adaptive, 2), stream=stream, **{**values, **changes}
+    )
 
 
 def start(first=0, carried=None, keep_rate=0.5) -> StreamState:
@@ -162,8 +175,9 @@ def test_choosing_what_finishes_first_would_prefer_short_answers():
     for first in range(0, 4000, 40):
         kept = np.flatnonzero(keep[first : first + 40]) + first
         by_time += sorted(lengths[kept])[:10]
-        accepted, _ = run(lambda n: bool(keep[n % 4000]), first=first, target=10, size=40,
-                          length_of=lambda n: int(lengths[n % 4000]))  # fmt: skip
+        accepted, _ = run(
+            lambda n: bool(keep[n % 4000]), first=first, target=10, size=40, length_of=lambda n: int(lengths[n % 4000])
+        )
         ordered.append(accepted.experience.num_tokens / accepted.experience.finished.size)
     assert np.mean(ordered) == pytest.approx(all_kept, rel=0.05)
     assert np.mean(by_time) < 0.7 * all_kept

@@ -19,10 +19,18 @@ def experience(acc, *, lengths=2) -> Experience:
     numbers = np.arange(shape[0])
     mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
     return Experience(
-        numbers, numbers, [[1]] * shape[0], np.zeros((*shape, 4), np.int32), mask, np.zeros((*shape, 4), np.float32),
-        np.ones(shape, bool), [["x"] * shape[1]] * shape[0], {"acc": acc, "score": acc}, numbers,
+        numbers,
+        numbers,
+        [[1]] * shape[0],
+        np.zeros((*shape, 4), np.int32),
+        mask,
+        np.zeros((*shape, 4), np.float32),
+        np.ones(shape, bool),
+        [["x"] * shape[1]] * shape[0],
+        {"acc": acc, "score": acc},
+        numbers,
         np.zeros(shape, bool),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

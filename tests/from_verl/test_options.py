@@ -33,13 +33,20 @@ def test_every_entry_is_met_and_no_name_has_two():
 
 
 WITH_A_PLUS = (  # options that a script adds by + to what the trainer's config lists, and those of other engines
-    "{actor_rollout_ref.actor.megatron", "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.veomni",
-    "data.apply_chat_template_kwargs.", "{custom_reward_function,reward.custom_reward_function}.reward_kwargs",
-    "{reward,reward_model}.reward_kwargs.*", "actor_rollout_ref.ref.{model.path,model}",
-    "actor_rollout_ref.rollout.limit_images", "actor_rollout_ref.model.override_config.*",
-    "actor_rollout_ref.actor.policy_loss.*", "async_training.", "rollout.", "model_engine",
+    "{actor_rollout_ref.actor.megatron",
+    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.veomni",
+    "data.apply_chat_template_kwargs.",
+    "{custom_reward_function,reward.custom_reward_function}.reward_kwargs",
+    "{reward,reward_model}.reward_kwargs.*",
+    "actor_rollout_ref.ref.{model.path,model}",
+    "actor_rollout_ref.rollout.limit_images",
+    "actor_rollout_ref.model.override_config.*",
+    "actor_rollout_ref.actor.policy_loss.*",
+    "async_training.",
+    "rollout.",
+    "model_engine",
     "{actor_rollout_ref.actor,critic}.optim.override_optimizer_config.*",
-)  # fmt: skip
+)
 
 
 def test_an_entry_names_options_that_there_are_and_says_something_where_there_is_none():

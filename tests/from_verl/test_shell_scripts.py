@@ -12,7 +12,7 @@ LINES = [
     "show plain 'single $SET' \"double $SET\" $SET \"a\"b'c' \\$SET",
     'A=${SET:-x}; B=${UNSET:-"${HOME}/d e"}; C=${EMPTY:-c}; D=${EMPTY-d}; show "$A" $B "$C" "$D" end',
     'N=3; M=$((N * (2 + 4) - 1)); show $M $((M / 2)) $((M % 4)) "$(( N*N ))" $((-N))',
-    "L=(a \"b c\" # it's a comment\n 'd $SET' $SET)\nL+=(z)\nshow \"${L[@]}\" ${#L[@]} \"x${L[@]}y\" end ${L[1]} $L",
+    'L=(a "b c" # it\'s a comment\n \'d $SET\' $SET)\nL+=(z)\nshow "${L[@]}" ${#L[@]} "x${L[@]}y" end ${L[1]} $L',
     'E=(); show "${E[@]}" end "$@" "${@}" $1 "$2"',
     "show a \\\n  b # c\nshow d;show e",
     'if [ "$SET" = x ]; then show 1; elif [[ $SET == one* ]]; then show 2; if [ -n "${UNSET:-}" ]; then show 3; fi; '
@@ -23,7 +23,7 @@ LINES = [
     'case x in (x) show 1;; esac; [ -n "$SET" ] && A=1; [ -z "$SET" ] && A=2; [ -z "$SET" ] || B=3; show $A $B',
     'if [ -n "$SET" ]; then\n  L=(a b)\n  case c in\n    c) L+=(d) ;;\n  esac\nfi\nshow "${L[@]}"',
     'show "${UNSET:-"a b"}c" "d${UNSET:-e f}"',
-    'X=1 show "k=[\'a\',\'b\']" \'l=["a","b"]\' ~/x',
+    "X=1 show \"k=['a','b']\" 'l=[\"a\",\"b\"]' ~/x",
     'S="$SET"; S+=" three"; show $S "$S" ${UNSET:+no}${SET:+yes} "${NEW:=fresh}" $NEW',
     "show one 2>/dev/null two | cat",
     'show "back\\\\slash \\"quoted\\" \\$x" a=b',
@@ -43,7 +43,7 @@ def test_words_are_those_of_bash(text):
 
 def test_nothing_is_run(tmp_path):
     target = tmp_path / "made"
-    text = f"A=$(touch {target}); B=`touch {target}`\ntouch {target}\nshow $A \"$B\" > {target}"
+    text = f'A=$(touch {target}); B=`touch {target}`\ntouch {target}\nshow $A "$B" > {target}'
     script = Script(text, environment={})
     assert not target.exists()
     assert script.commands[-1] == ["show", UNKNOWN, UNKNOWN]
@@ -75,11 +75,18 @@ show $A ${A%x} $C
     script = Script(text, environment={"B": "b"})
     assert script.commands[-1] == ["show", "1", UNKNOWN]
     assert script.skipped == [
-        'line 2: if [ -f "$B" ] ... fi', "line 8: { ... }", "line 11: A=5", "line 12: source env.sh",
-        "line 13: for x in a b ... done", "line 16: $(hostname) is not run", 'line 16: if [ "$(hostname)" = a ] ... fi',
-        "line 17: $(hostname) is not run", "line 17: case $(hostname) in ... esac",
-        "line 20: ${A%x} is not computed", "line 20: C is not set: it is read as empty",
-    ]  # fmt: skip
+        'line 2: if [ -f "$B" ] ... fi',
+        "line 8: { ... }",
+        "line 11: A=5",
+        "line 12: source env.sh",
+        "line 13: for x in a b ... done",
+        "line 16: $(hostname) is not run",
+        'line 16: if [ "$(hostname)" = a ] ... fi',
+        "line 17: $(hostname) is not run",
+        "line 17: case $(hostname) in ... esac",
+        "line 20: ${A%x} is not computed",
+        "line 20: C is not set: it is read as empty",
+    ]
 
 
 @pytest.mark.parametrize("text", ["a='b", 'a="b', "a=$((1 + 2", "a=${b", "a=(b", "a=`b"])

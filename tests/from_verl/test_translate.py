@@ -82,12 +82,28 @@ def test_a_published_script_is_accepted_and_keeps_its_values(name):
 def test_a_script_that_sets_nothing_trains_as_verl_does():
     """What changes a run has verl's default where a script says nothing."""
     ours_kept = (  # places, records and speed
-        "model.path", "critic.model.path", "data.train_files", "data.val_files", "workdir", "trainer.logger",
-        "trainer.project_name", "trainer.experiment_name", "trainer.save_freq", "trainer.test_freq", "mesh.tensor",
-        "mesh.fsdp", "reward.num_workers", "reward.overlong_buffer.log", "critic.ppo_mini_batch_size",
-        "actor.share_prompts", "model.lora.alpha", "algorithm.filter_groups.max_num_gen_batches",
-        "custom_reward_function.name", "evaluate.n", "evaluate.temperature",
-    )  # fmt: skip
+        "model.path",
+        "critic.model.path",
+        "data.train_files",
+        "data.val_files",
+        "workdir",
+        "trainer.logger",
+        "trainer.project_name",
+        "trainer.experiment_name",
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "mesh.tensor",
+        "mesh.fsdp",
+        "reward.num_workers",
+        "reward.overlong_buffer.log",
+        "critic.ppo_mini_batch_size",
+        "actor.share_prompts",
+        "model.lora.alpha",
+        "algorithm.filter_groups.max_num_gen_batches",
+        "custom_reward_function.name",
+        "evaluate.n",
+        "evaluate.temperature",
+    )
     base, seen = flat(BASE), set()
     for key, default in TRAINER["0.9.0"].items():
         entry = find(key)
@@ -99,8 +115,11 @@ def test_a_script_that_sets_nothing_trains_as_verl_does():
                 seen.add(ours)
     changed = {key for key, value in base.items() if value != DEFAULTS[key]}
     assert changed - seen <= {  # null in verl, or not there: its scripts' words for it are others
-        "actor.clip_ratio_high", "actor.clip_ratio_c", "actor.optim.lr_warmup_steps", "trainer.total_training_steps",
-    }  # fmt: skip
+        "actor.clip_ratio_high",
+        "actor.clip_ratio_c",
+        "actor.optim.lr_warmup_steps",
+        "trainer.total_training_steps",
+    }
     assert (BASE.actor.clip_ratio_low, BASE.actor.clip_ratio_high, BASE.actor.clip_ratio_c) == (0.2, 0.2, 3.0)
 
 
@@ -147,24 +166,36 @@ def test_options_that_nothing_would_read_are_left_out_and_named():
         ("trainer.save_freq=0", {"trainer.save_freq": -1}),
         ("actor_rollout_ref.rollout.top_k=0", {}),
         ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", {"reward.overlong_buffer.enable": True}),
-        ("algorithm.filter_groups.enable=True", {
-            "algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0,
-        }),
+        (
+            "algorithm.filter_groups.enable=True",
+            {
+                "algorithm.filter_groups.enable": True,
+                "algorithm.filter_groups.max_num_gen_batches": 0,
+            },
+        ),
         (
             "data.apply_chat_template_kwargs.enable_thinking=False",
             {"data.chat_template_kwargs": '{"enable_thinking": false}'},
         ),
         ("algorithm.adv_estimator=grpo_vectorized", {"algorithm.adv_estimator": "grpo"}),
         ("custom_reward_function.name=compute_score", {}),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", {
-            "actor.policy_loss.loss_mode": "gspo", "actor.clip_ratio_c": 10.0,
-            "actor.loss_agg_mode": "seq-mean-token-mean",
-        }),
-        ("algorithm.rollout_correction.rollout_is=token", {
-            "algorithm.rollout_correction.rollout_is": "token", "actor.old_logprob": "recompute",
-        }),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            {
+                "actor.policy_loss.loss_mode": "gspo",
+                "actor.clip_ratio_c": 10.0,
+                "actor.loss_agg_mode": "seq-mean-token-mean",
+            },
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=token",
+            {
+                "algorithm.rollout_correction.rollout_is": "token",
+                "actor.old_logprob": "recompute",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_value_is_converted(option, values):
     key, _, text = option.partition("=")
     nothing = translate({}).values
@@ -183,9 +214,12 @@ def test_clip_ratio_is_read_as_verl_reads_it():
 def test_the_order_of_the_options_changes_nothing():
     loss, validation = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.val_kwargs"
     options = {
-        f"{loss}.policy_loss.loss_mode": "gspo", f"{loss}.loss_agg_mode": "token-mean",
-        f"{validation}.do_sample": "False", f"{validation}.temperature": "0.6", "data.val_files": "a.parquet",
-    }  # fmt: skip
+        f"{loss}.policy_loss.loss_mode": "gspo",
+        f"{loss}.loss_agg_mode": "token-mean",
+        f"{validation}.do_sample": "False",
+        f"{validation}.temperature": "0.6",
+        "data.val_files": "a.parquet",
+    }
     one, other = translate(options).config(), translate(dict(reversed(options.items()))).config()
     assert one == other
     assert one.actor.loss_agg_mode == "seq-mean-token-mean" and one.evaluate.temperature == 0
@@ -218,9 +252,12 @@ def test_what_is_refused_is_said(tmp_path):
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dapo_jax.from_verl", *arguments], capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "dapo_jax.from_verl", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    )
 
 
 def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):

@@ -24,16 +24,27 @@ def batch_of() -> Batch:
     empty: Any = np.zeros(mask.shape, np.float32)
     prompt_mask = np.arange(8) >= 8 - PROMPTS[:, None]
     return Batch(
-        prompts=prompt_mask.astype(np.int32), prompt_mask=prompt_mask, responses=mask.astype(np.int32), mask=mask,
-        loss_mask=mask, group_ids=np.repeat(np.arange(4), 2), old_logprobs=empty, advantages=empty,
-    )  # fmt: skip
+        prompts=prompt_mask.astype(np.int32),
+        prompt_mask=prompt_mask,
+        responses=mask.astype(np.int32),
+        mask=mask,
+        loss_mask=mask,
+        group_ids=np.repeat(np.arange(4), 2),
+        old_logprobs=empty,
+        advantages=empty,
+    )
 
 
 def settings_of(micro_batches, mini) -> UpdateSettings:
     return UpdateSettings(
-        learning_rate=0.0, mini_batch_rows=mini, micro_batches=micro_batches, epochs=2, loss_agg_mode="token-mean",
-        loss_scale_factor=1.0, count_empty_sequences=False,
-    )  # fmt: skip
+        learning_rate=0.0,
+        mini_batch_rows=mini,
+        micro_batches=micro_batches,
+        epochs=2,
+        loss_agg_mode="token-mean",
+        loss_scale_factor=1.0,
+        count_empty_sequences=False,
+    )
 
 
 def tokens(shares, rows, *, mini=8, budget=None):

@@ -19,9 +19,18 @@ from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.weights import weight_table
 
 ARCH = Architecture(
-    family="llama", vocab_size=8, hidden_size=4, intermediate_size=6, num_layers=2, num_heads=2, num_kv_heads=1,
-    head_dim=2, rope_theta=1e4, rms_norm_eps=2.0**-17, tie_embeddings=True,
-)  # fmt: skip
+    family="llama",
+    vocab_size=8,
+    hidden_size=4,
+    intermediate_size=6,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=2,
+    rope_theta=1e4,
+    rms_norm_eps=2.0**-17,
+    tie_embeddings=True,
+)
 HF = hf_config(ARCH, dtype="float32", eos_ids=(1,), pad_id=0, bos_id=None, max_position_embeddings=64)
 
 
@@ -126,10 +135,13 @@ def gguf_bytes(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("whole") / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
-        "block_count": ARCH.num_layers, "embedding_length": ARCH.hidden_size, "attention.key_length": ARCH.head_dim,
-        "feed_forward_length": ARCH.intermediate_size, "attention.head_count": ARCH.num_heads,
+        "block_count": ARCH.num_layers,
+        "embedding_length": ARCH.hidden_size,
+        "attention.key_length": ARCH.head_dim,
+        "feed_forward_length": ARCH.intermediate_size,
+        "attention.head_count": ARCH.num_heads,
         "attention.head_count_kv": ARCH.num_kv_heads,
-    }.items():  # fmt: skip
+    }.items():
         writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", ARCH.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")

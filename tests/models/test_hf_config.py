@@ -27,10 +27,21 @@ def architecture(family, **changes):
     """One in which no value is the default of Hugging Face or of `Architecture`, nor can be had from another."""
     _, qkv_bias, qk_norm = next(kind for kind in FAMILIES.values() if kind[0] == family)
     arch = Architecture(
-        family=family, vocab_size=96, hidden_size=48, intermediate_size=72, num_layers=2, num_heads=6, num_kv_heads=2,
-        head_dim=16, rope_theta=5000.0, rms_norm_eps=0.125, tie_embeddings=False, qkv_bias=qkv_bias, qk_norm=qk_norm,
+        family=family,
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=72,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=5000.0,
+        rms_norm_eps=0.125,
+        tie_embeddings=False,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
         initializer_range=0.25,
-    )  # fmt: skip
+    )
     return dataclasses.replace(arch, **changes)
 
 

@@ -129,8 +129,7 @@ def test_a_wider_cache_window_changes_nothing():
     arch, params = small_model("qwen3_qknorm")
     prompts, prompt_mask, responses, *_ = prompts_and_responses(arch)
     narrow, wide = (
-        decode_logits(params, arch, prompts, prompt_mask, responses, window)
-        for window in (RESPONSE, 3 * RESPONSE)
+        decode_logits(params, arch, prompts, prompt_mask, responses, window) for window in (RESPONSE, 3 * RESPONSE)
     )
     np.testing.assert_allclose(narrow, wide, rtol=0, atol=1e-5)
 

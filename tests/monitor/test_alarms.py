@@ -10,10 +10,14 @@ from dapo_jax.config import AlarmConfig
 from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 
 CALM = {
-    "actor/entropy": 1.0, "actor/ppo_kl": 0.001, "rollout_corr/k3_kl": 1e-7,
-    "dynamic_sampling/uniform_share": 0.5, "response_length/clip_ratio": 0.1, "reward/error_share": 0.0,
+    "actor/entropy": 1.0,
+    "actor/ppo_kl": 0.001,
+    "rollout_corr/k3_kl": 1e-7,
+    "dynamic_sampling/uniform_share": 0.5,
+    "response_length/clip_ratio": 0.1,
+    "reward/error_share": 0.0,
     "reward/workers_replaced": 0,
-}  # fmt: skip
+}
 
 
 def alarms_of(*steps):

@@ -16,17 +16,26 @@ from dapo_jax.train import train
 ROOT = Path(__file__).parents[2]
 # Two short runs that have between them every part that emits metrics.
 WITH_CRITIC = {
-    "algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True, "algorithm.overlong_filtering": True,
-    "actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.overlong_filtering": True,
+    "actor.old_logprob": "recompute",
+    "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": "0.5_2.0",
     "algorithm.rollout_correction.rollout_is_batch_normalize": True,
     "algorithm.rollout_correction.rollout_rs": ("token_k1", "seq_mean_k3"),
     "algorithm.rollout_correction.rollout_rs_threshold": ("2.0", "2.0"),
-    "actor.entropy_coeff": 0.01, "actor.policy_loss.loss_mode": "kl_cov",
-    "evaluate.bootstrap": True, "monitor.detailed_stats": True,
-}  # fmt: skip
-GROUPED = {"algorithm.keep_pos_ratio": 0.5, "actor.use_kl_loss": True,
-           "reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 4}  # fmt: skip
+    "actor.entropy_coeff": 0.01,
+    "actor.policy_loss.loss_mode": "kl_cov",
+    "evaluate.bootstrap": True,
+    "monitor.detailed_stats": True,
+}
+GROUPED = {
+    "algorithm.keep_pos_ratio": 0.5,
+    "actor.use_kl_loss": True,
+    "reward.overlong_buffer.enable": True,
+    "reward.overlong_buffer.len": 4,
+}
 
 
 def test_the_documentation_is_the_catalogue():

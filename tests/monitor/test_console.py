@@ -161,8 +161,11 @@ def test_the_final_table_formats_counts_measures_and_parts(make_console, capsys)
     parts = {"gen": 3.4, "adv": 0.1}
     make_console().final_table([("tokens", 1234567), ("accuracy", 0.25), ("best", None), ("s", parts)])
     assert capsys.readouterr().out.splitlines() == [
-        "tokens    1,234,567", "accuracy  0.250", "best      -", "s         gen 3, adv 0",
-    ]  # fmt: skip
+        "tokens    1,234,567",
+        "accuracy  0.250",
+        "best      -",
+        "s         gen 3, adv 0",
+    ]
 
 
 def test_the_stage_has_the_speed_of_the_step_before(make_console, monkeypatch):

@@ -48,9 +48,17 @@ def parse_filter_logs(log_file):
 
 def log_step(kept_of_rounds, *, num_prompts, num_samples, target, step=42, mean_std=0.246):
     for round_number, num_kept in enumerate(kept_of_rounds, start=1):
-        log_round(step=step, round_number=round_number, num_prompts=num_prompts, num_samples=num_samples,
-                  metric="acc", num_kept=num_kept, mean_std=mean_std,
-                  num_accumulated=sum(kept_of_rounds[:round_number]), target=target)
+        log_round(
+            step=step,
+            round_number=round_number,
+            num_prompts=num_prompts,
+            num_samples=num_samples,
+            metric="acc",
+            num_kept=num_kept,
+            mean_std=mean_std,
+            num_accumulated=sum(kept_of_rounds[:round_number]),
+            target=target,
+        )
     log_enough(target * num_samples)
 
 
@@ -109,8 +117,18 @@ def test_lines_of_a_dynamic_sampling_step(tmp_path):
 
 
 def test_last_round_below_the_target_promises_no_further_one(tmp_path):
-    log_round(step=1, round_number=3, num_prompts=10, num_samples=4, metric="acc", num_kept=2, mean_std=0.1,
-              num_accumulated=5, target=8, last=True)
+    log_round(
+        step=1,
+        round_number=3,
+        num_prompts=10,
+        num_samples=4,
+        metric="acc",
+        num_kept=2,
+        mean_std=0.1,
+        num_accumulated=5,
+        target=8,
+        last=True,
+    )
     text = "\n".join(messages(tmp_path))
     assert "num_prompt_in_batch=5 < prompt_bsz=8" in text
     assert "Keep generating" not in text and "Need more prompts" not in text
@@ -120,7 +138,9 @@ def test_last_round_below_the_target_promises_no_further_one(tmp_path):
 def test_parser_reads_whole_percentages(tmp_path, num_kept, rate):
     log_step([num_kept], num_prompts=10, num_samples=4, target=10)
     assert parse_filter_logs(tmp_path / "train.log") == {
-        "batches": [1], "filter_rates": [rate], "kept_prompts": [num_kept]
+        "batches": [1],
+        "filter_rates": [rate],
+        "kept_prompts": [num_kept],
     }
 
 
@@ -135,8 +155,18 @@ def test_parser_reads_whole_percentages(tmp_path, num_kept, rate):
 )
 def test_the_lines_say_what_the_rule_says(tmp_path, rule, threshold, dropped, kept):
     words = rule_words(rule, std_threshold=threshold, filter_low=0.1, filter_high=0.9)
-    log_round(step=1, round_number=1, num_prompts=8, num_samples=4, metric="acc", words=words, num_kept=2,
-              mean_std=0.1, num_accumulated=2, target=2)
+    log_round(
+        step=1,
+        round_number=1,
+        num_prompts=8,
+        num_samples=4,
+        metric="acc",
+        words=words,
+        num_kept=2,
+        mean_std=0.1,
+        num_accumulated=2,
+        target=2,
+    )
     lines = messages(tmp_path)
     assert f"Filtered ({dropped}): 6 (75.0%)" in lines and f"Kept ({kept}): 2 prompts (25.0%)" in lines
     if rule == "std":
@@ -151,8 +181,14 @@ def test_parser_agrees_with_the_metrics(tmp_path):
     records = RunRecords(tmp_path, resume_step=None)
     for step, kept in steps.items():
         log_step(kept, num_prompts=1024, num_samples=8, target=1024, step=step)
-        records.write(step, {"train/num_gen_batches": len(kept), "train/num_kept_prompts": sum(kept),
-                             "train/filter_rate": 1 - sum(kept) / (1024 * len(kept))})
+        records.write(
+            step,
+            {
+                "train/num_gen_batches": len(kept),
+                "train/num_kept_prompts": sum(kept),
+                "train/filter_rate": 1 - sum(kept) / (1024 * len(kept)),
+            },
+        )
     records.close()
 
     stats = parse_filter_logs(tmp_path / "train.log")

@@ -39,9 +39,12 @@ class Starter:
     def __call__(self, *, machine: str = "", beat: float = 0.05, dead_after: float = 60.0) -> subprocess.Popen:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(self.workdir), machine, str(beat), str(dead_after)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "PYTHONPATH": str(Path(dapo_jax.__file__).parents[1])},
-        )  # fmt: skip
+        )
         self.running.append(process)
         return process
 

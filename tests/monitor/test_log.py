@@ -25,8 +25,9 @@ def test_file_holds_every_record_with_its_time(tmp_path):
     assert second.endswith("] WARNING: careful")
 
 
-@pytest.mark.parametrize("detailed, shown", [(False, "WARNING: b\nERROR: c\n"),
-                                             (True, "INFO: a\nWARNING: b\nERROR: c\n")])
+@pytest.mark.parametrize(
+    "detailed, shown", [(False, "WARNING: b\nERROR: c\n"), (True, "INFO: a\nWARNING: b\nERROR: c\n")]
+)
 def test_console_shows_warnings_and_with_detailed_everything(tmp_path, capsys, detailed, shown):
     setup_logging(tmp_path, detailed=detailed)
     LOGGER.info("a")
@@ -101,8 +102,12 @@ def test_what_a_run_does_again_is_moved_out_of_the_log(tmp_path):
         LOGGER.info("step 2 again")
         close_logging()
     assert [line.split(": ")[1] for line in log.read_text().splitlines()] == [
-        "step 1", "the run ends", "no room", "a new start", "step 2 again",
-    ]  # fmt: skip
+        "step 1",
+        "the run ends",
+        "no room",
+        "a new start",
+        "step 2 again",
+    ]
     moved = (tmp_path / "train.discarded.log").read_text().splitlines()
     assert [line.split(": ")[1] for line in moved] == ["step 2", "a new start", "step 2 again"]
 

@@ -126,8 +126,11 @@ def test_every_span_is_read_without_an_error(trace):
     assert query(trace, "select name from stats where value > 0 and severity in ('error', 'data_loss')") == []
     spans = [event for event in json.loads(gzip.decompress(trace))["traceEvents"] if event["ph"] == "X"]
     assert query(trace, "select cast(count(*) as text) from slice") == [str(len(spans))]
-    [step] = query(trace, "select cast(arg.string_value as text) from slice join args as arg using (arg_set_id) "
-                          "where slice.name = 'train' and arg.key = 'args.step_num'")  # fmt: skip
+    [step] = query(
+        trace,
+        "select cast(arg.string_value as text) from slice join args as arg using (arg_set_id) "
+        "where slice.name = 'train' and arg.key = 'args.step_num'",
+    )
     assert step == "2"
 
 

@@ -52,8 +52,10 @@ def test_rows_hold_step_and_python_floats(tmp_path):
     records.close()
     records.close()
     rows = read_metrics(tmp_path / "new" / "run")
-    assert rows == [{"step": 0, "eval/gsm8k/acc/mean@4": 0.25},
-                    {"step": 1, "a": 1.0, "b": float(np.float32(0.1)), "c": 2.5, "d": 1.0}]
+    assert rows == [
+        {"step": 0, "eval/gsm8k/acc/mean@4": 0.25},
+        {"step": 1, "a": 1.0, "b": float(np.float32(0.1)), "c": 2.5, "d": 1.0},
+    ]
     assert all(type(value) is float for value in list(rows[1].values())[1:])
 
 

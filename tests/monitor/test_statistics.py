@@ -79,9 +79,16 @@ def test_the_bootstrap_of_the_same_tasks():
 def test_detailed_statistics_are_over_tasks():
     metrics = evaluation_metrics("bench/dummy", TASKS, detailed=True)
     expected = {
-        "mean@2/mean": 0.8333, "mean@2/std": 0.0624, "mean@2/max": 0.9, "mean@2/min": 0.75,
-        "std@2/mean": 0.0833, "std@2/std": 0.0471, "std@2/max": 0.15, "std@2/min": 0.05, "mean@2": 0.8333,
-    }  # fmt: skip
+        "mean@2/mean": 0.8333,
+        "mean@2/std": 0.0624,
+        "mean@2/max": 0.9,
+        "mean@2/min": 0.75,
+        "std@2/mean": 0.0833,
+        "std@2/std": 0.0471,
+        "std@2/max": 0.15,
+        "std@2/min": 0.05,
+        "mean@2": 0.8333,
+    }
     for name, value in expected.items():
         assert metrics[f"bench/dummy/accuracy/{name}"] == pytest.approx(value, abs=1e-4), name
 
@@ -122,9 +129,11 @@ def test_samples_and_groups_without_a_score_do_not_count():
     rollout, evaluation = score_metrics(scores), evaluation_metrics("eval/dummy", scores)
     assert rollout == {"rollout/format/mean": 0.75, "rollout/format/max": 1.0, "rollout/format/min": 0.5}
     assert evaluation == {
-        "eval/dummy/format/mean@2": 0.75, "eval/dummy/format/std@2": 0.25,
-        "eval/dummy/format/best@2": 1.0, "eval/dummy/format/worst@2": 0.5,
-    }  # fmt: skip
+        "eval/dummy/format/mean@2": 0.75,
+        "eval/dummy/format/std@2": 0.25,
+        "eval/dummy/format/best@2": 1.0,
+        "eval/dummy/format/worst@2": 0.5,
+    }
 
 
 def test_group_rewards_are_means_and_population_deviations_over_groups():
@@ -148,14 +157,19 @@ def test_times_are_per_token_and_under_both_names():
     row = {f"timing_s/{stage}": value for stage, value in seconds.items()}
     row |= {"perf/total_num_tokens": 500, "dynamic_sampling/generated_tokens": 1000}
     assert time_metrics(row) == {
-        "timing_per_token_ms/gen": 2.0, "timing_per_token_ms/adv": 1.0, "timing_per_token_ms/update_actor": 6.0,
-        "time/eval": 4.0, "time/wait_explore_step": 3.0, "time/train_step": 3.5,
+        "timing_per_token_ms/gen": 2.0,
+        "timing_per_token_ms/adv": 1.0,
+        "timing_per_token_ms/update_actor": 6.0,
+        "time/eval": 4.0,
+        "time/wait_explore_step": 3.0,
+        "time/train_step": 3.5,
         "time/experience_pipeline/operator/0_RewardShaping": 0.1,
         "time/experience_pipeline/operator/1_GroupFilter": 0.2,
         "time/experience_pipeline/operator/2_BatchAssembly": 0.3,
         "time/experience_pipeline/operator/3_GroupAdvantage": 0.5,
-        "time/experience_pipeline/write": 0.4, "time/experience_pipeline/total": pytest.approx(1.5),
-    }  # fmt: skip
+        "time/experience_pipeline/write": 0.4,
+        "time/experience_pipeline/total": pytest.approx(1.5),
+    }
     assert time_metrics({"timing_s/testing": 1.0}) == {"time/eval": 1.0}, "the row before the first step"
     nothing = {"timing_s/gen": 1.0, "dynamic_sampling/generated_tokens": 0}
     assert time_metrics(nothing) == {"time/wait_explore_step": 1.0}

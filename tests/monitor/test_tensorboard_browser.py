@@ -46,14 +46,23 @@ def write(workdir, rate, first, end, *, resume_step=None):
         for step in range(first, end):
             learnt = 1 - math.exp(-step * rate / 15e-6)
             metrics = {
-                "rollout/acc/mean": 0.2 + 0.5 * learnt, "critic/rewards/mean": 0.1 + 0.5 * learnt, "actor/lr": rate,
-                "response_length/mean": 200 + 80 * learnt, "response_length/max": 512.0, "actor/pg_loss": 0.01 * step,
-                "response_length/clip_ratio": 0.1 * learnt, "actor/entropy": 1.2 - learnt,
-                "dynamic_sampling/num_evaluated_prompts": 48.0, "train/num_kept_prompts": 18.0,
-                "perf/throughput": 900.0, "alarm/truncation": float(step > 20), "alarm/entropy": 0.0,
-                "timing_s/step": 70.0, "timing_s/testing": 5.0,
+                "rollout/acc/mean": 0.2 + 0.5 * learnt,
+                "critic/rewards/mean": 0.1 + 0.5 * learnt,
+                "actor/lr": rate,
+                "response_length/mean": 200 + 80 * learnt,
+                "response_length/max": 512.0,
+                "actor/pg_loss": 0.01 * step,
+                "response_length/clip_ratio": 0.1 * learnt,
+                "actor/entropy": 1.2 - learnt,
+                "dynamic_sampling/num_evaluated_prompts": 48.0,
+                "train/num_kept_prompts": 18.0,
+                "perf/throughput": 900.0,
+                "alarm/truncation": float(step > 20),
+                "alarm/entropy": 0.0,
+                "timing_s/step": 70.0,
+                "timing_s/testing": 5.0,
                 **{f"timing_s/{stage}": 20.0 + number for number, stage in enumerate(STAGES)},
-            }  # fmt: skip
+            }
             records.write(step, metrics | ({EVAL: 0.1 + 0.5 * learnt} if step % 5 == 0 else {}))
             records.write_histograms(step, {"critic/advantages": histogram(rng.normal(size=200))})
             kinds = ("any", "best", "truncated", "worst")

@@ -58,9 +58,7 @@ def write(workdir, steps, *, resume_step=None, **names):
 def test_a_run_shows_what_tensorboard_shows(tmp_path, runs):
     write(tmp_path / "ten", [0, 1], project_name="math")
     [run] = runs
-    assert run.arguments == {
-        "project": "math", "name": "ten", "id": None, "resume": None, "dir": str(tmp_path / "ten")
-    }  # fmt: skip
+    assert run.arguments == {"project": "math", "name": "ten", "id": None, "resume": None, "dir": str(tmp_path / "ten")}
     assert run.config == {"seed": 0, "data.val_files": ()} and run.finished == 1
     (step, first), _ = run.rows
     assert step == 0 and first["loss"] == 0.0 and "broken" not in first and "none" not in first

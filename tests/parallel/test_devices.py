@@ -11,10 +11,14 @@ from dapo_jax.parallel.mesh import make_mesh
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("TPU v5 lite", "TPU v5e"), ("TPU v5", "TPU v5p"), ("TPU v5p", "TPU v5p"), ("TPU v6 lite", "TPU v6e"),
-        ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v5p", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
     ],
-)  # fmt: skip
+)
 def test_the_longest_name_that_fits_is_taken(kind, name):
     assert limits_of(SimpleNamespace(device_kind=kind)).name == name
 
@@ -32,10 +36,12 @@ def test_a_relative_of_a_known_gpu_is_not_taken_for_it(kind):
 @pytest.mark.parametrize(
     ("kind", "name", "gigabytes"),
     [
-        ("NVIDIA A100-SXM4-80GB", "A100", 80), ("NVIDIA A100-SXM4-40GB", "A100-40GB", 40),
-        ("NVIDIA H100 80GB HBM3", "H100", 80), ("NVIDIA GH200 480GB", "GH200", 96),  # 480 GB are its CPU's
+        ("NVIDIA A100-SXM4-80GB", "A100", 80),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB", 40),
+        ("NVIDIA H100 80GB HBM3", "H100", 80),
+        ("NVIDIA GH200 480GB", "GH200", 96),  # 480 GB are its CPU's
     ],
-)  # fmt: skip
+)
 def test_a_gpu_has_its_own_memory_and_not_that_of_a_relative(kind, name, gigabytes):
     limits = limits_of(SimpleNamespace(device_kind=kind))
     assert limits.name == name and gigabytes * 1e9 < limits.memory < gigabytes * 1.08e9  # pyright: ignore

@@ -23,8 +23,10 @@ def loss(weights, x):
 def compiled(function, *arrays):
     """`function` of arrays given as (shape, partition spec), on a mesh of 2 x 2 x 2 devices."""
     mesh = make_mesh(2, 2, 2)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-              for shape, spec in arrays]  # fmt: skip
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        for shape, spec in arrays
+    ]
     return jax.jit(function).lower(*shapes).compile()
 
 
@@ -180,7 +182,7 @@ PERMUTED = "(bf16[64,8]FROM, bf16[64,8]TO, u32[]{:S(2)})"
         (f"%r = {PERMUTED} collective-permute-start(%a), source_target_pairs={{{{0,1}}}}", WHOLE, WHOLE),
         ("%r = bf16[16,8]TO collective-permute-done(%a)", 0, 0),
     ],
-)  # fmt: skip
+)
 def test_what_one_operation_reads_and_writes(line, of_a, of_the_other):
     """Of what is sliced or updated, the part alone, started or not; only what lies in the device's memory."""
     text = ONE_OPERATION.replace("LINE", line)
@@ -257,9 +259,11 @@ def test_gpu_collectives_count_once_and_know_their_hosts():
     collectives = program_costs(GPU, HOSTS).collectives
     found = {(one.kind, one.group, one.per_host): (one.count, one.bytes) for one in collectives}
     assert found == {
-        ("all-gather", 4, 4): (1, 3 * weights), ("all-gather", 2, 1): (1, weights),
-        ("all-reduce", 8, 4): (1, 2 * weights * 7 / 8), ("collective-permute", 2, 1): (1, weights),
-    }  # fmt: skip
+        ("all-gather", 4, 4): (1, 3 * weights),
+        ("all-gather", 2, 1): (1, weights),
+        ("all-reduce", 8, 4): (1, 2 * weights * 7 / 8),
+        ("collective-permute", 2, 1): (1, weights),
+    }
     assert {one.per_host for one in program_costs(GPU, [0] * 8).collectives} == {8, 4, 2}
 
 
@@ -282,10 +286,13 @@ def test_gpu_gathers_move_their_operand_and_their_result_once():
 @pytest.mark.parametrize(
     ("groups", "devices"),
     [
-        ("replica_groups={{0,2},{1,3}}", [0, 2]), ("replica_groups=[2,2]<=[4]", [0, 1]),
-        ("replica_groups=[2,2]<=[2,2]T(1,0)", [0, 2]), ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [0, 2]),
-        ("replica_groups=mesh['a'=8,'b'=1] {'a':(2)2}", [0, 2]), ("", [0, 1, 2, 3]),
+        ("replica_groups={{0,2},{1,3}}", [0, 2]),
+        ("replica_groups=[2,2]<=[4]", [0, 1]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [0, 2]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [0, 2]),
+        ("replica_groups=mesh['a'=8,'b'=1] {'a':(2)2}", [0, 2]),
+        ("", [0, 1, 2, 3]),
     ],
-)  # fmt: skip
+)
 def test_groups_however_they_are_written(groups, devices):
     assert first_group(groups, 4) == devices

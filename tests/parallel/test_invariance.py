@@ -1,6 +1,5 @@
 """Laws: tokens, losses and parameters do not depend on the mesh, the wave or the micro-batch."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,8 +178,15 @@ def test_empty_rows_change_nothing_unless_they_are_counted():
     with jax.set_mesh(mesh):
         actor = actor_on(mesh)
         for count in (False, True):
-            _, metrics = step(actor, actor.trainable.init_random(0), empty, mesh, mini=32, count_empty=count,
-                              mode="seq-mean-token-mean")  # fmt: skip
+            _, metrics = step(
+                actor,
+                actor.trainable.init_random(0),
+                empty,
+                mesh,
+                mini=32,
+                count_empty=count,
+                mode="seq-mean-token-mean",
+            )
             losses[count] = metrics["actor/pg_loss"]
     np.testing.assert_allclose(losses[True], losses[False] * 28 / 32, rtol=1e-5)
 

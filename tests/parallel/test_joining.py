@@ -29,13 +29,22 @@ NOTHING_FOUND = ValueError("coordinator_address should be defined.")
 
 
 def slurm(tasks: int, nodes: str) -> dict[str, str]:
-    return {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": nodes, "SLURM_NTASKS": str(tasks), "SLURM_PROCID": "0",
-            "SLURM_LOCALID": "0"}  # fmt: skip
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
 
 
 def open_mpi(size: int) -> dict[str, str]:
-    return {"OMPI_COMM_WORLD_SIZE": str(size), "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}  # fmt: skip
+    return {
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
+    }
 
 
 KAGGLE = {"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
@@ -43,12 +52,16 @@ ALONE = {
     "kaggle": KAGGLE,
     "colab": {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
     "tpu_without_names": {"TPU_PROCESS_ADDRESSES": ""},
-    "gke_host": {"TPU_WORKER_HOSTNAMES": "job-0-0.service", "MEGASCALE_NUM_SLICES": "1", "KUBERNETES_SERVICE_HOST": "x",
-                 "JOB_COMPLETION_INDEX": "0"},
+    "gke_host": {
+        "TPU_WORKER_HOSTNAMES": "job-0-0.service",
+        "MEGASCALE_NUM_SLICES": "1",
+        "KUBERNETES_SERVICE_HOST": "x",
+        "JOB_COMPLETION_INDEX": "0",
+    },
     "slurm_task": slurm(1, "node7"),
     "open_mpi_process": open_mpi(1),
     "notebook_in_a_pod": {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
-}  # fmt: skip
+}
 SEVERAL = {
     "slurm": (slurm(4, "node[1-2]"), "4 processes: SLURM_NTASKS=4, SLURM_PROCID=0, SLURM_STEP_NODELIST=node[1-2]"),
     "open_mpi": (open_mpi(2), "2 processes: OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=0, OMPI_MCA_orte_hnp_uri=153"),
@@ -104,12 +117,15 @@ def test_where_nothing_is_found_this_process_is_alone(monkeypatch):
 @pytest.mark.parametrize(
     "error",
     [
-        NoServer("http://metadata.google.internal: Max retries exceeded"), SlowServer("Read timed out."),
-        RuntimeError("Failed to recognize coordinator address node1\nand more"), KeyError("OMPI_COMM_WORLD_RANK"),
-        FileNotFoundError(2, "No such file or directory", "scontrol"), subprocess.CalledProcessError(1, "scontrol"),
+        NoServer("http://metadata.google.internal: Max retries exceeded"),
+        SlowServer("Read timed out."),
+        RuntimeError("Failed to recognize coordinator address node1\nand more"),
+        KeyError("OMPI_COMM_WORLD_RANK"),
+        FileNotFoundError(2, "No such file or directory", "scontrol"),
+        subprocess.CalledProcessError(1, "scontrol"),
     ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 def test_a_cluster_that_cannot_be_joined_is_refused(monkeypatch, name, error):
     environment, evidence = SEVERAL[name]
     with pytest.raises(ValueError) as refused:
@@ -250,9 +266,13 @@ def test_what_a_process_waits_for_has_the_address(monkeypatch):
 def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
     return subprocess.Popen(
-        [sys.executable, "-c", code], env={**inherited, "PYTHONPATH": str(ROOT), **environment}, cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(*running: subprocess.Popen) -> list[tuple[int, str, str]]:

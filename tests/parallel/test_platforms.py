@@ -38,9 +38,10 @@ def plugins(monkeypatch):
         found = importlib.util.find_spec
         known = (*platforms.PLUGINS, "libtpu")
         monkeypatch.setattr(
-            platforms.importlib.util, "find_spec",
+            platforms.importlib.util,
+            "find_spec",
             lambda name: (object() if name in names else None) if name in known else found(name),
-        )  # fmt: skip
+        )
 
     return install
 
@@ -94,21 +95,36 @@ def test_other_errors_are_not_taken_for_it():
 
 @pytest.mark.parametrize(
     ("command", "asked", "cure"),
-    [("train", "cuda", "cuda"), ("train", "gpu", "cuda"), ("train", "tpu", "TPU"),
-     ("train", "nonsense", "use cpu, cuda or tpu"),
-     ("evaluate", "cuda", "cuda"), ("export", "tpu", "TPU"), ("preflight", "cuda", "cuda")],
-)  # fmt: skip
+    [
+        ("train", "cuda", "cuda"),
+        ("train", "gpu", "cuda"),
+        ("train", "tpu", "TPU"),
+        ("train", "nonsense", "use cpu, cuda or tpu"),
+        ("evaluate", "cuda", "cuda"),
+        ("export", "tpu", "TPU"),
+        ("preflight", "cuda", "cuda"),
+    ],
+)
 def test_every_command_says_what_is_missing(command, asked, cure, tmp_path):
     options = {
-        "evaluate": ["--output", str(tmp_path / "out")], "export": ["--output", str(tmp_path / "out")],
+        "evaluate": ["--output", str(tmp_path / "out")],
+        "export": ["--output", str(tmp_path / "out")],
         "preflight": ["--topology", "tpu"],
-    }.get(command, [])  # fmt: skip
+    }.get(command, [])
     done = subprocess.run(
-        [sys.executable, "-m", f"dapo_jax.{command}", "--config", str(ROOT / "configs/tiny.py"),
-         f"--config.workdir={tmp_path}/run", *options],
-        capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            f"dapo_jax.{command}",
+            "--config",
+            str(ROOT / "configs/tiny.py"),
+            f"--config.workdir={tmp_path}/run",
+            *options,
+        ],
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": asked},
-    )  # fmt: skip
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"dapo_jax: JAX_PLATFORMS={asked} cannot be used: ") and cure in last

@@ -41,10 +41,13 @@ def collected(tmp_path, *, processes, devices):
     running = [
         subprocess.Popen(
             [sys.executable, WORKER, port, str(processes), str(i), tmp_path / f"{processes}.{i}", *changes],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i in range(processes)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=LIMIT_S) for process in running]
     finally:

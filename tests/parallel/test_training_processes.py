@@ -29,12 +29,21 @@ from dapo_jax.settings import actor_settings
 pytestmark = pytest.mark.slow
 
 SMALL = {
-    "data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4, "data.train_batch_size": 4, "data.gen_batch_size": 8,
-    "actor.ppo_mini_batch_size": 2, "actor.ppo_micro_batch_size_per_device": 4, "trainer.total_training_steps": 4,
-    "trainer.test_freq": 2, "trainer.save_freq": 2, "trainer.heartbeat_timeout_s": 10,
-    "algorithm.filter_groups.max_num_gen_batches": 0, "reward.num_workers": 1, "actor.optim.lr": 1e-3,
+    "data.arithmetic.high": 4,
+    "data.arithmetic.num_heldout": 4,
+    "data.train_batch_size": 4,
+    "data.gen_batch_size": 8,
+    "actor.ppo_mini_batch_size": 2,
+    "actor.ppo_micro_batch_size_per_device": 4,
+    "trainer.total_training_steps": 4,
+    "trainer.test_freq": 2,
+    "trainer.save_freq": 2,
+    "trainer.heartbeat_timeout_s": 10,
+    "algorithm.filter_groups.max_num_gen_batches": 0,
+    "reward.num_workers": 1,
+    "actor.optim.lr": 1e-3,
     "actor.optim.eps": 1e-6,  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
-}  # fmt: skip
+}
 
 
 # The training command, which gets a signal when it begins to train on a step.
@@ -90,14 +99,20 @@ def start(
     """The command, in so many processes with so many devices each; `second`: what process 1 has otherwise."""
     port, running = free_port(), []
     environment = {
-        **os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_COMPILATION_CACHE_DIR": str(logs / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(CONFIGS.parent),
-    }  # fmt: skip
+        **os.environ,
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_COMPILATION_CACHE_DIR": str(logs / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(CONFIGS.parent),
+    }
     for process in range(processes):
         values = {**SMALL, "workdir": workdir, **changes, **(second or {} if process == 1 else {})}
         if processes > 1:
-            values |= {"trainer.coordinator": f"127.0.0.1:{port}", "trainer.num_processes": processes,
-                       "trainer.process_id": process}  # fmt: skip
+            values |= {
+                "trainer.coordinator": f"127.0.0.1:{port}",
+                "trainer.num_processes": processes,
+                "trainer.process_id": process,
+            }
         flags = [f"--config.{name}={value}" for name, value in values.items()]
         program = ["-m", f"dapo_jax.{command[0]}"]
         if gets is not None and gets.process == process:
@@ -106,8 +121,10 @@ def start(
         outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill
         popen = subprocess.Popen(
             [sys.executable, *program, "--config", CONFIGS / "tiny.py", *flags, *command[1:]],
-            env=environment, stdout=outputs[0], stderr=outputs[1],
-        )  # fmt: skip
+            env=environment,
+            stdout=outputs[0],
+            stderr=outputs[1],
+        )
         running.append(Started(popen, *outputs))
     return running
 
@@ -246,8 +263,14 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
 
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two):
-    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.save_freq": -1,
-             "trainer.stop_patience_s": 600.0}  # fmt: skip
+    where = {
+        "processes": 2,
+        "devices": 4,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+        "trainer.save_freq": -1,
+        "trainer.stop_patience_s": 600.0,
+    }
     ended = finish(start(tmp_path, logs, gets=Signal(signal.SIGTERM, process=1, step=2), **where))
     assert [code for code, _, _ in ended] == [0, 0], [errors[-2000:] for _, _, errors in ended]
     assert "stopped by a signal to another process after step" in ended[0][2]

@@ -172,10 +172,18 @@ def test_logits_of_a_large_vocabulary_never_exist_whole():
 
     def temporaries(chunk_size):
         def loss(params, batch):
-            return jnp.sum(response_logprobs(
-                params, batch, arch=arch, temperature=1.0, remat="full", attention_kernel=None,
-                chunk_size=chunk_size, entropy_gradient=False,
-            )[0])  # fmt: skip
+            return jnp.sum(
+                response_logprobs(
+                    params,
+                    batch,
+                    arch=arch,
+                    temperature=1.0,
+                    remat="full",
+                    attention_kernel=None,
+                    chunk_size=chunk_size,
+                    entropy_gradient=False,
+                )[0]
+            )
 
         return jax.jit(jax.grad(loss)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
 

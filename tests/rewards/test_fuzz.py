@@ -150,10 +150,23 @@ def test_only_numbers_and_arithmetic_are_evaluated(monkeypatch):
     monkeypatch.setattr("sympy.parsing.sympy_parser.parse_expr", record)
     monkeypatch.setattr("math_verify.parser.parse_expr", record)
     for text in (
-        r"\boxed{__import__('os').abort()}", "$x_{__import__('os').abort()}$", "The answer is exec('1')",
-        r"$\mathrm{os.abort}()$", r"$\text{1.__class__}$", "The answer is 1.__class__", "$1{,}234.5e9$", r"$0.\bar{3}$",
-        "$1e5$", "$1E+5$", "$1,234$", "1,234.5", r"12\%", "(1+2)^3", "$f(x, y)$", r"$\operatorname{eval}(1, 2)$",
-    ):  # fmt: skip
+        r"\boxed{__import__('os').abort()}",
+        "$x_{__import__('os').abort()}$",
+        "The answer is exec('1')",
+        r"$\mathrm{os.abort}()$",
+        r"$\text{1.__class__}$",
+        "The answer is 1.__class__",
+        "$1{,}234.5e9$",
+        r"$0.\bar{3}$",
+        "$1e5$",
+        "$1E+5$",
+        "$1,234$",
+        "1,234.5",
+        r"12\%",
+        "(1+2)^3",
+        "$f(x, y)$",
+        r"$\operatorname{eval}(1, 2)$",
+    ):
         math_verifier.score("", text, "34", {})
 
     @cases(50)

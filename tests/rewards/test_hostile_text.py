@@ -51,9 +51,17 @@ def test_hostile_texts_are_wrong_at_once_and_right_answers_right(verifier):
 
 def test_hostile_mathematics_is_wrong_within_the_time_limit_and_right_answers_are_right():
     names = (
-        "nested fractions", "expression in parentheses", "signs", "tower", "tower in LaTeX", "factorials",
-        "digits", "boxes that do not close", "code", "lone surrogates",
-    )  # fmt: skip
+        "nested fractions",
+        "expression in parentheses",
+        "signs",
+        "tower",
+        "tower in LaTeX",
+        "factorials",
+        "digits",
+        "boxes that do not close",
+        "code",
+        "lone surrogates",
+    )
     requests = [ScoreRequest("", text, "34", {}) for name in names for text in (TEXTS[name], RIGHT)]
     prefixes = ["\0" * 1000, "\ud800" * 1000, "\u202e" * 1000, "{" * 1000, r"\boxed{" * 1000, "9" * 5000]
     requests += [ScoreRequest("", f"{prefix}\n{RIGHT}", "34", {}) for prefix in prefixes]

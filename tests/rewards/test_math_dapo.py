@@ -78,12 +78,39 @@ def test_lenient_accepts_another_spelling(solution, ground_truth):
 @pytest.mark.parametrize(
     "answer",
     [
-        "3 4.", "3\t4.", "3,4.", "3{,}4.", "3_4.", "3**4.", "$3$4.", "$3$$4$.", "3.4.", "-34.", "340.",
-        "134.", "34.5", "34!", "34%", "34e2", "34i", "34...", r"34\ldots.", r"34\dots.", "34/2.", "0x34.",
-        r"\sqrt{34}.", r"\frac34.", "34 or 35.", "x >= 34.", "x != 34.", r"x \neq 34.", "34 million.",
-        "\u0663\u0664.", "34\u00b2.",
+        "3 4.",
+        "3\t4.",
+        "3,4.",
+        "3{,}4.",
+        "3_4.",
+        "3**4.",
+        "$3$4.",
+        "$3$$4$.",
+        "3.4.",
+        "-34.",
+        "340.",
+        "134.",
+        "34.5",
+        "34!",
+        "34%",
+        "34e2",
+        "34i",
+        "34...",
+        r"34\ldots.",
+        r"34\dots.",
+        "34/2.",
+        "0x34.",
+        r"\sqrt{34}.",
+        r"\frac34.",
+        "34 or 35.",
+        "x >= 34.",
+        "x != 34.",
+        r"x \neq 34.",
+        "34 million.",
+        "\u0663\u0664.",
+        "34\u00b2.",
     ],
-)  # fmt: skip
+)
 def test_lenient_rejects_what_is_another_number(answer):
     assert not check_lenient(f"Answer: {answer}")["acc"]
     assert not check_lenient(rf"so \boxed{{{answer}}}")["acc"]
@@ -100,9 +127,7 @@ def test_lenient_gives_a_wrong_number_one_spelling():
     assert preds == {"35"}
 
 
-@pytest.mark.parametrize(
-    "text", ["\\boxed{", "{", "Answer:", "Answer:*", "$", "1", "1,", "\0\ud800", "\n", "="]
-)
+@pytest.mark.parametrize("text", ["\\boxed{", "{", "Answer:", "Answer:*", "$", "1", "1,", "\0\ud800", "\n", "="])
 def test_hostile_texts_are_wrong_and_end(text):
     solution = text * (400_000 // len(text))
     with ends_within():

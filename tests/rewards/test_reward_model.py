@@ -16,10 +16,20 @@ from dapo_jax.rewards.reward_model import build_reward_model, conversation_score
 from dapo_jax.rollout.shapes import pad_prompts
 
 ARCH = Architecture(
-    family="llama", vocab_size=64, hidden_size=48, intermediate_size=80, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=16, rope_theta=1e4, rms_norm_eps=1e-5, tie_embeddings=True, initializer_range=0.2,
+    family="llama",
+    vocab_size=64,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_embeddings=True,
+    initializer_range=0.2,
     scalar_head=True,
-)  # fmt: skip
+)
 # The second ends with the token that the rows are padded with.
 CONVERSATIONS = [[5, 6, 7, 8, 9], [2, 9, 2], [3, 4, 5, 6, 7, 8, 9, 10], [11]] * 2
 PAD = 2

@@ -58,11 +58,15 @@ def test_a_function_that_always_raises_is_refused_with_its_error(tmp_path):
 @pytest.mark.parametrize(
     "reading",
     [
-        "solution.split('Answer:')[1]", "solution.split('####')[1]", "solution.split('{')[1].rstrip('}')",
-        "solution.split('<answer>')[1].split('</answer>')[0]", "solution.split('print(')[1].split(')')[0]", "solution",
+        "solution.split('Answer:')[1]",
+        "solution.split('####')[1]",
+        "solution.split('{')[1].rstrip('}')",
+        "solution.split('<answer>')[1].split('</answer>')[0]",
+        "solution.split('print(')[1].split(')')[0]",
+        "solution",
         "__import__('json').loads(solution)['answer']",
     ],
-)  # fmt: skip
+)
 def test_a_function_may_raise_for_what_it_cannot_read(reading, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         verdicts = tried(f"return float(int({reading}) == 34)", tmp_path)

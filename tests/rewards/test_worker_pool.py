@@ -144,12 +144,27 @@ def assert_it_costs_one_worker(pool, how, error):
     [
         ("huge", "worker died (announced 1152921504606846976 bytes"),
         ("beyond", "worker died (announced"),
-        *((how, "worker died (sent no valid answer)") for how in (
-            "pickle", "random", "empty", "nothing", "deep", "nan", "overflow", "digits", "text", "no_score", "no_text",
-            "long_text", "many", "beyond_float32",
-        )),
+        *(
+            (how, "worker died (sent no valid answer)")
+            for how in (
+                "pickle",
+                "random",
+                "empty",
+                "nothing",
+                "deep",
+                "nan",
+                "overflow",
+                "digits",
+                "text",
+                "no_score",
+                "no_text",
+                "long_text",
+                "many",
+                "beyond_float32",
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_worker_turned_against_us_costs_its_sample_alone(pool, how, error):
     assert_it_costs_one_worker(pool, how, error)
 
@@ -195,16 +210,34 @@ def test_nothing_that_a_verifier_starts_outlives_its_worker(solution, daemon, tm
 
 def test_extra_info_reaches_the_verifier_as_json(pool):
     extra_info = {
-        "a": [1, -0.5, float("inf"), True, None, "é\0\ud800", 2**70], "b": (1, 2), "c": {"d": {}}, "e": Decimal("1.10"),
-        "f": b"\0\xff", "g": datetime.datetime(2024, 7, 26, 1, 2, 3), "h": datetime.date(2024, 7, 26),
-        "i": datetime.timedelta(seconds=61), "j": np.float32(0.5), "k": np.arange(2), "l": uuid.UUID(int=1), 5: "m",
-    }  # fmt: skip
+        "a": [1, -0.5, float("inf"), True, None, "é\0\ud800", 2**70],
+        "b": (1, 2),
+        "c": {"d": {}},
+        "e": Decimal("1.10"),
+        "f": b"\0\xff",
+        "g": datetime.datetime(2024, 7, 26, 1, 2, 3),
+        "h": datetime.date(2024, 7, 26),
+        "i": datetime.timedelta(seconds=61),
+        "j": np.float32(0.5),
+        "k": np.arange(2),
+        "l": uuid.UUID(int=1),
+        5: "m",
+    }
     pred = pool.score([request("echo", x=extra_info)])[0].pred
     assert ast.literal_eval(pred.replace("inf", "1e999"))["x"] == {
-        "a": [1, -0.5, float("inf"), True, None, "é\0\ud800", 2**70], "b": [1, 2], "c": {"d": {}}, "e": "1.10",
-        "f": "AP8=", "g": "2024-07-26T01:02:03", "h": "2024-07-26", "i": "0:01:01", "j": 0.5, "k": [0, 1],
-        "l": "00000000-0000-0000-0000-000000000001", "5": "m",
-    }  # fmt: skip
+        "a": [1, -0.5, float("inf"), True, None, "é\0\ud800", 2**70],
+        "b": [1, 2],
+        "c": {"d": {}},
+        "e": "1.10",
+        "f": "AP8=",
+        "g": "2024-07-26T01:02:03",
+        "h": "2024-07-26",
+        "i": "0:01:01",
+        "j": 0.5,
+        "k": [0, 1],
+        "l": "00000000-0000-0000-0000-000000000001",
+        "5": "m",
+    }
 
 
 @pytest.mark.parametrize("truth", ["34", None, True, [], ["a", 1], {"a": None, "b": {"c": [0.5]}}])
@@ -379,9 +412,7 @@ def test_limits_must_be_in_range(arguments):
 
 def test_the_workers_outlive_the_thread_that_made_the_pool():
     pools = []
-    thread = threading.Thread(
-        target=lambda: pools.append(VerifierPool("arithmetic", num_workers=1, timeout_s=30))
-    )
+    thread = threading.Thread(target=lambda: pools.append(VerifierPool("arithmetic", num_workers=1, timeout_s=30)))
     thread.start()
     thread.join()
     time.sleep(0.1)

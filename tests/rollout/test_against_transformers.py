@@ -31,10 +31,19 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
     prompts = [tokenizer.encode(text) for text in TEXTS]
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
     settings = EngineSettings(
-        arch=arch, mesh=mesh, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id, max_prompt_length=16,
-        max_response_length=NEW, max_num_seqs=64, memory_share=1.0, chunk_length=8, smallest_rows=1, lookahead=0,
+        arch=arch,
+        mesh=mesh,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        max_prompt_length=16,
+        max_response_length=NEW,
+        max_num_seqs=64,
+        memory_share=1.0,
+        chunk_length=8,
+        smallest_rows=1,
+        lookahead=0,
         seed=0,
-    )  # fmt: skip
+    )
     params = unstack_layers(load_params(MODEL, arch, lambda weight, array: jax.numpy.asarray(array)))
     with jax.set_mesh(mesh):
         found = Engine(settings).generate(
@@ -42,7 +51,11 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
         )
     for prompt, tokens, mask in zip(prompts, found.responses, found.mask, strict=True):
         expected = peer.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-            max_new_tokens=NEW, eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id,
-        )[0, len(prompt) :].tolist()  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=list(tokenizer.eos_ids),
+            pad_token_id=tokenizer.pad_id,
+        )[0, len(prompt) :].tolist()
         assert tokens[mask].tolist() == expected

@@ -24,9 +24,19 @@ from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 ARCH = Architecture(
-    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4,
-    num_kv_heads=2, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-5, tie_embeddings=False, initializer_range=0.2,
-)  # fmt: skip
+    family="llama",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    tie_embeddings=False,
+    initializer_range=0.2,
+)
 EOS, PAD, LENGTH, SAMPLES = (2, 3), 0, 90, 4
 PROMPTS = [[5 + i % 50] * (1 + i % 7) for i in range(24)]
 
@@ -44,10 +54,19 @@ def host_params(dtype="float32"):
 
 def make_engine(mesh=None, **changes) -> Engine:
     values = dict(
-        arch=ARCH, mesh=mesh or mesh_of(1, 1, 1), eos_ids=EOS, pad_id=PAD, max_prompt_length=8,
-        max_response_length=LENGTH, max_num_seqs=1024, memory_share=1.0, chunk_length=8, smallest_rows=1,
-        lookahead=0, seed=0,
-    )  # fmt: skip
+        arch=ARCH,
+        mesh=mesh or mesh_of(1, 1, 1),
+        eos_ids=EOS,
+        pad_id=PAD,
+        max_prompt_length=8,
+        max_response_length=LENGTH,
+        max_num_seqs=1024,
+        memory_share=1.0,
+        chunk_length=8,
+        smallest_rows=1,
+        lookahead=0,
+        seed=0,
+    )
     made.append(Engine(EngineSettings(**{**values, **changes})))
     return made[-1]
 

@@ -10,12 +10,19 @@ def experience(first: int, num_groups: int, *, kl: bool = True, **scores) -> Exp
     numbers = np.arange(first, first + num_groups)
     tokens = np.broadcast_to(numbers[:, None, None], (num_groups, 2, 3))
     return Experience(
-        numbers=numbers, rows=numbers + 100, prompts=[[number] for number in numbers.tolist()],
-        responses=tokens.astype(np.int32), mask=tokens % 2 == 0, logprobs=-tokens.astype(np.float32),
-        finished=tokens[..., 0] % 3 == 0, texts=[[str(number)] * 2 for number in numbers.tolist()],
-        scores={"score": tokens[..., 0] / 2, **scores}, versions=numbers // 2, failed=tokens[..., 0] % 4 == 1,
+        numbers=numbers,
+        rows=numbers + 100,
+        prompts=[[number] for number in numbers.tolist()],
+        responses=tokens.astype(np.int32),
+        mask=tokens % 2 == 0,
+        logprobs=-tokens.astype(np.float32),
+        finished=tokens[..., 0] % 3 == 0,
+        texts=[[str(number)] * 2 for number in numbers.tolist()],
+        scores={"score": tokens[..., 0] / 2, **scores},
+        versions=numbers // 2,
+        failed=tokens[..., 0] % 4 == 1,
         kl=tokens / 10 if kl else None,
-    )  # fmt: skip
+    )
 
 
 def assert_equal(found: Experience, expected: Experience) -> None:

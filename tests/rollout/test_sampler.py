@@ -88,9 +88,16 @@ def started(verifiers):
     rows = [PromptRow([{"role": "user", "content": str(i)}], "test", str(i), {}) for i in range(4)]
     sampler = Sampler(TOKENIZER, verifiers, _Engine(verifiers))  # pyright: ignore[reportArgumentType]
     return sampler.start(
-        None, PromptSet(rows, [[1]] * 4), [3, 0, 2], [7, 8, 9], num_samples=2, purpose=0, sampling=None,
-        stage=lambda _: nullcontext(), version=5,
-    )  # pyright: ignore[reportArgumentType]  # fmt: skip
+        None,
+        PromptSet(rows, [[1]] * 4),
+        [3, 0, 2],
+        [7, 8, 9],
+        num_samples=2,
+        purpose=0,
+        sampling=None,
+        stage=lambda _: nullcontext(),
+        version=5,
+    )  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

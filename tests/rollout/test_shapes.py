@@ -99,8 +99,9 @@ def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
 @pytest.mark.parametrize("lengths", [[20], [20, 60, 60, 256], list(range(1, 257)), [30] * 9 + [256]])
 def test_no_moment_of_a_wave_takes_more_than_the_memory(lengths, lookahead):
     history, ladder = history_of(lengths), windows(256, 32)
-    rows = rows_in_memory(1e6, bytes_per_token=10.0, width=64, chunk_length=32, ladder=ladder, alive=history.alive,
-                          lookahead=lookahead)  # fmt: skip
+    rows = rows_in_memory(
+        1e6, bytes_per_token=10.0, width=64, chunk_length=32, ladder=ladder, alive=history.alive, lookahead=lookahead
+    )
     path = expected_path(rungs(rows, 8), 32, ladder, history.alive, lookahead=lookahead)
     assert max(height * (64 + window) for height, window in path) * 10 <= 1e6
 

@@ -60,8 +60,12 @@ def test_a_report_in_which_all_passes(report, capsys):
 def test_failing_sections_are_named_and_lose_no_other(report, capsys):
     code, statuses, page = report("--sections", "attention,tokens,training", attention=FAILS, tokens=CRASHES)
     assert code == 1
-    assert statuses == {"environment": "passed", "attention": "failed: 1 of 1 checks", "tokens": "failed: exit code 1",
-                        "training": "passed"}  # fmt: skip
+    assert statuses == {
+        "environment": "passed",
+        "attention": "failed: 1 of 1 checks",
+        "tokens": "failed: exit code 1",
+        "training": "passed",
+    }
     assert "Failed: attention, tokens." in capsys.readouterr().out and "Failed: attention, tokens." in page
     assert "MemoryError: all of it" in page and "| **NO** |" in page
 
@@ -80,9 +84,11 @@ def before_each_section(monkeypatch, function):
 
 def test_what_no_longer_fits_the_time_is_skipped_and_fails_nothing(report, monkeypatch, capsys):
     monkeypatch.setattr(accelerator_report, "GRACE_S", 0.0)
-    sections = [accelerator_report.Section("environment", "Environment", 0, 60),
-                accelerator_report.Section("attention", "Attention", 0, 60),
-                accelerator_report.Section("tokens", "Tokens", 1000, 60)]  # fmt: skip
+    sections = [
+        accelerator_report.Section("environment", "Environment", 0, 60),
+        accelerator_report.Section("attention", "Attention", 0, 60),
+        accelerator_report.Section("tokens", "Tokens", 1000, 60),
+    ]
     monkeypatch.setattr(accelerator_report, "SECTIONS", sections)
     clock = before_each_section(monkeypatch, lambda section: 0.0 if section.name == "environment" else 598.0)
     monkeypatch.setattr(accelerator_report, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
@@ -126,10 +132,18 @@ while True:
     wait_until(lambda: not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
-@pytest.mark.parametrize("options", [
-    ["--minute", "3"], ["--minutes", "0"], ["--minutes", "x"], ["--sections", "speed"], ["--output", "full"],
-    ["--output", "file"], ["--output", "file/below"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--minute", "3"],
+        ["--minutes", "0"],
+        ["--minutes", "x"],
+        ["--sections", "speed"],
+        ["--output", "full"],
+        ["--output", "file"],
+        ["--output", "file/below"],
+    ],
+)
 def test_wrong_options_are_one_line(options, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("full").mkdir()
@@ -144,8 +158,12 @@ def test_wrong_options_are_one_line(options, tmp_path, monkeypatch, capsys):
 
 def test_help_does_nothing_else(tmp_path):
     shell = shutil.which("bash")
-    done = subprocess.run([str(shell), str(ROOT / "scripts/accelerator_report.sh"), "--output", "out", "--help"],
-                          cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [str(shell), str(ROOT / "scripts/accelerator_report.sh"), "--output", "out", "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "--minutes N" in done.stdout and list(tmp_path.iterdir()) == []
     assert all(name in done.stdout for name in NAMES[1:])
 
@@ -162,10 +180,19 @@ def test_findings_are_valid_json_at_any_time(tmp_path):
     assert found["tables"] == {"Table": [{"value": "nan", "other": "inf"}]} and not found["checks"][0]["passed"]
 
 
-@pytest.mark.parametrize("value, column, text", [
-    (None, "a", "-"), (True, "a", "yes"), (0.123, "share of the limit", "12.3 %"), (12345.6, "a", "12346"),
-    (0.00001, "a", "1.0e-05"), (7, "a", "7"), ("a|b\nc", "a", r"a\|b c"), (0.0, "a", "0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value, column, text",
+    [
+        (None, "a", "-"),
+        (True, "a", "yes"),
+        (0.123, "share of the limit", "12.3 %"),
+        (12345.6, "a", "12346"),
+        (0.00001, "a", "1.0e-05"),
+        (7, "a", "7"),
+        ("a|b\nc", "a", r"a\|b c"),
+        (0.0, "a", "0"),
+    ],
+)
 def test_cells(value, column, text):
     assert accelerator_page.cell(value, column) == text
 
@@ -201,11 +228,22 @@ def test_k3_is_exact_for_small_differences():
 @pytest.mark.slow
 def test_the_report_on_a_cpu(tmp_path):
     """From a folder that is not the checkout. The time limit is for a report that hangs."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHON": sys.executable,
-                   "DAPO_JAX_CACHE": str(tmp_path / "cache")}  # fmt: skip
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PYTHON": sys.executable,
+        "DAPO_JAX_CACHE": str(tmp_path / "cache"),
+    }
     script = str(ROOT / "scripts/accelerator_report.sh")
-    done = subprocess.run(["bash", script, "--output", "report", "--minutes", "40"], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, timeout=3000)  # fmt: skip
+    done = subprocess.run(
+        ["bash", script, "--output", "report", "--minutes", "40"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
     page = (tmp_path / "report/report.md").read_text()
     assert done.returncode == 0, page
     report = json.loads((tmp_path / "report/report.json").read_text())

@@ -66,9 +66,16 @@ def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))  # matplotlib runs commands too
     output = tmp_path / "results"
     compare_trl.main(
-        ["--trl", "torch/bin/python", "--seeds", "3", f"--runs={tmp_path}", f"--output={output}",
-         "--config.trainer.total_training_steps=2"]
-    )  # fmt: skip
+        [
+            "--trl",
+            "torch/bin/python",
+            "--seeds",
+            "3",
+            f"--runs={tmp_path}",
+            f"--output={output}",
+            "--config.trainer.total_training_steps=2",
+        ]
+    )
     assert [command[0] == "torch/bin/python" for command in commands] == [False, False, True]
     report = json.loads((output / "compare_trl.json").read_text())
     ours = {"python": "3", "jax": "2"}

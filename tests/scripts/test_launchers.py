@@ -282,8 +282,11 @@ def test_a_slurm_job_out_of_time_stops_training_and_is_requeued(cluster):
     job.send_signal(signal.SIGUSR1)
     assert job.wait(LIMIT_S) == 0
     assert [line.rstrip(" <>") for line in calls.read_text().splitlines()] == [
-        STEP.rstrip(" <>"), "scancel <--signal=TERM> <42", "step over", "scontrol <requeue> <42",
-    ]  # fmt: skip
+        STEP.rstrip(" <>"),
+        "scancel <--signal=TERM> <42",
+        "step over",
+        "scontrol <requeue> <42",
+    ]
 
 
 def test_a_slurm_job_without_an_environment_is_refused(cluster):

@@ -6,9 +6,15 @@ import pytest
 ROWS = [
     {"step": 0, "eval/a/acc/mean@4": 0.25},
     {"step": 1, "actor/entropy": 2.0, "dynamic_sampling/generated_tokens": 100, "timing_s/step": 2.5},
-    {"step": 2, "actor/entropy": None, "dynamic_sampling/generated_tokens": 50, "timing_s/step": 1.5,
-     "eval/a/acc/mean@4": 0.5, "eval/b/acc/mean@4": 0.75},
-]  # fmt: skip
+    {
+        "step": 2,
+        "actor/entropy": None,
+        "dynamic_sampling/generated_tokens": 50,
+        "timing_s/step": 1.5,
+        "eval/a/acc/mean@4": 0.5,
+        "eval/b/acc/mean@4": 0.75,
+    },
+]
 
 
 @pytest.mark.parametrize(("x", "places"), [("steps", [0, 2]), ("tokens", [0, 150]), ("seconds", [0, 4.0])])

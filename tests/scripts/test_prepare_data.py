@@ -40,23 +40,32 @@ def write_lines(path: Path, rows: list) -> Path:
 def published_dapo(path: Path, rows: list[tuple[str, str]]) -> Path:
     """A file as BytedTsinghua-SIA/DAPO-Math-17k is: (problem, answer) in rows of small row groups."""
     prompt = data_preparation.DAPO_PROMPT
-    table = pa.Table.from_pylist([
-        {
-            "data_source": "math_dapo",
-            "prompt": [{"content": prompt.format(problem=problem), "role": "user"}],
-            "ability": "MATH",
-            "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": f"{number:08x}"},
-        }
-        for number, (problem, answer) in enumerate(rows)
-    ])  # fmt: skip
+    table = pa.Table.from_pylist(
+        [
+            {
+                "data_source": "math_dapo",
+                "prompt": [{"content": prompt.format(problem=problem), "role": "user"}],
+                "ability": "MATH",
+                "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+                "extra_info": {"index": f"{number:08x}"},
+            }
+            for number, (problem, answer) in enumerate(rows)
+        ]
+    )
     pq.write_table(table, path, row_group_size=7)
     return path
 
 
 def test_gsm8k_asks_and_answers_as_verl(tmp_path, capsys):
-    run("prepare_gsm8k", "--train", DATA / "gsm8k_train.jsonl", "--test", DATA / "gsm8k_test.jsonl",
-        "--output", tmp_path / "{split}.parquet")  # fmt: skip
+    run(
+        "prepare_gsm8k",
+        "--train",
+        DATA / "gsm8k_train.jsonl",
+        "--test",
+        DATA / "gsm8k_test.jsonl",
+        "--output",
+        tmp_path / "{split}.parquet",
+    )
     train, test = (read_prompt_files([str(tmp_path / f"{split}.parquet")]) for split in ("train", "test"))
     source = problems(DATA / "gsm8k_train.jsonl")
     assert len(train) == 4 and len(test) == 2 and "written      4" in capsys.readouterr().out
@@ -129,8 +138,7 @@ def test_no_template_of_mawps_is_in_both_splits(tmp_path, capsys):
     train, heldout = (problems(tmp_path / f"{split}.jsonl") for split in ("train", "heldout"))
     assert len(train) + len(heldout) == 25 and train and heldout
     template_of = importlib.import_module("prepare_mawps").template_of
-    templates = [{template_of(row["prompt"][-1]["content"]) for row in rows}
-                 for rows in (train, heldout)]  # fmt: skip
+    templates = [{template_of(row["prompt"][-1]["content"]) for row in rows} for rows in (train, heldout)]
     assert not templates[0] & templates[1]
     assert templates[0] == {row["extra_info"]["template"] for row in train}
     assert [message["role"] for message in train[0]["prompt"]] == ["user", "assistant"] * 3 + ["user"]
@@ -149,10 +157,21 @@ def test_problems_that_tell_the_same_story_have_one_template():
     assert template_of(rows[13]) != template_of(rows[12])  # what is planted is asked for, or given
 
 
-@pytest.mark.parametrize("forms", [
-    ("card", "cards"), ("candy", "candies"), ("cookie", "cookies"), ("box", "boxes"), ("glass", "glasses"),
-    ("house", "houses"), ("leaf", "leaves"), ("knife", "knives"), ("glove", "gloves"), ("toy", "toys"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "forms",
+    [
+        ("card", "cards"),
+        ("candy", "candies"),
+        ("cookie", "cookies"),
+        ("box", "boxes"),
+        ("glass", "glasses"),
+        ("house", "houses"),
+        ("leaf", "leaves"),
+        ("knife", "knives"),
+        ("glove", "gloves"),
+        ("toy", "toys"),
+    ],
+)
 def test_a_thing_is_the_same_in_singular_and_plural(forms):
     one, many = forms
     problem = f"There are 30 {many} in Kathy's {one} collection. She gives 2 to Ann. How many {many} are left?"
@@ -166,10 +185,13 @@ def test_the_split_of_a_problem_does_not_depend_on_the_others(tmp_path):
     for name, some in (("all", rows), ("reversed", rows[::-1][3:])):
         file = write_lines(tmp_path / f"{name}.jsonl", some)
         run("prepare_mawps", file, "--heldout-share", 0.4, "--output", tmp_path / name / "{split}.jsonl")
-        splits.append({
-            row["prompt"][-1]["content"]: split
-            for split in ("train", "heldout") for row in problems(tmp_path / name / f"{split}.jsonl")
-        })  # fmt: skip
+        splits.append(
+            {
+                row["prompt"][-1]["content"]: split
+                for split in ("train", "heldout")
+                for row in problems(tmp_path / name / f"{split}.jsonl")
+            }
+        )
     assert splits[1].items() <= splits[0].items() and 1 < len(splits[1]) < len(splits[0])
     split_of = importlib.import_module("prepare_mawps").split_of
     held = sum(split_of(str(number), 0.15) == "heldout" for number in range(4000))

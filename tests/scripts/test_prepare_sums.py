@@ -22,8 +22,10 @@ def test_no_order_of_a_heldout_sum_is_trained_on(tmp_path, capsys):
 def test_the_worked_answer_is_right():
     row = prepare_sums.sum_row((2, 3, 4), "train")
     assert [message["content"] for message in row["prompt"]] == [
-        "8 + 5 + 6 = ?", "8 + 5 = 13, 13 + 6 = 19", "2 + 3 + 4 = ?",
-    ]  # fmt: skip
+        "8 + 5 + 6 = ?",
+        "8 + 5 = 13, 13 + 6 = 19",
+        "2 + 3 + 4 = ?",
+    ]
     verifier = VERIFIERS[verifier_for(row["data_source"])]
     answer = prepare_sums.worked_out((2, 3, 4))
     assert answer == "2 + 3 = 5, 5 + 4 = 9"

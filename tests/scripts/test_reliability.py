@@ -17,8 +17,14 @@ from dapo_jax.monitor.tensorboard import EVENTS
 def killed(tmp_path_factory):
     """The folder of the two runs of a crash test, and what it printed."""
     folder = tmp_path_factory.mktemp("crash")
-    command = [sys.executable, crash_test.__file__, "--kills=3", "--seed=1", f"--folder={folder}",
-               "--config.trainer.total_training_steps=30"]  # fmt: skip
+    command = [
+        sys.executable,
+        crash_test.__file__,
+        "--kills=3",
+        "--seed=1",
+        f"--folder={folder}",
+        "--config.trainer.total_training_steps=30",
+    ]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -55,8 +61,14 @@ def test_the_crash_test_sees_differences(killed, tmp_path, damage):
 
 
 def test_soak_tells_growth_from_noise():
-    calm = {"resident MB": 500.0, "live arrays": 10, "live array bytes": 1e6, "open files": 30, "threads": 20,
-            "processes": 2}  # fmt: skip
+    calm = {
+        "resident MB": 500.0,
+        "live arrays": 10,
+        "live array bytes": 1e6,
+        "open files": 30,
+        "threads": 20,
+        "processes": 2,
+    }
     steps = [{**calm, "resident MB": 500 + step % 3} for step in range(100)]
     assert soak.compare(steps)[1] == []
     for name in calm:

@@ -69,11 +69,21 @@ def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int
     rows = [{"step": 0, "eval/sums/acc/mean@2": 0.25}]
     for step, (accuracy, num_tokens) in enumerate(zip(accuracies, tokens, strict=True), start=1):
         rows.append(
-            {"step": step, "eval/sums/acc/mean@2": accuracy, "eval/sums/response_length/mean": 10.0 * step,
-             "eval/sums/response_length/clip_ratio": 0.25, "dynamic_sampling/generated_tokens": num_tokens,
-             "timing_s/step": 2.0, "actor/entropy": 1.0 / step, "response_length/mean": 10.0, "perf/throughput": 1.0,
-             "response_length/clip_ratio": 0.5, "dynamic_sampling/uniform_share": None, "rollout/acc/mean": 0.5}
-        )  # fmt: skip
+            {
+                "step": step,
+                "eval/sums/acc/mean@2": accuracy,
+                "eval/sums/response_length/mean": 10.0 * step,
+                "eval/sums/response_length/clip_ratio": 0.25,
+                "dynamic_sampling/generated_tokens": num_tokens,
+                "timing_s/step": 2.0,
+                "actor/entropy": 1.0 / step,
+                "response_length/mean": 10.0,
+                "perf/throughput": 1.0,
+                "response_length/clip_ratio": 0.5,
+                "dynamic_sampling/uniform_share": None,
+                "rollout/acc/mean": 0.5,
+            }
+        )
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (workdir / "environment.json").write_text(json.dumps(ENVIRONMENT))
     finished_runs.mark_finished(workdir)
@@ -95,15 +105,19 @@ def arms(tmp_path):
 def test_the_table_reads_the_curves(arms):
     runs = finished_runs.finished_runs(arms, range(11))
     assert [(run.arm, run.seed) for run in runs] == [
-        ("naive GRPO", 0), ("naive GRPO", 10), ("+ dynamic sampling", 0),
-    ]  # fmt: skip
+        ("naive GRPO", 0),
+        ("naive GRPO", 10),
+        ("+ dynamic sampling", 0),
+    ]
     assert "perf/throughput" not in runs[0].rows[1] and "dynamic_sampling/uniform_share" not in runs[0].rows[1]
     assert (runs[0].versions, runs[0].machine) == ({"python": "3", "jax": "2"}, "8 x cpu on a processor")
     assert [run.seed for run in finished_runs.finished_runs(arms, [10, 3])] == [10]
     naive, full = comparison_report.table(runs)
     assert (naive["seeds"], naive["before"], naive["after"]) == (
-        2, "0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)",
-    )  # fmt: skip
+        2,
+        "0.250 (0.250 to 0.250)",
+        "0.500 (0.250 to 0.750)",
+    )
     assert full["after"] == "1.000"
     # the thriftiest run took 200 tokens; there this one is a third of the way from 0.5 at 100 to 1.0 at 400
     assert full["equal tokens"] == "0.667"

@@ -177,13 +177,24 @@ def test_a_signal_reaches_training_and_its_status_is_kept(checkout):
 
 
 SMALL = {
-    "data.task": "files", "data.train_files": "('data/dapo-math-17k.parquet',)",
-    "data.val_files": "('data/aime-2024.parquet',)", "data.train_batch_size": 2, "reward.function": "arithmetic",
-    "reward.num_workers": 1, "rollout.n": 2, "evaluate.n": 1, "actor.ppo_mini_batch_size": 2,
-    "actor.ppo_micro_batch_size_per_device": 2, "algorithm.filter_groups.enable": False, "model.random.num_layers": 1,
-    "trainer.total_training_steps": 2, "trainer.save_freq": 1, "trainer.test_freq": -1,
-    "trainer.val_before_train": False, "trainer.heartbeat_timeout_s": 60,
-}  # fmt: skip
+    "data.task": "files",
+    "data.train_files": "('data/dapo-math-17k.parquet',)",
+    "data.val_files": "('data/aime-2024.parquet',)",
+    "data.train_batch_size": 2,
+    "reward.function": "arithmetic",
+    "reward.num_workers": 1,
+    "rollout.n": 2,
+    "evaluate.n": 1,
+    "actor.ppo_mini_batch_size": 2,
+    "actor.ppo_micro_batch_size_per_device": 2,
+    "algorithm.filter_groups.enable": False,
+    "model.random.num_layers": 1,
+    "trainer.total_training_steps": 2,
+    "trainer.save_freq": 1,
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": False,
+    "trainer.heartbeat_timeout_s": 60,
+}
 
 
 def published(path: Path, numbers: range) -> Path:
@@ -207,10 +218,14 @@ def two_hosts(checkout: Checkout, killed_in: str, topology: str) -> list[tuple[i
         port = found.getsockname()[1]
     options = SMALL | {"trainer.coordinator": f"127.0.0.1:{port}", "trainer.num_processes": 2}
     variables = {
-        "PYTHONPATH": str(SCRIPTS.parent), "CONFIG": TINY, "TOPOLOGY": topology,
-        "KILLED_IN": killed_in, "JAX_NUM_CPU_DEVICES": "1", "DAPO_FILE": str(checkout.root / "published_dapo.parquet"),
+        "PYTHONPATH": str(SCRIPTS.parent),
+        "CONFIG": TINY,
+        "TOPOLOGY": topology,
+        "KILLED_IN": killed_in,
+        "JAX_NUM_CPU_DEVICES": "1",
+        "DAPO_FILE": str(checkout.root / "published_dapo.parquet"),
         "AIME_FILE": str(checkout.root / "published_aime.parquet"),
-    }  # fmt: skip
+    }
     hosts = [
         checkout.start(*options_of(options | {"trainer.process_id": host})[2:], HOST=str(host), **variables)
         for host in range(2)
@@ -233,8 +248,12 @@ def test_two_hosts_that_are_killed_in_each_stage_go_on(tmp_path):
     published(tmp_path / "published_dapo.parquet", range(6))
     published(tmp_path / "published_aime.parquet", range(2))
     for stage, topology in [
-        ("prepare_aime.py", "none"), ("preflight", "cpu"), ("train", "cpu"), ("evaluate", "none"), ("export", "none"),
-    ]:  # fmt: skip
+        ("prepare_aime.py", "none"),
+        ("preflight", "cpu"),
+        ("train", "cpu"),
+        ("evaluate", "none"),
+        ("export", "none"),
+    ]:
         (code, errors), _ = two_hosts(checkout, stage, topology)
         assert code == -signal.SIGKILL, (stage, errors)
     output = tmp_path / "build/dapo_math"

@@ -104,8 +104,11 @@ def test_compilers_of_accelerators_are_installed_once(checkout, tmp_path):
     *_, asked, install, tests = checkout("scripts/test_accelerators.sh", "-k", "critic")
     assert asked == ["-"] and "--no-deps" in install
     assert install[-4:] == [
-        "jax-cuda13-plugin==0.10.2", "jax-cuda13-pjrt==0.10.2", "nvidia-cudnn-cu13<10", "libtpu==0.0.42.*"
-    ]  # fmt: skip
+        "jax-cuda13-plugin==0.10.2",
+        "jax-cuda13-pjrt==0.10.2",
+        "nvidia-cudnn-cu13<10",
+        "libtpu==0.0.42.*",
+    ]
     assert tests[:3] == ["-m", "pytest", "tests/accelerators"] and tests[-2:] == ["-k", "critic"]
     assert len(list((tmp_path / "cache/accelerators").iterdir())) == 1
     assert checkout("scripts/test_accelerators.sh") == [["-"], tests[:-2]]

@@ -18,9 +18,13 @@ def test_a_table_comes_from_its_file(tmp_path, monkeypatch):
     runs = [
         {"seed": 1, "versions": {"jax": "1.2"}, "machine": "1 x cpu"},
         {
-            "seed": 0, "versions": {"jax": "1.2", "torch": "3"}, "machine": "2 x gpu", "arm": "b", "exit_code": 1,
+            "seed": 0,
+            "versions": {"jax": "1.2", "torch": "3"},
+            "machine": "2 x gpu",
+            "arm": "b",
+            "exit_code": 1,
             "rows": [{"step": 7.0}],
-        },  # fmt: skip
+        },
     ]
     report = {
         "table": [{"arm": "a", "after": "0.500"}, {"arm": "b", "after": "0.250"}],
