@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from ends_within import ends_within
 from safetensors.numpy import load_file, save_file
+from shapes import BATCHES, SUMS
 from small_run import CONFIGS, small_config
 
 from dapo_jax import train
@@ -33,13 +34,9 @@ from dapo_jax.settings import actor_settings
 
 TINY = str(CONFIGS / "tiny.py")
 HF_MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"
-SUMS = {"data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4}
-SMALL = {
-    "data.train_batch_size": 4,
-    "data.gen_batch_size": 8,
+RUN = {
+    **BATCHES,
     "data.max_prompt_length": 64,
-    "actor.ppo_mini_batch_size": 2,
-    "actor.ppo_micro_batch_size_per_device": 4,
     "trainer.total_training_steps": 4,
     "reward.num_workers": 1,
     "reward.function": "arithmetic",
@@ -77,7 +74,7 @@ def run(monkeypatch, capsys, arguments: list[str]) -> tuple[int, str]:
 
 
 def arguments_of(case: Case, directory: Path) -> list[str]:
-    options = {"workdir": "DIR/run", **SMALL, **({} if "data.task" in case.options else SUMS), **case.options}
+    options = {"workdir": "DIR/run", **RUN, **({} if "data.task" in case.options else SUMS), **case.options}
     given = case.arguments or ("--config", TINY, *(f"--config.{name}={value}" for name, value in options.items()))
     return [argument.replace("DIR", str(directory)) for argument in given]
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from shapes import BATCHES
 from small_run import load_config, small_config
 
 from dapo_jax import preflight as preflight_module
@@ -25,12 +26,6 @@ from dapo_jax.step_programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--config", "configs/tiny.py", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
-SMALL = (
-    "data.train_batch_size=4",
-    "data.gen_batch_size=8",
-    "actor.ppo_mini_batch_size=2",
-    "actor.ppo_micro_batch_size_per_device=4",
-)
 STAGES = ["weights", "prefill", "decode", "log-probabilities", "update"]
 
 
@@ -52,7 +47,7 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
 def test_the_report_for_a_cpu(monkeypatch, capsys):
     """The command without a topology, which prints the tables and, in a line of its own, the report."""
     monkeypatch.chdir(ROOT)
-    main([*TINY, *(f"--config.{name}" for name in SMALL)])
+    main([*TINY, *(f"--config.{name}={value}" for name, value in BATCHES.items())])
     printed, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
     report = json.loads(line)
     check(report)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 from reward_model_files import write_reward_model
 from safetensors.numpy import load_file
+from shapes import mesh_of
 from small_run import small_config
 
 from dapo_jax.data.prompts import PromptSet
@@ -18,7 +18,6 @@ from dapo_jax.models import transformer
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.experience import Experience
 from dapo_jax.scoring import add_model_scores, load_scorer, shape
 from dapo_jax.train import train
@@ -38,11 +37,6 @@ CONVERSATIONS = [
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return write_reward_model(tmp_path_factory.mktemp("reward_model"))
-
-
-def mesh_of(shape) -> Mesh:
-    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def config_with(directory, **changes):

@@ -70,8 +70,8 @@ DEVICES = {
 }
 
 
-def mesh_of(device):
-    """Eight devices of a kind, which need not be here."""
+def eight(device):
+    """A mesh of eight devices of a kind, on any machine."""
     axes = {"data": 8, "fsdp": 1, "tensor": 1}
     return cast(settings.Mesh, SimpleNamespace(devices=np.array([DEVICES[device]] * 8).reshape(8, 1, 1), shape=axes))
 
@@ -93,8 +93,8 @@ def configured(**changes) -> tuple[settings.Config, Architecture]:
     ],
 )
 def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
-    assert settings.compute_dtype(configured()[0], mesh_of(device)).name == chosen
-    assert settings.compute_dtype(configured(model__dtype="float32")[0], mesh_of(device)).name == "float32"
+    assert settings.compute_dtype(configured()[0], eight(device)).name == chosen
+    assert settings.compute_dtype(configured(model__dtype="float32")[0], eight(device)).name == "float32"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
     monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
     config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
     assert config.model.attention == "fused"
-    chosen = settings.attention_kernel(config, arch, mesh_of(device))
+    chosen = settings.attention_kernel(config, arch, eight(device))
     assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
-    assert (rows_of_a_prompt(config, arch, mesh_of(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
-    notes = settings.device_notes(config, arch, mesh_of(device))
+    assert (rows_of_a_prompt(config, arch, eight(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
+    notes = settings.device_notes(config, arch, eight(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
 
@@ -135,32 +135,32 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
     config, arch = configured(model__attention=attention, model__dtype="float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.attention_kernel(config, arch, mesh_of(device))
+        settings.attention_kernel(config, arch, eight(device))
 
 
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
     message = "model.dtype=auto is float32: Tesla T4 has no fast products of bfloat16"
-    assert message in settings.device_notes(config, arch, mesh_of("T4"))
+    assert message in settings.device_notes(config, arch, eight("T4"))
     for device in ("cpu", "tpu", "A100"):
-        assert message not in settings.device_notes(config, arch, mesh_of(device))
+        assert message not in settings.device_notes(config, arch, eight(device))
 
 
 def test_a_note_says_how_much_of_a_gpu_jax_may_take(monkeypatch):
     monkeypatch.setenv(FRACTION, "0.8")
     config, arch = configured(model__attention="xla")
-    (note,) = settings.device_notes(config, arch, mesh_of("A100"))
+    (note,) = settings.device_notes(config, arch, eight("A100"))
     assert note == "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
-    assert not settings.device_notes(config, arch, mesh_of("tpu"))
+    assert not settings.device_notes(config, arch, eight("tpu"))
 
 
 def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     name = "xla_gpu_enable_latency_hiding_scheduler"
     config, arch = configured(trainer__compiler_options=f'{{"{name}": false}}')
     expected = {**OVERLAP["gpu"], name: False}
-    assert settings.actor_settings(config, arch, mesh_of("A100")).compiler_options == expected
-    assert settings.critic_settings(config, arch, mesh_of("A100")).compiler_options == expected
-    assert settings.compiler_options(configured()[0], mesh_of("tpu")) == {}
+    assert settings.actor_settings(config, arch, eight("A100")).compiler_options == expected
+    assert settings.critic_settings(config, arch, eight("A100")).compiler_options == expected
+    assert settings.compiler_options(configured()[0], eight("tpu")) == {}
 
 
 @pytest.mark.parametrize("option", ["actor.optim.offload", "model.remat_policy"])
@@ -168,8 +168,8 @@ def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     value = "offload" if option == "model.remat_policy" else True
     config = small_config("unused", **{option: value, "model.enable_gradient_checkpointing": True})
     for device, message in {"cpu": "needs devices with a memory", "A100": "absent GPUs"}.items():
-        mesh = mesh_of(device)
+        mesh = eight(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
             settings.check_memory(config, mesh)
-    settings.check_memory(config, mesh_of("A100 that is here"))
-    settings.check_memory(small_config("unused"), mesh_of("A100"))
+    settings.check_memory(config, eight("A100 that is here"))
+    settings.check_memory(small_config("unused"), eight("A100"))

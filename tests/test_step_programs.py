@@ -12,7 +12,7 @@ from dapo_jax.rollout.programs import Programs
 from dapo_jax.step_programs import CACHE, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.train import train
 
-SMALL = {
+ONE_STEP = {
     "mesh.fsdp": 4,
     "mesh.tensor": 2,
     "data.max_prompt_length": 8,
@@ -72,7 +72,7 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     ids=["full", "adapters", "drawn_tokens"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
-    config = small_config(tmp_path, **SMALL, **changes)
+    config = small_config(tmp_path, **ONE_STEP, **changes)
     step, mesh = programs_of(config)
     with jax.set_mesh(mesh):
         texts = {program.lower().as_text() for program in step.programs}
@@ -81,7 +81,7 @@ def test_a_run_calls_these_programs(tmp_path, changes):
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
-    config = small_config("unused", **SMALL)
+    config = small_config("unused", **ONE_STEP)
     step, mesh = programs_of(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -101,7 +101,7 @@ def test_kinds_of_memory_are_counted_once_and_on_one_device():
 
 
 def test_calls_of_the_windows_between_are_shared_out():
-    config = small_config("unused", **{**SMALL, "data.max_response_length": 400})
+    config = small_config("unused", **{**ONE_STEP, "data.max_response_length": 400})
 
     def decoding(every):
         step, _ = programs_of(config, every_window=every)
@@ -114,6 +114,6 @@ def test_calls_of_the_windows_between_are_shared_out():
 
 
 def test_rows_follow_from_the_memory():
-    config = small_config("unused", **{**SMALL, "rollout.max_num_seqs": 0, "data.max_response_length": 400})
+    config = small_config("unused", **{**ONE_STEP, "rollout.max_num_seqs": 0, "data.max_response_length": 400})
     rows = [programs_of(config, memory=memory)[0].rows for memory in (2e6, 2e7)]
     assert rows[0] < rows[1]

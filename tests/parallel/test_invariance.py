@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import ARCH, mesh_of, one_device_mesh
 from small_policy import (
-    ARCH,
     EOS,
     LENGTH,
     NUMBERS,
@@ -18,8 +18,6 @@ from small_policy import (
     batch_of,
     critic_of,
     gradient_of,
-    mesh_of,
-    one_device_mesh,
     reference,
     roll_out,
     rows,

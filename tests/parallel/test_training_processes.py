@@ -14,6 +14,7 @@ from typing import NamedTuple, TextIO
 import jax
 import numpy as np
 import pytest
+from shapes import SMALL
 from small_run import CONFIGS, rows_without_clock, small_config
 from waiting import LIMIT_S
 
@@ -28,20 +29,9 @@ from dapo_jax.settings import actor_settings
 
 pytestmark = pytest.mark.slow
 
-SMALL = {
-    "data.arithmetic.high": 4,
-    "data.arithmetic.num_heldout": 4,
-    "data.train_batch_size": 4,
-    "data.gen_batch_size": 8,
-    "actor.ppo_mini_batch_size": 2,
-    "actor.ppo_micro_batch_size_per_device": 4,
-    "trainer.total_training_steps": 4,
-    "trainer.test_freq": 2,
-    "trainer.save_freq": 2,
+OPTIONS = {
+    **SMALL,
     "trainer.heartbeat_timeout_s": 10,
-    "algorithm.filter_groups.max_num_gen_batches": 0,
-    "reward.num_workers": 1,
-    "actor.optim.lr": 1e-3,
     "actor.optim.eps": 1e-6,  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
 }
 
@@ -106,7 +96,7 @@ def start(
         "PYTHONPATH": str(CONFIGS.parent),
     }
     for process in range(processes):
-        values = {**SMALL, "workdir": workdir, **changes, **(second or {} if process == 1 else {})}
+        values = {**OPTIONS, "workdir": workdir, **changes, **(second or {} if process == 1 else {})}
         if processes > 1:
             values |= {
                 "trainer.coordinator": f"127.0.0.1:{port}",

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from shapes import ARCH, mesh_of, one_device_mesh
 from small_policy import (
-    ARCH,
     actor_on,
     actor_settings,
     assert_close,
     batch_of,
     gradient_of,
-    mesh_of,
-    one_device_mesh,
     reference,
     roll_out,
     rows,

@@ -4,14 +4,12 @@ import os
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from shapes import one_device_mesh
 
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.learner.actor import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 
@@ -29,7 +27,7 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
     peer = transformers.AutoModelForCausalLM.from_pretrained(MODEL.parent, gguf_file=MODEL.name, dtype=torch.float32)
     tokenizer, arch = load_tokenizer(MODEL), read_model_architecture(MODEL)
     prompts = [tokenizer.encode(text) for text in TEXTS]
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = one_device_mesh()
     settings = EngineSettings(
         arch=arch,
         mesh=mesh,

@@ -1,5 +1,6 @@
 """The engine: what it does to rows and caches between two chunks changes no token."""
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -8,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+import shapes
+from shapes import mesh_of, one_device_mesh
 
 from dapo_jax.learner.actor import unstack_layers
-from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout import wave_programs
@@ -23,39 +23,22 @@ from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 
 DATA = Path(__file__).parents[1] / "models" / "data"
-ARCH = Architecture(
-    family="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_embeddings=False,
-    initializer_range=0.2,
-)
+ARCH = dataclasses.replace(shapes.ARCH, num_layers=1)
 EOS, PAD, LENGTH, SAMPLES = (2, 3), 0, 90, 4
 PROMPTS = [[5 + i % 50] * (1 + i % 7) for i in range(24)]
 
 
-def mesh_of(data, fsdp, tensor) -> Mesh:
-    devices = np.array(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
-
-
 @functools.cache
 def host_params(dtype="float32"):
-    params = cast_matrices(init_params(ARCH, 0), ARCH, jnp.dtype(dtype))
-    return jax.device_get(unstack_layers(params))
+    return jax.device_get(
+        unstack_layers(jax.jit(lambda: cast_matrices(init_params(ARCH, 0), ARCH, jnp.dtype(dtype)))())
+    )
 
 
 def make_engine(mesh=None, **changes) -> Engine:
     values = dict(
         arch=ARCH,
-        mesh=mesh or mesh_of(1, 1, 1),
+        mesh=mesh or one_device_mesh(),
         eos_ids=EOS,
         pad_id=PAD,
         max_prompt_length=8,
@@ -126,10 +109,10 @@ def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
     assert len({window for *_, window in shapes_of(engine)}) >= 2
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_devices_choose_their_own_survivors(shape, monkeypatch):
     monkeypatch.setattr(engine_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
-    engine = make_engine(mesh_of(*shape), chunk_length=32)
+    engine = make_engine(mesh_of(shape), chunk_length=32)
     assert_same(sample(engine), reference())
     assert len({rows for rows, *_ in shapes_of(engine)}) >= 3
 
@@ -173,7 +156,7 @@ def test_the_memory_for_keys_and_values_is_the_present_share_of_the_present_devi
     saved = {**make_engine(max_num_seqs=0).to_arrays(), "free_bytes": np.array(6e5)}
 
     def rows(shape, share):
-        engine = make_engine(mesh_of(*shape), max_num_seqs=0, smallest_rows=1000, chunk_length=30, memory_share=share)
+        engine = make_engine(mesh_of(shape), max_num_seqs=0, smallest_rows=1000, chunk_length=30, memory_share=share)
         engine.restore(saved)
         sample(engine)
         return max(rows for rows, *_ in shapes_of(engine))
@@ -272,20 +255,23 @@ def test_a_response_ends_where_the_stop_rule_says():
 def test_a_prompt_number_decides_the_draws_and_no_two_share_them():
     prompts = [[7, 8]] * 8
     engine = make_engine(max_response_length=24)
-    rollout = sample(engine, prompts=prompts, numbers=list(range(8)))
+    sampled = functools.partial(sample, engine, prompts=prompts, sampling=Sampling.create(1.0, 1.0, -1, min_length=24))
+    rollout = sampled(numbers=list(range(8)))
     assert len({row.tobytes() for row in rollout.responses}) == len(rollout.responses)
-    later = sample(engine, prompts=prompts, numbers=list(range(8, 16)))
+    later = sampled(numbers=list(range(8, 16)))
     assert not {row.tobytes() for row in rollout.responses} & {row.tobytes() for row in later.responses}
-    swapped = sample(engine, prompts=prompts, numbers=[3, *range(9, 16)])
+    swapped = sampled(numbers=[3, *range(9, 16)])
     np.testing.assert_array_equal(swapped.responses[:SAMPLES], rollout.responses[3 * SAMPLES : 4 * SAMPLES])
 
 
 def next_token_probabilities(tokens, *, temperature, top_p):
-    tokens = jnp.array([tokens])
-    mask = jnp.ones(tokens.shape, bool)
-    params = init_params(ARCH, 0)
-    scores = logits(params, forward(params, tokens, positions_of(mask), mask, ARCH))[0, -1] / temperature
-    probabilities = np.asarray(jax.nn.softmax(scores), np.float64)
+    @jax.jit
+    def softmax(tokens):
+        mask, params = jnp.ones(tokens.shape, bool), init_params(ARCH, 0)
+        scores = logits(params, forward(params, tokens, positions_of(mask), mask, ARCH))[0, -1] / temperature
+        return jax.nn.softmax(scores)
+
+    probabilities = np.asarray(softmax(np.array([tokens])), np.float64)
     order = np.argsort(-probabilities)
     before = np.cumsum(probabilities[order]) - probabilities[order]
     probabilities[order[before >= top_p]] = 0
