@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from shapes import ARCH, one_device_mesh
 
-from dapo_jax.containers import Batch, Rollout
+from dapo_jax.data.containers import Batch, Rollout
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
