@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dapo_jax.rollout.experience import Experience
-from dapo_jax.scoring import add_model_scores, load_scorer, shape
 from reward_model_files import write_reward_model
 from safetensors.numpy import load_file
 from shapes import mesh_of
