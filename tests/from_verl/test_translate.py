@@ -13,6 +13,7 @@ from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat
+from dapo_jax.from_verl.__main__ import main
 from dapo_jax.from_verl.options import converted, find
 from dapo_jax.from_verl.shell_scripts import Script
 from dapo_jax.from_verl.table import HERE
@@ -270,13 +271,14 @@ def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):
     validate(read_config(["train", "--config", str(tmp_path / "run.py")]))
 
 
-def test_the_arguments_may_come_before_or_after_the_file(tmp_path):
+def test_the_arguments_may_come_before_or_after_the_file(tmp_path, capsys):
     (tmp_path / "run.sh").write_text(SCRIPT)
     file = tmp_path / "run.py"
-    assert run(str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3").returncode == 0
+    main(["from_verl", str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3"])
     assert "config.trainer.total_epochs = 3" in file.read_text()
-    nowhere = run(str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py"))
-    assert nowhere.returncode == 2 and "run.py cannot be written" in nowhere.stderr
+    with pytest.raises(SystemExit) as end:
+        main(["from_verl", str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py")])
+    assert end.value.code == 2 and "run.py cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -288,11 +290,13 @@ def test_the_arguments_may_come_before_or_after_the_file(tmp_path):
         ("a='b", "line 1: the ' is not closed"),
     ],
 )
-def test_what_is_no_such_script_is_refused(tmp_path, text, message):
+def test_what_is_no_such_script_is_refused(tmp_path, capsys, text, message):
     if text is not None:
         (tmp_path / "run.sh").write_text(text)
-    done = run(str(tmp_path / "run.sh"))
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as end:
+        main(["from_verl", str(tmp_path / "run.sh")])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error and "Traceback" not in error
 
 
 def test_the_lists_are_of_versions():

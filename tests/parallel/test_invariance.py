@@ -38,10 +38,9 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 
-SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2)]
+SHAPES = [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((8, 1, 1), (1, 8, 1)))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
     rollout, metrics, params = reference()
@@ -59,7 +58,6 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
     assert_close(jax.device_get(state.params), params, 1e-5)
 
 
-@pytest.mark.slow
 def test_parameters_and_moments_are_really_divided():
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
@@ -155,7 +153,6 @@ def test_one_model_sampler_and_training_logprobs_agree():
             np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_micro_batches_prompt_sharing_and_padding_change_no_gradient(mode):
     rollout, _, _ = reference()
@@ -217,8 +214,9 @@ def drifted(batch: Batch) -> Batch:
     return batch.replace(old_logprobs=batch.old_logprobs + rng.normal(0, 0.4, batch.mask.shape).astype(np.float32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, marks=[] if loss == "clip_cov" else pytest.mark.slow) for loss in LOSSES]
+)
 def test_no_loss_depends_on_micro_batches_or_mesh(loss):
     """With the entropy bonus, the KL loss and importance weights; clip_cov and kl_cov choose from the mini-batch."""
     rollout, _, _ = reference()

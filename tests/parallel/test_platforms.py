@@ -97,12 +97,17 @@ def test_other_errors_are_not_taken_for_it():
     ("command", "asked", "cure"),
     [
         ("train", "cuda", "cuda"),
-        ("train", "gpu", "cuda"),
-        ("train", "tpu", "TPU"),
-        ("train", "nonsense", "use cpu, cuda or tpu"),
-        ("evaluate", "cuda", "cuda"),
-        ("export", "tpu", "TPU"),
-        ("preflight", "cuda", "cuda"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("train", "gpu", "cuda"),
+                ("train", "tpu", "TPU"),
+                ("train", "nonsense", "use cpu, cuda or tpu"),
+                ("evaluate", "cuda", "cuda"),
+                ("export", "tpu", "TPU"),
+                ("preflight", "cuda", "cuda"),
+            )
+        ),
     ],
 )
 def test_every_command_says_what_is_missing(command, asked, cure, tmp_path):

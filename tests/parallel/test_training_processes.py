@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from shapes import SMALL
-from small_run import CONFIGS, rows_without_clock, small_config
+from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
 from waiting import LIMIT_S
 
 from dapo_jax.base_models import read_model
@@ -26,8 +26,7 @@ from dapo_jax.learner.actor import build_actor
 from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.settings import actor_settings
-
-pytestmark = pytest.mark.slow
+from dapo_jax.train import train
 
 OPTIONS = {
     **SMALL,
@@ -91,8 +90,6 @@ def start(
     environment = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_COMPILATION_CACHE_DIR": str(logs / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(CONFIGS.parent),
     }
     for process in range(processes):
@@ -143,15 +140,15 @@ def words(output: str) -> str:
     return re.sub(rf"{greeting}|[\d\s:]", "", output)
 
 
-def policy(workdir) -> dict:
-    """The parameters of the last checkpoint, read by this one process onto a mesh of its own."""
+def policy(workdir, step: int = 4) -> dict:
+    """The parameters of the checkpoint of `step`, read by this one process onto a mesh of its own."""
     config = small_config(workdir)
     arch, _ = read_model(config)
     mesh = make_mesh(-1, 1, 2)
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape.params
     checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=2)
     try:
-        return jax.device_get(checkpoints.restore_policy(4, shape))
+        return jax.device_get(checkpoints.restore_policy(step, shape))
     finally:
         checkpoints.close()
 
@@ -173,6 +170,20 @@ def two(tmp_path_factory, logs):
     return workdir, trained(workdir, logs, processes=2, devices=4, **{"mesh.fsdp": 2, "mesh.tensor": 2})
 
 
+def test_two_processes_train_as_one(tmp_path, logs):
+    """Two steps, so that the second samples what the first has learnt; the one process has eight devices."""
+    changes = {**OPTIONS, "trainer.total_training_steps": 2, "trainer.val_before_train": False, "trainer.test_freq": -1}
+    outputs = trained(tmp_path / "two", logs, processes=2, devices=1, **changes)
+    assert "step 2/2" in outputs[0] and words(outputs[1]) == ""
+    models = train(small_config(tmp_path / "one", **changes))
+    one, two = tmp_path / "one", tmp_path / "two"
+    rows, expected = ([without_shares(row) for row in rows_without_clock(folder)] for folder in (two, one))
+    assert rows == [pytest.approx(row, abs=1e-5, rel=1e-4) for row in expected] and len(rows) == 2
+    assert [samples(two, step) for step in (1, 2)] == [samples(one, step) for step in (1, 2)]
+    assert_same_policy(models, policy(two, step=2), 1e-5)
+
+
+@pytest.mark.slow
 def test_processes_train_alike(tmp_path, logs, two):
     workdir, outputs = two
     expected, params = rows_without_clock(workdir), policy(workdir)
@@ -184,8 +195,7 @@ def test_processes_train_alike(tmp_path, logs, two):
         trained(other, logs, processes=1, devices=devices, **mesh)
         assert files(other) == files(workdir)
         for step in range(1, 5):
-            sampled = [json.loads(line) for line in open(other / "samples" / f"step_{step:06d}.jsonl")]
-            assert sampled == [json.loads(line) for line in open(workdir / "samples" / f"step_{step:06d}.jsonl")]
+            assert samples(other, step) == samples(workdir, step)
         rows = rows_without_clock(other)
         assert len(rows) == len(expected) == 5
         for row, wanted in zip(rows, expected, strict=True):
@@ -196,10 +206,15 @@ def test_processes_train_alike(tmp_path, logs, two):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
+def samples(workdir: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in open(workdir / "samples" / f"step_{step:06d}.jsonl")]
+
+
 def without_shares(row: dict) -> dict:
     return {name: value for name, value in row.items() if not name.startswith("global_seqlen/")}
 
 
+@pytest.mark.slow
 def test_processes_measure_checkpoints_alike(tmp_path, logs, two):
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
     outputs = trained(two[0], logs, command=("evaluate", "--all-steps", "--output", tmp_path / "out"), **where)
@@ -215,6 +230,7 @@ def test_processes_measure_checkpoints_alike(tmp_path, logs, two):
     assert len(lines) == len(results) * 4 * 4, "one process writes them"
 
 
+@pytest.mark.slow
 def test_processes_export_what_one_exports(tmp_path, logs, two):
     sharded = {"mesh.fsdp": 4, "mesh.tensor": 2}
     command = ("export", "--dtype", "float32", "--output", tmp_path / "two")
@@ -227,6 +243,7 @@ def test_processes_export_what_one_exports(tmp_path, logs, two):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
     shutil.copytree(two[0], tmp_path / "run")
     more = {"trainer.total_training_steps": 5, "mesh.fsdp": 4}
@@ -236,6 +253,7 @@ def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, 
     assert rows[5]["rollout_corr/logprob_abs_diff"] < 1e-4 and rows[5]["actor/skipped_updates"] == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two):
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
     for killed in (1, 0):
@@ -252,6 +270,7 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two):
     where = {
         "processes": 2,
@@ -270,6 +289,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two)
     assert rows_without_clock(tmp_path) == rows_without_clock(two[0])
 
 
+@pytest.mark.slow
 def test_processes_that_were_not_started_alike_are_refused(tmp_path, logs):
     ended = finish(start(tmp_path, logs, processes=2, devices=1, second={"seed": 7}))
     for code, _, errors in ended:

@@ -43,19 +43,20 @@ def plain_kernel(query, key, value, lengths):
     return attention(query, key, value, visible)
 
 
-@pytest.mark.slow
-def test_token_budgets_and_kernels_change_no_gradient():
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ((4, 2, 1), {"micro": MicroBatches(8, 1, max_tokens_per_device=30)}),
+        pytest.param((2, 2, 2), {"micro": rows(8), "attention_kernel": plain_kernel}, marks=pytest.mark.slow),
+    ],
+)
+def test_token_budgets_and_kernels_change_no_gradient(shape, way):
     rollout, _, _ = reference()
     whole, metrics = gradient_of(batch_of(rollout), micro=32)
-    ways = [
-        (batch_of(rollout, 1), {"micro": MicroBatches(8, 1, max_tokens_per_device=30), "mesh": make_mesh(4, 2, 1)}),
-        (batch_of(rollout, 1), {"micro": rows(8), "mesh": make_mesh(2, 2, 2), "attention_kernel": plain_kernel}),
-    ]
-    for batch, way in ways:
-        split, split_metrics = gradient_of(batch, **way)
-        assert_close(split, whole, 1e-5)
-        for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
-            np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=str(way))
+    split, split_metrics = gradient_of(batch_of(rollout, 1), mesh=mesh_of(shape), **way)
+    assert_close(split, whole, 1e-5)
+    for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+        np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
 
 
 def compiled_accumulate(actor, state, batch, mesh):
