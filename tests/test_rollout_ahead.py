@@ -77,7 +77,7 @@ def test_every_batch_but_the_first_is_one_step_old(ahead):
     assert not any(row["actor/recomputed_logprobs"] for row in rows)
 
 
-@pytest.mark.parametrize("last", [1, 2])
+@pytest.mark.parametrize("last", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_goes_on_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch, last):
     class Killed(BaseException):
         pass

@@ -16,7 +16,7 @@ TINY = str(ROOT / "configs" / "tiny.py")
 EXPORT = "dapo_jax: interrupted: the model is incomplete and was not written; rerun the same command to export it\n"
 PROGRAM = """
 import signal, sys, time
-from dapo_jax import interrupts
+from dapo_jax.command import interrupts
 
 def interrupt():
     signal.raise_signal(signal.SIGINT)
@@ -121,17 +121,24 @@ def test_another_handler_hears_alone():
 
 
 def test_a_library_and_a_process_in_the_background_keep_their_handlers():
-    code = "import signal; before = signal.getsignal(signal.SIGINT)\nfrom dapo_jax import interrupts, train\n"
+    code = "import signal; before = signal.getsignal(signal.SIGINT)\n"
+    code += "from dapo_jax import train\nfrom dapo_jax.command import interrupts\n"
     code += "with interrupts.undone(): pass\nassert signal.getsignal(signal.SIGINT) is before\ninterrupts.finish()\n"
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN); interrupts.end_at_once('train')\n"
     ignored += "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; print('ends')"
     assert run(code + ignored).stdout == "ends\n"
 
 
+POINTS = [(command, point) for command in SENTENCES for point in ("jax", "dapo_jax.command.validation:validate")]
+EARLY = [("train", "numpy"), ("train", "dapo_jax.config")]
+
+
 @pytest.mark.parametrize(
     ("command", "point"),
-    [("train", "numpy"), ("train", "dapo_jax.config")]
-    + [(command, point) for command in SENTENCES for point in ("jax", "dapo_jax.command.validation:validate")],
+    [
+        pytest.param(*case, marks=[] if case in (("train", "numpy"), ("export", "jax")) else pytest.mark.slow)
+        for case in (*EARLY, *POINTS)
+    ],
 )
 def test_a_command_is_interrupted_before_it_has_begun(command, point, tmp_path):
     options = ["--output", str(tmp_path / "out")] if command in ("evaluate", "export") else []
@@ -143,7 +150,7 @@ def test_a_command_is_interrupted_before_it_has_begun(command, point, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
-@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize("command", ["train", pytest.param("evaluate", marks=pytest.mark.slow)])
 def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
     mark = f"TEST_MARK={uuid.uuid4()}"
     point = "dapo_jax.rollout.engine:Engine"  # which is made once the verifiers have been started
@@ -177,7 +184,7 @@ def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
 def test_a_run_that_has_begun_saves_instead(tmp_path):
     """StopRequest hears SIGINT from its first safe point on, and not before."""
     code = (
-        "import signal\nfrom dapo_jax import interrupts\nfrom dapo_jax.parallel.stopping import Stopped, StopRequest\n"
+        "import signal\nfrom dapo_jax.command import interrupts\nfrom dapo_jax.parallel.stopping import Stopped, StopRequest\n"
         "interrupts.end_at_once('train')\nours = signal.getsignal(signal.SIGINT)\n"
         "with interrupts.undone(), StopRequest() as stop:\n"
         "    assert signal.getsignal(signal.SIGINT) == ours\n"

@@ -62,12 +62,17 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     "changes",
     [
         {},
-        {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2},
-        {
-            "actor.policy_loss.loss_mode": "kl_cov",
-            "actor.use_dynamic_bsz": True,
-            "actor.ppo_max_token_len_per_device": 30,
-        },
+        pytest.param(
+            {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {
+                "actor.policy_loss.loss_mode": "kl_cov",
+                "actor.use_dynamic_bsz": True,
+                "actor.ppo_max_token_len_per_device": 30,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["full", "adapters", "drawn_tokens"],
 )
