@@ -184,7 +184,8 @@ def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
 def test_a_run_that_has_begun_saves_instead(tmp_path):
     """StopRequest hears SIGINT from its first safe point on, and not before."""
     code = (
-        "import signal\nfrom dapo_jax.command import interrupts\nfrom dapo_jax.parallel.stopping import Stopped, StopRequest\n"
+        "import signal\nfrom dapo_jax.command import interrupts\n"
+        "from dapo_jax.parallel.stopping import Stopped, StopRequest\n"
         "interrupts.end_at_once('train')\nours = signal.getsignal(signal.SIGINT)\n"
         "with interrupts.undone(), StopRequest() as stop:\n"
         "    assert signal.getsignal(signal.SIGINT) == ours\n"
