@@ -30,7 +30,6 @@ from dapo_jax.train import train
 
 OPTIONS = {
     **SMALL,
-    "trainer.heartbeat_timeout_s": 10,
     "actor.optim.eps": 1e-6,  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
 }
 
@@ -255,7 +254,8 @@ def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two):
-    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
+    mesh = {"mesh.fsdp": 2, "mesh.tensor": 2}
+    where = {"processes": 2, "devices": 4, **mesh, "trainer.heartbeat_timeout_s": 10}
     for killed in (1, 0):
         ended = finish(start(tmp_path, logs, gets=Signal(signal.SIGKILL, process=killed, step=4), **where))
         (code, _, errors) = ended[1 - killed]
