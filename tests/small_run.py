@@ -1,6 +1,8 @@
 """A run of a random two-layer model that takes seconds, for the tests of whole runs."""
 
 import importlib.util
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,26 @@ def small_config(workdir: Any, **changes: Any) -> Config:
     with values.unlocked():
         values.update_from_flattened_dict({"workdir": str(workdir), **SMALL, **changes})
     return without_switched_off(recipe, freeze(values), changes)
+
+
+class Killed(BaseException):
+    """What ends a run as SIGKILL does: nothing catches it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def at_call(monkeypatch: Any, module: Any, name: str, number: int, action: Callable[[], Any]) -> None:
+    """Does `action` before the call of that number of a function of the module."""
+    original, calls = getattr(module, name), itertools.count(1)
+
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == number:
+            action()
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(module, name, function)
 
 
 def rows_without_clock(workdir: Any) -> list[dict]:

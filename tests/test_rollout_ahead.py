@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from small_run import assert_same_policy, rows_without_clock, small_config
+from small_run import Killed, assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
 from dapo_jax.command.validation import validate
@@ -79,9 +79,6 @@ def test_every_batch_but_the_first_is_one_step_old(ahead):
 
 @pytest.mark.parametrize("last", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_goes_on_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch, last):
-    class Killed(BaseException):
-        pass
-
     def stop(step, *rest):
         if step > last:
             raise Killed

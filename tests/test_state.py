@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ends_within import ends_within
 from safetensors.numpy import load_file
-from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
+from small_run import CONFIGS, assert_same_policy, at_call, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
 from dapo_jax import train as train_module
@@ -23,19 +23,6 @@ from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
 from dapo_jax.train import main, train
-
-
-def at_call(monkeypatch, module, name, number, action):
-    """Does `action` before the call of that number."""
-    original, calls = getattr(module, name), [0]
-
-    def function(*arguments, **keywords):
-        calls[0] += 1
-        if calls[0] == number:
-            action()
-        return original(*arguments, **keywords)
-
-    monkeypatch.setattr(module, name, function)
 
 
 def saved(folder) -> list[int]:

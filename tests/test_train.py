@@ -7,30 +7,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from small_run import assert_same_policy, rows_without_clock, small_config
+from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
 from dapo_jax import train as train_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
-
-
-class Killed(BaseException):
-    pass
-
-
-def kill_after(monkeypatch, function: str, calls: int) -> None:
-    """Makes the run end as if killed at the given call of a stage of the loop."""
-    module = step_module if hasattr(step_module, function) else train_module
-    original, count = getattr(module, function), [0]
-
-    def dying(*arguments, **keywords):
-        count[0] += 1
-        if count[0] == calls:
-            raise Killed
-        return original(*arguments, **keywords)
-
-    monkeypatch.setattr(module, function, dying)
 
 
 @pytest.mark.slow
@@ -40,7 +22,7 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
         tmp_path / "epochs", **cosine, **{"trainer.total_epochs": 1, "trainer.total_training_steps": -1}
     )
     with monkeypatch.context() as patch:
-        kill_after(patch, "sample_groups", 2)
+        at_call(patch, step_module, "sample_groups", 2, kill)
         with pytest.raises(Killed):
             train(epochs)
     models = train(epochs)
@@ -49,16 +31,19 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
     assert rows_without_clock(tmp_path / "epochs") == rows_without_clock(tmp_path / "steps")
 
 
-LATER = [("sample_groups", 4), ("record", 5), ("is_due", 8)]
-
-
 @pytest.mark.parametrize(
-    ("function", "calls"), [("update", 3), *(pytest.param(*late, marks=pytest.mark.slow) for late in LATER)]
+    ("module", "name", "number"),
+    [
+        (step_module, "update", 3),
+        pytest.param(step_module, "sample_groups", 4, marks=pytest.mark.slow),
+        pytest.param(train_module, "record", 5, marks=pytest.mark.slow),
+        pytest.param(train_module, "is_due", 8, marks=pytest.mark.slow),
+    ],
 )
-def test_resume_equals_not_stopping(whole, tmp_path, monkeypatch, function, calls):
+def test_resume_equals_not_stopping(whole, tmp_path, monkeypatch, module, name, number):
     _, params, rows = whole
     with monkeypatch.context() as patch:
-        kill_after(patch, function, calls)
+        at_call(patch, module, name, number, kill)
         with pytest.raises(Killed):
             train(small_config(tmp_path))
     models = train(small_config(tmp_path))
@@ -304,7 +289,7 @@ def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
     }
     expected = train(small_config(tmp_path / "a", **changes))
     with monkeypatch.context() as patch:
-        kill_after(patch, "update", 3)
+        at_call(patch, step_module, "update", 3, kill)
         with pytest.raises(Killed):
             train(small_config(tmp_path / "b", **changes))
     models = train(small_config(tmp_path / "b", **changes))

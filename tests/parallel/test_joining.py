@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from ports import free_port
 from waiting import LIMIT_S
 
 from dapo_jax.parallel import cluster
@@ -293,12 +294,6 @@ def command(body="print('processes', jax.process_count())", *, quiet_s: float = 
         f"processes.QUIET_S, processes.JOIN_TIMEOUT_S = {quiet_s}, {limit_s}\n"
         f"with command({arguments}):\n    {body}"
     )
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def test_on_kaggles_tpu_machine_a_command_starts_alone():

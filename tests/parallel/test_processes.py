@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from ports import free_port
 from waiting import LIMIT_S
 
 from dapo_jax.parallel import processes
@@ -17,12 +17,6 @@ from dapo_jax.parallel.processes import gather
 
 WORKER = Path(__file__).with_name("process_worker.py")
 FILTER = "algorithm.filter_groups"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 VARIANTS = (

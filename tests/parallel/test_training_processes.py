@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NamedTuple, TextIO
 import jax
 import numpy as np
 import pytest
+from ports import free_port
 from shapes import SMALL
 from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
 from waiting import LIMIT_S
@@ -49,12 +49,6 @@ def signalled(run, records, state, *arguments):
 train.train_step = signalled
 train.main()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Started(NamedTuple):

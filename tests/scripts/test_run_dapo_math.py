@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ports import free_port
 from waiting import LIMIT_S, wait_until
 
 from dapo_jax.command.command_line import read_config
@@ -213,10 +213,7 @@ def options_of(changes: dict[str, Any]) -> list[str]:
 
 def two_hosts(checkout: Checkout, killed_in: str, topology: str) -> list[tuple[int, str]]:
     """The exit code and the errors of the script on each of two hosts that share the checkout."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    options = OPTIONS | {"trainer.coordinator": f"127.0.0.1:{port}", "trainer.num_processes": 2}
+    options = OPTIONS | {"trainer.coordinator": f"127.0.0.1:{free_port()}", "trainer.num_processes": 2}
     variables = {
         "PYTHONPATH": str(SCRIPTS.parent),
         "CONFIG": TINY,
