@@ -213,7 +213,7 @@ def attention_of(run: Any) -> str:
     """What computes the attention of a run's training passes."""
     from dapo_jax.settings import chosen_attention
 
-    return chosen_attention(run.config, run.arch, run.mesh)[0]
+    return chosen_attention(run.config, run.arch, run.learner.mesh)[0]
 
 
 def first_leaves(params: Any) -> list[np.ndarray]:
@@ -271,13 +271,15 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
         step = step_programs(
             run.config,
             run.arch,
-            run.mesh,
+            run.learner.mesh,
             response_length=args.new_tokens,
             memory=memory_limit() or 0.0,
             every_window=False,
         )
-        with jax.set_mesh(run.mesh):
-            updates = [compile_program(one, run.mesh, run.config) for one in step.programs if one.stage == "update"]
+        with jax.set_mesh(run.learner.mesh):
+            updates = [
+                compile_program(one, run.learner.mesh, run.config) for one in step.programs if one.stage == "update"
+            ]
     return max(updates, key=lambda one: one.total)
 
 

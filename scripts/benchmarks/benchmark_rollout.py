@@ -71,7 +71,7 @@ class Ours:
         import jax
         import jax.numpy as jnp
 
-        from dapo_jax.learner.actor import unstack_layers
+        from dapo_jax.learner.decode_weights import unstack_layers
         from dapo_jax.models.architecture import architecture_from_hf
         from dapo_jax.models.weights import cast_matrices, init_params
         from dapo_jax.parallel.mesh import make_mesh
