@@ -14,7 +14,7 @@ from dapo_jax.monitor.records import flatten
 from dapo_jax.validation import validate
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONS = flatten(dataclasses.asdict(Config()))
 SECTIONS = {key.partition(".")[0] for key in OPTIONS}
 WRITTEN_BY_HAND = ("getting_started", "troubleshooting", "faq", "coming_from_verl")
