@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dapo_jax import step
 from dapo_jax.command_line import read_config
 from dapo_jax.config import Config, default_config, freeze
 from dapo_jax.monitor.console import Console
@@ -61,10 +62,47 @@ def test_the_table_of_extras_has_those_of_the_package():
     assert sorted(named) == sorted(package) and "quickstart" in named
 
 
-def test_the_readme_begins_with_how_to_get_it_and_where_it_has_run():
-    headings = re.findall(r"^## (.*)$", (ROOT / "README.md").read_text(), re.M)
-    assert headings[:3] == ["Two commands", "Where it has run", "Installing"]
-    assert "git clone" in (ROOT / "README.md").read_text().partition("## Where it has run")[0]
+def test_the_readme_begins_with_where_it_has_run_how_to_get_it_and_one_step():
+    text = (ROOT / "README.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings[:4] == ["Where it has run", "Two commands", "One step", "Installing"]
+    assert "git clone" in text.partition("## One step")[0] and len(text.splitlines()) <= 150
+
+
+def test_the_step_of_the_readme_names_functions_of_the_step():
+    [text] = re.findall(r"^```text\n(sample_batch.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    names = [line.split()[0] for line in text.splitlines()]
+    assert {"sample_batch", "sample_groups", "train_step", "train_on", "update"} <= set(names)
+    code = Path(step.__file__).read_text()
+    for name in names:
+        assert hasattr(step, name) or f".{name}(" in code, name
+
+
+def test_the_functions_that_a_page_names_exist():
+    found = [name for page in PAGES for name in re.findall(r"`([\w/]+\.py): (\w+)`", page.read_text())]
+    assert len(found) > 10
+    for file, name in found:
+        assert re.search(rf"^def {name}\(", (ROOT / "dapo_jax" / file).read_text(), re.M), (file, name)
+
+
+# Files of the reader, of another program, or made by a run.
+OF_OTHERS = {"FILE.py", "mine.py", "my/rewards.py", "countdown.py", "test_countdown.py", "run.sh", "run_dapo.sh"}
+OF_OTHERS |= {"recipe/dapo/dapo_ray_trainer.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_paths_that_a_page_names_exist(page):
+    text = page.read_text()
+    codes = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    paths = {path for code in codes for path in re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|sh|sbatch|yaml)\b", code)}
+    paths |= {
+        path for code in codes for path in re.findall(r"^(?:dapo_jax|docs|configs|scripts|tests)/[\w./-]*$", code)
+    }
+    for tree in re.findall(r"^```text\n(dapo_jax/.*?)^```$", text, re.M | re.S):
+        paths |= {line.split()[0] for line in tree.splitlines()}
+    for path in paths - OF_OTHERS:
+        places = [ROOT / path, ROOT / "dapo_jax" / path, *ROOT.glob(f"*/*/{path}"), *ROOT.glob(f"*/{path}")]
+        assert any(place.exists() for place in places), path
 
 
 def test_the_table_of_the_preflight_has_the_numbers_of_its_reports():
