@@ -49,7 +49,7 @@ from markdown_table import markdown_table
 
 @dataclass
 class Line:
-    """One policy and what it has taken so far."""
+    """One policy and its cost so far."""
 
     name: str
     gen: float

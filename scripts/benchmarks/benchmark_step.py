@@ -6,7 +6,7 @@
 A step samples a fixed number of tokens for every prompt (no end-of-sequence token is possible), scores the responses
 and updates the policy once. Model, options and contenders are those of benchmark_update.py. Measured are:
 
-    dapo_jax NAME  the loop of train.py: collect (with the verifier processes and the group filter), train_on, metrics,
+    dapo_jax NAME  sample_batch (with the verifier processes and the group filter) and train_on of step.py, metrics,
                    advance; without logging and saving
     trl, tunix     from the start of a step of their trainer to the start of the next
 

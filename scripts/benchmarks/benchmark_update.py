@@ -9,7 +9,7 @@ Llama (default: the shape of SmolLM2-135M), with responses of equal length. Each
 the same prompts and responses. They take turns; only one computes at a time. A peer is left out if its packages are not
 installed. Measured are:
 
-    dapo_jax NAME  train.update on rows from training_batch.rows_of, under the config options that --ours gives NAME
+    dapo_jax NAME  step.update on rows of the learner, under the config options that --ours gives NAME
     trl            a step of GRPOTrainer (loss_type "dapo") without _generate_and_score_completions: its training_step
                    calls, gradient clipping, optimizer and what its loop does around them
     tunix          all RLCluster.update_actor calls of a step, with DAPO's loss
