@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from shapes import ARCH, one_device_mesh
 
 from dapo_jax.data.containers import Batch, Rollout
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
@@ -16,7 +17,6 @@ from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import UpdateSettings, update_policy
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.shapes import pad_prompts
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
 NUMBERS = list(range(100, 108))

@@ -9,11 +9,11 @@ import pytest
 import shapes
 from shapes import mesh_of
 
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models import transformer
 from dapo_jax.models.weights import init_params, unflatten, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, place_weight, put
 from dapo_jax.rewards.reward_model import build_reward_model, conversation_scores
-from dapo_jax.rollout.shapes import pad_prompts
 
 ARCH = dataclasses.replace(shapes.ARCH, tie_embeddings=True, scalar_head=True)
 # The second ends with the token that the rows are padded with.

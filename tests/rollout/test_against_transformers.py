@@ -8,7 +8,7 @@ import pytest
 from shapes import one_device_mesh
 
 from dapo_jax.data.tokenizer import load_tokenizer
-from dapo_jax.learner.actor import unstack_layers
+from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling

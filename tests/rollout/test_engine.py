@@ -12,7 +12,7 @@ import pytest
 import shapes
 from shapes import mesh_of, one_device_mesh
 
-from dapo_jax.learner.actor import unstack_layers
+from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
