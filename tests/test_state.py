@@ -196,7 +196,8 @@ def spoil(monkeypatch, steps):
 
 def test_a_batch_that_is_not_finite_changes_nothing_and_is_kept(tmp_path, monkeypatch):
     spoil(monkeypatch, {2})
-    models = train(small_config(tmp_path))
+    limit = {"algorithm.filter_groups.max_num_gen_batches": 50}  # a policy of NaNs would sample forever
+    models = train(small_config(tmp_path, **limit))
     rows = read_metrics(tmp_path)
     assert [row.get("actor/skipped_updates") for row in rows] == [None, 0, 2, 0, 0]
     assert int(models.actor.updates) == 6 and all(np.isfinite(x).all() for x in jax.tree.leaves(models.actor.params))
