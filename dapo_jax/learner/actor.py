@@ -20,6 +20,7 @@ from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.layers import unstacked
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, merged, with_adapters
 from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import cast_matrices, init_params, weight_shardings, weight_table
@@ -212,10 +213,9 @@ class LatestWeights:
 
 
 def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` with "layers" as a list of one pytree a layer, as decoding wants them."""
+    """`params` with "layers" as a list of one pytree per layer, as decoding takes them."""
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(num_layers)]
-    return {**params, "layers": layers}
+    return {**params, "layers": unstacked(params["layers"], num_layers)}
 
 
 def _unstacked_shardings(shardings: dict[str, Any], arch: Architecture) -> dict[str, Any]:
