@@ -15,8 +15,9 @@ from flax import traverse_util
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config import Config, gen_batch_size, type_problems, uses_reference
 from dapo_jax.task_sets import TaskOptions, held_out_options, parse_tasks
 

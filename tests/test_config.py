@@ -9,7 +9,8 @@ import pytest
 import dapo_jax
 from dapo_jax import config as config_module
 from dapo_jax.algorithms.advantages import ESTIMATORS
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config import (
     Config,
     default_config,

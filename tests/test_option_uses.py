@@ -10,7 +10,8 @@ from test_validation import assert_one, config_with, problems
 
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS, cpo
 from dapo_jax.algorithms.aggregation import MODES, token_weights
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config import Config, PolicyLossConfig
 from dapo_jax.dynamic_sampling.group_filter import RULES, FilterRule, group_statistics, keep_groups
 from dapo_jax.option_uses import (

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import kl_penalty
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import OUTLIER
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.containers import Batch, Max, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs

@@ -11,7 +11,8 @@ from accelerators.programs import Parts, Program, step
 
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.kl import PENALTIES
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config import Config, default_config, freeze
 from dapo_jax.option_uses import without_switched_off
 
