@@ -6,13 +6,12 @@ ESTIMATORS names every estimator. All of them take
     mask       [B, R] bool, response tokens; the result is 0 elsewhere
     group_ids  [B] int32 in [0, num_groups), the prompt of each row; rows with another id are padding
 
-and return (advantages, returns), [B, R] each: returns are what a value function would be fitted to. What an
-estimator needs beyond that, arrays (`values`, `reward_baselines`, ...) or options of config.algorithm, are the
-other parameters of its function, by name. To add one: write the function, and its line in ESTIMATORS.
+and return (advantages, returns), [B, R] each: returns are what a value function would be fitted to. Whatever else an
+estimator needs, arrays (`values`, `reward_baselines`, ...) or options of config.algorithm, is a parameter of that name.
+To add one: write the function, and its line in ESTIMATORS.
 
-Deviation from verl: a group of several equal scores gets exactly 0 from every estimator that compares within the group
-and does not whiten; there the rounding of the mean can leave a difference, which grpo's division by a tiny deviation
-blows up.
+Difference from verl: estimators that compare within a group and do not whiten give exactly 0 to a group of several
+equal scores. In verl a rounding error of the mean can remain, which grpo then divides by a tiny deviation.
 """
 
 import math
@@ -183,15 +182,18 @@ def cpo(
 ) -> Estimates:
     """GRPO's advantages plus what a hint would have changed about each token (CPO).
 
-    With l the log-probability of a token and l' that after a prompt which also holds the reference solution:
-    kl = exp(l') (l' - l), ratio = exp(l' - l) clamped to [1 / cpo_lambda, cpo_lambda], uncertainty = entropy / log V,
-    and the difficulty of a group 1 if all its scores are positive, -1 if none is, else 0. Added is, by `wrap_method`:
+    With l the log-probability of a token, and l' its log-probability after a prompt that also holds the reference
+    solution: kl = exp(l') (l' - l), ratio = exp(l' - l) clamped to [1 / cpo_lambda, cpo_lambda], uncertainty =
+    entropy / log V. The difficulty of a group is 1 if all its scores are positive, -1 if none is, else 0.
+    `wrap_method` names what is added:
 
         mi                         mi_alpha kl
         mi_clamp_unify_difficulty  alpha ratio kl, alpha = pos_alpha, mi_alpha or neg_alpha at difficulty 1, 0 or -1
         negonly_mi3                neg_alpha ratio kl (1 - uncertainty), unless the difficulty is 1
         seq_kl                     kl_alpha times the sum of kl over the response, for each of its tokens
         negonly_seq_kl             the same, unless the difficulty is 1
+
+    Its fifteen parameters are arrays and the options of algorithm.cpo, which `chosen` passes by name.
 
     Args:
         logprobs, hint_logprobs: [B, R] under the policy that sampled, after the prompt without and with the hint.
@@ -243,7 +245,7 @@ ESTIMATORS: dict[str, Callable[..., Estimates]] = {
 
 
 def whiten(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """`values` shifted and scaled to mean 0 and sample variance 1 over the tokens of `mask` (1e-8 is added to it)."""
+    """`values` shifted and scaled to mean 0 and sample variance 1 (+ 1e-8) over the tokens of `mask`."""
     count = jnp.sum(mask)
     mean = jnp.sum(values, where=mask) / jnp.maximum(count, 1)
     variance = jnp.sum(jnp.square(values - mean), where=mask) / jnp.maximum(count - 1, 1)

@@ -23,9 +23,9 @@ def keep_samples(
     ceil(ratio * count) of each sign are kept, ties in row order; an advantage of 0 is always kept.
 
     Args:
-        advantages, scores: [B] one number a response.
-        compute_new_adv: normalise the kept advantages anew, with the mean and sample standard deviation of the kept
-            scores of the group; 0 if those are all equal. Groups with fewer than two kept samples stay as they are.
+        advantages, scores: [B] one number per response.
+        compute_new_adv: normalise the advantages of the kept samples again, by the mean and sample standard deviation
+            of their scores in the group; 0 if those are all equal. Groups with fewer than two kept samples keep theirs.
         norm_adv_by_std_in_grpo: as for `grpo`.
 
     Returns:

@@ -2,20 +2,20 @@
 
 LOSSES names every loss. All of them take
 
-    logprobs, old_logprobs  [B, R] of the sampled tokens, under the current policy and the one that the ratio is to
+    logprobs, old_logprobs  [B, R] of the sampled tokens, under the current policy and the ratio's denominator
     advantages              [B, R], not differentiated
     mask                    [B, R] bool, tokens to train on
 
-and return the loss [B, R] of each token and its metrics. What a loss needs beyond that are the other parameters of
-its function, by name: options of config.actor, or `selected`, which SELECTIONS computes from the whole mini-batch.
-To add one: write the function, and its line in LOSSES.
+and return the loss [B, R] of each token and its metrics. Whatever else a loss needs is a parameter of that name: an
+option of config.actor, or `selected`, which token_selection.py computes from the whole mini-batch. To add one: write
+the function, and its line in LOSSES.
 
 With r = exp(logprobs - old_logprobs), A the advantage and clip(r) = r within [1 - clip_ratio_low, 1 +
 clip_ratio_high]. A sequence here is the tokens of one row that `mask` marks.
 
-Deviations from verl: every loss goes through config.actor.loss_agg_mode; there gspo and sapo (in some versions) fix
-seq-mean-token-mean, and geo_mean takes a mean over each micro-batch. clip_cov and kl_cov take means, counts and choices
-over the whole mini-batch, as their paper does over the batch, not over each micro-batch.
+Differences from verl: config.actor.loss_agg_mode applies to every loss; verl fixes seq-mean-token-mean for gspo and (in
+some versions) sapo, and averages geo_mean over each micro-batch. clip_cov and kl_cov compute means, counts and the
+selected tokens over the whole mini-batch, as their paper does over the batch; verl does over each micro-batch.
 """
 
 from collections.abc import Callable
@@ -209,7 +209,7 @@ def kl_cov(
 ) -> TokenLoss:
     """The unclipped loss -A r; selected tokens pay ppo_kl_coef |logprobs - old_logprobs| (arXiv:2505.22617, eq. 12).
 
-    The gradient of that is 0 where the two are equal but for rounding (`kl.magnitude`).
+    The penalty's gradient is 0 where the two are equal up to rounding (`kl.magnitude`).
 
     `ppo_kl_abs` is the mean of |logprobs - old_logprobs| (verl calls it ppo_kl).
 

@@ -4,7 +4,8 @@ SELECTIONS names the selection of each loss in policy_loss.py that has one. All 
 
     noise  [B, R], uniform draws in [0, 1)
 
-and return `selected` [B, R] bool. Options of config.actor are their other parameters, by name.
+and return `selected` [B, R] bool. Their other parameters are options of config.actor, passed by name: hence the ten
+parameters of clip_cov_selection.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Device: what a policy and a value function share: sharded parameters, gradients in pieces, optimizer steps."""
+"""Device: what a policy and a value function share: sharded parameters, accumulated gradients, optimizer steps."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_grad
 from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
-HOST = "pinned_host"  # JAX's name of the host's memory
+HOST = "pinned_host"  # JAX's name of host memory
 Metrics = dict[str, Any]  # Mean or Max, see containers.py
 # (params, what is not trained, micro-batch) -> its share of the loss, metrics
 Loss = Callable[[Any, Any, Batch], tuple[jax.Array, Metrics]]

@@ -70,7 +70,7 @@ class Architecture:
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 REQUIRED = (*SIZES, "rms_norm_eps")
-TYPES = {  # of the keys that are not null, beside the sizes
+TYPES = {  # of the keys besides the sizes, where they are not null
     "a positive number": ("rms_norm_eps", "rope_theta"),
     "a number from 0": ("initializer_range",),
     "an object": ("rope_parameters", "rope_scaling", "id2label"),

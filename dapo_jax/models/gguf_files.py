@@ -89,7 +89,7 @@ def _unsupported(values: dict[str, Any], tensors: Container[str]) -> list[str]:
         problems.append("tensor token_embd.weight is missing")
     for key in (*SIZES, *OPTIONAL_SIZES):
         value = values.get(key, 1)
-        if not (is_size(value) or isinstance(value, list)):  # a list is told already
+        if not (is_size(value) or isinstance(value, list)):  # a list is reported above
             problems.append(f"{key}={value!r}: must be a positive integer")
     for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
         if not is_positive_number(values.get(key, 1.0)):
@@ -126,7 +126,7 @@ def load_gguf(path: str | Path, arch: Architecture, place: Place) -> dict[str, A
 
 
 def gguf_context_length(path: str | Path) -> int | None:
-    """How many tokens the model takes, where the file says it."""
+    """The context length in tokens; None if the file does not say."""
     values = read_metadata(path, "")
     return next((value for name, value in values.items() if name.endswith(".context_length") and is_size(value)), None)
 
@@ -146,7 +146,7 @@ def read_metadata(path: str | Path, prefix: str) -> dict[str, Any]:
 
 
 def open_gguf(path: str | Path) -> Any:
-    """A reader of the file. Its metadata takes seconds to read, so the last one is kept until the file changes."""
+    """A reader of the file. Its metadata takes seconds to read, so the last reader is cached until the file changes."""
     path = Path(path)
     return _open(path, path.stat().st_mtime_ns if path.exists() else 0)
 

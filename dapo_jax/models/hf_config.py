@@ -17,7 +17,7 @@ def hf_config(
     bos_id: int | None,
     max_position_embeddings: int,
 ) -> dict[str, Any]:
-    """The config of which `architecture_from_hf` makes `arch`, as transformers 4 spells it; 5 reads that too."""
+    """The config that `architecture_from_hf` reads as `arch`, in the spelling of transformers 4, which 5 reads too."""
     family = FAMILIES[arch.family]
     described = family.qkv_bias, family.qk_norm, (Layer(),)
     assert described == (arch.qkv_bias, arch.qk_norm, arch.pattern), f"{arch} is not of its family"

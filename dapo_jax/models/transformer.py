@@ -34,7 +34,7 @@ class LayerCache:
 
     @property
     def window(self) -> int:
-        """W, tokens of each row that there is room for."""
+        """W, the number of tokens that each row has room for."""
         return self.value.shape[2]
 
 
@@ -120,10 +120,10 @@ def forward_contiguous(
     attention_kernel: AttentionKernel,
     remat: str = "none",
 ) -> jax.Array:
-    """What `forward_responses` returns, with rows laid out as kernels want them: prompt and response without a gap.
+    """What `forward_responses` returns, with rows as kernels take them: each prompt directly before its response.
 
     Args:
-        prompts, prompt_mask: [B, P], left-padded: one a row.
+        prompts, prompt_mask: [B, P], left-padded: one per row.
         attention_kernel: (query, key, value, lengths) -> [B, T, N, H], see models/fused_attention.py.
     """
     width, length = prompts.shape[1], max(responses.shape[1] - 1, 1)  # the last token predicts nothing
@@ -162,7 +162,7 @@ def decode(
     index: jax.Array,
     arch: Architecture,
 ) -> tuple[jax.Array, list[LayerCache]]:
-    """Hidden states [B, D] of one token a row, and the caches with that token written.
+    """Hidden states [B, D] of one token per row, and the caches with that token written.
 
     Args:
         params: weights, layers as a list.
@@ -233,7 +233,7 @@ def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) ->
 
 
 def _gathered(layer: Params, arch: Architecture) -> Params:
-    """The weights of a layer whole over fsdp; adapters, which are small, as they lie."""
+    """The weights of a layer, gathered over fsdp; adapters, which are small, stay as they are."""
     axes = {weight.path[1]: weight.axes[1:] for weight in weight_table(arch) if weight.stacked}
     return {name: gather_weight(leaf, axes[name]) if name in axes else leaf for name, leaf in layer.items()}
 
@@ -252,9 +252,9 @@ def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
 
 
 def shift_left(x: jax.Array, columns: jax.Array, *, most: int) -> jax.Array:
-    """Row b of [B, T, ...] moved to the left by columns[b], 0..most; what leaves a row comes back on its right.
+    """Row b of [B, T, ...] moved to the left by columns[b], 0..most; what leaves a row wraps around to its right.
 
-    A power of two at a time: a TPU gathers slowly, adds up what was gathered more slowly, and takes long to compile it.
+    By one power of two at a time: on a TPU a gather is slow, its gradient is slower, and both take long to compile.
     """
     for bit in range(most.bit_length()):
         moves = (columns >> bit & 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
@@ -268,5 +268,5 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     found = lookup(table, tokens).astype(jnp.float32)
     if table.dtype == dtype:
         return found
-    # unlike two casts, this is never left out by a compiler
+    # unlike two casts, no compiler removes this
     return jax.lax.reduce_precision(found, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
