@@ -57,9 +57,8 @@ def joined_processes(
         heartbeat_timeout_s: how long a process may be silent before it counts as dead.
 
     Raises:
-        ValueError: only some of the three are given, and the environment lacks the rest; the environment names processes that
-            cannot be joined; the coordinator is no address, or its port is in use; or the three are given after JAX has
-            started.
+        ValueError: only some of the three are given, and the environment lacks the rest; it names processes that cannot
+            be joined; the coordinator is no address, or its port is in use; or the three are given after JAX started.
     """
     if not _join(coordinator, num_processes, process_id, heartbeat_timeout_s):
         yield
