@@ -8,7 +8,7 @@ if it is no run. It needs no data to train on. docs/evaluation.md has the option
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("evaluate")
 
@@ -25,22 +25,23 @@ from typing import Any
 
 import numpy as np
 
+from dapo_jax.base_models import load_base, load_trained
 from dapo_jax.checkpoint import saved_steps
-from dapo_jax.command_help import about, options_help
-from dapo_jax.command_line import command
-from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.command.command_line import command
+from dapo_jax.command.help import about, options_help
+from dapo_jax.command.output_directory import is_written, new_output, output_directory
+from dapo_jax.command.validation import validate
+from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import flat, with_values
+from dapo_jax.data.experience import Experience
 from dapo_jax.errors import InputError
-from dapo_jax.evaluation import Receive, evaluate
+from dapo_jax.held_out import Receive, evaluate
 from dapo_jax.monitor.tensorboard import TensorBoard
-from dapo_jax.option_uses import flat, with_values
 from dapo_jax.other_runs import Trained, find_trained
-from dapo_jax.output_directory import is_written, new_output, output_directory
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.policies import load_base, load_trained
-from dapo_jax.rollout.experience import Experience
+from dapo_jax.problems import TaskSet
 from dapo_jax.run import Run, describe, open_run
-from dapo_jax.task_sets import TaskSet
-from dapo_jax.validation import validate
 
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),

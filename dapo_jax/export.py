@@ -7,7 +7,7 @@ devices than the run had, say --config.mesh.fsdp=1 --config.mesh.tensor=1.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("export")
 
@@ -24,10 +24,13 @@ import tokenizers
 from jax.sharding import Mesh
 from tokenizers.processors import TemplateProcessing
 
+from dapo_jax.base_models import first_model, load_base, lora_of, read_model, trained_params
 from dapo_jax.checkpoint import saved_steps
-from dapo_jax.command_help import about, options_help
-from dapo_jax.command_line import command
-from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.command.command_line import command
+from dapo_jax.command.help import about, options_help
+from dapo_jax.command.output_directory import new_output, output_directory
+from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
@@ -38,11 +41,9 @@ from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, pinned
-from dapo_jax.output_directory import new_output, output_directory
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.places import local_model
-from dapo_jax.policies import first_model, load_base, lora_of, read_model, trained_params
 from dapo_jax.run import check_mesh
 
 DTYPES = ("bfloat16", "float32")

@@ -9,7 +9,9 @@ from typing import Any
 from etils import epath
 
 from dapo_jax.checkpoint import Origin, is_checkpoint, saved_steps
-from dapo_jax.config import Config, checkpoint_dir, from_values
+from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import from_values
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import recorded_config
 from dapo_jax.parallel.processes import gather, is_first

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo_jax.config import Config, trains_on_older_samples
+from dapo_jax.config.derived import trains_on_older_samples
+from dapo_jax.config.sections import Config
 
 
 @dataclass(frozen=True)

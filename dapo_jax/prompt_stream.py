@@ -1,6 +1,7 @@
 """Host: dynamic sampling as the config asks for it."""
 
-from dapo_jax.config import Config, gen_batch_size
+from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource
 from dapo_jax.dynamic_sampling.group_filter import FilterRule
 from dapo_jax.dynamic_sampling.schedule import History, Limits, Stream

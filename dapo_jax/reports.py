@@ -4,8 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.config import Config, checkpoint_dir
-from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.sections import Config
+from dapo_jax.held_out import mean_accuracy
 from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.records import flatten, read_metrics
 from dapo_jax.progress import Progress

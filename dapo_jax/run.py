@@ -17,14 +17,23 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import chosen, needs
-from dapo_jax.config import (
-    Config,
+from dapo_jax.base_models import (
+    check_model_paths,
+    context_warning,
+    load_base,
+    load_critic,
+    load_reference,
+    lora_of,
+    read_model,
+)
+from dapo_jax.config.derived import (
     checkpoint_dir,
     micro_batch_size,
     mini_batch_size,
     trains_on_older_samples,
     uses_reference,
 )
+from dapo_jax.config.sections import Config
 from dapo_jax.data.arithmetic import arithmetic_rows
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.prompt_files import read_prompt_files
@@ -32,9 +41,9 @@ from dapo_jax.data.prompts import PromptSet, tokenize_prompts
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.divisors import divisors, nearest
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import Actor, LatestWeights, build_actor
+from dapo_jax.learner.choices import trained, uses_critic
 from dapo_jax.learner.critic import Critic, build_critic
 from dapo_jax.learner.models import Models
 from dapo_jax.models.architecture import Architecture
@@ -42,8 +51,8 @@ from dapo_jax.models.weights import build_freeze, count_params, weight_table
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import StageTimers
-from dapo_jax.option_uses import trained, uses_critic
 from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
+from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.idle_gpus import idle_gpus
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
 from dapo_jax.parallel.platforms import unused_gpu
@@ -56,20 +65,12 @@ from dapo_jax.parallel.sharding import (
     replicated,
 )
 from dapo_jax.parallel.stopping import Pace, unpaced
-from dapo_jax.policies import (
-    check_model_paths,
-    context_warning,
-    load_base,
-    load_critic,
-    load_reference,
-    lora_of,
-    read_model,
-)
+from dapo_jax.problems import TaskSet, held_out_options, parse_tasks
+from dapo_jax.rewards.scoring import ModelScorer, load_scorer
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.sampler import Sampler, Stage, check_stop_strings
-from dapo_jax.scoring import ModelScorer, load_scorer
 from dapo_jax.settings import (
     actor_settings,
     check_memory,
@@ -81,7 +82,6 @@ from dapo_jax.settings import (
     with_total_steps,
 )
 from dapo_jax.start_checks import check_rewards, warn_of_data
-from dapo_jax.task_sets import TaskSet, held_out_options, parse_tasks
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.config import (
-    ActorConfig,
-    Config,
-    CriticConfig,
-    micro_batch_size,
-    mini_batch_size,
-    token_budget,
-)
+from dapo_jax.base_models import lora_of
+from dapo_jax.command.validation import NO_POLICY_STEP
+from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
+from dapo_jax.config.sections import ActorConfig, Config, CriticConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
+from dapo_jax.learner.choices import trained
 from dapo_jax.learner.critic import CriticSettings, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
 from dapo_jax.learner.optimizer import OptimizerSettings, learning_rate
@@ -29,15 +26,12 @@ from dapo_jax.learner.update import UpdateSettings
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.option_uses import trained
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import num_batch_shards, platform
-from dapo_jax.policies import lora_of
 from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
-from dapo_jax.validation import NO_POLICY_STEP
 
 logger = logging.getLogger(__name__)
 

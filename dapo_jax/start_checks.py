@@ -3,16 +3,17 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from dapo_jax.config import Config, gen_batch_size
+from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.sections import Config
+from dapo_jax.data.experience import OWN_SCORES, check_score_names
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow, prompt_identity
 from dapo_jax.errors import InputError
+from dapo_jax.problems import TaskSet
 from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.trial import try_function
 from dapo_jax.rewards.verifiers import VERIFIERS
 from dapo_jax.rewards.worker_pool import Verdict, VerifierPool
-from dapo_jax.rollout.experience import OWN_SCORES, check_score_names
-from dapo_jax.task_sets import TaskSet
 
 logger = logging.getLogger(__name__)
 

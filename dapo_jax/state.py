@@ -12,22 +12,24 @@ import numpy as np
 
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Origin, saved_steps
-from dapo_jax.config import Config, checkpoint_dir, from_values, trains_on_older_samples
+from dapo_jax.command.option_uses import PUT_BACK
+from dapo_jax.command.validation import warnings
+from dapo_jax.config.derived import checkpoint_dir, trains_on_older_samples
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import from_values
+from dapo_jax.data.experience import from_arrays, to_arrays
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.errors import InputError
+from dapo_jax.learner.batch import sequence_kl
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.records import config_differences, recorded_config
-from dapo_jax.option_uses import PUT_BACK
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.progress import Progress, first_coefficient, is_finite, recomputes, resumed_coefficient
-from dapo_jax.rollout.experience import from_arrays, to_arrays
 from dapo_jax.run import Run
 from dapo_jax.step_metrics import Collected
-from dapo_jax.training_batch import sequence_kl
-from dapo_jax.validation import warnings
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import jax
 
-from dapo_jax.containers import Batch
+from dapo_jax.data.containers import Batch
+from dapo_jax.data.experience import Experience
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
+from dapo_jax.learner.batch import finish_rewards, make_batch, penalize_kl
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices, update_critic, update_policy
 from dapo_jax.monitor import filter_log, statistics
@@ -27,7 +29,6 @@ from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.processes import gather
 from dapo_jax.progress import Progress, is_finite, recomputes
 from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
-from dapo_jax.rollout.experience import Experience
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run
 from dapo_jax.settings import update_settings
@@ -39,7 +40,6 @@ from dapo_jax.step_metrics import (
     performance_metrics,
     sample_texts,
 )
-from dapo_jax.training_batch import finish_rewards, make_batch, penalize_kl
 
 logger = logging.getLogger("dapo_jax.train")
 

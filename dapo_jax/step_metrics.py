@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.data.experience import Experience, Outcomes
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.rounds import filtered_counts
+from dapo_jax.learner.batch import final_rewards
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor import filter_log, statistics
 from dapo_jax.monitor.tensorboard import histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
-from dapo_jax.rollout.experience import Experience, Outcomes
 from dapo_jax.run import Run
 from dapo_jax.settings import compute_dtype
-from dapo_jax.training_batch import final_rewards
 
 
 @dataclass(frozen=True)

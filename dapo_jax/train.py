@@ -6,7 +6,7 @@ Started again with the same workdir, it goes on after the last checkpoint as if 
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("train")
 
@@ -20,10 +20,12 @@ from pathlib import Path
 import jax
 
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.command_help import about, options_help
-from dapo_jax.command_line import command
-from dapo_jax.config import Config, checkpoint_dir, in_folder
-from dapo_jax.evaluation import evaluate, mean_accuracy
+from dapo_jax.command.command_line import command
+from dapo_jax.command.help import about, options_help
+from dapo_jax.command.validation import validate
+from dapo_jax.config.derived import checkpoint_dir, in_folder
+from dapo_jax.config.sections import Config
+from dapo_jax.held_out import evaluate, mean_accuracy
 from dapo_jax.learner.models import Models
 from dapo_jax.monitor import filter_log
 from dapo_jax.monitor.alarms import raise_evaluation_alarms
@@ -43,7 +45,6 @@ from dapo_jax.settings import learning_rate_plan, warn_of_warm_up
 from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.step import sample_batch, train_step
 from dapo_jax.step_metrics import utilisation
-from dapo_jax.validation import validate
 
 logger = logging.getLogger("dapo_jax.train")  # not "__main__", as the command is
 

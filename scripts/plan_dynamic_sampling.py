@@ -10,7 +10,7 @@ Binomial(N G, k), so a step needs more than N rounds with probability P(Binomial
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("plan_dynamic_sampling")
 

@@ -7,7 +7,7 @@ task sets of eval/*/acc/mean@k.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("plot_run")
 
@@ -21,7 +21,7 @@ from typing import Any
 from run_files import METRICS, metrics_of, record_of
 from script_ends import command
 
-from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.held_out import mean_accuracy
 
 PANELS = {  # title -> metric; None: the mean held-out accuracy
     "held-out accuracy": None,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from dapo_jax.containers import Batch, Rollout
+from dapo_jax.data.containers import Batch, Rollout
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.config import Config, freeze
+from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import freeze
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.option_uses import without_switched_off
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")

@@ -21,7 +21,7 @@ from small_run import CONFIGS, small_config
 
 from dapo_jax import train
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.config import checkpoint_dir
+from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.models import Models

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import dapo_jax
-from dapo_jax.command_line import read_config
+from dapo_jax.command.command_line import read_config
+from dapo_jax.command.validation import validate
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
-from dapo_jax.validation import validate
 
 ROOT = Path(dapo_jax.__file__).parents[1]
 GUIDE = (ROOT / "docs/data.md").read_text()

@@ -15,10 +15,10 @@ from scripts.test_prepare_data import published_dapo
 from test_data_guide import blocks
 
 from dapo_jax import evaluate, export, train
-from dapo_jax.command_line import read_config
+from dapo_jax.command.command_line import read_config
+from dapo_jax.command.validation import validate
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.validation import validate
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,7 +31,7 @@ TPU_VM = f"{LAUNCHERS}test_the_way_to_a_tpu_vm_is_as_the_page_says"
 GKE, SLURM = (f"{LAUNCHERS}test_the_way_to_{name}_is_as_the_page_says" for name in ("gke", "slurm"))
 TENSORBOARD = "tests/monitor/test_tensorboard_browser.py::test_the_overview_shows_every_chart"
 GUIDE = "tests/test_data_guide.py::"
-SLICE = "tests/test_preflight.py::test_the_report_for_a_slice_that_is_not_here"
+SLICE = "tests/preflight/test_preflight.py::test_the_report_for_a_slice_that_is_not_here"
 
 # Beginnings of commands, and where they are run; the longest that fits counts. HERE: by this file.
 HERE = "here"
@@ -71,7 +71,7 @@ RUN_BY = {
     ),
     "python -m dapo_jax.evaluate": HERE,
     "python -m dapo_jax.export": HERE,
-    "python -m dapo_jax.preflight --config FILE": "tests/test_preflight.py::test_the_report_for_a_cpu",
+    "python -m dapo_jax.preflight --config FILE": "tests/preflight/test_preflight.py::test_the_report_for_a_cpu",
     "python -m dapo_jax.preflight --config FILE --topology v5p": SLICE,
     "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,
     "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",

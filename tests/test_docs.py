@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo_jax.command_line import read_config
-from dapo_jax.config import Config, default_config, freeze
+from dapo_jax.command.command_line import read_config
+from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import default_config, freeze
 from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.records import flatten
-from dapo_jax.validation import validate
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

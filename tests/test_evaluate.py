@@ -11,17 +11,18 @@ import pytest
 from event_files import values_of
 from small_run import small_config
 from test_other_runs import save
-from test_task_sets import write_rows
+from test_problems import write_rows
 
-from dapo_jax import command_line
+from dapo_jax.command import command_line
+from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.command.validation import validate
+from dapo_jax.config.values import flat, with_values
 from dapo_jax.evaluate import _without_training, as_in_the_run, bench, main, table
-from dapo_jax.evaluation import mean_accuracy
+from dapo_jax.held_out import mean_accuracy
 from dapo_jax.monitor.records import read_metrics, write_config
-from dapo_jax.option_uses import flat, with_values, without_switched_off
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.settings import check_memory
 from dapo_jax.train import train
-from dapo_jax.validation import validate
 
 
 def test_the_mean_accuracy_is_that_of_plain_means():

@@ -13,19 +13,19 @@ import pytest
 from safetensors.numpy import load_file
 from small_run import CONFIGS, small_config
 
+from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.config import checkpoint_dir
+from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
 from dapo_jax.export import export, main
 from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.models import Models
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
-from dapo_jax.option_uses import uses_critic
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.policies import read_model
 from dapo_jax.progress import Progress
 from dapo_jax.settings import actor_settings, critic_settings
 from dapo_jax.train import train

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dapo_jax.checkpoint import Checkpoints, Origin
-from dapo_jax.config import Config, checkpoint_dir
+from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.sections import Config
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.optimizer import OptimizerSettings, init_state
 from dapo_jax.monitor.records import write_config

@@ -14,6 +14,7 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import places
 from dapo_jax.checkpoint import saved_steps
+from dapo_jax.command.validation import validate
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.evaluate import bench
 from dapo_jax.export import export
@@ -21,7 +22,6 @@ from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.other_runs import find_trained
 from dapo_jax.places import address_problem, local_model, place_of
 from dapo_jax.train import train
-from dapo_jax.validation import validate
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
+from dapo_jax.command.validation import validate
 from dapo_jax.monitor.records import NoRecords, read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
@@ -15,7 +16,6 @@ from dapo_jax.run import open_run
 from dapo_jax.state import advance, first_state
 from dapo_jax.step import sample_batch, train_on
 from dapo_jax.train import train
-from dapo_jax.validation import validate
 
 STEPS = 4
 AHEAD = {

@@ -8,7 +8,7 @@ import pytest
 from event_files import values_of
 from small_run import small_config
 
-from dapo_jax.config import Config
+from dapo_jax.config.sections import Config
 from dapo_jax.monitor.catalogue import HISTOGRAMS
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics

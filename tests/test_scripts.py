@@ -25,7 +25,7 @@ import numpy as np
 import plan_dynamic_sampling
 import pytest
 
-from dapo_jax import interrupts
+from dapo_jax.command import interrupts
 from dapo_jax.monitor.filter_log import log_round, rule_words
 from dapo_jax.monitor.workdir import open_workdir
 

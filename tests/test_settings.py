@@ -9,10 +9,10 @@ import pytest
 from small_run import small_config
 
 from dapo_jax import settings
+from dapo_jax.base_models import read_model
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.memory import FRACTION
-from dapo_jax.policies import read_model
 from dapo_jax.settings import rows_of_a_prompt
 
 

@@ -16,8 +16,8 @@ from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_con
 
 from dapo_jax import step as step_module
 from dapo_jax import train as train_module
-from dapo_jax.evaluation import mean_accuracy
 from dapo_jax.export import export
+from dapo_jax.held_out import mean_accuracy
 from dapo_jax.learner import update as update_module
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics

@@ -11,19 +11,15 @@ import dapo_jax
 PACKAGE = Path(dapo_jax.__file__).parent
 # Lower layers first. A module may import from its own layer and from those below.
 LAYERS = [
-    (
-        *("errors", "interrupts", "bounds", "config", "config_files", "aliases", "containers", "places"),
-        *("function_names", "divisors"),
-    ),
+    ("errors", "places", "config"),
     ("parallel", "monitor"),
-    ("models", "rewards", "data", "algorithms"),
+    ("models", "data", "algorithms"),
+    ("rewards",),
     ("learner", "rollout", "dynamic_sampling", "checkpoint", "progress"),
     (
-        *("option_uses", "from_verl", "validation", "command_line", "command_help"),
-        *("scoring", "run", "prompt_stream", "training_batch"),
-        *("step", "step_metrics", "state", "reports", "policies", "other_runs", "task_sets", "output_directory"),
-        *("settings", "start_checks", "evaluation", "evaluate", "export", "train", "step_programs"),
-        *("preflight_advice", "preflight"),
+        *("command", "from_verl", "run", "step", "step_metrics", "state", "reports", "base_models", "other_runs"),
+        *("problems", "settings", "start_checks", "held_out", "evaluate", "export", "train", "prompt_stream"),
+        *("preflight",),
     ),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -64,7 +60,7 @@ def test_every_file_says_whether_it_is_host_or_device():
 
 # What runs in a verifier's process, where the text of an error is the sample's, and what reads no input.
 WITHOUT_INPUT = {f"rewards/{name}.py" for name in ("worker", "arithmetic", "math_verifier", "reasoning_gym")}
-WITHOUT_INPUT |= {"parallel/hlo_text.py"}
+WITHOUT_INPUT |= {"preflight/hlo_text.py"}
 
 
 def test_wrong_input_is_refused_by_an_error_of_its_own():

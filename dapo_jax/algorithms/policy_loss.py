@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from dapo_jax.algorithms.kl import magnitude
-from dapo_jax.containers import Mean
+from dapo_jax.data.containers import Mean
 
 MAX_LOG_RATIO = 20.0  # beyond it the ratio is constant, so that exp cannot overflow
 MAX_SEQUENCE_LOG_RATIO = 10.0

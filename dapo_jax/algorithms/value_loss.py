@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.containers import Mean
+from dapo_jax.data.containers import Mean
 
 
 def clipped_value_loss(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dapo_jax.data.experience import Experience, concatenate, describe_failures, total_failure
 from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, filtered_counts
 from dapo_jax.dynamic_sampling.schedule import (
     History,
@@ -26,7 +27,6 @@ from dapo_jax.dynamic_sampling.schedule import (
 )
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
-from dapo_jax.rollout.experience import Experience, concatenate, describe_failures, total_failure
 
 logger = logging.getLogger(__name__)
 

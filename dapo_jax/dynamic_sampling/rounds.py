@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.data.experience import Experience, Outcomes
 from dapo_jax.dynamic_sampling.group_filter import FilterRule, group_statistics, keep_groups
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.sharding import fetch, put_rows
-from dapo_jax.rewards.assembly import assemble_rewards
-from dapo_jax.rollout.experience import Experience, Outcomes
 
 # The reward after the KL divergence, if there is one in the reward; else seq_reward.
 FINAL_REWARD = ("seq_final_reward", "token_level_rewards")
@@ -37,31 +36,6 @@ class Verdicts:
     outcomes: Outcomes
     keep: np.ndarray  # [Q] bool
     metric_std: np.ndarray  # [Q] float32
-
-
-def shape_rewards(
-    experience: Experience,
-    *,
-    max_response_length: int,
-    overlong_buffer_length: int,
-    overlong_penalty_factor: float,
-    mesh: Mesh,
-) -> Experience:
-    """Adds the scores `overlong_reward` (penalty) and `seq_reward` (verifier's score + penalty)."""
-    rows = (
-        experience.scores["score"].astype(np.float32).reshape(-1),
-        experience.mask.reshape(-1, experience.mask.shape[-1]),
-    )
-    rewards = assemble_rewards(
-        *put_rows(rows, mesh),
-        max_response_length=max_response_length,
-        buffer_length=overlong_buffer_length,
-        penalty_factor=overlong_penalty_factor,
-    )
-    shape = experience.finished.shape
-    seq_reward = fetch(rewards.token_level_scores).sum(axis=-1)[: np.prod(shape)]
-    penalty = fetch(rewards.overlong_penalty)[: np.prod(shape)]
-    return experience.with_scores(seq_reward=seq_reward.reshape(shape), overlong_reward=penalty.reshape(shape))
 
 
 def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: Mesh) -> Round:

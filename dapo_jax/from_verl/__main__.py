@@ -7,7 +7,7 @@ The script is read, never run: its variables have the values that the script and
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("from_verl")
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_jax.command_line import refusals
+from dapo_jax.command.command_line import refusals
 from dapo_jax.errors import InputError
 from dapo_jax.from_verl.shell_scripts import Script
 from dapo_jax.from_verl.translate import command, config_file, overrides, remarks, translate

@@ -8,7 +8,7 @@ checkpoints or evaluation keeps the default of dapo_jax.
 
 from typing import Any
 
-from dapo_jax.config import default_config
+from dapo_jax.config.values import default_config
 
 
 def get_config() -> Any:

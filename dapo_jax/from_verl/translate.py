@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.aliases import resolve_aliases
-from dapo_jax.config import Config, freeze, type_problems
+from dapo_jax.base_models import missing_model
+from dapo_jax.command.option_uses import unread
+from dapo_jax.command.validation import validate
+from dapo_jax.config.aliases import resolve_aliases
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, flat, freeze, type_problems, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.from_verl import defaults
 from dapo_jax.from_verl.options import converted, find, flag, is_off, ours_of
 from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
 from dapo_jax.from_verl.values import TRACKERS, parsed
-from dapo_jax.option_uses import DEFAULTS, flat, unread, with_values
-from dapo_jax.policies import missing_model
-from dapo_jax.validation import validate
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")

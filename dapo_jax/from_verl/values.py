@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dapo_jax.config.values import DEFAULTS
 from dapo_jax.errors import InputError
-from dapo_jax.option_uses import DEFAULTS
 from dapo_jax.rollout.shapes import bucket
 
 Values = Mapping[str, Any]

@@ -16,7 +16,7 @@ from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.containers import Batch, Max, Mean
+from dapo_jax.data.containers import Batch, Max, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.value_loss import clipped_value_loss
-from dapo_jax.containers import Batch, Mean
+from dapo_jax.data.containers import Batch, Mean
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState
 from dapo_jax.learner.token_logprobs import response_hidden
 from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable

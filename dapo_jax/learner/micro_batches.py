@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from dapo_jax.containers import Batch
+from dapo_jax.data.containers import Batch
 from dapo_jax.rollout.shapes import bucket
 
 

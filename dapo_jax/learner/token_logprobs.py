@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.containers import Batch
+from dapo_jax.data.containers import Batch
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.sharding import shards_left

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.containers import Batch
+from dapo_jax.data.containers import Batch
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
 from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import token_weights
-from dapo_jax.containers import Batch, Max, Mean
+from dapo_jax.data.containers import Batch, Max, Mean
 from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dapo_jax.config import AlarmConfig
+from dapo_jax.config.sections import AlarmConfig
 
 _DECAY = 0.9  # of the running means
 _ALL = 1 - 1e-9  # a share of all

@@ -4,7 +4,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dapo_jax.config import Config
+from dapo_jax.config.sections import Config
 from dapo_jax.monitor.console import Console
 from dapo_jax.parallel.processes import is_first
 

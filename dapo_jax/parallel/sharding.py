@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.divisors import divisors, nearest
 from dapo_jax.errors import InputError
+from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.mesh import BATCH_AXES, num_batch_shards
 
 Rules = dict[str, str | None]

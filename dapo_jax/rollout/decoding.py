@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from dapo_jax.containers import Prompts
+from dapo_jax.data.containers import Prompts
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import LayerCache, Params

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.containers import Prompts, Rollout
+from dapo_jax.data.containers import Prompts, Rollout
 from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import num_batch_shards

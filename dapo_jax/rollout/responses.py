@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dapo_jax.containers import Rollout
+from dapo_jax.data.containers import Rollout
 from dapo_jax.parallel.sharding import fetch
 from dapo_jax.rollout.decoding import Chunk
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dapo_jax.containers import Rollout
+from dapo_jax.data.containers import Rollout
+from dapo_jax.data.experience import Experience, check_score_names
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
@@ -19,7 +20,6 @@ from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 from dapo_jax.rollout.engine import Engine
-from dapo_jax.rollout.experience import Experience, check_score_names
 from dapo_jax.rollout.responses import StopRule
 from dapo_jax.rollout.sampling import Sampling
 

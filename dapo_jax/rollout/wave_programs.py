@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dapo_jax.containers import Prompts
+from dapo_jax.data.containers import Prompts
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.mesh import num_batch_shards

@@ -263,8 +263,8 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     """The update's largest program by the preflight's account. Nothing is allocated."""
     import jax
 
-    from dapo_jax.preflight import measure
-    from dapo_jax.step_programs import step_programs
+    from dapo_jax.preflight.compiled import compile_program
+    from dapo_jax.preflight.programs import step_programs
 
     with ExitStack() as stack:
         run = benchmark_update.open_random_run(stack, args, DTYPE, options)
@@ -277,7 +277,7 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
             every_window=False,
         )
         with jax.set_mesh(run.mesh):
-            updates = [measure(one, run.mesh, run.config) for one in step.programs if one.stage == "update"]
+            updates = [compile_program(one, run.mesh, run.config) for one in step.programs if one.stage == "update"]
     return max(updates, key=lambda one: one.total)
 
 

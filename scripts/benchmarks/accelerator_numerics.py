@@ -230,8 +230,8 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
     """
     import jax
 
+    from dapo_jax.learner.batch import policy_logprobs
     from dapo_jax.rollout.sampling import EVALUATE, Sampling
-    from dapo_jax.training_batch import policy_logprobs
 
     devices = jax.device_count()
     rows, prompt, length = (8, 4, 12) if small else (64, 24, 128)
@@ -271,8 +271,8 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
 
 def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
     """Whole responses [B, R], one to each prompt, as rows of the learner."""
-    from dapo_jax.rollout.experience import Experience
-    from dapo_jax.training_batch import rows_of
+    from dapo_jax.data.experience import Experience
+    from dapo_jax.learner.batch import rows_of
 
     count, length = responses.shape
     experience = Experience(

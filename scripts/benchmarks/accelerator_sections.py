@@ -66,7 +66,7 @@ def environment(findings: Findings, folder: Path, *, small: bool) -> None:
 
 def show_choices(findings: Findings) -> None:
     """What model.dtype=auto and model.attention=fused come to on these devices."""
-    from dapo_jax.config import Config
+    from dapo_jax.config.sections import Config
     from dapo_jax.models.architecture import architecture_from_hf
     from dapo_jax.parallel.mesh import make_mesh
     from dapo_jax.settings import chosen_attention, compute_dtype
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args(arguments)
     if args.name != "training":  # which starts the command that does this
-        from dapo_jax.config import Config
+        from dapo_jax.config.sections import Config
         from dapo_jax.parallel.memory import reserve_gpu_memory
 
         reserve_gpu_memory(Config().trainer.gpu_memory_fraction)

@@ -15,7 +15,7 @@ machine affects all of them. All shapes are compiled beforehand. Columns:
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("benchmark_dynamic_sampling")
 
@@ -32,8 +32,9 @@ from typing import Any
 import jax
 
 from dapo_jax import prompt_stream
-from dapo_jax.command_line import read_config, refusals
-from dapo_jax.config import Config, gen_batch_size
+from dapo_jax.command.command_line import read_config, refusals
+from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
 from dapo_jax.learner.models import Models

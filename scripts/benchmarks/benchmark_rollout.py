@@ -18,7 +18,7 @@ whichever is longer. "peak" is the most memory that the process has taken so far
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("benchmark_rollout")
 

@@ -16,7 +16,7 @@ the memory, whichever is slower, and the update.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("benchmark_step")
 

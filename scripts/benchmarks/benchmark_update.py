@@ -26,7 +26,7 @@ process has taken.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("benchmark_update")
 
@@ -78,7 +78,8 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
 
     import jax
 
-    from dapo_jax.config import default_config, freeze
+    from dapo_jax.command.validation import validate
+    from dapo_jax.config.values import default_config, freeze
     from dapo_jax.data.order import PromptOrder
     from dapo_jax.data.prompts import PromptSet
     from dapo_jax.data.rows import PromptRow
@@ -88,7 +89,6 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     from dapo_jax.rollout.engine import Engine
     from dapo_jax.run import build_estimator, init_models, open_run
     from dapo_jax.settings import actor_settings, engine_settings
-    from dapo_jax.validation import validate
 
     num_prompts = args.batch // args.group
     values = default_config()
@@ -164,8 +164,8 @@ class Ours:
     def _make_batch(self) -> Any:
         import dataclasses
 
-        from dapo_jax.rollout.experience import Experience
-        from dapo_jax.training_batch import rows_of
+        from dapo_jax.data.experience import Experience
+        from dapo_jax.learner.batch import rows_of
 
         groups, size, length = self.args.batch // self.args.group, self.args.group, self.args.new_tokens
         experience = Experience(

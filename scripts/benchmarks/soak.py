@@ -9,7 +9,7 @@ keeps some.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("soak")
 
@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from dapo_jax import train
-from dapo_jax.command_line import refusals
+from dapo_jax.command.command_line import refusals
 from dapo_jax.monitor.records import RunRecords
 
 ROOT = Path(__file__).resolve().parents[2]

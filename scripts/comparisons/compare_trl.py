@@ -17,7 +17,7 @@ TORCH_ENV: pip install torch trl gguf pyarrow.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("compare_trl")
 
@@ -35,7 +35,7 @@ from comparison_report import report
 from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
 from run_ablation import command_of, command_options, folder_of, train
 
-from dapo_jax.command_line import read_config, refusals
+from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.monitor.environment import host
 from dapo_jax.settings import learning_rate_of
 

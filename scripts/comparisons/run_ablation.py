@@ -10,7 +10,7 @@ explains the table; pictures need pip install -e '.[plots]'.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("run_ablation")
 
@@ -30,8 +30,8 @@ from ablations import COMPARISONS, Comparison
 from comparison_report import report
 from finished_runs import check_nothing_is_lost, finished_runs, is_finished, mark_finished, reported_runs
 
-from dapo_jax.command_line import read_config, refusals
-from dapo_jax.config import default_config, freeze
+from dapo_jax.command.command_line import read_config, refusals
+from dapo_jax.config.values import default_config, freeze
 from dapo_jax.monitor.records import flatten, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share

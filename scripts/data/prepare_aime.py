@@ -12,7 +12,7 @@ the answer, because `math_dapo` compares text.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("prepare_aime")
 

@@ -10,7 +10,7 @@ are also test questions are left out.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("prepare_gsm8k")
 

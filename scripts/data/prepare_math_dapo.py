@@ -10,7 +10,7 @@ out. The verifier is `math_dapo`.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("prepare_math_dapo")
 

@@ -9,7 +9,7 @@ length. All orders of the same numbers are in the same split. The verifier is `a
 """
 
 if __name__ == "__main__":  # the imports below take seconds
-    from dapo_jax.interrupts import end_at_once
+    from dapo_jax.command.interrupts import end_at_once
 
     end_at_once("prepare_sums")
 

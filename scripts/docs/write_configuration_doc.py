@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: every option with its type, default and meaning, from dapo_jax/config.py.
+"""Writes docs/configuration.md: every option with its type, default and meaning, from dapo_jax/config/sections.py.
 
     python scripts/docs/write_configuration_doc.py
 
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.command_help import field_comments
-from dapo_jax.config import Config
-from dapo_jax.validation import BOUNDS
+from dapo_jax.command.help import field_comments
+from dapo_jax.command.validation import BOUNDS
+from dapo_jax.config.sections import Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -26,16 +26,17 @@ from script_ends import write_page
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-Written by `scripts/docs/write_configuration_doc.py` from [`dapo_jax/config.py`](../dapo_jax/config.py): do not edit.
+Written by `scripts/docs/write_configuration_doc.py` from
+[`dapo_jax/config/sections.py`](../dapo_jax/config/sections.py): do not edit.
 
 A config file starts from `default_config()` and states what differs; on the command line an option is
 `--config.actor.optim.lr=2e-6`, a tuple `"--config.trainer.profile_steps=(10,11)"`. `null` means "not given". A misspelt
 option is refused with a suggestion, and all problems of a config are reported together before a device is touched.
 
 An option that the rest of the config leaves unread is refused too, with the setting that would read it
-([`dapo_jax/option_uses.py`](../dapo_jax/option_uses.py) has them all). A recipe can still be varied by one option: what
-the command line switches off, such as `leftover` by `--config.algorithm.filter_groups.enable=False`, goes back to its
-default, and a warning names it.
+([`dapo_jax/command/option_uses.py`](../dapo_jax/command/option_uses.py) lists them). A recipe can still be varied by
+one option: what the command line switches off, such as `leftover` by
+`--config.algorithm.filter_groups.enable=False`, returns to its default, and a warning names it.
 """
 
 

@@ -13,8 +13,9 @@ from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.kl import PENALTIES
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.config import Config, default_config, freeze
-from dapo_jax.option_uses import without_switched_off
+from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import default_config, freeze
 
 H100, V5E = "h100:8", "v5e:2x4"
 LLAMA = {

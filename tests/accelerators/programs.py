@@ -15,28 +15,12 @@ from dapo_jax.algorithms.aggregation import MODES
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import PENALTIES
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
-from dapo_jax.config import Config
-from dapo_jax.containers import Batch
+from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import Config
+from dapo_jax.data.containers import Batch
 from dapo_jax.dynamic_sampling.group_filter import group_statistics
 from dapo_jax.learner.actor import build_actor
-from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.update import jitted_token_weights
-from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
-from dapo_jax.parallel.devices import devices_of
-from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
-from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated
-from dapo_jax.preflight import read_shape
-from dapo_jax.rewards.assembly import assemble_rewards, place_rewards
-from dapo_jax.rewards.reward_model import build_reward_model
-from dapo_jax.rollout.decoding import keep_rows, resize_cache
-from dapo_jax.rollout.sampling import SELECT, Sampling, position_noise
-from dapo_jax.rollout.shapes import prompt_width, rungs
-from dapo_jax.rollout.wave_programs import lower_chunk, wave_shape
-from dapo_jax.run import build_estimator
-from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
-from dapo_jax.step_programs import step_programs
-from dapo_jax.training_batch import (
+from dapo_jax.learner.batch import (
     jitted_importance_weights,
     jitted_keep_samples,
     jitted_kl_penalty,
@@ -44,7 +28,23 @@ from dapo_jax.training_batch import (
     jitted_probability_metrics,
     jitted_rejection_mask,
 )
-from dapo_jax.validation import validate
+from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.update import jitted_token_weights
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
+from dapo_jax.parallel.devices import devices_of
+from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated
+from dapo_jax.preflight.programs import step_programs
+from dapo_jax.preflight.report import read_shape
+from dapo_jax.rewards.reward_model import build_reward_model
+from dapo_jax.rewards.shaping import place_rewards, shape_rewards
+from dapo_jax.rollout.decoding import keep_rows, resize_cache
+from dapo_jax.rollout.sampling import SELECT, Sampling, position_noise
+from dapo_jax.rollout.shapes import prompt_width, rungs
+from dapo_jax.rollout.wave_programs import lower_chunk, wave_shape
+from dapo_jax.run import build_estimator
+from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
 
 ROWS, TOKENS, GROUPS = 16, 128, 4  # of what the small functions are given
 Program = tuple[str, Callable[[], jax.stages.Lowered]]
@@ -182,7 +182,7 @@ def rewards_and_filter(parts: Parts) -> Iterator[Program]:
     """From scores to token rewards and kept groups."""
     scores, mask = parts.rows(ROWS), parts.rows(ROWS, TOKENS, dtype=jnp.bool_)
     ids = parts.rows(ROWS, dtype=jnp.int32)
-    yield "rewards", lambda: assemble_rewards.lower(scores, mask, max_response_length=TOKENS, buffer_length=16)
+    yield "rewards", lambda: shape_rewards.lower(scores, ids, max_response_length=TOKENS, buffer_length=16)
     yield "token rewards", lambda: place_rewards.lower(scores, mask)
     yield "group filter", lambda: group_statistics.lower(scores, ids, num_groups=GROUPS)
 

@@ -10,7 +10,7 @@ from accelerators.cases import CASES, config_of
 from accelerators.programs import wide_types
 
 import dapo_jax
-from dapo_jax.validation import validate
+from dapo_jax.command.validation import validate
 
 PACKAGE = Path(dapo_jax.__file__).parent
 # How many functions each file compiles. programs.py lowers them, or the same function where it is made inside another
@@ -19,7 +19,7 @@ COMPILED = {
     "rollout/sampling.py": 1,
     "rollout/decoding.py": 4,
     "rewards/reward_model.py": 1,
-    "rewards/assembly.py": 2,
+    "rewards/shaping.py": 2,
     "dynamic_sampling/group_filter.py": 1,
     "policies.py": 1,
     "learner/critic.py": 2,

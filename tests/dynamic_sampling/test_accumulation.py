@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
+from dapo_jax.data.experience import Experience, concatenate
 from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState, accumulate_groups
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.dynamic_sampling.schedule import (
@@ -17,7 +18,6 @@ from dapo_jax.dynamic_sampling.schedule import (
     wave_sizes,
 )
 from dapo_jax.monitor.filter_log import rule_words
-from dapo_jax.rollout.experience import Experience, concatenate
 from dapo_jax.step_metrics import sampling_metrics
 
 NUM_ROWS = 50

@@ -4,10 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from dapo_jax.config.sections import OverlongBufferConfig
+from dapo_jax.data.experience import Experience
 from dapo_jax.dynamic_sampling.group_filter import FilterRule
-from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts, keep_all, shape_rewards
+from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts, keep_all
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.rollout.experience import Experience
+from dapo_jax.rewards.scoring import add_rewards
 
 STD = FilterRule()
 
@@ -79,13 +81,9 @@ def test_a_failed_verification_counts_like_the_lowest_of_its_group(mesh):
 
 
 def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
-    shaped = shape_rewards(
-        experience([[1, 1], [0, 0], [0, 1]], lengths=[[2, 4], [3, 3], [1, 4]]),
-        max_response_length=4,
-        overlong_buffer_length=2,
-        overlong_penalty_factor=1.0,
-        mesh=mesh,
-    )
+    groups = experience([[1, 1], [0, 0], [0, 1]], lengths=[[2, 4], [3, 3], [1, 4]])
+    buffer = OverlongBufferConfig(enable=True, len=2, penalty_factor=1.0)
+    shaped = add_rewards(groups, buffer, max_response_length=4, mesh=mesh)
     np.testing.assert_allclose(shaped.scores["seq_reward"], [[1.0, 0.0], [-0.5, -0.5], [0.0, 0.0]])
     np.testing.assert_allclose(shaped.scores["overlong_reward"], [[0.0, -1.0], [-0.5, -0.5], [0.0, -1.0]])
     assert filter_groups(shaped, "acc", STD, mesh).keep.tolist() == [False, False, True]

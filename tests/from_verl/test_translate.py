@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from verl_keys import DATA, TRAINER, lines_of
 
-from dapo_jax.command_line import read_config
-from dapo_jax.config import Config
+from dapo_jax.command.command_line import read_config
+from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, flat
 from dapo_jax.from_verl.options import converted, find
 from dapo_jax.from_verl.shell_scripts import Script
 from dapo_jax.from_verl.table import HERE
 from dapo_jax.from_verl.translate import BASE, command, config_file, overrides, remarks, translate
-from dapo_jax.option_uses import DEFAULTS, flat
-from dapo_jax.validation import validate
 
 PUBLISHED = ("run_dapo_qwen2.5_32b", "test_dapo_7b_math")
 SCRIPT = """#!/usr/bin/env bash

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dapo_jax.containers import Batch
+from dapo_jax.data.containers import Batch
 from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
 
 PROMPT, RESPONSE = 8, 64

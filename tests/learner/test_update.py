@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.containers import Batch, Mean
+from dapo_jax.data.containers import Batch, Mean
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.update import UpdateSettings, _optimizer_steps, sequence_lengths, tokens_of_devices
 from dapo_jax.parallel.mesh import make_mesh

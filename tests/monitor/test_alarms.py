@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dapo_jax.config import AlarmConfig
+from dapo_jax.config.sections import AlarmConfig
 from dapo_jax.monitor.alarms import raise_alarms, raise_evaluation_alarms
 
 CALM = {

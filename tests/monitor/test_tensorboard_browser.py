@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo_jax.config import Config
+from dapo_jax.config.sections import Config
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import LAYOUT, histogram
 from dapo_jax.reports import options

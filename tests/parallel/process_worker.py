@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from small_run import small_config  # noqa: E402
 
-from dapo_jax.config import Config  # noqa: E402
+from dapo_jax.config.sections import Config
 from dapo_jax.run import open_run  # noqa: E402
 from dapo_jax.state import first_state  # noqa: E402
 from dapo_jax.step import sample_groups  # noqa: E402

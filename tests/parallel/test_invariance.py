@@ -29,7 +29,7 @@ from small_policy import (
 
 from dapo_jax.algorithms.aggregation import MODES
 from dapo_jax.algorithms.policy_loss import LOSSES
-from dapo_jax.containers import Batch
+from dapo_jax.data.containers import Batch
 from dapo_jax.learner.update import (
     compute_logprobs,
     compute_values,

@@ -289,7 +289,7 @@ def command(body="print('processes', jax.process_count())", *, quiet_s: float = 
     arguments = ["command", "--config", "configs/tiny.py"]
     arguments += [f"--config.trainer.{name}={value}" for name, value in options.items()]
     return (
-        "import jax\nfrom dapo_jax.command_line import command\nfrom dapo_jax.parallel import processes\n"
+        "import jax\nfrom dapo_jax.command.command_line import command\nfrom dapo_jax.parallel import processes\n"
         f"processes.QUIET_S, processes.JOIN_TIMEOUT_S = {quiet_s}, {limit_s}\n"
         f"with command({arguments}):\n    {body}"
     )

@@ -17,13 +17,13 @@ import pytest
 from small_run import CONFIGS, rows_without_clock, small_config
 from waiting import LIMIT_S
 
+from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.config import checkpoint_dir
+from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.export import export
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.policies import read_model
 from dapo_jax.settings import actor_settings
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from small_policy import (
     update_settings,
 )
 
-from dapo_jax.containers import Batch
+from dapo_jax.data.containers import Batch
 from dapo_jax.learner.actor import RATIO_BUCKETS, build_actor, count_ratios, loss_fn
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.token_logprobs import response_logprobs

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dapo_jax.containers import Rollout
+from dapo_jax.data.containers import Rollout
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer

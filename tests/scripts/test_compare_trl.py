@@ -10,7 +10,7 @@ import pytest
 import run_ablation
 import trl_task
 
-from dapo_jax.command_line import read_config
+from dapo_jax.command.command_line import read_config
 
 ROOT = Path(__file__).parents[2]
 OURS = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor, 2 cores"}

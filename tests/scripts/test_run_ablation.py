@@ -11,8 +11,8 @@ import finished_runs
 import pytest
 import run_ablation
 
-from dapo_jax.command_line import read_config
-from dapo_jax.validation import validate
+from dapo_jax.command.command_line import read_config
+from dapo_jax.command.validation import validate
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor"}

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from waiting import LIMIT_S, wait_until
 
-from dapo_jax.command_line import read_config
+from dapo_jax.command.command_line import read_config
 from dapo_jax.export import export
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.command_line import read_config
-from dapo_jax.validation import validate
+from dapo_jax.command.command_line import read_config
+from dapo_jax.command.validation import validate
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,203 @@
+"""Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.config.derived import checkpoint_dir, uses_reference
+from dapo_jax.config.sections import Config
+from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from dapo_jax.errors import InputError
+from dapo_jax.learner.choices import uses_critic
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.load import context_length, load_params, read_model_architecture
+from dapo_jax.models.lora import Lora, adapter_table, merged
+from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
+from dapo_jax.monitor.bars import bar, shows_progress
+from dapo_jax.other_runs import RANDOM, Trained, find_trained
+from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
+from dapo_jax.places import local_model, place_of
+
+
+def check_model_paths(config: Config) -> None:
+    """Raises one InputError with every option that names a model which is not there."""
+    paths = {"model.path": config.model.path}
+    paths |= {"reference.path": config.reference.path or ""} if uses_reference(config) else {}
+    paths |= {"critic.model.path": config.critic.model.path} if uses_critic(config) else {}
+    paths |= {"reward.model.path": config.reward.model.path}
+    problems = [missing_model(option, path) for option, path in paths.items() if path and path != RANDOM]
+    if any(problems):
+        raise InputError("\n".join(problem for problem in problems if problem))
+
+
+def missing_model(option: str, path: str) -> str | None:
+    """What to do if there is nothing at `path`; None if there is."""
+    if place_of(path).exists() or find_trained(path) is not None:  # WORKDIR/checkpoints/STEP, wherever it lies
+        return None
+    if not re.fullmatch(r"(?!models/|data/|runs/|\.)[\w.-]+/[\w.-]+", path):
+        return f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file"
+    local = f"models/{path.partition('/')[2]}"
+    return (
+        f"{option}={path} does not exist. If it is a name on the Hugging Face hub, download the model first: "
+        f"`hf download {path} --local-dir {local}` (pip install 'dapo_jax[hub]'), then --config.{option}={local}"
+    )
+
+
+def context_warning(config: Config) -> str | None:
+    """What happens if prompts and responses exceed the context that the model was made for; None if they do not."""
+    path, data = first_model(config), config.data
+    made_for = None if path == RANDOM else context_length(local_model(path))
+    longest = data.max_prompt_length + data.max_response_length
+    if made_for is None or longest <= made_for:
+        return None
+    return (
+        f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} = "
+        f"{longest} tokens exceed the {made_for} positions that {path} was made for: text beyond them is rarely "
+        "sensible; lower one of them or choose a model with a longer context"
+    )
+
+
+def first_model(config: Config) -> str:
+    """model.path, or, if that is another run, what that run began with."""
+    trained = find_trained(config.model.path)
+    return config.model.path if trained is None else first_model(trained.config)
+
+
+def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
+    """The architecture and the tokenizer of model.path.
+
+    Raises:
+        ValueError: something is missing or damaged, or the two do not belong together.
+    """
+    trained = find_trained(config.model.path)
+    if trained is not None:
+        return read_model(trained.config)
+    if config.model.path != RANDOM:
+        path = local_model(config.model.path)
+        arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
+    else:
+        tokenizer = character_tokenizer()
+        sizes = config.model.random
+        arch = Architecture(
+            family="llama",
+            vocab_size=-(-tokenizer.vocab_size // 8) * 8,  # so that meshes divide it
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            rope_theta=10000.0,
+            rms_norm_eps=1e-5,
+            tie_embeddings=True,
+            initializer_range=sizes.initializer_range,
+        )
+    if arch.scalar_head:
+        raise InputError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
+    if tokenizer.vocab_size > arch.vocab_size:
+        raise InputError(
+            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, the model "
+            f"{arch.vocab_size} embeddings: they do not belong together"
+        )
+    return arch, tokenizer
+
+
+def lora_of(config: Config) -> Lora | None:
+    """The adapters that are trained, None if all weights are."""
+    lora = config.model.lora
+    return Lora(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None
+
+
+def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of model.path, sharded for training."""
+    if config.model.path == RANDOM:
+        shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
+        return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(config.seed)
+    return load_policy(config.model.path, arch, mesh, shown=shows_progress(config))
+
+
+def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
+    """What `actor.logprobs` takes as the reference policy: its weights in the dtype of products, or no adapters."""
+    if lora_of(config) is not None:
+        return {}
+    path = config.reference.path or config.model.path
+    if path == RANDOM:
+        return freeze(load_base(config, arch, mesh))
+    if config.reference.path is not None and _architecture(path) != arch:
+        raise InputError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
+    return freeze(load_policy(path, arch, mesh, shown=shows_progress(config)))
+
+
+def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of critic.model.path, sharded for training; with `score` if the file has a scalar head.
+
+    Args:
+        arch: of the policy. The critic's must be the same but for the head: both see the same tokens, and the mesh,
+            kernels and micro-batches are chosen for it.
+    """
+    if find_trained(path) is not None:
+        raise InputError(
+            f"critic.model.path={path} is a run's: name a model's files, such as those that dapo_jax.export writes"
+        )
+    place = local_model(path)
+    own = read_model_architecture(place)
+    free = {"scalar_head": False, "tie_embeddings": arch.tie_embeddings, "initializer_range": arch.initializer_range}
+    if dataclasses.replace(own, **free) != arch:
+        raise InputError(
+            f"critic.model.path={path} must have the architecture of model.path but for the head: choose another, or "
+            "leave it empty for the policy's weights"
+        )
+    return load_params(place, own, place_weight(mesh, TRAIN_RULES))
+
+
+def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = False) -> dict[str, Any]:
+    """The float32 parameters of the language model at `path`, sharded for training; `shown`: with a bar."""
+    trained = find_trained(path)
+    if trained is not None:
+        return load_trained(trained, arch, mesh)
+    place = place_weight(mesh, TRAIN_RULES)
+    with bar("loading the model", total=4 * count_params(arch), unit="B", shown=shown) as loaded:
+
+        def counted(weight: Weight, array: np.ndarray) -> jax.Array:
+            loaded.update(array.nbytes)
+            return place(weight, array)
+
+        return load_params(local_model(path), arch, counted)
+
+
+def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """What that run had trained, float32 and sharded for training: all weights, or its adapters alone.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or damaged.
+    """
+    lora = lora_of(trained.config)
+    table = weight_table(arch) if lora is None else adapter_table(arch, lora)
+    shape = unflatten(
+        (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
+        for weight in table
+    )
+    checkpoints = Checkpoints(checkpoint_dir(trained.config), read_only=True)
+    try:
+        return checkpoints.restore_policy(trained.step, shape)
+    finally:
+        checkpoints.close()
+
+
+def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters of a run's policy, with its adapters merged, sharded for training."""
+    config, lora = trained.config, lora_of(trained.config)
+    params = trained_params(trained, arch, mesh)
+    return params if lora is None else merged(load_base(config, arch, mesh), params, lora)
+
+
+def _architecture(path: str) -> Architecture:
+    trained = find_trained(path)
+    return read_model_architecture(local_model(path)) if trained is None else read_model(trained.config)[0]

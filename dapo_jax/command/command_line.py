@@ -1,0 +1,253 @@
+"""Host: a command's config, from `--config FILE --config.key=value ... [--debug]`, and how it ends when it fails."""
+
+import difflib
+import errno
+import itertools
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import jax
+from absl import flags
+from flax import traverse_util
+from ml_collections import ConfigDict, config_flags
+
+from dapo_jax.command.interrupts import EXIT_CODE, finish, sentence, undone
+from dapo_jax.command.option_uses import PUT_BACK, put_back, without_switched_off
+from dapo_jax.config.files import EXAMPLE, read_config_file
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS, freeze
+from dapo_jax.errors import InputError
+from dapo_jax.from_verl.options import hint
+from dapo_jax.parallel.memory import reserve_gpu_memory
+from dapo_jax.parallel.platforms import start_failure
+from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
+
+WRONG_INPUT, FAILED = 2, 1  # exit codes; interrupts.py has the third
+DEBUG = "--debug"
+Adapt = Callable[[Config, Collection[str]], tuple[Config, tuple[str, ...]]]
+BOOLEANS = {name: "true" for name in ("true", "t", "yes", "y", "on", "1")}
+BOOLEANS |= {name: "false" for name in ("false", "f", "no", "n", "off", "0")}
+OPTIONAL = {key for key, value in DEFAULTS.items() if value is None}
+STORE = ("gcsfs", "google", "aiohttp")  # packages whose errors are those of an object store
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def refusals(arguments: Sequence[str]) -> Iterator[None]:
+    """Ends a command that fails with a message on stderr and an exit code, without the traceback.
+
+    2: wrong input (InputError). 1: the run cannot go on (RuntimeError, OSError, MemoryError, a missing package).
+    130: an interrupt. Anything else is a bug: 1, with the traceback.
+
+    Args:
+        arguments: the command line, the first the command's name; `--debug` shows the traceback of every failure.
+    """
+    try:
+        with undone():
+            yield
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = _ending(error, arguments[0])
+        if DEBUG in arguments or message is None:
+            traceback.print_exception(error)
+        process = f" (process {jax.process_index()})" if jax.distributed.is_initialized() else ""
+        message = message or "this is a bug of dapo_jax: please report it with the command and the traceback above"
+        print(f"dapo_jax: {message}{process}", file=sys.stderr, flush=True)
+        if code == EXIT_CODE and not process:  # one of several tells the others first
+            finish()
+        raise SystemExit(code) from error
+
+
+def _ending(error: BaseException, command: str) -> tuple[int, str | None]:
+    """The exit code and the message of a failure; None for the message of a bug."""
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_CODE, sentence(command)
+    if isinstance(error, InputError):
+        return WRONG_INPUT, str(error)
+    if (missing := start_failure(error)) is not None:
+        return WRONG_INPUT, missing
+    if isinstance(error, NotImplementedError | RecursionError):
+        return FAILED, None
+    if is_jax_failure(error):
+        first = str(error).partition("\n")[0]
+        if "RESOURCE_EXHAUSTED" not in first:
+            return FAILED, f"JAX cannot go on: {first}"
+        return FAILED, (
+            f"a device has too little memory ({first}): lower actor.ppo_micro_batch_size_per_device, "
+            "rollout.max_num_seqs or data.max_response_length, or raise mesh.fsdp; "
+            "`python -m dapo_jax.preflight` with the same options and --topology gpu, tpu or a slice says what fits"
+        )
+    if isinstance(error, MemoryError):
+        return FAILED, f"this machine has too little memory ({error}): use a smaller model or data, or free memory"
+    if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
+        return FAILED, f"{error}: make room, then the same command goes on after the newest checkpoint"
+    if isinstance(error, PermissionError):
+        return FAILED, f"{error}: let this user read and write there, or choose another place"
+    if type(error).__module__.partition(".")[0] in STORE:
+        return FAILED, (
+            f"a gs:// address cannot be reached ({type(error).__name__}: {error}): look at the bucket's name, the "
+            "network and the credentials (on Google Cloud the machine's service account, elsewhere `gcloud auth "
+            "application-default login`)"
+        )
+    if isinstance(error, RuntimeError | OSError | ImportError):
+        return FAILED, str(error)
+    return FAILED, None
+
+
+def processes_of(config: Config) -> AbstractContextManager[None]:
+    """The processes that the config describes, joined: to be entered before JAX is used."""
+    trainer = config.trainer
+    return joined_processes(
+        coordinator=trainer.coordinator,
+        num_processes=trainer.num_processes,
+        process_id=trainer.process_id,
+        heartbeat_timeout_s=trainer.heartbeat_timeout_s,
+    )
+
+
+@contextmanager
+def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Config]:
+    """The config of a command, in its joined processes; what fails inside ends it as `refusals` says.
+
+    Args:
+        arguments: the command line; the first is the command's name.
+        adapt: what the command changes in the config, given it and the keys that the command line chose: the config
+            and a line for each thing that the user should know.
+    """
+    with refusals(arguments):
+        config, lines, chosen = _read(arguments)
+        if adapt is not None:
+            config, more = adapt(config, chosen)
+            lines += more
+        reserve_gpu_memory(config.trainer.gpu_memory_fraction)
+        with processes_of(config), refusals(arguments):
+            if lines and (not jax.distributed.is_initialized() or is_first()):
+                _tell(lines)
+            token = PUT_BACK.set(lines)
+            try:
+                yield config
+            finally:
+                PUT_BACK.reset(token)
+
+
+def read_config(arguments: Sequence[str]) -> Config:
+    """The frozen config that the command line describes; the first of `arguments` is the command's name.
+
+    What `without_switched_off` sets back is told on stderr.
+
+    Raises:
+        ValueError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
+            wrong type.
+    """
+    config, lines, _ = _read(arguments)
+    _tell(lines)
+    return config
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"dapo_jax: {line}", file=sys.stderr, flush=True)
+
+
+def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
+    """The config of `read_config`, what was set back in it, and the keys that the command line chose."""
+    first = flags.FlagValues()
+    flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
+    values = flags.FlagValues()
+    for parser in (first, values):
+        flags.DEFINE_bool(DEBUG.strip("-"), False, "show the traceback of a failure", flag_values=parser)
+    try:
+        overrides = first(_with_config_option(arguments), known_only=True)
+        path = first["config"].value
+        if not path:
+            raise InputError(f"--config is missing: {EXAMPLE} (-h: help)")
+        chosen = read_config_file(path)
+        keys = _chosen_keys(overrides, chosen)
+        recipe = _recipe(chosen)
+        overrides = _with_null(_with_booleans(overrides, chosen), chosen)
+        chosen = config_flags.DEFINE_config_dict("config", chosen, flag_values=values, sys_argv=overrides)
+        rest = values(overrides)
+        config = freeze(chosen.value, keys)
+    except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
+        raise InputError(f"{error}: correct the command") from error
+    if len(rest) > 1:
+        raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
+    if recipe is None:
+        return config, (), keys
+    return without_switched_off(recipe, config, keys), put_back(recipe, config, keys), keys
+
+
+def _with_config_option(arguments: Sequence[str]) -> list[str]:
+    """The command line with `FILE.py` or `FILE.json`, which is no option's value, as `--config=FILE.py`."""
+    if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
+        return list(arguments)
+    for index, (before, argument) in enumerate(itertools.pairwise(arguments), start=1):
+        is_value = re.match(r"--?config\.[^=]*$", before)  # as in --config.data.train_files FILE.json
+        if re.match(r"[^-].*\.(py|json)$", argument) and not is_value:
+            return [*arguments[:index], f"--config={argument}", *arguments[index + 1 :]]
+    return list(arguments)
+
+
+def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:
+    """The options with true for yes and on, false for no and off; ValueError for what is neither."""
+    switches = {
+        ".".join(path)
+        for path, value in traverse_util.flatten_dict(config.to_dict()).items()
+        if isinstance(value, bool)
+    }
+    found, problems = [], []
+    for option in overrides:
+        given = re.match(r"(--?config\.([^=]*))=(.*)$", option, re.DOTALL)
+        if given and given[2] in switches:
+            value = BOOLEANS.get(given[3].lower())
+            option = f"{given[1]}={value}"
+            if value is None:
+                problems.append(f"{given[0]} must be true or false: write {given[1]}=true or {given[1]}=false")
+        found.append(option)
+    if problems:
+        raise InputError("\n".join(problems))
+    return found
+
+
+def _with_null(overrides: Sequence[str], config: ConfigDict) -> list[str]:
+    """The options without those that are null or None where `null` means "not given", which `config` then has."""
+    rest = []
+    for option in overrides:
+        given = re.match(r"--?config\.([^=]*)=(null|none)$", option, re.IGNORECASE)
+        if given and given[1] in OPTIONAL:
+            config.update_from_flattened_dict({given[1]: None})
+            rest = [one for one in rest if not re.match(rf"--?config\.{re.escape(given[1])}=", one)]  # the last wins
+        else:
+            rest.append(option)
+    return rest
+
+
+def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
+    """Each key of `--config.key`. ValueError with every one that `config` does not have, and what to write instead."""
+    keys = [".".join(path) for path in traverse_util.flatten_dict(config.to_dict())]
+    sections = {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}
+    problems, chosen = [], set()
+    for option in overrides:
+        given = re.match(r"--?(?:no)?config\.([^=]*)", option)
+        of_verl = hint(option, {*keys, *sections})
+        if of_verl:
+            problems.append(of_verl)
+        elif given and given[1] not in keys and given[1] not in sections:
+            close = difflib.get_close_matches(given[1], keys)
+            cure = f"did you mean {' or '.join(close)}?" if close else "dapo_jax/config/sections.py lists the keys"
+            problems.append(f"{option}: there is no key {given[1]}: {cure}")
+        elif given:
+            chosen.add(given[1])
+    if problems:
+        raise InputError("\n".join(problems))
+    return chosen
+
+
+def _recipe(file: ConfigDict) -> Config | None:
+    """The config of a file alone; None if it needs the command line, which may have what an alias of it lacks."""
+    try:
+        return freeze(file)
+    except ValueError:
+        return None

@@ -1,0 +1,116 @@
+"""Host: what `--help` of a command says: its options most used, with the comments of config.py."""
+
+import ast
+import functools
+import inspect
+import io
+import json
+import textwrap
+import tokenize
+from typing import Any
+
+from dapo_jax.config import sections as config_module
+from dapo_jax.config.sections import Config
+
+_MODEL = ("model.path", "workdir")
+_LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+_MESH = ("mesh.data", "mesh.fsdp", "mesh.tensor")
+MOST_USED = {
+    "train": (
+        *_MODEL,
+        "data.train_files",
+        "data.val_files",
+        *_LENGTHS,
+        "data.train_batch_size",
+        "rollout.n",
+        "reward.function",
+        "algorithm.filter_groups.enable",
+        "actor.optim.lr",
+        "actor.ppo_mini_batch_size",
+        "actor.ppo_micro_batch_size_per_device",
+        "trainer.total_training_steps",
+        "trainer.test_freq",
+        "trainer.save_freq",
+        "mesh.fsdp",
+        "mesh.tensor",
+    ),
+    "evaluate": (
+        *_MODEL,
+        "data.val_files",
+        "evaluate.tasks",
+        "evaluate.n",
+        "evaluate.temperature",
+        *_LENGTHS,
+        "reward.function",
+        "rollout.max_num_seqs",
+        "rollout.kv_memory_share",
+        "model.dtype",
+        *_MESH,
+    ),
+    "export": ("workdir", "trainer.checkpoint_dir", *_MESH),
+    "preflight": (
+        "model.path",
+        "model.dtype",
+        *_LENGTHS,
+        "data.train_batch_size",
+        "data.gen_batch_size",
+        "rollout.n",
+        "rollout.max_num_seqs",
+        "actor.ppo_mini_batch_size",
+        "actor.ppo_micro_batch_size_per_device",
+        "model.enable_gradient_checkpointing",
+        "actor.optim.offload",
+        *_MESH,
+    ),
+}
+WIDTH, INDENT = 100, 4
+
+
+def about(docstring: str | None) -> str:
+    """A command's docstring as the beginning of its help."""
+    text = (docstring or "").removeprefix("Host: ")
+    return text[:1].upper() + text[1:]
+
+
+def options_help(command: str) -> str:
+    """The end of the help: the options, `--debug` and where the rest is written."""
+    lines = ["the options most used, of the config file or the command line (in brackets: the default):"]
+    comments = field_comments()
+    for option in MOST_USED[command]:
+        owner: Any = Config()
+        *sections, name = option.split(".")
+        for section in sections:
+            owner = getattr(owner, section)
+        lines.append(f"  --config.{option}=... [{_literal(getattr(owner, name))}]")
+        indent = " " * 2 * INDENT
+        lines += textwrap.wrap(
+            comments[type(owner).__name__, name], WIDTH, initial_indent=indent, subsequent_indent=indent
+        )
+    lines += [
+        "",
+        "  --debug",
+        f"{' ' * 2 * INDENT}show the traceback of a failure",
+        "",
+        "FILE is a Python file with get_config(), as in configs/; it may also be given without --config. All options:",
+        "docs/configuration.md. First steps: docs/getting_started.md. What a message means: docs/troubleshooting.md.",
+    ]
+    return "\n".join(lines)
+
+
+@functools.cache
+def field_comments() -> dict[tuple[str, str], str]:
+    """The trailing comment of each field of config.py, by class and name."""
+    source = inspect.getsource(config_module)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    return {
+        (owner.name, field.target.id): by_line.get(field.lineno, "")
+        for owner in ast.walk(ast.parse(source))
+        if isinstance(owner, ast.ClassDef)
+        for field in owner.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if value is None or isinstance(value, str) else repr(value)

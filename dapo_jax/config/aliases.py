@@ -1,0 +1,168 @@
+"""Host: the option names of other trainers, turned into ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from dapo_jax.errors import InputError
+
+if TYPE_CHECKING:  # config.freeze imports this module
+    from dapo_jax.config.sections import (
+        AlgorithmConfig,
+        Config,
+        CustomRewardFunctionConfig,
+        DataConfig,
+        FilterGroupsConfig,
+        RewardConfig,
+    )
+
+
+def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
+    """`config` with every alias carried out and set back to None. `config.freeze` calls it.
+
+    - data.rollout_batch_size, data.mini_rollout_batch_size (EasyR1): train_batch_size, gen_batch_size.
+    - algorithm.use_dynamic_sample, dynamic_sample_max_gen_batches: the filter by the spread of seq_reward; at the limit
+      (3 rounds unless given) and at the end of an epoch a step trains on what it has, on unfiltered groups if it has
+      none; surplus groups are dropped.
+    - algorithm.online_filtering, filter_key, filter_low, filter_high, trainer.max_try_make_batch (EasyR1): the filter
+      by the mean of a metric; the limit (20 rounds unless given) is an error, surplus groups are dropped. Unlike there,
+      one round that keeps nothing is no error.
+    - custom_reward_function.path, name (verl): reward.function="PATH:NAME"; name is compute_score unless given.
+    - True turns the filter on; False turns it off, unless the other of the two is True.
+
+    Args:
+        chosen: keys that were given by themselves, on the command line. Such an option contradicts an alias even at its
+            default, and such a False drops the aliases of a config file that belong to it.
+
+    Raises:
+        ValueError: an alias without the one that it belongs to, or one that contradicts another or an option that it
+            stands for.
+    """
+    config = _without_dependants(config, chosen)
+    algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
+    if algorithm.use_dynamic_sample and algorithm.online_filtering:
+        raise InputError("algorithm.use_dynamic_sample and algorithm.online_filtering exclude each other: choose one")
+    if not algorithm.use_dynamic_sample and algorithm.dynamic_sample_max_gen_batches is not None:
+        raise InputError("algorithm.dynamic_sample_max_gen_batches needs algorithm.use_dynamic_sample=True")
+    if not algorithm.online_filtering:
+        given = [f"algorithm.{name}" for name in _ONLINE if getattr(algorithm, name) is not None]
+        given += ["trainer.max_try_make_batch"] * (limit is not None)
+        if given:
+            raise InputError(f"{', '.join(given)} need algorithm.online_filtering=True")
+    groups = algorithm.filter_groups
+    if algorithm.use_dynamic_sample:
+        groups = _changed(groups, "use_dynamic_sample=True", _dynamic_sample(algorithm), chosen)
+    elif algorithm.online_filtering:
+        groups = _changed(groups, "online_filtering=True", _online_filtering(algorithm, limit), chosen)
+    elif algorithm.use_dynamic_sample is not None or algorithm.online_filtering is not None:
+        off = "online_filtering=False" if algorithm.use_dynamic_sample is None else "use_dynamic_sample=False"
+        groups = _changed(groups, off, {"enable": False}, chosen)
+    return dataclasses.replace(
+        config,
+        data=_with_sizes(config.data, chosen),
+        reward=_with_function(config.reward, config.custom_reward_function, chosen),
+        custom_reward_function=dataclasses.replace(config.custom_reward_function, path=None, name=None),
+        algorithm=dataclasses.replace(algorithm, filter_groups=groups, **dict.fromkeys(_ALGORITHM)),
+        trainer=dataclasses.replace(config.trainer, max_try_make_batch=None),
+    )
+
+
+_ONLINE = ("filter_key", "filter_low", "filter_high")
+_ALGORITHM = ("use_dynamic_sample", "dynamic_sample_max_gen_batches", "online_filtering", *_ONLINE)
+
+
+def _without_dependants(config: Config, chosen: Collection[str]) -> Config:
+    """`config` without the aliases that belong to one that was chosen to be off and were not chosen themselves."""
+    algorithm, trainer = config.algorithm, config.trainer
+    if algorithm.use_dynamic_sample is False and "algorithm.use_dynamic_sample" in chosen:
+        if "algorithm.dynamic_sample_max_gen_batches" not in chosen:
+            algorithm = dataclasses.replace(algorithm, dynamic_sample_max_gen_batches=None)
+    if algorithm.online_filtering is False and "algorithm.online_filtering" in chosen:
+        names = [name for name in _ONLINE if f"algorithm.{name}" not in chosen]
+        algorithm = dataclasses.replace(algorithm, **dict.fromkeys(names))
+        if "trainer.max_try_make_batch" not in chosen:
+            trainer = dataclasses.replace(trainer, max_try_make_batch=None)
+    return dataclasses.replace(config, algorithm=algorithm, trainer=trainer)
+
+
+def _changed(
+    groups: FilterGroupsConfig, alias: str, changes: dict[str, Any], chosen: Collection[str]
+) -> FilterGroupsConfig:
+    """`groups` with what an alias sets, unless something else was chosen there."""
+    for name, value in changes.items():
+        _check_agrees(groups, "algorithm.filter_groups", name, value, f"algorithm.{alias}", chosen)
+    return dataclasses.replace(groups, **changes)
+
+
+def _with_sizes(data: DataConfig, chosen: Collection[str]) -> DataConfig:
+    sizes = {}
+    for name, alias in (("train_batch_size", "rollout_batch_size"), ("gen_batch_size", "mini_rollout_batch_size")):
+        size = getattr(data, alias)
+        if size is not None:
+            _check_agrees(data, "data", name, size, f"data.{alias}={size}", chosen)
+            sizes[name] = size
+    return dataclasses.replace(data, **sizes, rollout_batch_size=None, mini_rollout_batch_size=None)
+
+
+def _with_function(reward: RewardConfig, custom: CustomRewardFunctionConfig, chosen: Collection[str]) -> RewardConfig:
+    if not custom.path:
+        if custom.name:
+            raise InputError(
+                f"custom_reward_function.name={custom.name} needs custom_reward_function.path: give the Python file "
+                "that has the function"
+            )
+        return reward
+    name = custom.name or "compute_score"
+    package = "pkg://"
+    if custom.path.startswith(package):
+        function = f"{custom.path.removeprefix(package).strip('/').replace('/', '.')}.{name}"
+    else:
+        function = f"{custom.path.removeprefix('file://')}:{name}"
+    _check_agrees(reward, "reward", "function", function, f"custom_reward_function.path={custom.path}", chosen)
+    return dataclasses.replace(reward, function=function)
+
+
+def _check_agrees(
+    section: DataConfig | FilterGroupsConfig | RewardConfig,
+    prefix: str,
+    name: str,
+    value: Any,
+    alias: str,
+    chosen: Collection[str],
+) -> None:
+    """Raises ValueError if an option is neither what `alias` sets nor, unless it was `chosen`, at its default."""
+    found, key = getattr(section, name), f"{prefix}.{name}"
+    if found != value and (key in chosen or found != getattr(type(section)(), name)):
+        raise InputError(f"{alias} sets {key}={value}, and {found} was chosen: leave out one of them")
+
+
+def _dynamic_sample(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    given = algorithm.dynamic_sample_max_gen_batches
+    limit = 3 if given is None else given
+    return {
+        "enable": True,
+        "metric": "seq_reward",
+        "rule": "std",
+        "max_num_gen_batches": limit,
+        **({"on_limit": "partial"} if limit > 0 else {}),
+        "on_exhausted": "partial",
+        "on_empty": "train_unfiltered",
+        "leftover": "discard",
+    }
+
+
+def _online_filtering(algorithm: AlgorithmConfig, limit: int | None) -> dict[str, Any]:
+    given = {name: getattr(algorithm, name) for name in ("filter_low", "filter_high")}
+    key = algorithm.filter_key or "overall"
+    return {
+        "enable": True,
+        "metric": "score" if key == "overall" else key,
+        "rule": "mean_range",
+        "max_num_gen_batches": 20 if limit is None else limit,
+        "on_limit": "error",
+        "on_exhausted": "next_epoch",
+        "leftover": "discard",
+        **{name: value for name, value in given.items() if value is not None},
+    }

@@ -1,0 +1,56 @@
+"""Host: sizes and choices that follow from several options."""
+
+import dataclasses
+from pathlib import Path
+
+from dapo_jax.config.sections import Config
+from dapo_jax.places import is_address, place_of
+
+
+def gen_batch_size(config: Config) -> int:
+    """Prompts per generation round."""
+    return config.data.gen_batch_size or config.data.train_batch_size
+
+
+def checkpoint_dir(config: Config) -> str:
+    """Where the checkpoints of a run are: an absolute path, or an address."""
+    given = config.trainer.checkpoint_dir
+    return str(place_of(given) if given else place_of(config.workdir) / "checkpoints")
+
+
+def in_folder(config: Config, folder: Path) -> Config:
+    """`config` of a run that writes its records to `folder`, of this machine, and its checkpoints where it said."""
+    if not is_address(config.workdir):
+        return config
+    trainer = dataclasses.replace(config.trainer, checkpoint_dir=checkpoint_dir(config))
+    return dataclasses.replace(config, workdir=str(folder), trainer=trainer)
+
+
+def mini_batch_size(config: Config, name: str) -> int:
+    """Prompts per optimizer step of the "actor" or the "critic"."""
+    return getattr(config, name).ppo_mini_batch_size or config.actor.ppo_mini_batch_size
+
+
+def micro_batch_size(config: Config, name: str) -> int:
+    """Responses per forward and backward pass of the "actor" or the "critic" on one device."""
+    return getattr(config, name).ppo_micro_batch_size_per_device or config.actor.ppo_micro_batch_size_per_device
+
+
+def token_budget(config: Config) -> int | None:
+    """Tokens per forward and backward pass on one device; None: micro-batches are counted in responses."""
+    return config.actor.ppo_max_token_len_per_device if config.actor.use_dynamic_bsz else None
+
+
+def trains_on_older_samples(config: Config) -> bool:
+    """Whether an older policy may have sampled some groups of a batch: then its log-probabilities are the old ones."""
+    return config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether a reference policy is loaded."""
+    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
+
+
+def keeps_some(config: Config) -> bool:
+    """Whether some samples of a group are left out of training."""
+    return min(config.algorithm.keep_pos_ratio, config.algorithm.keep_neg_ratio) < 1

@@ -1,0 +1,75 @@
+"""Host: a config file, which is Python with get_config(), or JSON such as the config.json of a run."""
+
+import json
+import runpy
+import traceback
+from pathlib import Path
+
+from flax import traverse_util
+from ml_collections import ConfigDict
+
+from dapo_jax.config.values import default_config
+from dapo_jax.errors import InputError
+from dapo_jax.places import is_address, place_of
+
+EXAMPLE = "give a config file, for example --config configs/tiny.py, or the config.json of a run"
+
+
+def read_config_file(path: str) -> ConfigDict:
+    """The options in a file, as a locked ConfigDict.
+
+    In the config.json of a run, `workdir` becomes the directory of the file, wherever the run has been moved to.
+
+    Raises:
+        InputError: there is no such file, it fails, or it holds no config.
+    """
+    place = place_of(path)
+    if not place.is_file():
+        raise InputError(f"--config={path} is not a file: {EXAMPLE}")
+    return _run_json(path) if place.suffix == ".json" else _run_python(path)
+
+
+def _run_python(path: str) -> ConfigDict:
+    """What get_config() of a Python file returns."""
+    rule = f"--config={path} must be a Python file whose get_config() returns default_config() with changes"
+    if is_address(path):
+        raise InputError(f"{rule}, on this machine: copy it here")
+    file = str(place_of(path))
+    try:
+        names = runpy.run_path(file)
+        config = names["get_config"]() if "get_config" in names else None
+    except (Exception, SystemExit) as error:  # a config file is a foreign program: anything can come out of it
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise InputError(f"{rule}, and fails{where} with {type(error).__name__}: {error}: correct the file") from error
+    if not isinstance(config, ConfigDict):
+        found = f"returns {config!r}" if "get_config" in names else "has no get_config"
+        raise InputError(f"{rule}, and {found}: correct the file")
+    return config
+
+
+def _run_json(path: str) -> ConfigDict:
+    """The defaults with what a JSON object of sections changes."""
+    rule = f"--config={path} must be a JSON object of options, such as the config.json of a run"
+    place, config = place_of(path), default_config()
+    try:
+        values = json.loads(place.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{rule}, and is no JSON ({error}): correct the file") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{rule}, and holds {type(values).__name__}: correct the file")
+    known = traverse_util.flatten_dict(config.to_dict())
+    unknown = [
+        ".".join(path)
+        for path in traverse_util.flatten_dict(values, is_leaf=lambda path, _: path in known)
+        if path not in known
+    ]
+    if unknown:
+        raise InputError(f"{rule}, and there are no options {', '.join(unknown[:10])}: correct the file")
+    try:
+        config.update(values)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"{rule}: {error}: correct the file") from error
+    if place.name == "config.json":
+        config.workdir = str(place.parent) if is_address(path) else str(Path(path).parent)
+    return config

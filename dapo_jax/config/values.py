@@ -1,0 +1,174 @@
+"""Host: a config as a ConfigDict, as frozen sections and as plain values, and the type of each value."""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from flax import traverse_util
+from ml_collections import config_dict
+
+from dapo_jax.config.aliases import resolve_aliases
+from dapo_jax.config.function_names import Section
+from dapo_jax.config.sections import Config
+from dapo_jax.errors import InputError
+from dapo_jax.places import without_tilde
+
+MAY_BE_INFINITE = (  # bounds that then bound nothing
+    *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
+    *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
+)
+
+
+PATHS = (  # of files and directories, or gs:// addresses
+    *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path", "data.train_files", "data.val_files"),
+    *("model.path", "reference.path", "critic.model.path", "reward.model.path"),
+)
+
+
+def default_config() -> Any:
+    """The defaults as a locked ConfigDict, for a config file's `get_config()` to change."""
+    return _config_dict(Config()).lock()
+
+
+def _config_dict(section: Any) -> config_dict.ConfigDict:
+    values = Section()
+    for name, kind in typing.get_type_hints(type(section)).items():
+        default = getattr(section, name)
+        if dataclasses.is_dataclass(default):
+            values[name] = _config_dict(default)
+        elif default is None:
+            values[name] = config_dict.placeholder(_optional_type(kind))
+        elif default == "{}":  # the text of a JSON object; a file may give the object itself
+            values[name] = config_dict.FieldReference(default, field_type=object)
+        else:
+            values[name] = default
+    return values
+
+
+def _optional_type(kind: Any) -> type:
+    assert _is_optional(kind), kind
+    return next(option for option in kind.__args__ if option is not types.NoneType)
+
+
+def _is_optional(kind: Any) -> bool:
+    return typing.get_origin(kind) in (types.UnionType, typing.Union)
+
+
+def freeze(values: Any, chosen: Collection[str] = ()) -> Config:
+    """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases carried out.
+
+    Args:
+        chosen: keys that were given on the command line, see `resolve_aliases`.
+
+    Raises:
+        ValueError: unknown or missing keys, or aliases that do not go together (aliases.py).
+    """
+    return resolve_aliases(_freeze(Config, values), chosen)
+
+
+def _freeze(section: Any, values: Any, prefix: str = "") -> Any:
+    kinds = typing.get_type_hints(section)
+    if not hasattr(values, "keys"):
+        raise InputError(f"{section.__name__}={values!r} must be a section of keys: start from default_config()")
+    for found, names in {"unknown": set(values) - set(kinds), "missing": set(kinds) - set(values)}.items():
+        if names:
+            raise InputError(f"{found} config keys {sorted(names)} in {section.__name__}: start from default_config()")
+    return section(
+        **{
+            name: _freeze(kind, values[name], f"{prefix}{name}.")
+            if dataclasses.is_dataclass(kind)
+            else _freeze_value(prefix + name, values[name])
+            for name, kind in kinds.items()
+        }
+    )
+
+
+def _freeze_value(key: str, value: Any) -> Any:
+    """A list as a tuple, an object as the text of JSON, and a path without ~."""
+    if isinstance(value, list | tuple):
+        value = tuple(value)
+    elif isinstance(value, dict | config_dict.ConfigDict):
+        try:
+            value = json.dumps(value.to_dict() if isinstance(value, config_dict.ConfigDict) else value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{key}={value!r} must hold what JSON can ({error}): correct it") from error
+    return without_tilde(value) if key in PATHS else value
+
+
+def from_values(values: dict[str, Any]) -> Config:
+    """The config that a run has written to config.json; a key that it did not know has its default."""
+    return _freeze(Config, _completed(dataclasses.asdict(Config()), values))
+
+
+def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    for name, default in defaults.items():
+        if isinstance(default, dict) != isinstance(values.get(name, default), dict):
+            raise InputError(f"{name} is {values[name]!r}, which no run has written: restore the file")
+    known = {
+        name: _completed(default, values[name]) if isinstance(default, dict) and name in values else default
+        for name, default in defaults.items()
+    }
+    return known | {name: value for name, value in values.items() if not isinstance(defaults.get(name), dict)}
+
+
+def type_problems(config: Any, prefix: str = "") -> list[str]:
+    """One line for each value that is not of its key's type, is not a finite number, or does not fit 32 bits."""
+    problems = []
+    for name, kind in typing.get_type_hints(type(config)).items():
+        key, value = prefix + name, getattr(config, name)
+        if dataclasses.is_dataclass(kind):
+            problems += type_problems(value, key + ".")
+        elif not _is_of_type(value, kind):
+            problems.append(f"{key}={value!r} must be {_describe_type(kind)}: correct it")
+        elif isinstance(value, float) and not math.isfinite(value) and not (value > 0 and key in MAY_BE_INFINITE):
+            problems.append(f"{key}={value} must be a finite number: correct it")
+        elif isinstance(value, int) and abs(value) >= 2**31:
+            problems.append(f"{key}={value} must be less than 2**31: lower it")
+    return problems
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    if _is_optional(kind):
+        return any(_is_of_type(value, option) for option in kind.__args__)
+    if typing.get_origin(kind) is Literal:
+        return isinstance(value, str)
+    if typing.get_origin(kind) is tuple:
+        element, second = kind.__args__
+        fits = isinstance(value, tuple) and all(_is_of_type(part, element) for part in value)
+        return fits and (second is ... or len(value) == len(kind.__args__))
+    if kind is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _describe_type(kind: Any) -> str:
+    if _is_optional(kind):
+        return " or ".join(map(_describe_type, kind.__args__))
+    if typing.get_origin(kind) is Literal:
+        return "text"
+    if typing.get_origin(kind) is tuple:
+        element, second = kind.__args__
+        return f"{'several' if second is ... else len(kind.__args__)} values, each {_describe_type(element)}"
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "text", types.NoneType: "null"}
+    return names[kind]
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every option by its dotted key."""
+    return traverse_util.flatten_dict(dataclasses.asdict(config), sep=".")
+
+
+def with_values(section: Any, values: Mapping[str, Any]) -> Any:
+    """A config, or a section of it, with values by their dotted keys."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    for name in {key.partition(".")[0] for key in values.keys() - own.keys()}:
+        inner = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        own[name] = with_values(getattr(section, name), inner)
+    return dataclasses.replace(section, **own)
+
+
+DEFAULTS = flat(Config())

@@ -1,0 +1,74 @@
+"""Host: one program of a step, compiled for devices that may be absent, and what it takes."""
+
+import re
+import time
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from dapo_jax.config.sections import Config
+from dapo_jax.errors import InputError
+from dapo_jax.parallel.ahead_of_time import compile_ahead
+from dapo_jax.preflight.hlo_costs import Costs, program_costs
+from dapo_jax.preflight.programs import KINDS, Program
+
+TEMPORARIES = "temporaries"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program. `bytes` and `costs` are of one device, `costs` of one call."""
+
+    program: Program
+    bytes: dict[str, float]  # in memory during a call, by kind
+    costs: Costs | None  # None if the program is larger than the device, so that XLA refuses it
+    compile_s: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.bytes.values())
+
+
+def compile_program(program: Program, mesh: Mesh, config: Config) -> Compiled:
+    """Compiles a program and reads off what it takes. Call it under the mesh.
+
+    Args:
+        config: says where results are kept.
+    """
+    start = time.perf_counter()
+    found: dict[str, float] = {kind: program.inside.get(kind, 0.0) + program.beside.get(kind, 0.0) for kind in KINDS}
+    inside, directory = sum(program.inside.values()), config.trainer.compilation_cache_dir
+    try:
+        executable = compile_ahead(program.lower(), mesh, directory=directory)
+    except jax.errors.JaxRuntimeError as error:
+        temporaries = refused(str(error), inside)
+        if temporaries is None:
+            raise
+        found[TEMPORARIES] = temporaries
+        return Compiled(program, found, None, time.perf_counter() - start)
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        raise InputError(
+            f"{program.name} needs cuDNN to compile ({error}): pip install --no-deps 'nvidia-cudnn-cu13<10', or set "
+            "model.attention=xla"
+        ) from error
+    found[TEMPORARIES] = max(executable.bytes - inside, 0.0)
+    seconds = time.perf_counter() - start
+    hosts = [device.process_index for device in mesh.devices.flat]
+    return Compiled(program, found, program_costs(executable.text, hosts), seconds)
+
+
+def refused(message: str, inside: float) -> float | None:
+    """The temporaries of a program that XLA refuses because of the device's memory; None for any other error.
+
+    Args:
+        inside: bytes of its arguments and results, which some messages count.
+    """
+    of_all = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    alone = re.search(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM", message)
+    size = of_all or alone
+    if size is None:
+        return None
+    return max(float(size[1]) * 1024.0 ** " KMGT".index(size[2] or " ") - (inside if of_all else 0.0), 0.0)

@@ -1,0 +1,249 @@
+"""Host: what one device computes, moves and sends in a compiled program, read from the program's text.
+
+XLA's own `cost_analysis()` counts the body of a loop once; here it counts as often as the loop runs. The text is that
+of the optimised program (`compiled.as_text()`): shapes are those of one device, layers are a `while`.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dapo_jax.preflight.hlo_products import product_flops
+from dapo_jax.preflight.hlo_text import Instruction, Shape, first_group, parse
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+# Names of a value, or views of it: nothing is read or written.
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call after-all add-dependency "
+    "partition-id replica-id iota async-start async-update opt-barrier".split()
+)
+NO_TRAFFIC = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "Sharding")  # custom calls
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind over groups of one size."""
+
+    kind: str
+    group: int  # devices that take part in each
+    per_host: int  # of them, those that share a host
+    count: float
+    bytes: float  # that each device sends: all-reduce sends nearly twice its operand, the others nearly once
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one call, on one device."""
+
+    flops: float = 0.0  # of products; a multiplication and an addition are two
+    bytes: float = 0.0  # read from and written to the device's main memory
+    collectives: tuple[Collective, ...] = ()
+    unknown: tuple[str, ...] = ()  # what could not be counted: loops without a fixed number of iterations, kernels
+
+    @property
+    def sent(self) -> float:
+        """Bytes that the device sends to others."""
+        return sum(collective.bytes for collective in self.collectives)
+
+
+@dataclass
+class _Total:
+    flops: float = 0.0
+    bytes: float = 0.0
+    collectives: dict[tuple[str, int, int], list[float]] = field(  # count and bytes by kind, group and part on a host
+        default_factory=lambda: defaultdict(lambda: [0.0, 0.0])
+    )
+    unknown: set[str] = field(default_factory=set)
+    channels: set[tuple] = field(default_factory=set)
+
+
+def program_costs(text: str, hosts: Sequence[int]) -> Costs:
+    """The costs of the program that `compiled.as_text()` shows.
+
+    Args:
+        hosts: of each device of the mesh, in its order, the number of the host that it belongs to.
+    """
+    computations, entry = parse(text)
+    total = _Total()
+    _Counter(computations, hosts, total).visit(entry, 1.0)
+    collectives = tuple(Collective(*key, *values) for key, values in sorted(total.collectives.items()))
+    return Costs(total.flops, total.bytes, collectives, tuple(sorted(total.unknown)))
+
+
+class _Counter:
+    def __init__(
+        self, computations: Mapping[str, Mapping[str, Instruction]], hosts: Sequence[int], total: _Total
+    ) -> None:
+        self.computations, self.hosts, self.total = computations, hosts, total
+
+    def visit(self, name: str, times: float, *, fused: bool = False) -> None:
+        """Adds a computation that runs `times` times; fused results are not written to memory."""
+        for instruction in self.computations[name].values():
+            op = instruction.op.removesuffix("-start")
+            if op in COLLECTIVES:
+                self._collective(op, instruction, name, times)
+            if op == "while":
+                turns = self._turns(instruction)
+                if turns is None:
+                    self.total.unknown.add("a loop whose turns depend on data, counted once")
+                for body in instruction.called("body"):
+                    self.visit(body, times * (turns or 1))
+                continue
+            if op == "fusion":
+                for called in instruction.called("calls"):
+                    self.visit(called, times, fused=True)
+            elif op in ("call", "conditional", "async"):
+                called = instruction.called(
+                    "to_apply", "calls", "branch_computations", "true_computation", "false_computation"
+                )
+                for branch in called:
+                    self.visit(branch, times / len(called) if op == "conditional" else times, fused=fused)
+            elif op in ("dot", "convolution", "custom-call"):
+                flops = product_flops(instruction, self._operands(instruction, name))
+                if flops is None:
+                    self.total.unknown.add(f"FLOPs of {instruction.target}")
+                self.total.flops += times * (flops or 0.0)
+            if not fused:
+                self.total.bytes += times * self._bytes(instruction, name)
+
+    def _turns(self, loop: Instruction) -> int | None:
+        """How often the body runs: what XLA knows, or the bound that the counter, from 0, is compared with."""
+        known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.attributes)
+        if known:
+            return int(known[1])
+        (condition,), (body,) = (map(self.computations.get, loop.called(name)) for name in ("condition", "body"))
+        assert condition is not None and body is not None
+        compare = next((one for one in condition.values() if one.op == "compare"), None)
+        bound = compare and _constant(condition.get(compare.operands[-1]))
+        if compare is None or bound is None:
+            return None
+        return -(-bound // _step(condition[compare.operands[0]], body))
+
+    def _collective(self, kind: str, instruction: Instruction, name: str, times: float) -> None:
+        group, per_host = self._group(kind, instruction.attributes)
+        operands = sum(shape.bytes for shape in self._operands(instruction, name))
+        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+        if channel is not None:  # one that overlaps with computation is repeated in several fusions
+            same = channel[1], kind, group, operands  # unlike ones may share a channel
+            if same in self.total.channels:
+                return
+            self.total.channels.add(same)
+        if kind == "all-reduce" and "all-reduce-scatter" in name:
+            kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce with the slice that is kept
+        share = (group - 1) / group
+        if kind == "all-gather":
+            sent = operands * (group - 1)
+        elif kind == "all-reduce":
+            sent = 2 * operands * share
+        elif kind == "collective-permute":
+            sent = operands
+        else:
+            sent = operands * share
+        found = self.total.collectives[kind, group, per_host]
+        found[0] += times
+        found[1] += times * sent
+
+    def _group(self, kind: str, attributes: str) -> tuple[int, int]:
+        """How many devices take part, and of them, how many share a host."""
+        if kind == "collective-permute":
+            pairs = re.findall(r"(\d+),(\d+)", re.findall(r"source_target_pairs=\{(.*?)\}\}", attributes + "}}")[0])
+            return 2, 2 - any(self.hosts[int(one)] != self.hosts[int(other)] for one, other in pairs)
+        devices = first_group(attributes, len(self.hosts))
+        return len(devices), min(Counter(self.hosts[device] for device in devices).values())
+
+    def _operands(self, instruction: Instruction, name: str) -> list[Shape]:
+        known = self.computations[name]
+        return [shape for operand in instruction.operands if operand in known for shape in known[operand].shapes]
+
+    def _bytes(self, instruction: Instruction, name: str) -> float:
+        """What the instruction reads and writes in main memory: of what it slices or updates, only that part.
+
+        Asynchronous operations count where they start. `X-start` returns X's operands, X's results and counters on the
+        chip; but that of a copy returns its destination and its source, and that of an all-reduce its result alone.
+        """
+        op, operands, results = instruction.op, self._operands(instruction, name), instruction.shapes
+        if op in FREE or op.endswith("-done"):
+            return 0.0
+        if op == "copy-start":
+            return _main(results[:2])
+        if op.endswith("-start"):
+            op = op.removesuffix("-start")
+            results = results if op == "all-reduce" else results[len(operands) :]
+        if op == "custom-call" and any(target in instruction.attributes for target in NO_TRAFFIC):
+            return 0.0
+        if op == "custom-call" and instruction.target.startswith(("__cublas", "__cudnn")):
+            return _main(operands) + _main([shape for shape in results if shape.kind not in ("s8", "u8")])
+        if op in ("dynamic-slice", "slice", "gather"):
+            return _main(results) + (results[0].bytes if _main(operands[:1]) else 0.0)
+        if op == "dynamic-update-slice":
+            return _main(operands[1:2]) + (operands[1].bytes if _main(results) else 0.0)
+        if op == "fusion":
+            (called,) = instruction.called("calls")
+            return self._fusion_bytes(called)
+        return _main(operands) + _main(results)
+
+    def _fusion_bytes(self, name: str) -> float:
+        body = self.computations[name]
+        users: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
+        for instruction in body.values():
+            for place, operand in enumerate(instruction.operands):
+                users[operand].append((instruction, place))
+
+        def read(value: Instruction) -> float:
+            total = 0.0
+            for user, place in users[value.name]:
+                if user.op == "bitcast" or user.op == "get-tuple-element":
+                    total += read(user)
+                elif user.op in ("dynamic-slice", "slice", "gather") and place == 0:
+                    total += user.shapes[0].bytes
+                elif user.op == "dynamic-update-slice" and place == 0:
+                    total += 0.0
+                else:
+                    return _everything(value)
+            return min(total, _everything(value))
+
+        def written(value: Instruction) -> float:
+            if value.op == "tuple":
+                return sum(written(body[operand]) for operand in value.operands if operand in body)
+            if value.op == "bitcast" and value.operands[0] in body:
+                return written(body[value.operands[0]])
+            if value.op == "dynamic-update-slice":
+                return _everything(body[value.operands[1]]) if _main(value.shapes) else 0.0
+            return _main(value.shapes)
+
+        total = 0.0
+        for instruction in body.values():
+            if instruction.op == "parameter" and all(shape.in_main_memory for shape in instruction.shapes):
+                total += read(instruction)
+            if instruction.is_root and any(shape.in_main_memory for shape in instruction.shapes):
+                total += written(instruction)
+        return total
+
+
+def _constant(value: Instruction | None) -> int | None:
+    """The value of an integer constant."""
+    if value is None or value.op != "constant" or value.shapes[0].kind not in ("s32", "u32", "s64"):
+        return None
+    return int(value.operands[0])
+
+
+def _step(counter: Instruction, body: Mapping[str, Instruction]) -> int:
+    """What an iteration adds to the counter in the loop's tuple; more than 1 where XLA has unrolled the body."""
+    place = re.search(r"index=(\d+)", counter.attributes)
+    root = next(one for one in body.values() if one.is_root)
+    value = body.get(root.operands[int(place[1])]) if place else None
+    step = 0
+    while value is not None and value.op in ("add", "copy", "bitcast"):
+        added = [constant for operand in value.operands if (constant := _constant(body.get(operand))) is not None]
+        step += sum(added)
+        value = next((body[name] for name in value.operands if name in body and body[name].op != "constant"), None)
+    return max(step, 1)
+
+
+def _everything(value: Instruction) -> float:
+    return sum(shape.bytes for shape in value.shapes)
+
+
+def _main(shapes: list[Shape]) -> float:
+    return sum(shape.bytes for shape in shapes if shape.in_main_memory)

@@ -1,0 +1,138 @@
+"""Host: from verified responses to their rewards: reward model and overlong penalty."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.config.sections import Config, OverlongBufferConfig
+from dapo_jax.data.experience import Experience
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.errors import InputError
+from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.weights import weight_table
+from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.parallel.sharding import (
+    TRAIN_RULES,
+    batch_sharding,
+    fetch,
+    indivisible_weights,
+    place_weight,
+    put,
+    put_rows,
+)
+from dapo_jax.places import local_model
+from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
+from dapo_jax.rewards.shaping import shape_rewards
+from dapo_jax.rollout.shapes import bucket, pad_prompts
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """Scores conversations with a reward model, in its own tokenizer and chat template."""
+
+    model: RewardModel
+    params: Any
+    tokenizer: Tokenizer
+    mesh: Mesh
+    micro_batch_rows: int  # conversations per forward pass, over all devices
+    max_length: int  # tokens; a longer conversation loses its beginning
+    system_prompt: str | None
+    chat_template_kwargs: dict[str, Any]
+
+    def score(self, prompts: Sequence[Any], responses: Sequence[str]) -> np.ndarray:
+        """The reward model's score [B] of each prompt (messages or text) with its response."""
+        conversations = [
+            self.tokenizer.encode_prompt(
+                prompt,
+                system_prompt=self.system_prompt,
+                chat_template_kwargs=self.chat_template_kwargs,
+                response=response,
+            )[-self.max_length :]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        width = bucket(max(map(len, conversations)))
+        rows, scores = self.micro_batch_rows, []
+        for start in range(0, len(conversations), rows):
+            part = conversations[start : start + rows]
+            tokens, mask = pad_prompts(part + part[-1:] * (rows - len(part)), width, self.tokenizer.pad_id)
+            arrays = put((tokens, mask), batch_sharding(self.mesh))
+            scores.append(fetch(self.model.scores(self.params, *arrays))[: len(part)])
+        return np.concatenate(scores)
+
+
+def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
+    """The reward model of reward.model.path.
+
+    Raises:
+        ValueError: it is not a sequence-classification model with one label, or has no tokenizer that fits it, or
+            the mesh does not divide its weights.
+    """
+    settings = config.reward.model
+    path = local_model(settings.path)
+    arch = read_model_architecture(path)
+    if not arch.scalar_head:
+        raise InputError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > arch.vocab_size:
+        raise InputError(
+            f"the tokenizer of reward.model.path={settings.path} has ids up to {tokenizer.vocab_size - 1}, the model "
+            f"{arch.vocab_size} embeddings: they do not belong together"
+        )
+    problems = indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES)
+    if problems:
+        raise InputError(f"the mesh does not fit reward.model.path={settings.path}: " + "; ".join(problems))
+    model = build_reward_model(arch, dtype, mesh)
+    return ModelScorer(
+        model=model,
+        params=model.freeze(load_params(path, arch, place_weight(mesh, TRAIN_RULES))),
+        tokenizer=tokenizer,
+        mesh=mesh,
+        micro_batch_rows=settings.micro_batch_size_per_device * num_batch_shards(mesh),
+        max_length=settings.max_length,
+        system_prompt=config.data.system_prompt,
+        chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
+    )
+
+
+def add_model_scores(experience: Experience, prompt_set: PromptSet, scorer: ModelScorer, config: Config) -> Experience:
+    """Adds the score `reward_model`, and makes `score` the weighted sum of it and the verifier's.
+
+    Without a verifier (reward.function=none) there is no `acc`.
+    """
+    settings = config.reward.model
+    num_samples = experience.finished.shape[1]
+    prompts = [prompt_set.rows[row].prompt for row in experience.rows for _ in range(num_samples)]
+    found = scorer.score(prompts, [text for texts in experience.texts for text in texts])
+    found = found.astype(np.float64).reshape(experience.finished.shape)
+    score = settings.function_weight * experience.scores["score"] + settings.weight * found
+    if config.reward.function == "none":
+        rest = {name: values for name, values in experience.scores.items() if name != "acc"}
+        experience = replace(experience, scores=rest)
+    return experience.with_scores(reward_model=found, score=score)
+
+
+def add_rewards(
+    experience: Experience, buffer: OverlongBufferConfig, *, max_response_length: int, mesh: Mesh
+) -> Experience:
+    """Adds the scores `overlong_reward` (penalty) and `seq_reward` (score + penalty: the reward of the response).
+
+    With a buffer whose log is on, also `overlong`: 1 where the penalty is not 0, else 0.
+    """
+    shape = experience.finished.shape
+    rows = experience.scores["score"].astype(np.float32).ravel(), experience.mask.sum(axis=-1, dtype=np.int32).ravel()
+    shaped = shape_rewards(
+        *put_rows(rows, mesh),
+        max_response_length=max_response_length,
+        buffer_length=buffer.len if buffer.enable else 0,
+        penalty_factor=buffer.penalty_factor,
+    )
+    reward, penalty = (values[: experience.finished.size].reshape(shape) for values in fetch(shaped))
+    experience = experience.with_scores(seq_reward=reward, overlong_reward=penalty)
+    if not (buffer.enable and buffer.log):
+        return experience
+    return experience.with_scores(overlong=(penalty < 0).astype(np.float32))

@@ -1,0 +1,91 @@
+"""A config file is Python, or the config.json of a run."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from dapo_jax.command.command_line import read_config
+from dapo_jax.config.files import read_config_file
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import PATHS, flat, freeze, with_values
+from dapo_jax.problems import parse_tasks
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.py"
+
+
+def write(path: Path, config: Config) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(config)))
+    return str(path)
+
+
+def tiny(workdir: str) -> Config:
+    return with_values(freeze(read_config_file(str(TINY))), {"workdir": workdir})
+
+
+def test_the_config_of_a_run_is_read_back(tmp_path):
+    config = tiny(str(tmp_path / "run"))
+    file = write(tmp_path / "run" / "config.json", config)
+    assert read_config(["train", "--config", file]) == config
+    changed = read_config(["train", "--config", file, "--config.seed=7", "--config.actor.optim.betas=(0.8,0.9)"])
+    assert changed == with_values(config, {"seed": 7, "actor.optim.betas": (0.8, 0.9)})
+
+
+def test_the_workdir_of_a_run_is_where_its_config_is(tmp_path, monkeypatch):
+    write(tmp_path / "moved" / "config.json", tiny("runs/where_it_was"))
+    copy = write(tmp_path / "recipe.json", tiny("runs/of_the_recipe"))
+    monkeypatch.chdir(tmp_path)
+    assert freeze(read_config_file("moved/config.json")).workdir == "moved"
+    assert freeze(read_config_file(copy)).workdir == "runs/of_the_recipe"
+
+
+def test_json_may_name_few_options_and_objects(tmp_path):
+    file = tmp_path / "few.json"
+    values = {"actor": {"grad_clip": 2}, "evaluate": {"tasks": {"own": {"files": ["a.jsonl"], "n": 2}}}}
+    file.write_text(json.dumps(values))
+    config = freeze(read_config_file(str(file)))
+    assert config.actor.grad_clip == 2.0 and config.rollout == Config().rollout
+    assert [(task.name, task.files, task.n) for task in parse_tasks(config)] == [("own", ("a.jsonl",), 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "holds list"),
+        ("{", "is no JSON"),
+        ('{"seed": "x"}', "seed"),
+        ("[" * 100_000, "is no JSON"),
+        ('{"model_type": "llama", "data": 3}', "there are no options model_type, data"),
+        ('{"data": {"nonsense": 1}}', "there are no options data.nonsense"),
+    ],
+)
+def test_json_that_is_no_config_is_refused(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"config.json must be a JSON object of options.*{message}.*correct the file"):
+        read_config_file(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("key", ["evaluate.tasks", "data.chat_template_kwargs", "trainer.compiler_options"])
+def test_an_object_is_taken_where_the_text_of_one_is(key, tmp_path):
+    file = tmp_path / "recipe.py"
+    changed = f'    config.{key} = {{"one": {{"n": True}}}}\n    return config'
+    file.write_text(TINY.read_text().replace("    return config", changed))
+    assert json.loads(flat(read_config(["train", "--config", str(file)]))[key]) == {"one": {"n": True}}
+    option = f"--config.{key}="
+    for text in ('{"two": {"n": true}}', "{'two': {'n': True}}"):
+        assert json.loads(flat(read_config(["train", "--config", str(TINY), option + text]))[key])["two"] == {"n": True}
+    file.write_text(file.read_text().replace('{"n": True}', "object()"))
+    with pytest.raises(ValueError, match=rf"{key}=.* must hold what JSON can"):
+        read_config(["train", "--config", str(file)])
+
+
+def test_the_home_of_the_user_is_known_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    values = freeze(read_config_file(str(TINY)))
+    changed = read_config(["train", "--config", str(TINY), *(f"--config.{key}=~/x" for key in PATHS)])
+    for key in PATHS:
+        assert flat(changed)[key] in ("/home/me/x", ("/home/me/x",)), key
+    [task] = parse_tasks(with_values(values, {"evaluate.tasks": '{"own": {"files": "~/x.jsonl"}}'}))
+    assert task.files == ("/home/me/x.jsonl",)

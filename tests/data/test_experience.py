@@ -1,0 +1,63 @@
+import dataclasses
+
+import numpy as np
+
+from dapo_jax.data.experience import Experience, concatenate
+
+
+def experience(first: int, num_groups: int, *, kl: bool = True, **scores) -> Experience:
+    """Groups of two samples of at most three tokens whose every value says which group it belongs to."""
+    numbers = np.arange(first, first + num_groups)
+    tokens = np.broadcast_to(numbers[:, None, None], (num_groups, 2, 3))
+    return Experience(
+        numbers=numbers,
+        rows=numbers + 100,
+        prompts=[[number] for number in numbers.tolist()],
+        responses=tokens.astype(np.int32),
+        mask=tokens % 2 == 0,
+        logprobs=-tokens.astype(np.float32),
+        finished=tokens[..., 0] % 3 == 0,
+        texts=[[str(number)] * 2 for number in numbers.tolist()],
+        scores={"score": tokens[..., 0] / 2, **scores},
+        versions=numbers // 2,
+        failed=tokens[..., 0] % 4 == 1,
+        kl=tokens / 10 if kl else None,
+    )
+
+
+def assert_equal(found: Experience, expected: Experience) -> None:
+    for field in dataclasses.fields(Experience):
+        np.testing.assert_equal(getattr(found, field.name), getattr(expected, field.name))
+
+
+def test_parts_of_consecutive_groups_make_up_the_whole():
+    whole = experience(0, 5)
+    joined = concatenate([experience(0, 2), experience(2, 3)])
+    assert_equal(joined, whole)
+    assert len(joined) == 5 and joined.num_tokens == whole.num_tokens == 18 and joined.num_errors == 2
+
+
+def test_selected_groups_keep_all_that_is_known_of_them():
+    whole = experience(0, 5)
+    assert whole.kl is not None
+    assert_equal(whole.select(np.array([1, 2, 3])), experience(1, 3))
+    swapped = whole.select(np.array([4, 0]))
+    np.testing.assert_array_equal(swapped.kl, whole.kl[[4, 0]])
+    assert swapped.texts == [["4", "4"], ["0", "0"]]
+
+
+def test_a_divergence_that_was_not_measured_stays_so():
+    assert experience(0, 3, kl=False).select(np.array([0])).kl is None
+    assert concatenate([experience(0, 2, kl=False), experience(2, 1, kl=False)]).kl is None
+    assert concatenate([experience(0, 2), experience(2, 1, kl=False)]).kl is None
+
+
+def test_a_score_that_a_part_lacks_is_nan_there():
+    joined = concatenate([experience(0, 1), experience(1, 1, length=np.ones((1, 2)))])
+    np.testing.assert_array_equal(joined.scores["length"], [[np.nan, np.nan], [1.0, 1.0]])
+    np.testing.assert_array_equal(joined.scores["score"], [[0.0, 0.0], [0.5, 0.5]])
+
+
+def test_further_scores_leave_the_old_object_as_it_was():
+    plain = experience(0, 1)
+    assert set(plain.with_scores(acc=np.zeros((1, 2))).scores) == {"score", "acc"} and set(plain.scores) == {"score"}

@@ -1,0 +1,356 @@
+"""Every estimator, loss and option of the algorithm in whole runs of a random two-layer model."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from small_run import assert_same_policy, rows_without_clock, small_config
+
+from dapo_jax import run as run_module
+from dapo_jax import train as train_module
+from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.learner import batch as training_batch
+from dapo_jax.learner.batch import make_batch
+from dapo_jax.monitor.records import NoRecords, read_metrics
+from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
+from dapo_jax.run import open_run
+from dapo_jax.step import train_on, update
+from dapo_jax.train import train
+
+pytestmark = pytest.mark.slow
+OPTIONS = {  # of losses
+    "clip_cov": {"actor.policy_loss.clip_cov_lb": -9.0, "actor.policy_loss.clip_cov_ratio": 0.1},
+    "kl_cov": {"actor.policy_loss.kl_cov_ratio": 0.1},
+}
+
+
+def changes_of(estimator: str, loss: str) -> dict:
+    return {
+        "algorithm.adv_estimator": estimator,
+        "actor.policy_loss.loss_mode": loss,
+        **OPTIONS.get(loss, {}),
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.val_before_train": False,
+        "trainer.total_training_steps": 3,
+    }
+
+
+LOSS_CYCLE = [*LOSSES] + ["vanilla"] * (len(ESTIMATORS) - len(LOSSES))
+
+
+@pytest.mark.parametrize(("estimator", "loss"), list(zip(ESTIMATORS, LOSS_CYCLE, strict=True)))
+def test_every_estimator_and_loss_trains_with_finite_changing_losses(tmp_path, estimator, loss):
+    train(small_config(tmp_path, **changes_of(estimator, loss)))
+    rows = read_metrics(tmp_path)
+    losses = [row["actor/pg_loss"] for row in rows]
+    assert len(losses) == 3 and np.isfinite(losses).all() and len(set(losses)) == 3
+    for row in rows:
+        assert row["actor/skipped_updates"] == 0 and row["actor/grad_norm"] > 0 and row["actor/entropy"] > 0
+        assert row["rollout_corr/logprob_abs_diff"] < 1e-4
+        assert row["critic/advantages/max"] > row["critic/advantages/min"]
+
+
+def test_the_ratio_leaves_one_as_soon_as_there_are_several_mini_batches(tmp_path):
+    common = {"trainer.total_training_steps": 1, "actor.optim.lr": 1e-2, "trainer.val_before_train": False}
+    train(small_config(tmp_path / "two", **common))
+    train(small_config(tmp_path / "one", **common, **{"actor.ppo_mini_batch_size": 4}))
+    two, one = (read_metrics(tmp_path / name)[-1] for name in ("two", "one"))
+    assert abs(two["actor/ppo_kl"]) > 1e-4 > abs(one["actor/ppo_kl"])
+    assert (two["actor/num_updates"], one["actor/num_updates"]) == (2, 1)
+    assert two["rollout_corr/first_clipfrac"] == 0
+
+
+PPO = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.horizon": 100.0,
+    "algorithm.kl_ctrl.kl_coef": 0.1,
+    "algorithm.gamma": 0.99,
+    "algorithm.lam": 0.95,
+    "trainer.critic_warmup": 1,
+    "critic.optim.lr": 1e-3,
+    "actor.optim.lr_warmup_steps": 2,
+}
+
+
+def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path):
+    whole = train(small_config(tmp_path / "whole", **PPO))
+    train(small_config(tmp_path / "parts", **PPO, **{"trainer.total_training_steps": 2}))
+    resumed = train(small_config(tmp_path / "parts", **PPO))
+    assert_same_policy(resumed, jax.device_get(whole.actor.params))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.critic), jax.device_get(whole.critic))
+    rows = rows_without_clock(tmp_path / "whole")
+    resumed_rows = rows_without_clock(tmp_path / "parts")
+    assert resumed_rows[3:] == rows[3:]
+    assert "actor/pg_loss" not in rows[1] and "actor/pg_loss" in rows[2]  # critic_warmup
+    assert [row["actor/lr"] for row in rows[2:4]] == pytest.approx([5e-4, 1e-3])  # warm-up starts after the critic's
+    assert rows[1]["critic/values/max"] == 0  # a zero head
+    assert all(row["critic/vf_loss"] > 0 and row["critic/num_updates"] == 2 for row in rows[1:])
+    assert rows[4]["critic/vf_explained_var"] != rows[3]["critic/vf_explained_var"]
+    coefficients = [row["actor/reward_kl_penalty_coeff"] for row in rows[1:]]
+    assert coefficients[0] == 0.1 and len(set(coefficients)) == 4
+    assert abs(rows[1]["actor/reward_kl_penalty"]) < 1e-6 < rows[4]["actor/reward_kl_penalty"]
+    for row in rows[3:]:
+        assert row["rollout/seq_final_reward/mean"] < row["rollout/seq_reward/mean"]
+
+
+def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_it(tmp_path, monkeypatch):
+    progress = []
+    monkeypatch.setattr(train_module, "summary", lambda run, last: progress.append(last) or [])
+    fixed = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1, "trainer.total_training_steps": 1}
+    train(small_config(tmp_path, **fixed, **{"trainer.best_metric": "eval/arithmetic/acc/mean@4"}))
+    changed = {"algorithm.kl_ctrl.kl_coef": 0.4, "trainer.total_training_steps": 2}
+    least = {"trainer.best_metric": "eval/arithmetic/response_length/mean", "trainer.best_metric_mode": "min"}
+    train(small_config(tmp_path, **{**fixed, **changed, **least}))
+    rows = read_metrics(tmp_path)
+    assert [row["actor/reward_kl_penalty_coeff"] for row in rows[1:]] == [0.1, 0.4]
+    assert progress[1].kl_coef_of == "fixed 0.4 True"
+    assert progress[1].best == rows[2][least["trainer.best_metric"]] and progress[1].best_step == 2
+
+
+def test_an_adapted_coefficient_goes_on_unless_the_config_says_another(tmp_path):
+    config = small_config(tmp_path, **PPO)
+    adapted = Progress(kl_coef=0.3, kl_coef_of=kl_coef_of(config))
+    other = small_config(tmp_path, **{**PPO, "algorithm.kl_ctrl.kl_coef": 0.4})
+    fixed = small_config(tmp_path, **{**PPO, "algorithm.kl_ctrl.type": "fixed"})
+    assert [resumed_coefficient(changed, adapted).kl_coef for changed in (config, other, fixed)] == [0.3, 0.4, 0.1]
+    before = Progress(kl_coef=0.3)  # of a checkpoint that does not say
+    assert [resumed_coefficient(changed, before).kl_coef for changed in (config, other, fixed)] == [0.3, 0.3, 0.1]
+
+
+def test_with_a_critic_alone_a_step_needs_no_rate_of_the_policy(tmp_path):
+    changes = {"actor.optim.lr_warmup_steps": 0, "trainer.total_training_steps": 2}
+    train(small_config(tmp_path, **{**PPO, **changes}))
+    assert ["actor/lr" in row for row in read_metrics(tmp_path)[1:]] == [False, True]
+
+
+def test_the_reference_is_loaded_only_when_a_kl_divergence_is_on(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(run_module, "load_reference", refuse)
+    once = {"trainer.total_training_steps": 1}
+    train(small_config(tmp_path / "without", **once))
+    for option in ("actor.use_kl_loss", "algorithm.use_kl_in_reward"):
+        with pytest.raises(AssertionError, match="loaded"):
+            train(small_config(tmp_path / option, **once, **{option: True}))
+
+
+def test_the_kl_loss_holds_the_policy_near_its_start(tmp_path):
+    common = {"actor.use_kl_loss": True, "actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
+    for name, coefficient in (("free", 1e-9), ("held", 10.0)):
+        train(small_config(tmp_path / name, **common, **{"actor.kl_loss_coef": coefficient}))
+    free, held = (read_metrics(tmp_path / name)[-1]["actor/kl_loss"] for name in ("free", "held"))
+    assert 0 < held < 0.5 * free
+
+
+def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
+    common = {"actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
+    for name, coefficient in (("without", 0.0), ("with", 1.0)):
+        train(small_config(tmp_path / name, **common, **{"actor.entropy_coeff": coefficient}))
+    without, bonus = (read_metrics(tmp_path / name)[-1]["actor/entropy"] for name in ("without", "with"))
+    assert bonus > without + 0.1
+
+
+@pytest.fixture(scope="module")
+def accepted(tmp_path_factory):
+    """One step's accepted groups, the models before it and the config, made once."""
+    from dapo_jax.state import first_state
+    from dapo_jax.step import sample_batch
+
+    config = small_config(tmp_path_factory.mktemp("accepted"))
+    with open_run(config, initial_step=0) as run:
+        state = first_state(run)
+        batch, _ = sample_batch(run, run.decode_weights(state.models.actor.params), state.stream, state.progress, 1)
+        return config, batch.experience, jax.device_get(state.models)
+
+
+def batch_with(accepted, *, fallen_back=False, **changes):
+    """The batch that other options make of the same groups."""
+    config, experience, models = accepted
+    config = small_config(config.workdir, **changes)
+    with open_run(config, initial_step=0) as run:
+        recompute = fallen_back or config.actor.old_logprob == "recompute"
+        return experience, *make_batch(run, experience, run.init_models(), recompute=recompute, kl_coef=0.0)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax", "cpo", "gae"])
+def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing(accepted, estimator):
+    config, experience, models = accepted
+    changes = (
+        {"algorithm.adv_estimator": estimator, "algorithm.keep_neg_ratio": 0.5}
+        if estimator == "grpo"
+        else {"algorithm.adv_estimator": estimator}
+    )
+    config = small_config(config.workdir, **changes, **{"algorithm.overlong_filtering": True})
+    count = experience.finished.shape[1]
+    with open_run(config) as run:
+        made = {}
+        for groups in (4, 3, 1):
+            chosen = experience.select(np.arange(groups))
+            made[groups], metrics = make_batch(run, chosen, run.init_models(), recompute=True, kl_coef=0.0)
+            assert metrics["actor/overlong_filtered"] == np.mean(~chosen.finished)
+            assert metrics.get("actor/kept_samples", 0.5) < 1
+        assert run.estimator._cache_size() == 1
+    alone = small_config(
+        config.workdir,
+        **changes,
+        **{
+            "data.train_batch_size": 1,
+            "actor.ppo_mini_batch_size": 1,
+            "actor.ppo_micro_batch_size_per_device": 2,
+            "algorithm.overlong_filtering": True,
+        },
+    )
+    with open_run(alone) as run:
+        wanted, _ = make_batch(run, experience.select(np.arange(1)), run.init_models(), recompute=True, kl_coef=0.0)
+    assert jax.tree.map(np.shape, made[1]) == jax.tree.map(np.shape, made[3]) == jax.tree.map(np.shape, made[4])
+    for name in ("mask", "loss_mask", "old_logprobs", "advantages"):
+        found, expected = getattr(made[1], name), getattr(wanted, name)
+        np.testing.assert_allclose(found[:count, : expected.shape[1]], expected, atol=1e-6)
+        assert not found[count:].any()
+
+
+@pytest.mark.parametrize("count_empty", [False, True])
+def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked(accepted, count_empty):
+    config, experience, _ = accepted
+    changes = {
+        "actor.loss_agg_mode": "seq-mean-token-sum",
+        "actor.ppo_mini_batch_size": 4,
+        "actor.count_empty_sequences": count_empty,
+    }
+    chosen = experience.select(np.arange(3))
+    with open_run(small_config(config.workdir, **changes)) as run:
+        models = run.init_models()
+        batch, _ = make_batch(run, chosen, models, recompute=False, kl_coef=0.0)
+        metrics, _ = update(run, models, batch, 1)[1]()
+    total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
+    sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
+    assert metrics["actor/pg_loss"] == pytest.approx(total / sequences, rel=1e-3, abs=1e-6)
+
+
+def test_overlong_filtering_masks_what_was_cut_off(accepted):
+    experience, batch, metrics = batch_with(accepted, **{"algorithm.overlong_filtering": True})
+    cut = ~experience.finished.reshape(-1)
+    assert cut.any() and not cut.all()
+    assert not batch.loss_mask[cut].any() and (batch.loss_mask[~cut] == batch.mask[~cut]).all()
+    assert metrics["actor/overlong_filtered"] == cut.mean()
+    assert (batch.advantages[cut] != 0).any()  # they still count in their group's mean
+
+
+def test_kept_samples_alone_are_trained_on(accepted):
+    options = {"algorithm.keep_neg_ratio": 0.25, "algorithm.compute_new_adv": True}
+    experience, batch, metrics = batch_with(accepted, **options)
+    scores = experience.scores["seq_reward"]
+    trained = batch.loss_mask.any(axis=1).reshape(scores.shape)
+    assert (trained | (scores < scores.max(axis=1, keepdims=True))).all()  # all good ones
+    wrong = (scores == 0).sum(axis=1)
+    assert (trained.sum(axis=1) == (scores == 1).sum(axis=1) + np.ceil(wrong / 4)).all()
+    assert (batch.advantages[~trained.reshape(-1)] == 0).all()
+    assert metrics["critic/advantages_processed/std"] > 0 and metrics["actor/kept_samples"] == trained.mean()
+    assert metrics["critic/advantages/max"] != metrics["critic/advantages_processed/max"]
+
+
+def test_samples_are_kept_by_the_reward_after_the_kl_divergence(accepted):
+    config, experience, models = accepted
+    scores = experience.scores["seq_reward"]
+    kl = np.zeros(experience.mask.shape, np.float32)
+    kl[..., 0] = np.arange(scores.shape[1]) / 100  # later samples of a group are further from the reference
+    final = scores - kl.sum(axis=-1)
+    penalised = dataclasses.replace(experience.with_scores(seq_final_reward=final), kl=kl)
+    _, batch, _ = batch_with((config, penalised, models), **{"algorithm.keep_neg_ratio": 1e-6})
+    for group, trained in zip(final, batch.loss_mask.any(axis=1).reshape(scores.shape), strict=True):
+        assert np.flatnonzero(trained & (group < group.mean())).tolist() == [np.argmin(group)]
+
+
+def test_rollout_correction_weighs_and_rejects(accepted):
+    options = {
+        "actor.old_logprob": "recompute",
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_rs": ("token_k1",),
+        "algorithm.rollout_correction.rollout_rs_threshold": ("2.0",),
+    }
+    experience, batch, metrics = batch_with(accepted, **options)
+    np.testing.assert_allclose(batch.importance_weights[batch.mask], 1.0, atol=1e-4)  # one model
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0 and metrics["rollout_corr/k3_kl"] < 1e-8
+    config, experience, models = accepted
+    logprobs = experience.logprobs.copy()
+    logprobs[0, 0, 0] -= 1.0  # as if the sampler had found this token less likely
+    shifted = dataclasses.replace(experience, logprobs=logprobs)
+    _, batch, metrics = batch_with((config, shifted, models), **options)
+    assert batch.importance_weights[0, 0] == pytest.approx(2.0) and not batch.loss_mask[0, 0] and batch.mask[0, 0]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
+
+
+@pytest.mark.parametrize("mode", ["recompute", "auto"])
+def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(accepted, mode):
+    config, experience, _ = accepted
+    logprobs = experience.logprobs.copy()
+    logprobs[0, 0, 0] -= 1.0
+    shifted = dataclasses.replace(experience, logprobs=logprobs)
+    progress = Progress(recompute_logprobs=mode == "auto")  # fallen back
+    with open_run(small_config(config.workdir, **{"actor.old_logprob": mode})) as run:
+        metrics, _ = train_on(run, NoRecords(), run.init_models(), shifted, progress, 1)[1]()
+    tokens = experience.num_tokens
+    assert metrics["rollout_corr/logprob_abs_diff_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["rollout_corr/logprob_outliers"] == pytest.approx(1 / tokens)
+    assert metrics["rollout_corr/logprob_abs_diff"] == pytest.approx(1 / tokens, rel=1e-2)
+    weights = np.ones(tokens)
+    weights[0] = np.e
+    expected = weights.mean() ** 2 / np.mean(weights**2)
+    assert metrics["rollout_corr/eff_sample_size"] == pytest.approx(expected, rel=1e-4)
+    assert "rollout_corr/first_clipfrac" not in metrics
+
+
+def test_once_it_has_fallen_back_tokens_are_weighed_up_to_two(accepted):
+    config, experience, models = accepted
+    assert config.actor.old_logprob == "auto"
+    logprobs = experience.logprobs.copy()
+    logprobs[0, 0, 0] -= 1.0  # as if the sampler had found this token less likely
+    logprobs[1, 0, 0] += 0.5
+    shifted = dataclasses.replace(experience, logprobs=logprobs)
+    _, batch, metrics = batch_with((config, shifted, models), fallen_back=True)
+    weights = batch.importance_weights.reshape(*experience.finished.shape, -1)[:, 0, 0]
+    assert weights[:2] == pytest.approx([2.0, np.exp(-0.5)], rel=1e-3)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
+    assert batch_with(accepted)[1].importance_weights is None
+
+
+@pytest.mark.parametrize("method", CPO_METHODS)
+def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
+    _, plain, _ = batch_with(accepted)
+    options = {"algorithm.adv_estimator": "cpo", "algorithm.cpo.wrap_method": method, "algorithm.cpo.mi_alpha": 1.0}
+    _, batch, _ = batch_with(accepted, **options)
+    difference = (batch.advantages - plain.advantages)[batch.mask]
+    assert np.isfinite(difference).all() and np.abs(difference).max() > 1e-6
+    np.testing.assert_allclose(difference, 0, atol=0.5)
+
+
+def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
+    """Both log-probabilities of CPO are the training forward pass's."""
+    config, experience, models = accepted
+    monkeypatch.setattr(training_batch, "hinted_prompts", lambda *_, **__: experience.prompts)
+    sampled = dataclasses.replace(experience, logprobs=experience.logprobs - 0.5 * experience.mask)
+    _, batch, _ = batch_with((config, sampled, models), **{"algorithm.adv_estimator": "cpo"})
+    _, plain, _ = batch_with(accepted)
+    np.testing.assert_allclose(batch.advantages, plain.advantages, atol=1e-6)
+
+
+def test_remax_compares_with_the_greedy_response(accepted):
+    experience, batch, _ = batch_with(accepted, **{"algorithm.adv_estimator": "remax"})
+    scores = experience.scores["seq_reward"]
+    baseline = scores - batch.advantages[:, 0].reshape(scores.shape)
+    assert (baseline == baseline[:, :1]).all() and np.isin(baseline, (0.0, 1.0)).all()
+
+
+def test_a_missing_checkpoint_part_is_not_silently_made_up(tmp_path):
+    """A run that gains a critic cannot go on from a checkpoint without one."""
+    train(small_config(tmp_path, **{"trainer.total_training_steps": 2}))
+    assert Checkpoints(str(tmp_path / "checkpoints"), max_to_keep=2).latest_step() == 2
+    with pytest.raises(ValueError, match=r"holds \['actor'\], the run has \['actor', 'critic'\]"):
+        train(small_config(tmp_path, **{"algorithm.adv_estimator": "gae"}))

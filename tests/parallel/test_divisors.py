@@ -1,0 +1,106 @@
+"""Where sizes do not divide, the message names values that do: each that it names is tried."""
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+from small_run import small_config
+
+from dapo_jax.command.validation import validate
+from dapo_jax.parallel.divisors import divisors, nearest
+from dapo_jax.parallel.mesh import make_mesh, split_devices
+from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
+from dapo_jax.run import check_mesh, read_model
+
+
+def numbers_of(message: str, option: str) -> list[int]:
+    """What the last "OPTION=1, 2 or 3" of a message proposes."""
+    found = re.findall(re.escape(option) + r"=((?:\d+, )*\d+(?: or \d+)?)", message.partition(": set ")[2])
+    return [int(number) for number in re.findall(r"\d+", found[-1])] if found else []
+
+
+def test_the_nearest_in_their_order():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert nearest(divisors(24), 32) == "8, 12 or 24" and nearest([5], 1) == "5" and nearest([], 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "fsdp", "tensor", "count"),
+    [
+        case
+        for case in itertools.product((-1, 1, 2, 3), (1, 2, 3, 8), (1, 2, 3), (1, 2, 6, 8))
+        if case[0] * case[1] * case[2] != case[3]
+    ],
+)
+def test_axes_that_do_not_make_up_the_devices_are_refused_with_some_that_do(data, fsdp, tensor, count):
+    devices = jax.devices()[:count]
+    if data == -1 and count % (fsdp * tensor) == 0:
+        assert make_mesh(data, fsdp, tensor, devices).size == count
+        return
+    with pytest.raises(ValueError, match=f"devices, {count} .cpu.: set ") as refused:
+        make_mesh(data, fsdp, tensor, devices)
+    message = str(refused.value)
+    proposed_fsdp = numbers_of(message, "mesh.fsdp") or [fsdp]
+    proposed_tensor = numbers_of(message, "mesh.tensor") or [tensor]
+    assert "mesh.data=0" not in message and ("set mesh.data=-1" in message) == (data != -1)
+    for one, other in itertools.product(proposed_fsdp, proposed_tensor):
+        assert make_mesh(-1, one, other, devices).size == count
+
+
+def test_devices_that_sample_are_proposed(monkeypatch):
+    with pytest.raises(ValueError, match="trainer.rollout_devices=3 must") as refused:
+        split_devices(3, 2)
+    for proposed in numbers_of(str(refused.value), "trainer.rollout_devices"):
+        training, sampling = split_devices(proposed, 2)
+        assert len(training) % 2 == 0 and len(sampling) == proposed
+
+
+def test_one_number_divides_all_dimensions_of_an_axis():
+    table = [
+        SimpleNamespace(path=("query",), shape=(12, 5), axes=("heads", "layers")),
+        SimpleNamespace(path=("key",), shape=(6,), axes=("kv_heads",)),
+    ]
+    problems = indivisible_weights(table, {"tensor": 4, "fsdp": 1, "data": 1}, TRAIN_RULES)
+    assert len(problems) == 1 and numbers_of(problems[0], "mesh.tensor") == [2, 3, 6]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data.train_batch_size": 24, "actor.ppo_mini_batch_size": 16},
+        {"data.train_batch_size": 12, "actor.ppo_mini_batch_size": 16},
+        {"actor.ppo_micro_batch_size_per_device": 5},
+    ],
+)
+def test_batches_are_proposed_that_fit(changes):
+    with pytest.raises(ValueError, match="must be a multiple") as refused:
+        validate(small_config("unused", **changes))
+    tried = 0
+    for option in ("data.train_batch_size", "actor.ppo_mini_batch_size", "actor.ppo_micro_batch_size_per_device"):
+        for number in numbers_of(str(refused.value), option):
+            validate(small_config("unused", **{**changes, option: number}))
+            tried += 1
+    assert tried > 1
+
+
+@pytest.mark.parametrize(("devices", "micro"), [(8, 3), (8, 16), (6, 4), (5, 1)])
+def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
+    changes = {
+        "actor.ppo_micro_batch_size_per_device": micro,
+        "actor.ppo_mini_batch_size": 4,
+        "data.train_batch_size": 8,
+        "rollout.n": 4,
+    }
+    config = small_config("unused", **changes)
+    arch, mesh = read_model(config)[0], make_mesh(-1, 1, 1, jax.devices()[:devices])
+    with pytest.raises(ValueError, match="must be a multiple of") as refused:
+        check_mesh(config, arch, mesh)
+    mini = numbers_of(str(refused.value), "actor.ppo_mini_batch_size")
+    proposed = [{"actor.ppo_mini_batch_size": number, "data.train_batch_size": number} for number in mini]
+    small = numbers_of(str(refused.value), "actor.ppo_micro_batch_size_per_device")
+    proposed += [{"actor.ppo_micro_batch_size_per_device": number} for number in small]
+    assert proposed
+    for one in proposed:
+        check_mesh(small_config("unused", **{**changes, **one}), arch, mesh)

@@ -1,0 +1,298 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.preflight.hlo_costs import program_costs
+from dapo_jax.preflight.hlo_text import first_group
+
+LAYERS, B, D, F = 5, 16, 24, 40
+HOST = [0] * 8  # all devices on one
+
+
+def loss(weights, x):
+    def layer(x, weight):
+        return jnp.tanh(x @ weight) @ weight.T, None
+
+    return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+
+def compiled(function, *arrays):
+    """`function` of arrays given as (shape, partition spec), on a mesh of 2 x 2 x 2 devices."""
+    mesh = make_mesh(2, 2, 2)
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        for shape, spec in arrays
+    ]
+    return jax.jit(function).lower(*shapes).compile()
+
+
+def test_products_of_a_loop_count_as_often_as_it_runs():
+    program = compiled(jax.grad(loss), ((LAYERS, D, F), ()), ((B, D), ()))
+    costs = program_costs(program.as_text(), HOST)
+    forward = LAYERS * 2 * 2 * B * D * F
+    assert costs.flops == 3 * forward and not costs.unknown
+    assert costs.flops > 2 * program.cost_analysis()["flops"]  # XLA counts one turn
+
+
+def test_products_are_those_of_one_device():
+    whole = program_costs(compiled(loss, ((LAYERS, D, F), ()), ((B, D), ())).as_text(), HOST)
+    rows = program_costs(compiled(loss, ((LAYERS, D, F), ()), ((B, D), (("data", "fsdp"),))).as_text(), HOST)
+    assert rows.flops == whole.flops / 4
+
+
+def test_products_without_a_loop_are_xlas():
+    program = compiled(lambda x, y: x @ y, ((64, 128), ()), ((128, 256), ()))
+    assert program_costs(program.as_text(), HOST).flops == program.cost_analysis()["flops"] == 2 * 64 * 128 * 256
+
+
+def test_collectives_of_a_loop_by_kind_and_group():
+    # weights divided over "fsdp" alone: a layer gathers its weight, and the sum over rows is one number
+    weights = (LAYERS, D, F), (None, "fsdp")
+    costs = program_costs(compiled(loss, weights, ((B, D), (("data", "fsdp"),))).as_text(), HOST)
+    gathers = [one for one in costs.collectives if one.kind == "all-gather"]
+    assert [(one.group, one.count) for one in gathers] == [(2, LAYERS)]
+    assert gathers[0].bytes == LAYERS * D * F * 4 / 2  # each of two devices sends its half
+    assert costs.sent >= gathers[0].bytes
+
+
+def test_an_all_reduce_sends_nearly_twice_its_operand():
+    program = compiled(lambda x, y: x @ y, ((8, 16), (None, "tensor")), ((16, 4), ("tensor",)))
+    costs = program_costs(program.as_text(), HOST)
+    (found,) = costs.collectives
+    assert (found.kind, found.group, found.count, found.bytes) == ("all-reduce", 2, 1, 2 * 8 * 4 * 4 / 2)
+
+
+def test_a_loop_reads_the_slice_of_a_turn():
+    """Stacked weights are read once in all turns together, not once a turn."""
+    costs = program_costs(compiled(loss, ((LAYERS, 512, 512), ()), ((B, 512), ())).as_text(), HOST)
+    weights = LAYERS * 512 * 512 * 4
+    assert weights <= costs.bytes < 8 * weights
+
+
+# What only TPUs write, shortened from a program of libtpu's.
+TPU = """HloModule jit_f
+
+%body.1 (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %p = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %x = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%p), index=1
+  %one = s32[]{:T(128)} constant(1)
+  %add.1 = s32[]{:T(128)} add(%i, %one)
+  %add.2 = s32[]{:T(128)} add(%add.1, %one)
+  %y = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} fusion(%x), kind=kOutput, calls=%start
+  ROOT %t = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) tuple(%add.2, %y)
+}
+
+%cond (p: (s32[], bf16[8,4])) -> pred[] {
+  %p.1 = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+  %bound = s32[]{:T(128)} constant(6)
+  ROOT %less = pred[]{:T(512)} compare(%i.1, %bound), direction=LT
+}
+
+%start (q: bf16[8,4]) -> bf16[8,4] {
+  %q = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %g = bf16[16,4]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=9, GROUPS
+  ROOT %d = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%finish (r: bf16[8,4]) -> bf16[8,4] {
+  %r = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  ROOT %h = bf16[16,4]{1,0:T(8,128)(2,1)} all-gather(%r), channel_id=9, GROUPS
+}
+
+ENTRY %main (a: bf16[8,4], b: bf16[4,32,7], c: bf16[4,7,16]) -> f32[4,32,16] {
+  %a = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[4,32,7]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %c = bf16[4,7,16]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %zero = s32[]{:T(128)} constant(0)
+  %both = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) tuple(%zero, %a)
+  %w = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) while(%both), condition=%cond, body=%body.1
+  %late = bf16[16,4]{1,0:T(8,128)(2,1)S(1)} fusion(%a), kind=kOutput, calls=%finish
+  %splash_mha_dq_segmented_no_residuals.1 = bf16[2,14,1024,64]{3,2,1,0} custom-call(%m, %qq), KERNEL
+  %m = s8[1,2,2]{2,1,0} constant({...})
+  %qq = bf16[2,14,1024,64]{3,2,1,0:T(8,128)(2,1)S(1)} constant({...})
+  ROOT %conv = f32[4,32,16]{2,1,0:T(8,128)} convolution(%b, %c), WINDOW
+}
+"""
+for short, whole in {
+    "GROUPS": "replica_groups=mesh['data'=1,'fsdp'=2] {'fsdp'}, dimensions={0}",
+    "KERNEL": 'custom_call_target="tpu_custom_call"',
+    "WINDOW": "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
+}.items():
+    TPU = TPU.replace(short, whole)
+
+
+def test_tpu_text():
+    costs = program_costs(TPU, HOST[:4])
+    # an unrolled loop runs half as often; a gather in two fusions is one; groups are named by mesh axes
+    assert [(one.kind, one.group, one.count, one.bytes) for one in costs.collectives] == [
+        ("all-gather", 2, 3, 3 * 8 * 4 * 2)
+    ]
+    batched = 4 * 2 * 32 * 7 * 16  # 4 products, which a dilated window keeps apart
+    splash = 3 * 2 * (2 * 14 * 1024 * 64) * 1024 * 3 / 4  # three of four blocks lie under the diagonal
+    assert costs.flops == batched + splash and not costs.unknown
+
+
+def test_what_lies_on_the_chip_is_not_moved():
+    everything = re.sub(r"S\(1\)", "", TPU)
+    assert program_costs(everything, HOST[:4]).bytes > program_costs(TPU, HOST[:4]).bytes
+
+
+HBM, CHIP = "{1,0:T(8,128)(2,1)}", "{1,0:T(8,128)(2,1)S(1)}"  # the device's memory, and the compiler's on the chip
+PART, WHOLE = 16 * 8 * 2, 64 * 8 * 2  # bytes
+ONE_OPERATION = """HloModule f
+
+%wrapped (q: bf16[64,8]) -> bf16[16,8] {
+  %q = bf16[64,8]FROM parameter(0)
+  ROOT %inside = bf16[16,8]TO slice(%q), slice={[0:16], [0:8]}
+}
+
+ENTRY %main (a: bf16[64,8], i: s32[]) -> bf16[16,8] {
+  %a = bf16[64,8]FROM parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %u = bf16[16,8]TO parameter(2)
+  LINE
+}
+"""
+STARTED = "((bf16[64,8]FROM), bf16[16,8]TO, s32[]{:S(2)})"
+STARTED_AT = STARTED.replace("FROM", "FROM, s32[]{:T(128)}, s32[]{:T(128)}")
+PERMUTED = "(bf16[64,8]FROM, bf16[64,8]TO, u32[]{:S(2)})"
+
+
+@pytest.mark.parametrize(
+    ("line", "of_a", "of_the_other"),
+    [
+        ("%r = bf16[16,8]TO slice(%a), slice={[0:16], [0:8]}", PART, PART),
+        ("%r = bf16[16,8]TO dynamic-slice(%a, %i, %i), dynamic_slice_sizes={16,8}", PART, PART),
+        (f"%r = {STARTED} slice-start(%a), slice={{[0:16], [0:8]}}", PART, PART),
+        (f"%r = {STARTED_AT} dynamic-slice-start(%a, %i, %i)", PART, PART),
+        (f"%r = {STARTED} async-start(%a), calls=%wrapped", PART, PART),
+        ("%r = (bf16[16,8]TO, bf16[16,8]FROM, u32[]{:S(2)}) copy-start(%a)", PART, PART),
+        ("%r = bf16[16,8]TO slice-done(%a)", 0, 0),
+        ("%r = bf16[16,8]TO dynamic-slice-done(%a)", 0, 0),
+        ("%r = bf16[16,8]TO copy-done(%a)", 0, 0),
+        ("%r = bf16[64,8]FROM dynamic-update-slice(%a, %u, %i, %i)", PART, PART),
+        ("%r = bf16[16,8]TO reduce-scatter(%a), replica_groups={{0,1,2,3}}", WHOLE, PART),
+        ("%r = bf16[16,8]TO all-to-all(%a), replica_groups={{0,1,2,3}}", WHOLE, PART),
+        (f"%r = {PERMUTED} collective-permute-start(%a), source_target_pairs={{{{0,1}}}}", WHOLE, WHOLE),
+        ("%r = bf16[16,8]TO collective-permute-done(%a)", 0, 0),
+    ],
+)
+def test_what_one_operation_reads_and_writes(line, of_a, of_the_other):
+    """Of what is sliced or updated, the part alone, started or not; only what lies in the device's memory."""
+    text = ONE_OPERATION.replace("LINE", line)
+
+    def moved(source, destination):
+        return program_costs(text.replace("FROM", source).replace("TO", destination), [0] * 4).bytes
+
+    found = [moved(*place) for place in ((HBM, CHIP), (CHIP, HBM), (HBM, HBM), (CHIP, CHIP))]
+    assert found == [of_a, of_the_other, of_a + of_the_other, 0]
+
+
+def test_a_loop_whose_turns_depend_on_data_is_reported():
+    def until(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x)
+
+    costs = program_costs(compiled(until, ((8, 8), ())).as_text(), HOST)
+    assert costs.flops == 2 * 8**3
+    assert costs.unknown == ("a loop whose turns depend on data, counted once",)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_bytes_of_a_copy(kind):
+    shape = jax.ShapeDtypeStruct((128, 64), jnp.dtype(kind))
+    text = jax.jit(lambda x: x.T + 1).lower(shape).compile().as_text()
+    assert program_costs(text, [0]).bytes == 2 * 128 * 64 * jnp.dtype(kind).itemsize
+
+
+# What only GPUs write, shortened from programs of XLA:GPU's: two hosts of four GPUs.
+GPU = """HloModule jit_f
+
+%gemm (x: bf16[8,16], y: bf16[16,32]) -> f32[8,32] {
+  %x = bf16[8,16]{1,0} parameter(0)
+  %y = bf16[16,32]{1,0} parameter(1)
+  ROOT %dot = f32[8,32]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (q: bf16[2,64,4,16], w: bf16[16,8], a: bf16[8,16], b: bf16[16,32]) -> f32[8,32] {
+  %q = bf16[2,64,4,16]{3,2,1,0} parameter(0)
+  %w = bf16[16,8]{1,0} parameter(1)
+  %a = bf16[8,16]{1,0} parameter(2)
+  %b = bf16[16,32]{1,0} parameter(3)
+  %gather = (bf16[16,8]{1,0}, bf16[64,8]{1,0}) all-gather-start(%w), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
+  %gathered = bf16[64,8]{1,0} all-gather-done(%gather)
+  %far = (bf16[16,8]{1,0}, bf16[32,8]{1,0}) all-gather-start(%w), channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  %far.1 = bf16[32,8]{1,0} all-gather-done(%far)
+  %sum = bf16[16,8]{1,0} all-reduce-start(%w), channel_id=3, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %sum.1 = bf16[16,8]{1,0} all-reduce-done(%sum)
+  %sent = (bf16[16,8]{1,0}, bf16[16,8]{1,0}) collective-permute-start(%w), channel_id=4, source_target_pairs={{0,1},{3,4}}
+  %sent.1 = bf16[16,8]{1,0} collective-permute-done(%sent)
+  %fmha = (bf16[2,4,64,16]{3,1,2,0}, f32[2,4,64]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={FMHA}
+  %back = (bf16[2,4,64,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={FMHA}
+  %lt = (bf16[8,32]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %triton = f32[8,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
+}
+"""  # noqa: E501
+GPU = GPU.replace(
+    "{FMHA}",
+    '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["2","4","64","64"]},'
+    '"mask_type":"PADDING_CAUSAL"}}',
+)
+HOSTS = [0] * 4 + [1] * 4
+
+
+def test_gpu_products_are_those_of_cudnn_cublas_and_triton():
+    costs = program_costs(GPU, HOSTS)
+    product = 2 * (2 * 4 * 64 * 64) * 16 / 2  # under the causal mask
+    assert costs.flops == (2 + 5) * product + 2 * (2 * 8 * 16 * 32) and not costs.unknown
+    without_mask = GPU.replace("PADDING_CAUSAL", "PADDING")
+    assert program_costs(without_mask, HOSTS).flops == costs.flops + 7 * product
+
+
+def test_gpu_collectives_count_once_and_know_their_hosts():
+    weights = 16 * 8 * 2
+    collectives = program_costs(GPU, HOSTS).collectives
+    found = {(one.kind, one.group, one.per_host): (one.count, one.bytes) for one in collectives}
+    assert found == {
+        ("all-gather", 4, 4): (1, 3 * weights),
+        ("all-gather", 2, 1): (1, weights),
+        ("all-reduce", 8, 4): (1, 2 * weights * 7 / 8),
+        ("collective-permute", 2, 1): (1, weights),
+    }
+    assert {one.per_host for one in program_costs(GPU, [0] * 8).collectives} == {8, 4, 2}
+
+
+def test_unlike_collectives_of_one_channel_all_count():
+    shared = GPU.replace("channel_id=2", "channel_id=1")
+    assert program_costs(shared, HOSTS).collectives == program_costs(GPU, HOSTS).collectives
+
+
+def test_scratch_memory_of_a_library_is_not_moved():
+    wider = GPU.replace("s8[4194304]", "s8[8388608]")
+    assert program_costs(wider, HOSTS).bytes == program_costs(GPU, HOSTS).bytes
+
+
+def test_gpu_gathers_move_their_operand_and_their_result_once():
+    lines = [line for line in GPU.splitlines() if "gather" in line or "ENTRY" in line or "parameter(" in line]
+    text = "\n".join(["HloModule f", *lines[2:], "}"])
+    assert program_costs(text, HOSTS).bytes == 2 * ((16 + 64) * 8 + (16 + 32) * 8)  # operands and results
+
+
+@pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ("replica_groups={{0,2},{1,3}}", [0, 2]),
+        ("replica_groups=[2,2]<=[4]", [0, 1]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [0, 2]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [0, 2]),
+        ("replica_groups=mesh['a'=8,'b'=1] {'a':(2)2}", [0, 2]),
+        ("", [0, 1, 2, 3]),
+    ],
+)
+def test_groups_however_they_are_written(groups, devices):
+    assert first_group(groups, 4) == devices

@@ -1,0 +1,220 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from small_run import load_config, small_config
+
+from dapo_jax.config.values import freeze
+from dapo_jax.models.weights import count_params
+from dapo_jax.parallel.devices import GIB, Limits, limits_of
+from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.preflight import report
+from dapo_jax.preflight.__main__ import main
+from dapo_jax.preflight.advice import advise
+from dapo_jax.preflight.compiled import Compiled, refused
+from dapo_jax.preflight.hlo_costs import Collective, Costs
+from dapo_jax.preflight.programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
+from dapo_jax.preflight.report import read_shape, seconds, totals, usable_memory
+from dapo_jax.preflight.tables import tables
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--config", "configs/tiny.py", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
+SMALL = (
+    "data.train_batch_size=4",
+    "data.gen_batch_size=8",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_device=4",
+)
+STAGES = ["weights", "prefill", "decode", "log-probabilities", "update"]
+
+
+def test_the_report_for_a_slice_that_is_not_here(tmp_path):
+    """The command in a process of its own: libtpu compiles the tiny recipe for eight chips."""
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "-m", "dapo_jax.preflight", *TINY, "--topology=v5e:2x4", "--json", str(tmp_path / "r")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads((tmp_path / "r").read_text())
+    check(report)
+    assert report["device"]["name"] == "TPU v5e" and report["model"]["dtype"] == "bfloat16"
+    assert "It fits" in done.stdout and "| update |" in done.stdout
+    assert report["step_seconds"] > 0
+    assert {one["kind"] for one in report["stages"]["weights"]["collectives"]} == {"all-gather"}
+
+
+def test_the_report_for_a_cpu(monkeypatch, capsys):
+    """The command without a topology, which prints the tables and, in a line of its own, the report."""
+    monkeypatch.chdir(ROOT)
+    main([*TINY, *(f"--config.{name}" for name in SMALL)])
+    printed, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
+    report = json.loads(line)
+    check(report)
+    assert report["step_seconds"] is None and printed == tables(report).rstrip() and "s products" in printed
+
+
+def check(report):
+    assert list(report["stages"]) == STAGES
+    assert report["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert report["fits"] and not report["advice"]
+    stages = report["stages"]
+    # a value on one of eight devices; norms lie whole on each
+    own = report["model"]["parameters"] * 4 / 8
+    assert own < stages["update"]["bytes"]["parameters"] < 1.1 * own
+    assert stages["update"]["bytes"]["optimizer"] == pytest.approx(2 * stages["update"]["bytes"]["parameters"], abs=8)
+    assert report["peak_bytes"] == max(sum(stage["bytes"].values()) for stage in stages.values())
+    for name in ("prefill", "decode", "update"):
+        assert stages[name]["flops"] > 0 and stages[name]["moved"] > 0 and stages[name]["sent"] > 0
+    # forward and backward of all layers, on the rows of one device
+    trained = report["assumed"]["prompts_trained"] * report["config"]["rollout"]["n"]
+    tokens = trained * report["assumed"]["response_length"]
+    layers = (report["model"]["parameters"] - 48 * 128) / 8
+    assert stages["update"]["flops"] > 6 * layers * tokens
+
+
+def test_a_shape_stands_for_a_model_that_is_not_on_the_disk(tmp_path):
+    def arch(path):
+        values = load_config("dapo_qwen2.5_7b_math")
+        values.model.path = str(path)
+        return read_shape(freeze(values))
+
+    published = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "7B": 7_615_616_512, "32B": 32_763_876_352}
+    for size, parameters in published.items():  # of the safetensors on the hub
+        assert count_params(arch(f"nowhere/Qwen2.5-{size}")) == parameters
+    assert arch("nowhere/Qwen2.5-7B-Instruct") == arch("nowhere/Qwen2.5-7B")
+    shutil.copy(ROOT / "configs/shapes/Qwen2.5-0.5B/config.json", tmp_path)
+    assert arch(tmp_path) == arch("nowhere/Qwen2.5-0.5B")
+    with pytest.raises(ValueError, match="the model path nowhere/Other does not exist"):
+        arch("nowhere/Other")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology=gpu:8"], "dapo_jax: --topology=gpu:8 must name a GPU that CUDA 13 knows: choose one of t4:8"),
+        (["--topology=h100:eight"], "dapo_jax: --topology=h100:eight must be h100:GPUS"),
+        (["--topology=h100"], "dapo_jax: --topology=h100 must be h100:GPUS"),
+        (["--topology=v99:2x2"], "dapo_jax: --topology=v99:2x2 must be a TPU slice"),
+        (["--config.mesh.data=3"], "mesh.data=3 x mesh.fsdp=4 x mesh.tensor=2 must be the number of devices, 8"),
+    ],
+)
+def test_what_cannot_be_compiled_for_ends_in_one_line(monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(ROOT)
+    assert jax.device_count() == 8  # JAX has been started, and its devices are these
+    with pytest.raises(SystemExit) as ended:
+        main([*TINY, *arguments])
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and len(printed) == 1 and message in printed[0]
+
+
+def absent(kind, platform):
+    """A mesh of one device that is not here."""
+    device = SimpleNamespace(device_kind=kind, platform=platform)
+    return cast(Mesh, SimpleNamespace(devices=np.array([[[device]]])))
+
+
+def test_of_a_gpu_only_the_share_that_jax_takes_is_usable():
+    config = small_config("unused", **{"trainer.gpu_memory_fraction": 0.5})
+    assert usable_memory(config, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
+    assert usable_memory(config, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
+    with pytest.raises(ValueError, match="the memory of TPU v1 is not known: choose a device of TPU v4, .*H100"):
+        usable_memory(config, absent("TPU v1", "tpu"), limits_of(SimpleNamespace(device_kind="TPU v1")))
+
+
+def test_a_device_that_is_here_is_asked_for_its_memory(monkeypatch):
+    mesh = make_mesh(8, 1, 1)
+    monkeypatch.setattr(report, "free_bytes", {mesh: 3.0 * GIB}.get)
+    assert usable_memory(small_config("unused"), mesh, LIMIT) == 3 * GIB
+
+
+LIMIT = Limits("device", 10 * GIB, 100.0, 10.0, 1.0)
+COSTS = Costs(flops=200.0, bytes=30.0, collectives=(Collective("all-reduce", 4, 4, 2, 5.0),))
+
+
+def test_the_time_is_that_of_the_slower_of_products_and_memory_and_of_collectives():
+    assert seconds(COSTS, LIMIT) == {"products": 2.0, "memory": 3.0, "collectives": 5.0, "total": 8.0}
+    assert seconds(COSTS, Limits("other", None, None, None, None)) is None
+
+
+def measured(stage="update", costs: Costs | None = COSTS, calls=2.0, **gib):
+    """A program that takes so many GiB by kind."""
+    sizes = {name.replace("_", " "): size * GIB for name, size in gib.items()}
+    program = Program(stage, f"{stage} of something", calls, lambda: pytest.fail(), sizes)
+    return Compiled(program, {kind: sizes.get(kind, 0.0) for kind in (*KINDS, "temporaries")}, costs, 0.0)
+
+
+def test_a_step_adds_up_its_calls_and_its_peak_is_the_largest_program():
+    found = totals([measured(parameters=2), measured(parameters=2, temporaries=3, calls=1)], LIMIT, LIMIT.memory)
+    update = found["stages"]["update"]
+    assert (update["calls"], update["flops"], update["sent"]) == (3, 600.0, 15.0)
+    assert update["collectives"] == [{"kind": "all-reduce", "devices": 4, "per_host": 4, "count": 6, "bytes": 15.0}]
+    assert found["step_seconds"] == 24.0 and found["peak_bytes"] == 5 * GIB and found["fits"]
+
+
+@pytest.mark.parametrize(
+    ("message", "temporaries"),
+    [
+        ("E1000: the total memory required for HLO temporaries (26.50G) exceeds available HBM (15.75G).", 26.5 * GIB),
+        ("Ran out of memory in memory space hbm. Used 31.50G of 15.75G hbm. Exceeded by 15.75G.", 29.5 * GIB),
+        ("Ran out of memory in memory space vmem. Used 130M of 128M vmem.", None),
+        ("INTERNAL: something else", None),
+    ],
+)
+def test_the_size_of_what_the_compiler_refuses_is_read_from_its_message(message, temporaries):
+    assert refused(message, 2 * GIB) == temporaries
+
+
+def test_what_the_compiler_refuses_does_not_fit():
+    assert not totals([measured(parameters=1, costs=None)], LIMIT, LIMIT.memory)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("taken", "changes", "advice"),
+    [
+        (
+            measured(temporaries=11),
+            {"data.max_response_length": 4096, "model.attention": "xla"},
+            "set model.attention=fused",
+        ),
+        (
+            measured(temporaries=11),
+            {"data.max_response_length": 4096, "model.dtype": "float32"},
+            "set model.dtype=bfloat16",
+        ),
+        (measured(temporaries=11), {}, "set model.enable_gradient_checkpointing=True"),
+        (
+            measured(temporaries=11),
+            {"model.enable_gradient_checkpointing": True},
+            "set actor.ppo_micro_batch_size_per_device=2",
+        ),
+        (measured(optimizer=11), {}, "set actor.optim.offload=True"),
+        (measured("decode", **{CACHE.replace(" ", "_"): 16, "parameters": 2}), {}, "set rollout.max_num_seqs=64"),
+        (measured("decode", **{DECODING.replace(" ", "_"): 11}), {}, "set mesh.tensor=2 and mesh.fsdp=2"),
+    ],
+    ids=["scores", "scores in float32", "kept", "rows", "moments", "cache", "weights"],
+)
+def test_advice_names_the_setting_to_change_first(taken, changes, advice):
+    config = small_config("unused", **changes)
+    step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
+    arch = read_shape(config)
+    (line,) = advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 10 * GIB, attention="xla")
+    assert line.split("; ")[1].startswith(advice), line
+    assert not advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 99 * GIB, attention="xla")
+
+
+def test_copies_of_the_parameters_are_divided_before_anything_is_offloaded():
+    taken = measured(**{OPTIMIZER: 6, PARAMETERS: 5})
+    config = small_config("unused")
+    step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
+    mesh = {"data": 2, "fsdp": 4, "tensor": 1}
+    (line,) = advise(config, read_shape(config), mesh, step, [taken], 10 * GIB, attention="xla")
+    assert line.split("; ")[1] == "set mesh.fsdp=8 and mesh.data=1"

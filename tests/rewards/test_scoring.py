@@ -1,0 +1,249 @@
+import dataclasses
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from reward_model_files import write_reward_model
+from safetensors.numpy import load_file
+from small_run import small_config
+
+from dapo_jax.data.experience import Experience
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.models import transformer
+from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.load import load_params
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.mesh import AXES
+from dapo_jax.rewards.scoring import add_model_scores, load_scorer, shape
+from dapo_jax.train import train
+
+CHAT = ({"role": "user", "content": "1 + 2 ="},)
+PROMPTS = ["2 + 2 =", CHAT, "what is 12 * 3 ?", CHAT, "9"]
+RESPONSES = ["4", "3", " 36.", "it is 3", ""]
+CONVERSATIONS = [
+    "2 + 2 =4",
+    "system: be brief.\nuser: 1 + 2 =\nassistant: 3\nok",
+    "what is 12 * 3 ? 36.",
+    "system: be brief.\nuser: 1 + 2 =\nassistant: it is 3\nok",
+    "9",
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_reward_model(tmp_path_factory.mktemp("reward_model"))
+
+
+def mesh_of(shape) -> Mesh:
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def config_with(directory, **changes):
+    common = {
+        "reward.model.path": str(directory),
+        "data.system_prompt": "be brief.",
+        "data.chat_template_kwargs": '{"mark": "ok"}',
+    }
+    return small_config("unused", **{**common, **changes})
+
+
+def scores_on(shape, directory, **changes) -> np.ndarray:
+    mesh = mesh_of(shape)
+    with jax.set_mesh(mesh):
+        return load_scorer(config_with(directory, **changes), jnp.dtype(jnp.float32), mesh).score(PROMPTS, RESPONSES)
+
+
+@pytest.fixture(scope="module")
+def scores(directory):
+    return scores_on((1, 1, 1), directory)
+
+
+def expected_scores(directory, token_ids):
+    """Forward pass and head of each conversation alone, without padding."""
+    arch = read_architecture(directory)
+    params = load_params(directory, arch, lambda weight, array: jnp.asarray(array))
+    head = load_file(directory / "model.safetensors")["score.weight"][0]
+
+    @jax.jit
+    def last_hidden(tokens):
+        positions = jnp.arange(tokens.shape[1])[None]
+        return transformer.forward(params, tokens, positions, jnp.ones(tokens.shape, bool), arch)[0, -1]
+
+    return [np.asarray(last_hidden(jnp.array([ids]))) @ head for ids in token_ids]
+
+
+def test_scores_are_the_heads_at_the_end_of_each_conversation(directory, scores):
+    encode = load_tokenizer(directory).encode
+    assert scores.shape == (5,) and np.ptp(scores) > 0.1
+    expected = expected_scores(directory, [encode(text) for text in CONVERSATIONS])
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+
+
+def test_a_long_conversation_loses_its_beginning(directory):
+    encode = load_tokenizer(directory).encode
+    expected = expected_scores(directory, [encode(text)[-6:] for text in CONVERSATIONS])
+    found = scores_on((1, 1, 1), directory, **{"reward.model.max_length": 6})
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_micro_batches_change_nothing(directory, scores, rows):
+    found = scores_on((1, 1, 1), directory, **{"reward.model.micro_batch_size_per_device": rows})
+    np.testing.assert_allclose(found, scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+def test_the_mesh_changes_nothing(directory, scores, shape):
+    found = scores_on(shape, directory, **{"reward.model.micro_batch_size_per_device": 1})
+    np.testing.assert_allclose(found, scores, atol=1e-5)
+
+
+def test_hugging_face_gives_the_same_scores(directory, scores):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
+    encode = load_tokenizer(directory).encode
+    with torch.no_grad():
+        expected = [model(torch.tensor([encode(text)])).logits.item() for text in CONVERSATIONS]
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "reward.model.path=.* is a language model: give a sequence-class"),
+        ({"id2label": {"0": "bad", "1": "good"}}, "2 labels: a reward model has one"),
+        ({"vocab_size": 48}, "the tokenizer of reward.model.path=.* ids up to .* 48 embeddings"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused(tmp_path, changes, message):
+    config = config_with(write_reward_model(tmp_path, **changes))
+    with pytest.raises(ValueError, match=message):
+        load_scorer(config, jnp.dtype(jnp.float32), mesh_of((1, 1, 1)))
+
+
+def test_a_reward_model_needs_a_tokenizer(directory, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(directory / name, tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        load_scorer(config_with(tmp_path), jnp.dtype(jnp.float32), mesh_of((1, 1, 1)))
+
+
+def test_a_mesh_that_does_not_divide_the_reward_model_is_named_with_the_cure(directory):
+    message = "does not fit reward.model.path=.*mesh.tensor=8 must divide the heads dimension .*: set mesh.tensor="
+    with pytest.raises(ValueError, match=message):
+        load_scorer(config_with(directory), jnp.dtype(jnp.float32), mesh_of((1, 1, 8)))
+
+
+class LengthScorer:
+    """Scores a conversation by the lengths of its parts."""
+
+    def score(self, prompts, responses):
+        return np.array([10 * len(prompt) + len(text) for prompt, text in zip(prompts, responses, strict=True)], "f4")
+
+
+SCORER: Any = LengthScorer()
+PROMPT_SET = PromptSet([PromptRow("a" * length, "task", "1", {}) for length in range(4)], [[1]] * 4)
+EXPERIENCE = Experience(
+    numbers=np.array([8, 9]),
+    rows=np.array([3, 1]),
+    prompts=[[1], [1]],
+    responses=np.ones((2, 2, 4), np.int32),
+    mask=np.arange(4) < np.array([[[1], [2]], [[3], [4]]]),
+    logprobs=np.zeros((2, 2, 4), np.float32),
+    finished=np.ones((2, 2), bool),
+    texts=[["x", "xx"], ["xxx", "xxxx"]],
+    scores={"score": np.array([[1.0, 0.0], [1.0, -1.0]]), "acc": np.eye(2), "length": np.ones((2, 2))},
+    versions=np.zeros(2, np.int64),
+    failed=np.zeros((2, 2), bool),
+)
+
+
+def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
+    weights = {"reward.model.weight": 0.5, "reward.model.function_weight": 2.0}
+    found = add_model_scores(EXPERIENCE, PROMPT_SET, SCORER, config_with("unused", **weights))
+    np.testing.assert_array_equal(found.scores["reward_model"], [[31, 32], [13, 14]])
+    np.testing.assert_array_equal(found.scores["score"], [[17.5, 16.0], [8.5, 5.0]])
+    assert {values.dtype for values in found.scores.values()} == {np.dtype(np.float64)}
+    for name in ("acc", "length"):
+        np.testing.assert_array_equal(found.scores[name], EXPERIENCE.scores[name])
+    assert dataclasses.replace(found, scores=EXPERIENCE.scores) == EXPERIENCE
+
+
+def test_without_a_verifier_there_is_no_accuracy():
+    unjudged = EXPERIENCE.with_scores(score=np.zeros((2, 2)))
+    config = config_with("unused", **{"reward.function": "none"})
+    found = add_model_scores(unjudged, PROMPT_SET, SCORER, config)
+    assert set(found.scores) == {"score", "length", "reward_model"}
+    np.testing.assert_array_equal(found.scores["score"], found.scores["reward_model"])
+
+
+@pytest.mark.parametrize(("enable", "penalty"), [(True, [[0, 0], [-0.25, -0.5]]), (False, [[0, 0], [0, 0]])])
+def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
+    config = small_config(
+        "unused",
+        **{
+            "data.max_response_length": 4,
+            "reward.overlong_buffer.enable": enable,
+            "reward.overlong_buffer.len": 2,
+            "reward.overlong_buffer.penalty_factor": 0.5,
+        },
+    )
+    found = shape(EXPERIENCE, config, mesh_of((8, 1, 1))).scores
+    np.testing.assert_allclose(found["overlong_reward"], penalty)
+    np.testing.assert_allclose(found["seq_reward"], EXPERIENCE.scores["score"] + penalty)
+    np.testing.assert_array_equal(found["score"], EXPERIENCE.scores["score"])
+
+
+@pytest.mark.parametrize(("enable", "log"), [(True, True), (True, False), (False, True)])
+def test_the_share_of_overlong_responses_is_logged_if_asked(enable, log):
+    config = small_config(
+        "unused",
+        **{
+            "data.max_response_length": 4,
+            "reward.overlong_buffer.enable": enable,
+            "reward.overlong_buffer.len": 2,
+            "reward.overlong_buffer.log": log,
+        },
+    )
+    found = shape(EXPERIENCE, config, mesh_of((8, 1, 1))).scores
+    assert ("overlong" in found) == (enable and log)
+    if "overlong" in found:
+        np.testing.assert_array_equal(found["overlong"], [[0, 0], [1, 1]])
+
+
+@pytest.mark.slow
+def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
+    config = small_config(
+        tmp_path,
+        **{
+            "reward.function": "none",
+            "reward.model.path": str(directory),
+            "algorithm.filter_groups.metric": "score",
+            "trainer.total_training_steps": 2,
+        },
+    )
+    train(config)
+    rows = read_metrics(tmp_path)
+    names = {name for row in rows for name in row}
+    assert not any("/acc/" in name for name in names)
+    assert any(name.startswith("eval/") and "/reward_model/mean@" in name for name in names)
+    for row in rows[1:]:
+        assert np.isfinite(row["actor/pg_loss"]) and row["actor/grad_norm"] > 0
+        assert row["rollout/score/mean"] == row["rollout/reward_model/mean"] != 0
+
+
+@pytest.mark.slow
+def test_a_reward_model_beside_a_verifier_leaves_its_accuracy_alone(directory, tmp_path):
+    once = {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
+    train(small_config(tmp_path / "plain", **once))
+    train(small_config(tmp_path / "both", **once, **{"reward.model.path": str(directory)}))
+    plain, both = (read_metrics(tmp_path / name)[-1] for name in ("plain", "both"))
+    assert plain["rollout/acc/mean"] == both["rollout/acc/mean"]
+    assert both["rollout/score/mean"] == pytest.approx(plain["rollout/score/mean"] + both["rollout/reward_model/mean"])

@@ -1,0 +1,40 @@
+"""What is said of a model before it is read."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from small_run import small_config
+
+from dapo_jax.base_models import check_model_paths, context_warning
+from dapo_jax.monitor.records import write_config
+
+MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"  # made for 512 positions
+
+
+@pytest.mark.parametrize(("prompt", "response", "warned"), [(500, 12, False), (500, 13, True), (64, 449, True)])
+def test_texts_beyond_the_context_of_the_model_are_warned_of(prompt, response, warned, tmp_path):
+    lengths = {"data.max_prompt_length": prompt, "data.max_response_length": response}
+    config = small_config(tmp_path, **lengths, **{"model.path": str(MODEL)})
+    line = context_warning(config)
+    assert (line is not None) == warned
+    if line is not None:
+        assert f"{prompt + response} tokens exceed the 512 positions that {MODEL} was made for" in line
+    assert context_warning(small_config(tmp_path, **lengths)) is None  # a random model
+
+
+def test_every_model_that_is_missing_is_named_at_once(tmp_path):
+    paths = {"model.path": str(tmp_path / "a"), "reward.model.path": "Qwen/RM"}
+    with pytest.raises(ValueError, match="model.path=.*/a does not exist: give.*\nreward.model.path=Qwen/RM does not"):
+        check_model_paths(small_config(tmp_path, **paths))
+    check_model_paths(small_config(tmp_path, **{"model.path": str(MODEL)}))
+
+
+def test_a_step_of_a_run_is_no_missing_model_where_its_checkpoints_are_elsewhere(tmp_path, monkeypatch):
+    before = small_config(tmp_path / "run", **{"trainer.checkpoint_dir": str(tmp_path / "elsewhere")})
+    (tmp_path / "run").mkdir()
+    write_config(tmp_path / "run", dataclasses.asdict(before))
+    monkeypatch.setattr("dapo_jax.other_runs.saved_steps", lambda directory: [2])
+    check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/2"}))
+    with pytest.raises(ValueError, match="holds those of steps"):
+        check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/3"}))

@@ -1,0 +1,87 @@
+import json
+
+import pytest
+from small_run import small_config
+
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.problems import TaskSet, held_out_options, parse_tasks
+from dapo_jax.run import read_prompts
+
+
+def config_with(tasks, **changes):
+    text = tasks if isinstance(tasks, str) else json.dumps(tasks)
+    return small_config("unused", **{"evaluate.tasks": text, **changes})
+
+
+def test_a_task_set_has_the_held_out_problems_options_unless_it_has_its_own():
+    aime, greedy = parse_tasks(
+        config_with(
+            {"aime": {"files": "a.jsonl", "n": 32}, "greedy": {"files": ["a.jsonl", "b.jsonl"], "temperature": 0}},
+            **{"evaluate.top_p": 0.7, "reward.function": "math_dapo"},
+        )
+    )
+    assert (aime.name, aime.files, aime.n, aime.temperature) == ("aime", ("a.jsonl",), 32, 1.0)
+    assert (greedy.files, greedy.n, greedy.temperature) == (("a.jsonl", "b.jsonl"), 4, 0)
+    assert {task.top_p for task in (aime, greedy)} == {0.7}
+    assert {task.reward_function for task in (aime, greedy)} == {"math_dapo"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("{", "must be JSON"),
+        ("[]", "must be a JSON object"),
+        ({"a": 3}, "an object of options"),
+        ({"": {"files": "f"}}, "must have a name"),
+        ({"a": {}}, "'a': files=None must be a path"),
+        ({"a": {"files": [1]}}, "must be a path or a list of paths"),
+        ({"a": {"files": 1}}, "files=1 must be a path"),
+        ({"a": {"files": "f", "N": 3}}, "'N' is no option: choose among files"),
+        ({"a": {"files": "f", "name": "b"}}, "'name' is no option"),
+        ({"a": {"files": "f", "n": "3"}}, "n='3' must be a whole number"),
+        ({"a": {"files": "f", "n": True}}, "n=True must be a whole number"),
+        ({"a": {"files": "f", "temperature": "hot"}}, "temperature='hot' must be a number"),
+    ],
+)
+def test_what_is_wrong_with_tasks_is_named(tasks, message):
+    with pytest.raises(ValueError, match=message):
+        parse_tasks(config_with(tasks))
+
+
+def test_a_prompt_that_is_repeated_is_one_problem_with_more_samples():
+    rows = [PromptRow(*row, {}) for row in (("p", "s", "1"), ("q", "t", "1"), ("p", "s", "1"), ("p", "s", "2"))]
+    held_out = TaskSet(held_out_options(config_with("{}")), PromptSet(rows, [[1]] * 4))
+    assert list(held_out.by_name()) == [("s", [[0, 2], [3]]), ("t", [[1]])]
+
+
+def write_rows(path, source="arithmetic", prompts=("1 + 1 =", "2 + 0 =")):
+    rows = [
+        {"prompt": prompt, "data_source": source, "reward_model": {"ground_truth": "2"}, "extra_info": None}
+        for prompt in prompts
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_task_sets_are_read_beside_the_held_out_problems(tmp_path):
+    file = write_rows(tmp_path / "two.jsonl")
+    tasks = {"one": {"files": file, "max_prompts": 1}, "twice": {"files": [file, file], "reward_function": "gsm8k"}}
+    train, sets = read_prompts(config_with(tasks), character_tokenizer())
+    assert len(train) and [task.options.name for task in sets] == ["", "one", "twice"]
+    assert [len(task.prompts) for task in sets] == [4, 1, 4]
+    assert [[len(rows) for rows in problems] for _, problems in sets[2].by_name()] == [[2, 2]]
+    train, again = read_prompts(config_with(tasks), character_tokenizer(), training=False)
+    assert not len(train) and [len(task.prompts) for task in again] == [4, 1, 4]
+
+
+def test_a_name_or_a_source_that_does_not_fit_is_refused(tmp_path):
+    file = write_rows(tmp_path / "two.jsonl")
+    with pytest.raises(ValueError, match="'arithmetic' must not be a data_source"):
+        read_prompts(config_with({"arithmetic": {"files": file}}), character_tokenizer())
+    foreign = {"other": {"files": write_rows(tmp_path / "other.jsonl", "strange"), "reward_function": "auto"}}
+    with pytest.raises(ValueError, match="'strange' has no verifier"):
+        read_prompts(config_with(foreign), character_tokenizer())
+    foreign["other"]["reward_function"] = "gsm8k"
+    read_prompts(config_with(foreign), character_tokenizer())
