@@ -150,7 +150,8 @@ def forward_contiguous(
 def prefill(params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture) -> tuple[jax.Array, list[KeyValue]]:
     """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values as a LayerCache has them."""
     hidden, caches = _causal_pass(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
-    return hidden[:, -1], caches if isinstance(caches, list) else unstacked(caches, arch.num_layers)
+    caches = caches if isinstance(caches, list) else unstacked(caches, arch.num_layers)
+    return hidden[:, -1], caches
 
 
 def decode(
