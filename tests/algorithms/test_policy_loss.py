@@ -211,33 +211,6 @@ def test_the_advantage_carries_no_gradient():
     assert jax.grad(loss_fn)(2.0) == 0
 
 
-def test_clip_cov_draws_the_tokens_with_the_smallest_noise_among_the_candidates():
-    logprobs = jnp.array([[0.0, -1.0, -2.0, -3.0, -4.0]])
-    advantages = jnp.array([[-2.0, -1.0, 0.0, 1.0, 2.0]])
-    mask = jnp.ones((1, 5), bool)
-    noise = jnp.array([[0.1, 0.2, 0.0, 0.4, 0.3]])
-    # covariances -4, -1, 0, -1, -4
-    options = {**OPTIONS, "clip_cov_lb": -4.5, "clip_cov_ub": -0.5, "clip_cov_ratio": 0.4}
-    select = SELECTIONS["clip_cov"]
-    chosen = call(select, logprobs, logprobs, advantages, mask, noise, **options)
-    assert chosen.tolist() == [[True, True, False, False, False]]
-    old = logprobs.at[0, 0].add(1.0)  # its ratio is below 0.8 and its advantage negative: clipped already
-    chosen = call(select, logprobs, old, advantages, mask, noise, **options)
-    assert chosen.tolist() == [[False, True, False, False, True]]
-    options["clip_cov_ratio"] = 0.0002
-    assert call(select, logprobs, logprobs, advantages, mask, noise, **options).sum() == 1  # at least one
-    options["clip_cov_lb"] = 10.0
-    assert call(select, logprobs, logprobs, advantages, mask, noise, **options).sum() == 0  # no candidate
-
-
-def test_kl_cov_penalises_the_tokens_of_highest_covariance():
-    logprobs = jnp.array([[0.0, -1.0, -2.0, -3.0, -4.0, jnp.nan]])
-    advantages = jnp.array([[2.0, 1.0, 0.0, 1.0, 2.0, jnp.nan]])
-    mask = jnp.array([[True] * 5 + [False]])
-    chosen = call(SELECTIONS["kl_cov"], logprobs, logprobs, advantages, mask, logprobs, kl_cov_ratio=0.4)
-    assert chosen.tolist() == [[True, False, False, True, False, False]]  # 1.6, -0.2, 0, 0.2, -1.6 and no token
-
-
 def test_a_selected_token_loses_its_gradient_or_pays():
     logprobs, old = jnp.array([[0.1, 0.1]]), jnp.zeros((1, 2))
     selected, mask = jnp.array([[True, False]]), jnp.ones((1, 2), bool)

@@ -4,26 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_policy
 
-from dapo_jax.models.architecture import Architecture, Layer, Llama3RopeScaling
+from dapo_jax.models.architecture import Layer, Llama3RopeScaling
 from dapo_jax.models.layers import rotary, rotary_frequencies, rotate, unstacked
 from dapo_jax.models.transformer import LayerCache, decode, forward, prefill
 from dapo_jax.models.weights import init_params
 
-ARCH = Architecture(
-    family="llama",
-    vocab_size=96,
-    hidden_size=48,
-    intermediate_size=80,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=24,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_embeddings=True,
-    initializer_range=0.2,
-)
+ARCH = dataclasses.replace(small_policy.ARCH, num_layers=3, head_dim=24)
 NO_ROTARY = Layer(rotary=False)
 jit_forward = jax.jit(forward, static_argnums=4)
 jit_prefill, jit_decode = jax.jit(prefill, static_argnums=3), jax.jit(decode, static_argnums=6)
@@ -53,7 +41,7 @@ def test_kinds_of_layers_that_are_not_implemented_are_refused(kind):
 def test_layers_are_the_same_scanned_unrolled_and_decoded(pattern):
     """Decoding is fed the tokens one by one."""
     arch, params = of_pattern(*pattern)
-    tokens = np.random.default_rng(0).integers(0, 96, (2, 6), np.int32)
+    tokens = np.random.default_rng(0).integers(0, ARCH.vocab_size, (2, 6), np.int32)
     positions, mask = np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6)), np.ones((2, 6), bool)
     expected = jit_forward(params, tokens, positions, mask, arch)
     np.testing.assert_allclose(jit_forward(listed(params), tokens, positions, mask, arch), expected, atol=1e-5)
