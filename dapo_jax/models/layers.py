@@ -31,19 +31,20 @@ def run_layers(
 ) -> tuple[Any, Any]:
     """Takes `hidden` through the L layers, by `step` (kind, hidden, weights, cache) -> (hidden, cache).
 
+    Stacked weights of one kind are scanned, unless there are caches; else the layers are unrolled.
+
     Args:
         hidden: what one layer hands to the next, a pytree.
-        weights: stacked in one pytree, which is scanned where all layers are of one kind; or a list of L pytrees,
-            which is unrolled.
-        caches: what `step` gets for each layer, with weights as a list; None: it gets None.
+        weights: stacked in one pytree, or a list of L pytrees.
+        caches: what `step` gets for each layer; None: it gets None.
         remat: what is saved for the backward pass, a name of models/remat.py's POLICIES.
 
     Returns:
-        `hidden` after the last layer, and the L caches, stacked where the layers are scanned, or a list.
+        `hidden` after the last layer, and the caches that `step` returned: stacked after a scan, else a list.
     """
     steps = {kind: rematerialized(functools.partial(step, kind), remat) for kind in arch.layers}
     if not isinstance(weights, list):
-        if len(steps) == 1:
+        if len(steps) == 1 and caches is None:
             scanned = steps[arch.layers[0]]
             return jax.lax.scan(lambda hidden, layer: scanned(hidden, layer, None), hidden, weights)
         weights = unstacked(weights, arch.num_layers)
