@@ -40,12 +40,9 @@ def architecture(family, **changes):
 
 
 ARCHITECTURES = {
-    "llama": architecture("llama"),
+    **{family: architecture(family) for family in FAMILIES},
     "llama_tied": architecture("llama", tie_embeddings=True),
     "llama_scaled": architecture("llama", rope_scaling=SCALING),
-    "mistral": architecture("mistral"),
-    "qwen2": architecture("qwen2"),
-    "qwen3": architecture("qwen3"),
     "reward_model": architecture("qwen2", scalar_head=True),
 }
 
