@@ -60,4 +60,4 @@ def prompt_source(run: Run) -> PromptSource:
     def skips(history: History, row: int, number: int) -> bool:
         return history.skips(row, number, seed=seed, floor=skip.floor, decay=skip.decay)
 
-    return PromptSource(run.order.row, len(run.train_set), skips if skip.enable else None)
+    return PromptSource(run.problems.order.row, len(run.problems.train_set), skips if skip.enable else None)

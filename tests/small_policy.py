@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch, Rollout
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
@@ -21,7 +22,6 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.mesh import AXES, make_mesh
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.shapes import pad_prompts
 from dapo_jax.settings import loss_options
 
 ARCH = Architecture(

@@ -7,7 +7,7 @@ from dapo_jax.config.sections import Config
 
 def uses_critic(config: Config) -> bool:
     """Whether the advantage estimator needs a value function."""
-    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)  # None: an unknown name, which validation reports
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)  # None: validation refuses the name
     return estimator is not None and needs(estimator, "values")
 
 

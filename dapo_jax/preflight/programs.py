@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch
+from dapo_jax.data.padding import bucket
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
@@ -28,7 +29,7 @@ from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
 from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.rollout.shapes import LengthHistory, bucket, prompt_width, rungs, wave_size, window_of
+from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rungs, wave_size, window_of
 from dapo_jax.rollout.wave_programs import (
     EngineSettings,
     cache_dtype,

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.data.containers import Prompts, Rollout
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -24,15 +25,7 @@ from dapo_jax.rollout.decoding import Chunk, Wave, keep_rows, resize_cache, star
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import OnFinished, Responses, StopRule
 from dapo_jax.rollout.sampling import Sampling, row_keys
-from dapo_jax.rollout.shapes import (
-    LengthHistory,
-    expected_path,
-    pad_prompts,
-    prompt_width,
-    rungs,
-    wave_size,
-    window_of,
-)
+from dapo_jax.rollout.shapes import LengthHistory, expected_path, prompt_width, rungs, wave_size, window_of
 from dapo_jax.rollout.wave_programs import EngineSettings, cache_dtype, lower_chunk, rows_at_once
 
 LENGTHS = "lengths "  # before the number of a purpose, in a checkpoint

@@ -24,10 +24,11 @@ COMPILED = {
     "base_models.py": 1,
     "learner/critic.py": 2,
     "learner/update.py": 1,
-    "learner/actor.py": 3,
+    "learner/actor.py": 2,
     "learner/trainable.py": 5,
     "models/weights.py": 1,
-    "run.py": 1,
+    "learner/learner.py": 1,
+    "learner/decode_weights.py": 1,
     "learner/batch.py": 6,
 }
 
