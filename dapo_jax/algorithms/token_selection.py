@@ -4,8 +4,7 @@ SELECTIONS names the selection of each loss in policy_loss.py that has one. All 
 
     noise  [B, R], uniform draws in [0, 1)
 
-and return `selected` [B, R] bool. Their other parameters are options of config.actor, passed by name: hence the ten
-parameters of clip_cov_selection.
+and return `selected` [B, R] bool. Their other parameters are options of config.actor, passed by name.
 """
 
 from collections.abc import Callable
@@ -32,8 +31,7 @@ def clip_cov_selection(
     max(1, floor(clip_cov_ratio * tokens)) of those whose covariance lies between the bounds, those with the smallest
     noise; tokens that the ratio's clip already stops are not drawn.
 
-    Args:
-        noise: [B, R] uniform draws in [0, 1).
+    Its ten parameters are the arrays of every selection and the options of clip_cov, passed by name.
     """
     covariance = _covariance(logprobs, advantages, mask)
     ratio = jnp.exp(logprobs - old_logprobs)
