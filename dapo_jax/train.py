@@ -94,11 +94,13 @@ def _train(config: Config, workdir: Workdir) -> Models:
                 if is_first():
                     rewind_log(config.workdir, state.progress.log_bytes)
                 with open_records(config, state.progress if origin else None, workdir.upload) as records:
-                    records.describe(options(config), results(run))
+                    records.describe(options(config), results(run.problems.task_sets))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.monitor.console.close()
                     if is_first():
-                        run.monitor.console.final_table(summary(run, state.progress))
+                        seconds = run.monitor.timers.totals
+                        table = summary(run.config, run.problems.task_sets, state.progress, seconds)
+                        run.monitor.console.final_table(table)
         except Stopped as reason:
             logger.warning("%s", reason)
             raise
