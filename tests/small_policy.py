@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from shapes import ARCH, one_device_mesh
 
+from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch, Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
@@ -17,6 +18,7 @@ from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import UpdateSettings, update_policy
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.settings import loss_options
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
 NUMBERS = list(range(100, 108))
@@ -25,6 +27,7 @@ EOS, PAD = (2, 3), 2  # pad equals one of the two end-of-sequence tokens
 LENGTH = 9
 OPTIMIZER = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
 LOSS_OPTIONS = {
+    **loss_options(Config().actor),
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.28,
     "clip_ratio_c": 10.0,
