@@ -125,8 +125,8 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
         raise InputError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
     if tokenizer.vocab_size > arch.vocab_size:
         raise InputError(
-            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, the model "
-            f"{arch.vocab_size} embeddings: they do not belong together"
+            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, but the model "
+            f"has {arch.vocab_size} embeddings: use the tokenizer that belongs to the model"
         )
     return arch, tokenizer
 

@@ -128,4 +128,4 @@ def test_every_command_says_what_is_missing(command, asked, cure, tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"dapo_jax: JAX_PLATFORMS={asked} cannot be used: ") and cure in last
-    assert "without JAX_PLATFORMS, JAX sees " in last and not list(tmp_path.iterdir())
+    assert "without JAX_PLATFORMS, JAX finds " in last and not list(tmp_path.iterdir())

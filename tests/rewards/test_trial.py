@@ -43,7 +43,7 @@ def test_a_function_that_works_gives_its_verdicts(tmp_path, caplog):
 )
 def test_a_result_that_is_no_verdict_is_refused(result, found, tmp_path):
     with pytest.raises(
-        ValueError, match=rf"own.py:score' gives no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
+        ValueError, match=rf"own.py:score' returns no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
     ):
         tried(f"return {result}", tmp_path)
 
