@@ -108,7 +108,7 @@ class StopRequest:
 
 
 class Pace:
-    """Keeps the host at most IN_FLIGHT micro-batches ahead of the devices, so that it can stop between micro-batches."""
+    """Keeps the host at most IN_FLIGHT micro-batches ahead of the devices, so that it can stop between two of them."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         """

@@ -278,7 +278,9 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
         )
         with jax.set_mesh(run.learner.mesh):
             updates = [
-                compile_program(one, run.learner.mesh, run.config) for one in step.programs if one.stage == "update"
+                compile_program(one, run.learner.mesh, run.config.trainer.compilation_cache_dir)
+                for one in step.programs
+                if one.stage == "update"
             ]
     return max(updates, key=lambda one: one.total)
 

@@ -126,7 +126,7 @@ def test_of_a_gpu_only_the_share_that_jax_takes_is_usable():
     config = small_config("unused", **{"trainer.gpu_memory_fraction": 0.5})
     assert usable_memory(config, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
     assert usable_memory(config, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
-    with pytest.raises(ValueError, match="the memory of TPU v1 is not known: choose a device of TPU v4, .*H100"):
+    with pytest.raises(ValueError, match="the memory of TPU v1 is unknown: choose one of TPU v4, .*H100"):
         usable_memory(config, absent("TPU v1", "tpu"), limits_of(SimpleNamespace(device_kind="TPU v1")))
 
 
