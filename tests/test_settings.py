@@ -47,7 +47,7 @@ def test_a_warmup_as_long_as_the_epochs_is_told(caplog):
     ("num_prompts", "done", "profiled", "bound"),
     [
         (3, 0, (), "is less than one step: raise it, lower data.train_batch_size"),
-        (8, 3, (), "is less than the 3 steps that are done: raise it, or choose another workdir"),
+        (8, 3, (), "is less than the 3 steps already done: raise it, or choose another workdir"),
         (8, 0, (1, 3), r"must reach trainer.profile_steps=\(1, 3\): raise it"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attent
 
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
-    message = "model.dtype=auto is float32: Tesla T4 has no fast products of bfloat16"
+    message = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
     assert message in settings.device_notes(config, arch, mesh_of("T4"))
     for device in ("cpu", "tpu", "A100"):
         assert message not in settings.device_notes(config, arch, mesh_of(device))
