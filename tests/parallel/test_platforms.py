@@ -54,7 +54,7 @@ def plugins(monkeypatch):
         ("580.65.06", (), "driver 580.65.06 is here with 2 x NVIDIA L4, and no CUDA plugin .*'dapo_jax.cuda13.'"),
         ("550.54", (), "driver 550.54 is here .* pip install 'dapo_jax.cuda12.'"),
         ("550.54", ("jax_cuda13_plugin",), "jax_cuda13_plugin needs driver 580 or newer: .*'dapo_jax.cuda12.'"),
-        ("580.65.06", ("jax_cuda13_plugin",), "finds no GPU that it can use"),
+        ("580.65.06", ("jax_cuda13_plugin",), "finds no usable GPU"),
     ],
 )
 def test_what_is_missing_for_a_gpu_is_named_with_the_extra_for_its_driver(driver, plugins, version, installed, message):
