@@ -65,7 +65,7 @@ def _fitting_batches(config: Config, name: str, rows: int, micro: int, shards: i
 def check_memory(config: Config, mesh: Mesh) -> None:
     """Raises InputError if an option offloads to host memory that the devices cannot reach."""
     offloaded = [f"{name}.optim.offload=True" for name in trained(config) if getattr(config, name).optim.offload]
-    if remat_policy(config) == "offload":
+    if remat_policy(config.model) == "offload":
         offloaded.append("model.remat_policy=offload")
     if not offloaded or (HOST in _memories(mesh) and platform(mesh) != "cpu"):
         return
@@ -85,10 +85,10 @@ def _memories(mesh: Mesh) -> set[str]:
 
 def device_notes(config: Config, arch: Architecture, mesh: Mesh) -> list[str]:
     """One line per choice for these devices that may surprise."""
-    device, dtype, lines = mesh.devices.flat[0], compute_dtype(config, mesh), []
+    device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
     if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
         lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
-    name, problem = chosen_attention(config, arch, mesh)
+    name, problem = chosen_attention(config.model, arch, mesh)
     if problem:
         lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
     if device.platform == "gpu":

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dapo_jax.base_models import lora_of
 from dapo_jax.command.validation import NO_POLICY_STEP
 from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
-from dapo_jax.config.sections import ActorConfig, Config, CriticConfig
+from dapo_jax.config.sections import ActorConfig, Config, CriticConfig, ModelConfig, TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.choices import trained
@@ -73,10 +73,10 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
     actor = config.actor
     return ActorSettings(
         arch=arch,
-        dtype=compute_dtype(config, mesh),
+        dtype=compute_dtype(config.model, mesh),
         temperature=config.rollout.temperature,
-        remat=remat_policy(config),
-        attention_kernel=attention_kernel(config, arch, mesh),
+        remat=remat_policy(config.model),
+        attention_kernel=attention_kernel(config.model, arch, mesh),
         chunk_size=actor.logprob_chunk_size,
         loss_mode=actor.policy_loss.loss_mode,
         loss_options=loss_options(actor),
@@ -85,7 +85,7 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         kl_loss_type=actor.kl_loss_type,
         optimizer=optimizer_settings(actor),
         lora=lora_of(config),
-        compiler_options=compiler_options(config, mesh),
+        compiler_options=compiler_options(config.trainer, mesh),
     )
 
 
@@ -99,12 +99,12 @@ def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSet
     """The settings of the critic's compiled functions."""
     return CriticSettings(
         arch=critic_architecture(arch),
-        dtype=compute_dtype(config, mesh),
-        remat=remat_policy(config),
-        attention_kernel=attention_kernel(config, arch, mesh),
+        dtype=compute_dtype(config.model, mesh),
+        remat=remat_policy(config.model),
+        attention_kernel=attention_kernel(config.model, arch, mesh),
         cliprange_value=config.critic.cliprange_value,
         optimizer=optimizer_settings(config.critic),
-        compiler_options=compiler_options(config, mesh),
+        compiler_options=compiler_options(config.trainer, mesh),
     )
 
 
@@ -202,7 +202,7 @@ def update_settings(config: Config, mesh: Mesh, name: str, step: int) -> UpdateS
 
 def rows_of_a_prompt(config: Config, arch: Architecture, mesh: Mesh) -> int:
     """How many samples of a group share one copy of the prompt in training."""
-    if not config.actor.share_prompts or attention_kernel(config, arch, mesh) is not None:
+    if not config.actor.share_prompts or attention_kernel(config.model, arch, mesh) is not None:
         return 1
     smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
     return sharing_rows(
@@ -224,42 +224,42 @@ def micro_batches(config: Config, mesh: Mesh, name: str = "actor") -> MicroBatch
     )
 
 
-def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any]:
+def compiler_options(trainer: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
     """XLA's options for passes over the layers: the platform's, overridden by trainer.compiler_options."""
-    return {**OVERLAP.get(platform(mesh), {}), **json.loads(config.trainer.compiler_options)}
+    return {**OVERLAP.get(platform(mesh), {}), **json.loads(trainer.compiler_options)}
 
 
-def compute_dtype(config: Config, mesh: Mesh) -> jnp.dtype:
+def compute_dtype(model: ModelConfig, mesh: Mesh) -> jnp.dtype:
     """The dtype of matrix products; model.dtype=auto chooses a fast one for the devices."""
-    if config.model.dtype != "auto":
-        return jnp.dtype(config.model.dtype)
+    if model.dtype != "auto":
+        return jnp.dtype(model.dtype)
     return jnp.dtype(jnp.bfloat16 if multiplies_bfloat16(mesh.devices.flat[0]) else jnp.float32)
 
 
-def attention_kernel(config: Config, arch: Architecture, mesh: Mesh) -> AttentionKernel | None:
+def attention_kernel(model: ModelConfig, arch: Architecture, mesh: Mesh) -> AttentionKernel | None:
     """The fused kernel of model.attention; None for XLA's attention.
 
     Raises:
         InputError: see `chosen_attention`.
     """
-    name, _ = chosen_attention(config, arch, mesh)
+    name, _ = chosen_attention(model, arch, mesh)
     return None if name == "xla" else functools.partial(fused_attention, implementation=name)
 
 
-def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
+def chosen_attention(model: ModelConfig, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
     """The implementation of attention in training (xla, cudnn or splash), and why it is xla if model.attention=fused.
 
     Raises:
         InputError: the kernel that model.attention names cannot run on these devices.
     """
-    asked, device = config.model.attention, mesh.devices.flat[0]
+    asked, device = model.attention, mesh.devices.flat[0]
     name = KERNELS.get(device.platform, "xla") if asked == "fused" else asked
-    problem = "" if name == "xla" else unfit(name, device, compute_dtype(config, mesh), arch.head_dim)
+    problem = "" if name == "xla" else unfit(name, device, compute_dtype(model, mesh), arch.head_dim)
     if problem and asked != "fused":
         raise InputError(f"model.attention={asked} {problem}: choose fused or xla, or other devices")
     return ("xla" if problem else name), problem
 
 
-def remat_policy(config: Config) -> str:
+def remat_policy(model: ModelConfig) -> str:
     """What each layer saves for the backward pass: a name in models/remat.py's POLICIES."""
-    return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
+    return model.remat_policy if model.enable_gradient_checkpointing else "none"

@@ -19,7 +19,7 @@ STAYS = "learning rate: rises from 5e-8 in step 1 to 1e-6 in step 20 (warm-up), 
         (WARM, 5, STAYS.replace("5e-8 in step 1 ", "3e-7 in step 6 ")),
         (WARM, 20, ""),
         (WARM | {"actor.optim.lr_warmup_steps": 0}, 0, ""),
-        (WARM | COSINE, 0, STAYS.replace("stays there", "falls to 1e-7 in step 100 (cosine)")),
+        (WARM | COSINE, 0, STAYS.replace("stays constant", "falls to 1e-7 in step 100 (cosine)")),
         (WARM | COSINE, 99, ""),
         (
             WARM | COSINE | {"actor.optim.lr_warmup_steps": 0},

@@ -38,7 +38,7 @@ def test_a_task_set_has_the_held_out_problems_options_unless_it_has_its_own():
         ({"a": {"files": [1]}}, "must be a path or a list of paths"),
         ({"a": {"files": 1}}, "files=1 must be a path"),
         ({"a": {"files": "f", "N": 3}}, "'N' is not an option: choose one of files"),
-        ({"a": {"files": "f", "name": "b"}}, "'name' is no option"),
+        ({"a": {"files": "f", "name": "b"}}, "'name' is not an option"),
         ({"a": {"files": "f", "n": "3"}}, "n='3' must be a whole number"),
         ({"a": {"files": "f", "n": True}}, "n=True must be a whole number"),
         ({"a": {"files": "f", "temperature": "hot"}}, "temperature='hot' must be a number"),

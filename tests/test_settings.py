@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_run import small_config
 
-from dapo_jax import settings
+from dapo_jax import meshes, settings
 from dapo_jax.base_models import read_model
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
@@ -93,8 +93,8 @@ def configured(**changes) -> tuple[settings.Config, Architecture]:
     ],
 )
 def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
-    assert settings.compute_dtype(configured()[0], mesh_of(device)).name == chosen
-    assert settings.compute_dtype(configured(model__dtype="float32")[0], mesh_of(device)).name == "float32"
+    assert settings.compute_dtype(configured()[0].model, mesh_of(device)).name == chosen
+    assert settings.compute_dtype(configured(model__dtype="float32")[0].model, mesh_of(device)).name == "float32"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
     monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
     config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
     assert config.model.attention == "fused"
-    chosen = settings.attention_kernel(config, arch, mesh_of(device))
+    chosen = settings.attention_kernel(config.model, arch, mesh_of(device))
     assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
     assert (rows_of_a_prompt(config, arch, mesh_of(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
-    notes = settings.device_notes(config, arch, mesh_of(device))
+    notes = meshes.device_notes(config, arch, mesh_of(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
 
@@ -135,23 +135,23 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
     config, arch = configured(model__attention=attention, model__dtype="float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.attention_kernel(config, arch, mesh_of(device))
+        settings.attention_kernel(config.model, arch, mesh_of(device))
 
 
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
     message = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
-    assert message in settings.device_notes(config, arch, mesh_of("T4"))
+    assert message in meshes.device_notes(config, arch, mesh_of("T4"))
     for device in ("cpu", "tpu", "A100"):
-        assert message not in settings.device_notes(config, arch, mesh_of(device))
+        assert message not in meshes.device_notes(config, arch, mesh_of(device))
 
 
 def test_a_note_says_how_much_of_a_gpu_jax_may_take(monkeypatch):
     monkeypatch.setenv(FRACTION, "0.8")
     config, arch = configured(model__attention="xla")
-    (note,) = settings.device_notes(config, arch, mesh_of("A100"))
+    (note,) = meshes.device_notes(config, arch, mesh_of("A100"))
     assert note == "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
-    assert not settings.device_notes(config, arch, mesh_of("tpu"))
+    assert not meshes.device_notes(config, arch, mesh_of("tpu"))
 
 
 def test_compiler_options_of_a_run_come_before_those_of_the_platform():
@@ -160,7 +160,7 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     expected = {**OVERLAP["gpu"], name: False}
     assert settings.actor_settings(config, arch, mesh_of("A100")).compiler_options == expected
     assert settings.critic_settings(config, arch, mesh_of("A100")).compiler_options == expected
-    assert settings.compiler_options(configured()[0], mesh_of("tpu")) == {}
+    assert settings.compiler_options(configured()[0].trainer, mesh_of("tpu")) == {}
 
 
 @pytest.mark.parametrize("option", ["actor.optim.offload", "model.remat_policy"])
@@ -170,6 +170,6 @@ def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     for device, message in {"cpu": "needs devices with a memory", "A100": "absent GPUs"}.items():
         mesh = mesh_of(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
-            settings.check_memory(config, mesh)
-    settings.check_memory(config, mesh_of("A100 that is here"))
-    settings.check_memory(small_config("unused"), mesh_of("A100"))
+            meshes.check_memory(config, mesh)
+    meshes.check_memory(config, mesh_of("A100 that is here"))
+    meshes.check_memory(small_config("unused"), mesh_of("A100"))

@@ -259,7 +259,11 @@ HERE = (
         for name in ("save_freq", "test_freq")
     ),
     _same("trainer.{val_before_train,critic_warmup}"),
-    Entry("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.keep_best_ckpt keeps the best ones in addition"),
+    Entry(
+        "trainer.max_actor_ckpt_to_keep",
+        "trainer.max_ckpt_to_keep",
+        "trainer.keep_best_ckpt keeps the best ones in addition",
+    ),
     Entry("trainer.default_local_dir", "workdir", "logs and checkpoints"),
     _same("trainer.resume_mode", "for resume_path, set only trainer.resume_from_path", resume_mode),
     _by_hand("trainer.resume_from_path", "trainer.resume_from_path", "a run of this trainer"),
@@ -353,7 +357,8 @@ NOT_NEEDED = (
 NOT_HERE = (  # an option that changes a run, followed by options that are read only with it
     _missing(f"{ACTOR}.shuffle", "mini-batches follow the order of the batch"),
     _missing(
-        f"{ACTOR}.{{calculate_sum_pi_squared,policy_loss.dro_beta}}", "for an estimator or a loss that does not exist here"
+        f"{ACTOR}.{{calculate_sum_pi_squared,policy_loss.dro_beta}}",
+        "for an estimator or a loss that does not exist here",
     ),
     _missing(f"{ACTOR}.policy_loss.*", "for a policy loss that does not exist here"),
     _missing(f"{{{ACTOR},{ARR}.ref,critic}}.router_replay.mode", DENSE, "disabled"),
@@ -373,7 +378,9 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
     Entry(f"{ARR}.model.lora.*", note=ADAPTERS),
     _missing(f"{ARR}.model.override_config", "change config.json of model.path"),
     _missing(f"{ARR}.model.override_config.*", "change config.json of model.path"),
-    _missing(f"{{{ACTOR},critic}}.optim.{{optimizer,override_optimizer_config}}", "AdamW is the only optimizer", "AdamW"),
+    _missing(
+        f"{{{ACTOR},critic}}.optim.{{optimizer,override_optimizer_config}}", "AdamW is the only optimizer", "AdamW"
+    ),
     _missing(f"{ACTOR}.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_key,video_key,audio_key}", TEXT_ONLY, "images", "videos", "audios"),
     Entry("data.{image_patch_size,mm_processor_kwargs}", note=TEXT_ONLY),
@@ -410,7 +417,10 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
 EASYR1 = (
     Entry("worker.actor.global_batch_size", "actor.ppo_mini_batch_size", "prompts"),
     Entry("worker.actor.micro_batch_size_per_device_for_update", "actor.ppo_micro_batch_size_per_device", "responses"),
-    Entry("worker.actor.micro_batch_size_per_device_for_experience", note="passes without a gradient use the actor's micro-batches"),
+    Entry(
+        "worker.actor.micro_batch_size_per_device_for_experience",
+        note="passes without a gradient use the actor's micro-batches",
+    ),
     Entry("worker.actor.{max_grad_norm,dynamic_batching}", "actor.{grad_clip,use_dynamic_bsz}"),
     Entry("worker.actor.model.model_path", "model.path", "a local directory"),
     Entry("worker.actor.model.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
@@ -437,7 +447,8 @@ EASYR1 = (
     Entry("trainer.{find_last_checkpoint,save_model_only}", note="a run resumes from its newest checkpoint"),
     Entry("trainer.val_generations_to_log", note="monitor.num_samples responses are recorded per step"),
     _missing(
-        "worker.actor.optim.strategy", "AdamW is the only optimizer; actor.optim.moments_dtype=bfloat16 halves its memory"
+        "worker.actor.optim.strategy",
+        "AdamW is the only optimizer; actor.optim.moments_dtype=bfloat16 halves its memory",
     ),
     _missing("worker.actor.model.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_dir,video_fps,min_pixels,max_pixels}", TEXT_ONLY),

@@ -62,7 +62,7 @@ def preflight(
     mesh = make_mesh(mesh_config.data, mesh_config.fsdp, mesh_config.tensor, devices)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
-    limits = limits_of(devices[0]).of_dtype(compute_dtype(config, mesh).name)
+    limits = limits_of(devices[0]).of_dtype(compute_dtype(config.model, mesh).name)
     memory = usable_memory(config, mesh, limits)
     longest = config.data.max_response_length
     length = min(response_length or longest, longest)
@@ -73,12 +73,12 @@ def preflight(
         names = {program.name for program in programs}
         programs += [dataclasses.replace(p, calls=0) for p in largest.programs if p.name not in names]
     compiled = _compile_all(programs, mesh, config.trainer.compilation_cache_dir, progress)
-    attention = chosen_attention(config, arch, mesh)[0]
+    attention = chosen_attention(config.model, arch, mesh)[0]
     return {
         "model": {
             "path": config.model.path,
             "parameters": count_params(arch),
-            "dtype": compute_dtype(config, mesh).name,
+            "dtype": compute_dtype(config.model, mesh).name,
             "attention": attention,
         },
         "topology": topology if libtpu_name(topology) == topology else f"{topology} ({libtpu_name(topology)})",

@@ -8,11 +8,12 @@ import jax
 import pytest
 from small_run import small_config
 
+from dapo_jax.base_models import read_model
 from dapo_jax.command.validation import validate
+from dapo_jax.meshes import check_mesh
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
-from dapo_jax.run import check_mesh, read_model
 
 
 def numbers_of(message: str, option: str) -> list[int]:
