@@ -24,7 +24,7 @@ def memories(*kinds):
     ("epochs", "given", "steps"), [(None, 7, 7), (3, -1, 7), (3, 100, 7), (3, 7, 7), (3, 6, 6), (1, -1, 2), (4, -1, 10)]
 )
 def test_the_fewer_steps_of_epochs_and_steps_are_trained(epochs, given, steps):
-    """Ten groups an epoch, four a step; an epoch's rest goes into the next one's batch."""
+    """Ten groups per epoch, four per step; the rest of an epoch joins the next one's batch."""
     changes = {"trainer.total_epochs": epochs, "trainer.total_training_steps": given}
     config = settings.with_total_steps(small_config("unused", **changes), 10, done=0)
     assert config.trainer.total_training_steps == steps
@@ -71,7 +71,7 @@ DEVICES = {
 
 
 def mesh_of(device):
-    """Eight devices of a kind, which need not be here."""
+    """Eight devices of one kind, which may be absent."""
     axes = {"data": 8, "fsdp": 1, "tensor": 1}
     return cast(settings.Mesh, SimpleNamespace(devices=np.array([DEVICES[device]] * 8).reshape(8, 1, 1), shape=axes))
 

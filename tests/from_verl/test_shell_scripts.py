@@ -1,4 +1,4 @@
-"""Expanded as bash expands it, without running anything."""
+"""Scripts are expanded as bash expands them, without running anything."""
 
 import subprocess
 

@@ -55,7 +55,7 @@ def test_products_of_float32_have_limits_of_their_own():
 
 def test_known_limits_are_whole_and_plausible():
     for limits in LIMITS.values():
-        if limits.name == "T4":  # no fast products of bfloat16
+        if limits.name == "T4":  # no fast bfloat16 products
             assert not limits.is_known and limits.of_dtype("float32").is_known
             continue
         assert limits.is_known and limits.memory is not None

@@ -1,4 +1,4 @@
-"""Devices that JAX does not find: what is missing is named, with the command that installs it."""
+"""If JAX does not find a device, the message names what is missing and the command that installs it."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """Puts an nvidia-smi on the path that lists two GPUs with a driver of this version; "" = there is none."""
+    """Puts an nvidia-smi on the path that lists two GPUs with this driver version; "" = no nvidia-smi."""
 
     def install(version: str) -> None:
         monkeypatch.setattr(platforms, "_DRIVER_FILE", tmp_path / "version")
@@ -32,7 +32,7 @@ def driver(tmp_path, monkeypatch):
 
 @pytest.fixture
 def plugins(monkeypatch):
-    """Names the plugins that are installed."""
+    """Makes exactly these plugins appear installed."""
 
     def install(*names: str) -> None:
         found = importlib.util.find_spec

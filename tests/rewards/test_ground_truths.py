@@ -9,7 +9,7 @@ from dapo_jax.rewards.worker_pool import Verdict, VerifierPool
 
 
 class InThisProcess:
-    """A pool without processes, of one verifier."""
+    """A pool for one verifier that runs in this process."""
 
     def __init__(self, name):
         self.name, self.num_asked = name, 0

@@ -30,7 +30,7 @@ ARCH = Architecture(
     initializer_range=0.2,
     scalar_head=True,
 )
-# The second ends with the token that the rows are padded with.
+# The second one ends with the padding token.
 CONVERSATIONS = [[5, 6, 7, 8, 9], [2, 9, 2], [3, 4, 5, 6, 7, 8, 9, 10], [11]] * 2
 PAD = 2
 

@@ -44,7 +44,7 @@ def hostile_pool(timeout_s):
 
 @pytest.fixture(scope="module")
 def pool():
-    """For verifiers that come to an end of their own, however busy the machine is."""
+    """For verifiers that end on their own, even on a busy machine."""
     yield from hostile_pool(timeout_s=30)
 
 
@@ -55,7 +55,7 @@ def hasty_pool():
 
 
 def has_ended(pid):
-    """True once the process is gone, or dead and only not collected yet."""
+    """True once the process is gone, or a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
