@@ -172,7 +172,7 @@ def open_rewards(
             tokenizer=tokenizer,
             verifiers=verifiers,
             function=problems.function,
-            scorer=load_scorer(config, compute_dtype(config, mesh), mesh) if reward.model.path else None,
+            scorer=load_scorer(config, compute_dtype(config.model, mesh), mesh) if reward.model.path else None,
             overlong_buffer=reward.overlong_buffer,
             max_response_length=config.data.max_response_length,
             mesh=mesh,
@@ -287,6 +287,6 @@ def describe(config: Config, arch: Architecture, problems: Problems, mesh: Mesh,
     measured = sum(len(task.prompts) for task in problems.task_sets)
     return (
         f"{config.model.path} ({arch.family}, {count_params(arch) / 1e6:.1f}M parameters, "
-        f"{compute_dtype(config, mesh).name}, {attention} attention) on {mesh.size} {platform(mesh)} device(s), mesh "
-        f"{shape}; {len(problems.train_set)} problems to train on, {measured} to evaluate on"
+        f"{compute_dtype(config.model, mesh).name}, {attention} attention) on {mesh.size} {platform(mesh)} device(s), "
+        f"mesh {shape}; {len(problems.train_set)} problems to train on, {measured} to evaluate on"
     )

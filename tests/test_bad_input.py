@@ -345,13 +345,13 @@ prompts("half_a_character", lines(asking("\ud800")), r"row 1: prompt holds '\ud8
 prompts(
     "truth_that_no_answer_equals",
     lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-    "ground truths with which every response is wrong (1 rows)",
-    "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
+    "no response can match these ground truths (1 rows)",
+    "rows.jsonl row 2: ground_truth='five' is not an answer that arithmetic accepts",
 )
 prompts(
     "held_out_truth_that_no_answer_equals",
     lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-    "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
+    "rows.jsonl row 2: ground_truth='five' is not an answer that arithmetic accepts",
     data__task="arithmetic",
     data__train_files="()",
     evaluate__tasks='{"named": {"files": "DIR/rows.jsonl"}}',
@@ -538,7 +538,7 @@ for value in (np.nan, np.inf):
 model("without_tokenizer", removed(TOKENIZER), "DIR/model has no tokenizer.json: save the model's fast tokenizer")
 for name, content in {"broken": b"{", "a_list": b"[]", "no_utf8": b"\xff", "empty_object": b"{}"}.items():
     model(f"tokenizer_{name}", replaced(TOKENIZER, content), f"DIR/model/{TOKENIZER}", DAMAGED, AGAIN)
-model("vocabulary_too_large", larger_vocabulary, "ids up to 399", "160 embeddings: they do not belong together")
+model("vocabulary_too_large", larger_vocabulary, "ids up to 399", "160 embeddings: use the tokenizer")
 model("settings_broken", replaced(SETTINGS, b"{"), f"DIR/model/{SETTINGS}", DAMAGED, AGAIN)
 model("settings_a_list", replaced(SETTINGS, b"[]"), f"DIR/model/{SETTINGS} must hold a JSON object", AGAIN)
 model(

@@ -1,4 +1,4 @@
-"""What is said of a model before it is read."""
+"""Checks on a model before it is read."""
 
 import dataclasses
 from pathlib import Path

@@ -113,7 +113,7 @@ def test_weights_move_to_other_devices_as_they_are_divided():
     np.testing.assert_array_equal(moved, array)
     assert moved.sharding.device_set == {*sampling} and moved.addressable_shards[0].data.shape == (4, 4)
     divided = jax.device_put(np.arange(32.0).reshape(4, 8), weight_sharding(_Matrix, mesh, TRAIN_RULES))
-    with pytest.raises(ValueError, match="lack a part of the weights"):
+    with pytest.raises(ValueError, match="lack some of the weights"):
         move(divided, make_mesh(4, 1, 1, sampling))
 
 

@@ -24,7 +24,7 @@ def memories(*kinds):
     ("epochs", "given", "steps"), [(None, 7, 7), (3, -1, 7), (3, 100, 7), (3, 7, 7), (3, 6, 6), (1, -1, 2), (4, -1, 10)]
 )
 def test_the_fewer_steps_of_epochs_and_steps_are_trained(epochs, given, steps):
-    """Ten groups an epoch, four a step; an epoch's rest goes into the next one's batch."""
+    """Ten groups per epoch, four per step; the rest of an epoch joins the next one's batch."""
     changes = {"trainer.total_epochs": epochs, "trainer.total_training_steps": given}
     config = settings.with_total_steps(small_config("unused", **changes), 10, done=0)
     assert config.trainer.total_training_steps == steps
@@ -47,7 +47,7 @@ def test_a_warmup_as_long_as_the_epochs_is_told(caplog):
     ("num_prompts", "done", "profiled", "bound"),
     [
         (3, 0, (), "is less than one step: raise it, lower data.train_batch_size"),
-        (8, 3, (), "is less than the 3 steps that are done: raise it, or choose another workdir"),
+        (8, 3, (), "is less than the 3 steps already done: raise it, or choose another workdir"),
         (8, 0, (1, 3), r"must reach trainer.profile_steps=\(1, 3\): raise it"),
     ],
 )
@@ -71,7 +71,7 @@ DEVICES = {
 
 
 def eight(device):
-    """A mesh of eight devices of a kind, on any machine."""
+    """Eight devices of one kind, which may be absent."""
     axes = {"data": 8, "fsdp": 1, "tensor": 1}
     return cast(settings.Mesh, SimpleNamespace(devices=np.array([DEVICES[device]] * 8).reshape(8, 1, 1), shape=axes))
 
@@ -93,8 +93,8 @@ def configured(**changes) -> tuple[settings.Config, Architecture]:
     ],
 )
 def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
-    assert settings.compute_dtype(configured()[0], eight(device)).name == chosen
-    assert settings.compute_dtype(configured(model__dtype="float32")[0], eight(device)).name == "float32"
+    assert settings.compute_dtype(configured()[0].model, eight(device)).name == chosen
+    assert settings.compute_dtype(configured(model__dtype="float32")[0].model, eight(device)).name == "float32"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
     monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
     config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
     assert config.model.attention == "fused"
-    chosen = settings.attention_kernel(config, arch, eight(device))
+    chosen = settings.attention_kernel(config.model, arch, eight(device))
     assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
     assert (rows_of_a_prompt(config, arch, eight(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
     notes = meshes.device_notes(config, arch, eight(device))
@@ -135,12 +135,12 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
     config, arch = configured(model__attention=attention, model__dtype="float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.attention_kernel(config, arch, eight(device))
+        settings.attention_kernel(config.model, arch, eight(device))
 
 
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
-    message = "model.dtype=auto is float32: Tesla T4 has no fast products of bfloat16"
+    message = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
     assert message in meshes.device_notes(config, arch, eight("T4"))
     for device in ("cpu", "tpu", "A100"):
         assert message not in meshes.device_notes(config, arch, eight(device))
@@ -160,7 +160,7 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     expected = {**OVERLAP["gpu"], name: False}
     assert settings.actor_settings(config, arch, eight("A100")).compiler_options == expected
     assert settings.critic_settings(config, arch, eight("A100")).compiler_options == expected
-    assert settings.compiler_options(configured()[0], eight("tpu")) == {}
+    assert settings.compiler_options(configured()[0].trainer, eight("tpu")) == {}
 
 
 @pytest.mark.parametrize("option", ["actor.optim.offload", "model.remat_policy"])

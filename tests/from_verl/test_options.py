@@ -1,4 +1,4 @@
-"""verl's options: each has an entry in the table, which names options that there are, and the command line's advice."""
+"""Every verl option has an entry in the table, entries name existing options, and the command line gives advice."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_every_entry_is_met_and_no_name_has_two():
     assert [entry.verl for entry in TABLE if id(entry) not in met and not entry.verl.startswith(WITH_A_PLUS)] == []
 
 
-WITH_A_PLUS = (  # options that a script adds by + to what the trainer's config lists, and those of other engines
+WITH_A_PLUS = (  # options that a script adds to the trainer's config with +, and those of other engines
     "{actor_rollout_ref.actor.megatron",
     "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.veomni",
     "data.apply_chat_template_kwargs.",

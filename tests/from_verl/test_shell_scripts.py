@@ -1,4 +1,4 @@
-"""Expanded as bash expands it, without running anything."""
+"""Scripts are expanded as bash expands them, without running anything."""
 
 import subprocess
 
@@ -85,7 +85,7 @@ show $A ${A%x} $C
         "line 17: $(hostname) is not run",
         "line 17: case $(hostname) in ... esac",
         "line 20: ${A%x} is not computed",
-        "line 20: C is not set: it is read as empty",
+        "line 20: C is not set: read as empty",
     ]
 
 

@@ -1,4 +1,4 @@
-"""A training script of verl becomes a command that this package accepts, with the same values."""
+"""verl's training scripts become commands that this package accepts, with the same values."""
 
 import json
 import shlex
@@ -81,7 +81,7 @@ def test_a_published_script_is_accepted_and_keeps_its_values(name):
 
 
 def test_a_script_that_sets_nothing_trains_as_verl_does():
-    """What changes a run has verl's default where a script says nothing."""
+    """Options that change a run have verl's default unless a script sets them."""
     ours_kept = (  # places, records and speed
         "model.path",
         "critic.model.path",
@@ -115,7 +115,7 @@ def test_a_script_that_sets_nothing_trains_as_verl_does():
                 assert base[ours] == value, (key, ours)
                 seen.add(ours)
     changed = {key for key, value in base.items() if value != DEFAULTS[key]}
-    assert changed - seen <= {  # null in verl, or not there: its scripts' words for it are others
+    assert changed - seen <= {  # null or missing in verl: its scripts use other names
         "actor.clip_ratio_high",
         "actor.clip_ratio_c",
         "actor.optim.lr_warmup_steps",

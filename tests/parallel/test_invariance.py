@@ -49,7 +49,7 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         sharded = roll_out(actor, state, mesh)
-        batch = batch_of(sharded, sharing=2)  # two rows a device and micro-batch
+        batch = batch_of(sharded, sharing=2)  # two rows per device and micro-batch
         state, sharded_metrics = step(actor, state, batch, mesh)
     np.testing.assert_array_equal(sharded.responses, rollout.responses)
     np.testing.assert_allclose(sharded.logprobs, rollout.logprobs, atol=1e-5)
@@ -209,7 +209,7 @@ def test_the_first_update_sees_the_sampling_policy():
 
 
 def drifted(batch: Batch) -> Batch:
-    """The batch as if the policy had moved since it was sampled: ratios on both sides of the clip range."""
+    """The batch as if the policy had changed since sampling: ratios on both sides of the clip range."""
     rng = np.random.default_rng(7)
     return batch.replace(old_logprobs=batch.old_logprobs + rng.normal(0, 0.4, batch.mask.shape).astype(np.float32))
 
@@ -240,7 +240,7 @@ def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
             actor, critic = actor_on(mesh), critic_of(mesh)
             state = critic.init_from_policy(actor.trainable.init_random(0).params)
             assert (compute_values(critic, state.params, batch, rows(micro), mesh) == 0).all()  # a zero head
-            for _ in range(2):  # the head learns first, then what is below it
+            for _ in range(2):  # the head learns first, then the layers below it
                 state, finish = update_critic(critic, state, batch, update_settings(mini=32, micro=micro), mesh)
                 metrics, _ = finish()
             values = compute_values(critic, state.params, batch, rows(micro), mesh)
@@ -253,7 +253,7 @@ def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
 
 
 def test_what_is_not_trained_on_is_still_read():
-    """A token out of the loss mask has no loss, but later tokens go on seeing it."""
+    """A token outside the loss mask has no loss, but later tokens still attend to it."""
     rollout, _, _ = reference()
     batch = batch_of(rollout)
     masked = batch.replace(loss_mask=batch.mask & (np.arange(LENGTH) % 2 == 0))
@@ -269,7 +269,7 @@ def test_what_is_not_trained_on_is_still_read():
 
 
 def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
-    """Against log-probabilities and entropies of whole logits, without chunks."""
+    """Against log-probabilities and entropies from whole logits, without chunks."""
     from dapo_jax.algorithms.kl import kl_penalty
     from dapo_jax.learner.actor import loss_fn
     from dapo_jax.models import transformer

@@ -1,4 +1,4 @@
-"""Law: how many processes share the devices changes no training step; one that ends leaves no other waiting."""
+"""Law: training steps do not depend on the number of processes; if one ends, no other keeps waiting."""
 
 import json
 import os
@@ -34,7 +34,7 @@ OPTIONS = {
 }
 
 
-# The training command, which gets a signal when it begins to train on a step.
+# The training command, which receives a signal when it starts to train on a step.
 SIGNALLED = """
 import os, signal, sys
 from dapo_jax import train
@@ -52,14 +52,14 @@ train.main()
 
 
 class Started(NamedTuple):
-    """A process and the files that it writes to."""
+    """A process with the files for its output."""
 
     process: subprocess.Popen
     out: TextIO
     err: TextIO
 
     def end(self) -> tuple[int, str, str]:
-        """Its exit code, output and errors, when it has ended."""
+        """Its exit code, output and errors, once it has ended."""
         texts = []
         for file in (self.out, self.err):
             file.seek(0)
@@ -68,17 +68,17 @@ class Started(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """What a training process gets, and when."""
+    """The signal that a training process receives, and when."""
 
     number: int
     process: int
-    step: int  # the one that it begins to train on
+    step: int  # the step that it starts to train on
 
 
 def start(
     workdir, logs, *, processes, devices, second=None, command=("train",), gets: Signal | None = None, **changes
 ) -> list[Started]:
-    """The command, in so many processes with so many devices each; `second`: what process 1 has otherwise."""
+    """The command in several processes with several devices each; `second`: options that differ in process 1."""
     port, running = free_port(), []
     environment = {
         **os.environ,
@@ -98,7 +98,7 @@ def start(
         if gets is not None and gets.process == process:
             program = ["-c", SIGNALLED]
             environment |= {"STEP": str(gets.step), "SIGNAL": str(gets.number)}
-        outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill
+        outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill up
         popen = subprocess.Popen(
             [sys.executable, *program, "--config", CONFIGS / "tiny.py", *flags, *command[1:]],
             env=environment,
@@ -110,7 +110,7 @@ def start(
 
 
 def finish(running: list[Started]) -> list[tuple[int, str, str]]:
-    """Each process' exit code, output and errors."""
+    """The exit code, output and errors of each process."""
     try:
         for started in running:
             started.process.wait(LIMIT_S)
@@ -121,14 +121,14 @@ def finish(running: list[Started]) -> list[tuple[int, str, str]]:
 
 
 def trained(*arguments, **named) -> list[str]:
-    """What each process of a run that ends well has printed."""
+    """The output of each process of a run that succeeds."""
     ended = finish(start(*arguments, **named))
     assert [code for code, _, _ in ended] == [0] * len(ended), [errors[-3000:] for _, _, errors in ended]
     return [output for _, output, _ in ended]
 
 
 def words(output: str) -> str:
-    """What a process has printed but for Gloo's greetings, which its threads may write into one another."""
+    """A process's output without Gloo's greetings, which its threads may interleave."""
     greeting = r"\[Gloo\]|Rank|is|connected|to|peer|ranks\.?|Expected|number|of"
     return re.sub(rf"{greeting}|[\d\s:]", "", output)
 
@@ -158,7 +158,7 @@ def logs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, logs):
-    """The workdir of two processes with four devices each, and what they have printed."""
+    """The workdir of two processes with four devices each, and their output."""
     workdir = tmp_path_factory.mktemp("two")
     return workdir, trained(workdir, logs, processes=2, devices=4, **{"mesh.fsdp": 2, "mesh.tensor": 2})
 
@@ -192,7 +192,7 @@ def test_processes_train_alike(tmp_path, logs, two):
         rows = rows_without_clock(other)
         assert len(rows) == len(expected) == 5
         for row, wanted in zip(rows, expected, strict=True):
-            if name == "1x1":  # how the batch is divided over devices is that of one device
+            if name == "1x1":  # the batch is divided as on one device
                 row, wanted = without_shares(row), without_shares(wanted)
             assert row == pytest.approx(wanted, abs=1e-5, rel=1e-4)
         for found, wanted in zip(jax.tree.leaves(policy(other)), jax.tree.leaves(params), strict=True):

@@ -1,4 +1,4 @@
-"""The update: memory, reductions, adapters, and ways to compute the same gradient."""
+"""The update: memory, reductions, adapters, and equivalent ways to compute the gradient."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj
 
 
 def plain_kernel(query, key, value, lengths):
-    """What a fused kernel computes, by XLA."""
+    """The result of a fused kernel, computed by XLA."""
     visible = causal(query.shape[1], jnp.arange(query.shape[1]) < lengths[:, None])
     return attention(query, key, value, visible)
 
@@ -67,7 +67,7 @@ def compiled_accumulate(actor, state, batch, mesh):
 
 
 def all_reduced(compiled):
-    """Elements of the arrays that are added up over devices."""
+    """The sizes of arrays that are summed over devices."""
     sizes = [0]
     for result in re.findall(r" = (.*?) (?:all-reduce|reduce-scatter)(?:-start)?\(", compiled.as_text()):
         for shape in re.findall(r"f32\[([\d,]*)\]", result):
@@ -100,7 +100,7 @@ def test_ratios_are_counted_by_hundredths():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("loss", "pieces"),  # pieces: rows of a micro-batch, mesh
+    ("loss", "pieces"),  # pieces: rows per micro-batch, mesh
     [
         ("vanilla", [(32, (1, 1, 1)), (6, (1, 1, 1)), (16, (2, 2, 2)), (16, (8, 1, 1))]),
         ("gspo", [(6, (1, 1, 1))]),
@@ -129,7 +129,7 @@ def test_ratios_of_trained_tokens_are_counted_alike_in_every_piece_and_on_every_
 
 
 def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
-    """700 equal contributions: in bfloat16 a sum stands still where one of them is less than half its last digit."""
+    """700 equal contributions: a bfloat16 sum stops growing once they are below half its last digit."""
     length = 700
     arch = dataclasses.replace(ARCH, num_layers=1, tie_embeddings=False)
     params = jax.jit(init_params, static_argnums=0)(arch, 0)
@@ -226,7 +226,7 @@ def test_fresh_adapters_change_nothing_and_they_alone_are_trained():
         state, _ = step(actor, state, batch_of(rollout), mesh, lr=1e-2)
         moved = {name: np.abs(leaf - before["layers"][name]).max() for name, leaf in state.params["layers"].items()}
         assert all(size > 0 for size in moved.values()), moved
-        # One model: what samples with merged weights and what trains with adapters apart agree.
+        # Sampling with merged weights and training with separate adapters agree.
         sampled = roll_out(actor, state, mesh)
         trained, _ = compute_logprobs(actor, state.params, batch_of(sampled), rows(32), mesh)
     np.testing.assert_allclose(trained, sampled.logprobs, atol=1e-4)
@@ -268,7 +268,7 @@ def test_adapters_do_not_depend_on_the_mesh():
 
 
 def test_adapters_need_no_gradients_of_the_matrices():
-    """FLOPs of a micro-batch: forward and two products backward, against forward and one."""
+    """FLOPs per micro-batch: forward plus two products backward, against forward plus one."""
     rollout, _, _ = reference()
     batch, mesh = batch_of(rollout), one_device_mesh()
     flops = []

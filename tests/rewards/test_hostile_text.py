@@ -1,4 +1,4 @@
-"""Texts that blow up parsers, to every verifier, in batches with answers that are right."""
+"""Every verifier on texts that blow up parsers, in batches with right answers."""
 
 import pytest
 from ends_within import ends_within

@@ -61,7 +61,7 @@ def scores(directory):
 
 
 def expected_scores(directory, token_ids):
-    """Forward pass and head of each conversation alone, without padding."""
+    """Forward pass and head on each conversation alone, without padding."""
     arch = read_architecture(directory)
     params = load_params(directory, arch, lambda weight, array: jnp.asarray(array))
     head = load_file(directory / "model.safetensors")["score.weight"][0]
