@@ -13,7 +13,7 @@ import numpy as np
 from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Origin, saved_steps
 from dapo_jax.command.option_uses import PUT_BACK
-from dapo_jax.command.validation import warnings
+from dapo_jax.command.warnings import warnings
 from dapo_jax.config.derived import checkpoint_dir, trains_on_older_samples
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import from_values
