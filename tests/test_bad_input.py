@@ -678,12 +678,12 @@ WORKDIRS = {
         code=1,
     ),
     "is_full": Case(
-        ("No space left on device", "make room, then the same command goes on"),
+        ("No space left on device", "free some space, then rerun the same command"),
         prepare=lambda directory: (directory / "run" / "config.json.tmp").symlink_to("/dev/full"),
         code=1,
     ),
     "has_a_full_log": Case(
-        ("No space left on device", "make room, then the same command goes on"),
+        ("No space left on device", "free some space, then rerun the same command"),
         prepare=lambda directory: (directory / "run" / "train.log").symlink_to("/dev/full"),
         code=1,
     ),

@@ -212,9 +212,9 @@ ENDINGS = [
     (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 1, "'metrics.jsonl': make room"),
     (PermissionError(errno.EACCES, "Permission denied", "train.log"), 1, "'train.log': let this user"),
     (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\n" + "x\n" * 99), 1, "memory .*9 GiB.*: lower actor"),
-    (jax.errors.JaxRuntimeError("INTERNAL: broken\n" + "x\n" * 99), 1, "JAX cannot go on: INTERNAL: broken"),
-    (ValueError("UNKNOWN: Gloo AllGather failed: closed by peer"), 1, "JAX cannot go on: UNKNOWN: Gloo"),
-    (MemoryError("10 GiB"), 1, "this machine has too little memory"),
+    (jax.errors.JaxRuntimeError("INTERNAL: broken\n" + "x\n" * 99), 1, "JAX cannot continue: INTERNAL: broken"),
+    (ValueError("UNKNOWN: Gloo AllGather failed: closed by peer"), 1, "JAX cannot continue: UNKNOWN: Gloo"),
+    (MemoryError("10 GiB"), 1, "this machine ran out of memory"),
     (ImportError("x needs gguf: pip install it"), 1, "pip install"),
     (KeyboardInterrupt(), 130, "interrupted"),
 ]
@@ -240,7 +240,7 @@ def test_any_other_error_is_called_a_bug_with_its_traceback(capsys, kind):
     with pytest.raises(SystemExit) as ended, refusals(["train"]):
         raise kind("x")
     told = capsys.readouterr().err
-    assert ended.value.code == 1 and "Traceback" in told and "a bug of dapo_jax" in told.splitlines()[-1]
+    assert ended.value.code == 1 and "Traceback" in told and "a bug in dapo_jax" in told.splitlines()[-1]
 
 
 def test_debug_may_stand_before_or_after_the_options():
