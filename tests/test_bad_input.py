@@ -654,7 +654,7 @@ def test_a_checkpoint_is_refused(name, checkpoint, monkeypatch, capsys, tmp_path
 
 def test_a_second_run_is_refused(monkeypatch, capsys, tmp_path):
     with open_workdir(tmp_path / "run", detailed=False):
-        told = ("workdir=DIR/run is held by another run (process ", "or choose another directory by")
+        told = ("workdir=DIR/run is locked by another run (process ", "or choose another directory by")
         check(Case(told), monkeypatch, capsys, tmp_path)
 
 
@@ -669,11 +669,11 @@ WORKDIRS = {
         lambda directory: (directory / "file").write_text(""),
     ),
     "cannot_be_made": Case(
-        ("workdir=/proc/no must be a directory that this process can make", "choose another by"),
+        ("workdir=/proc/no must be a directory that this process can create", "choose another by"),
         {"workdir": "/proc/no"},
     ),
     "has_damaged_metrics": Case(
-        ("DIR/run/metrics.jsonl, line 2: not JSON", "mend or remove the line"),
+        ("DIR/run/metrics.jsonl, line 2: not JSON", "fix or remove the line"),
         prepare=make_metrics_damaged,
         code=1,
     ),
