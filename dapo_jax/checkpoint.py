@@ -1,11 +1,9 @@
-"""Host: saving and restoring all that a run needs to go on as if it had never stopped."""
+"""Host: saves and restores everything that a run needs to resume as if it had never stopped."""
 
-import asyncio
 import dataclasses
 import hashlib
 import math
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +20,14 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models, TrainState
+from dapo_jax.parallel.event_loops import whole_loops
 from dapo_jax.parallel.processes import is_first, is_jax_failure
 from dapo_jax.places import is_address
 from dapo_jax.progress import Progress
 
-_METRIC = "value"  # under which a checkpoint's own measure of how good it is is saved
-_STEP_RECORDS = "_CHECKPOINT_METADATA"  # Orbax writes it into the directory of each checkpoint
-_SPARE_BYTES = 16 << 20  # for names, shapes and records beside the arrays
+_METRIC = "value"  # name under which a checkpoint's quality is saved
+_STEP_RECORDS = "_CHECKPOINT_METADATA"  # Orbax writes it into each checkpoint's directory
+_SPARE_BYTES = 16 << 20  # for names, shapes and records
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,16 @@ class Origin:
 class Checkpoints:
     """The checkpoints of a run, written in the background. All processes take part.
 
-    Kept are the newest and the best; a checkpoint that was not written completely does not count.
+    The newest and the best are kept. An incomplete checkpoint does not count.
 
     Args:
         directory: an absolute path or an address like gs://bucket/run; created if needed.
-        max_to_keep: the newest.
-        keep_best: those that were saved with the best `metric`, beside the newest.
-        mode: which of two metrics is better: "max" or "min".
-        timeout_s: seconds in which one must be written.
-        metric: its name; a checkpoint that was saved with another one, or mode, counts as the worst. "" = accuracy.
-        read_only: of another run, which may be under way: nothing is created, cleaned up or written.
+        max_to_keep: how many of the newest to keep.
+        keep_best: how many of those with the best `metric` to keep as well.
+        mode: which metric is better: "max" or "min".
+        metric: its name; "" = accuracy. A checkpoint saved with another name or mode counts as the worst.
+        timeout_s: seconds that writing one may take.
+        read_only: for another run, which may still be training: nothing is created, cleaned up or written.
     """
 
     def __init__(
@@ -67,24 +66,23 @@ class Checkpoints:
     ) -> None:
         self._directory = directory
         self._saved_at = time.monotonic()
-        worst = -math.inf if mode == "max" else math.inf
         self._metric = measure = _METRIC if (metric, mode) == ("", "max") else f"{_METRIC} of {mode} {metric}"
 
         def quality(metrics: dict[str, float | None]) -> float:
             value = metrics.get(measure)
-            return worst if value is None else value
+            return value if value is not None else -math.inf if mode == "max" else math.inf
 
         best = BestN(get_metric_fn=quality, reverse=mode == "min", n=keep_best, keep_checkpoints_without_metrics=False)
         log = absl.logging.get_absl_logger()
         level = log.level
         if read_only:
-            log.setLevel("ERROR")  # Orbax warns of what it is asked for
+            log.setLevel("ERROR")  # Orbax warns about read_only itself
         try:
             self._manager = ocp.CheckpointManager(
                 epath.Path(directory),
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=AnyPreservationPolicy([LatestN(max_to_keep), best]),
-                    best_fn=quality,  # without it no metrics are read
+                    best_fn=quality,  # without it Orbax reads no metrics
                     create=not read_only,
                     read_only=read_only,
                     async_options=ocp.AsyncOptions(timeout_secs=timeout_s),
@@ -97,10 +95,10 @@ class Checkpoints:
             )
         except OSError as error:
             raise InputError(
-                f"the directory of checkpoints {directory} cannot be used ({error}): choose another by "
+                f"the checkpoint directory {directory} cannot be used ({error}): choose another by "
                 "trainer.checkpoint_dir or workdir"
             ) from error
-        except ValueError as error:  # the metrics of a checkpoint are read here
+        except ValueError as error:  # Orbax has read the checkpoints' metrics
             raise InputError(
                 f"a checkpoint in {directory} is damaged ({_first_line(error)}): look for an empty or broken file "
                 f"{directory}/*/metrics/metrics and move its checkpoint away"
@@ -111,11 +109,11 @@ class Checkpoints:
             _remove_unfinished(epath.Path(directory))
 
     def latest_step(self) -> int | None:
-        """The newest step that was written completely."""
+        """The newest complete step."""
         return self._manager.latest_step()
 
     def minutes_since_save(self) -> float:
-        """By this process's clock, since the start or the last checkpoint."""
+        """Minutes since the start or the last checkpoint, by this process's clock."""
         return (time.monotonic() - self._saved_at) / 60
 
     def save(
@@ -127,15 +125,15 @@ class Checkpoints:
         metric: float | None = None,
         replace: bool = False,
     ) -> None:
-        """Writes a checkpoint of progress.step; nothing if there is one.
+        """Writes a checkpoint of progress.step, unless one exists.
 
         Args:
-            replace: write it again, if there is another one to go on from meanwhile.
-            stream: NumPy arrays of any shape, nested by name: what dynamic sampling knows.
-            metric: how good the policy is, for those that are kept as the best.
+            stream: NumPy arrays of any shape, nested by name: the state of dynamic sampling.
+            metric: how good the policy is, to choose the best checkpoints.
+            replace: write an existing one again, if another one is left to resume from meanwhile.
 
         Raises:
-            RuntimeError: there is no room for it, or an earlier one could not be written.
+            RuntimeError: there is no space for it, or an earlier one could not be written.
         """
         steps = self._manager.all_steps()
         if progress.step in steps and not (replace and len(steps) > 1):
@@ -143,7 +141,7 @@ class Checkpoints:
         progress = dataclasses.replace(progress, stream=_digest(stream))
         self._saved_at = time.monotonic()
         with self._writing():
-            self._manager.wait_until_finished()  # also tells of an error in the background
+            self._manager.wait_until_finished()  # also raises an error of the background
             if progress.step in steps:
                 self._manager.delete(progress.step)
             self._check_space(models, stream)
@@ -158,18 +156,18 @@ class Checkpoints:
             )
 
     def restore(self, step: int, shape: Models) -> tuple[Models, Progress, dict[str, Any]]:
-        """The models, laid out as `shape` (jax.ShapeDtypeStruct with shardings) says, the progress and the stream.
+        """The models, laid out as in `shape` (jax.ShapeDtypeStruct with shardings), the progress and the stream.
 
         Raises:
-            ValueError: the checkpoint holds other models than the run has, or is damaged.
+            InputError: the checkpoint is damaged, or holds other models than the run.
         """
         wanted = _trained(shape)
         saved = self._saved_shapes(step)
         models = sorted({name.partition(".")[0] for name in saved})
         if models != sorted(wanted):
             raise InputError(
-                f"the checkpoint of step {step} holds {models}, the run has {sorted(wanted)}: choose another workdir, "
-                "or the algorithm.adv_estimator that the checkpoint was made with"
+                f"the checkpoint of step {step} holds {models}, but the run has {sorted(wanted)}: choose another "
+                "workdir, or the algorithm.adv_estimator that the checkpoint was made with"
             )
         _check_shapes(step, saved, _shapes(wanted))
         arguments = ocp.args.Composite(
@@ -180,14 +178,14 @@ class Checkpoints:
         progress = Progress(**restored["progress"])
         with self._reading(step):
             if progress.stream not in ("", _digest(restored["stream"])):
-                raise InputError("what it holds of the prompts and groups has changed")
+                raise InputError("its prompts and groups have changed")
         return Models(**restored["models"]), dataclasses.replace(progress, stream=""), restored["stream"]
 
     def restore_policy(self, step: int, shape: Any) -> Any:
-        """The policy's parameters alone, laid out as `shape` says.
+        """Only the policy's parameters, laid out as in `shape`.
 
         Raises:
-            ValueError: the checkpoint holds other parameters, or is damaged.
+            InputError: the checkpoint is damaged, or holds other parameters.
         """
         wanted = {"actor": {"params": shape}}
         saved = {name: shape for name, shape in self._saved_shapes(step).items() if name.startswith("actor.params.")}
@@ -197,52 +195,52 @@ class Checkpoints:
             return self._manager.restore(step, args=arguments)["models"]["actor"]["params"]
 
     def _saved_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each array of the models, by its path."""
+        """The shape of each array of the models by its path."""
         with self._reading(step):
             leaves = jax.tree.leaves(self._manager.item_metadata(step)["models"].tree)
         return {leaf.name: tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape")}
 
     def close(self) -> None:
-        """Waits until everything is on disk. RuntimeError if that fails."""
+        """Waits until everything is on disk. RuntimeError if writing fails."""
         with self._writing():
             self._manager.wait_until_finished()
         self._manager.close()
 
     def _check_space(self, models: Models, stream: dict[str, Any]) -> None:
         if is_address(self._directory):
-            return  # no end is known
+            return  # a bucket has no limit
         needed = _SPARE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves((_trained(models), stream)))
         free = shutil.disk_usage(Path(self._directory)).free
         if free < needed:
-            raise OSError(f"it takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
+            raise OSError(f"it needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free")
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Orbax and its file systems raise what they like
+        except Exception as error:  # Orbax and its file systems raise many classes
             if is_jax_failure(error):
                 raise
             complete = max(saved_steps(self._directory), default=None)
-            cure = "make room, or move the checkpoints to another place and set trainer.checkpoint_dir to it"
+            fix = "make room, or move the checkpoints elsewhere and set trainer.checkpoint_dir"
             if isinstance(error, TimeoutError):
-                cure = "raise trainer.checkpoint_timeout_s, or write less (docs/scaling.md)"
+                fix = "raise trainer.checkpoint_timeout_s, or write less (docs/scaling.md)"
             raise RuntimeError(
                 f"a checkpoint could not be written to {self._directory}: {_first_line(error)}. "
-                f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: {cure}, "
-                "and start the same command again"
+                f"{'There is none yet' if complete is None else f'The one of step {complete} is complete'}: {fix}, "
+                "and rerun the same command"
             ) from error
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
         try:
-            with _whole_loops():
+            with whole_loops():
                 yield
         except Exception as error:  # as above
             if is_jax_failure(error):
                 raise
             others = [number for number in self._manager.all_steps() if number != step]
-            rest = f"go on from step {max(others)}" if others else "begin again"
+            rest = f"resume from step {max(others)}" if others else "start over"
             raise InputError(
                 f"the checkpoint of step {step} in {self._directory} is damaged ({_first_line(error)}): restore "
                 f"{self._directory}/{step} from a copy, or move it away to {rest}"
@@ -250,20 +248,20 @@ class Checkpoints:
 
 
 def is_checkpoint(place: epath.Path) -> bool:
-    """Whether a directory is a checkpoint that was written completely: named by its step, with Orbax's records."""
+    """Whether a directory is a complete checkpoint: named by its step, with Orbax's records."""
     written = place.name.isdigit() and (place / _STEP_RECORDS).exists()
     return written and ocp.utils.is_checkpoint_finalized(place)
 
 
 def _remove_unfinished(directory: epath.Path) -> None:
-    """Removes what a killed run was writing. Orbax would do so in a thread, which fails if the command ends at once."""
+    """Removes what a killed run was writing. Orbax does so in a thread, which fails if the command ends at once."""
     for place in directory.iterdir():
         if place.name.partition(".")[0].isdigit() and place.is_dir() and ocp.utils.is_tmp_checkpoint(place):
             place.rmtree()
 
 
 def saved_steps(directory: epath.PathLike) -> list[int]:
-    """The steps of the checkpoints in a directory, in their order; other directories with such names do not count."""
+    """The steps of the complete checkpoints in a directory, sorted."""
     place = epath.Path(directory)
     return sorted(int(one.name) for one in place.iterdir() if is_checkpoint(one)) if place.is_dir() else []
 
@@ -277,39 +275,13 @@ def _digest(stream: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
-class _WholeLoop(asyncio.SelectorEventLoop):
-    """Closes only after its tasks have ended; an interrupt waits for none, and leaves it open.
-
-    Orbax closes its loop at the first array that cannot be read. The reads under way would then print tracebacks, some
-    of them when Python ends.
-    """
-
-    def close(self) -> None:
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, Exception):
-            return
-        while error is not None and not self.is_closed() and (tasks := asyncio.all_tasks(self)):
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        super().close()
-
-
-@contextmanager
-def _whole_loops() -> Iterator[None]:
-    """Inside, asyncio's new loops are such ones."""
-    before, asyncio.new_event_loop = asyncio.new_event_loop, _WholeLoop
-    try:
-        yield
-    finally:
-        asyncio.new_event_loop = before
-
-
 def _first_line(error: Exception) -> str:
-    """What has happened, without TensorStore's description of the array."""
+    """What happened, without TensorStore's description of the array."""
     return (str(error) or type(error).__name__).splitlines()[0].partition(". See full TensorStore")[0][:300]
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each leaf by its path, under the names that Orbax gives."""
+    """The shape of each leaf by its path, as Orbax names it."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in leaves}
 
@@ -331,5 +303,5 @@ def _restore_as(shape: Any, *, partial_restore: bool = False) -> ocp.args.PyTree
 
 
 def _trained(models: Models) -> dict[str, TrainState]:
-    """The models by name, without those that the run does not have."""
+    """The models that the run has, by name."""
     return {name: state for name, state in vars(models).items() if state is not None}

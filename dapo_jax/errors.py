@@ -1,8 +1,8 @@
-"""Host: the error that means wrong input."""
+"""Host: the error for wrong input."""
 
 
 class InputError(ValueError):
-    """What a run was given is wrong: a command ends with exit code 2 and this message (name, value, rule, cure).
+    """The user's input is wrong. A command ends with exit code 2 and this message: name, value, rule, fix.
 
-    A ValueError of another class is a bug, or a failure that JAX reports so.
+    Any other ValueError is a bug, or a failure that JAX reports that way.
     """

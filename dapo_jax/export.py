@@ -1,9 +1,9 @@
-"""Host: the export command: the policy of a checkpoint as a Hugging Face model directory.
+"""Host: the export command: writes the policy of a checkpoint as a Hugging Face model directory.
 
     python -m dapo_jax.export --config FILE [--config.key=value ...] --output DIR [--step N] [--dtype ...] [--adapter]
 
-transformers, vLLM and model.path read the directory. The command needs neither the data nor an accelerator; on fewer
-devices than the run had, say --config.mesh.fsdp=1 --config.mesh.tensor=1.
+transformers, vLLM and model.path read the directory. The command needs neither data nor an accelerator. On fewer
+devices than the run had, add --config.mesh.fsdp=1 --config.mesh.tensor=1.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -47,7 +47,7 @@ from dapo_jax.parallel.processes import is_first
 from dapo_jax.places import local_model
 
 DTYPES = ("bfloat16", "float32")
-COPIED = (  # of a Hugging Face directory, those that it has
+COPIED = (  # the files of a Hugging Face directory to copy, if they exist
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -66,20 +66,20 @@ def export(
 ) -> int:
     """Writes the policy after training step `step` to the directory `output`, and returns the step.
 
-    Every process must call it; process 0 writes. A directory that is there is whole.
+    Every process must call it; process 0 writes. The directory appears only when it is complete.
 
     Args:
-        step: of a checkpoint in config.workdir; None: of the newest.
-        dtype: of the weights; float32 keeps what was trained bit by bit (adapters: merged into float32 weights).
-        adapter: write the adapters of model.lora alone, as PEFT reads them, instead of a model with them merged in.
+        step: of a checkpoint in config.workdir; None means the newest.
+        dtype: of the weights; float32 keeps the trained values bit for bit (adapters: merged into float32 weights).
+        adapter: write only the adapters of model.lora, for PEFT, instead of a model with the adapters merged in.
 
     Raises:
-        ValueError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
-            `adapter` without model.lora.
+        InputError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
+            `adapter` is set without model.lora.
     """
     output, lora = new_output(output), lora_of(config)
     if adapter and lora is None:
-        raise InputError("--adapter needs a run with adapters, and model.lora.rank=0: leave it out")
+        raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config, step = pinned(config), _chosen_step(config, step)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
@@ -105,7 +105,7 @@ def export(
 def _write(
     config: Config, directory: Path, table: Sequence[Weight], params: dict[str, Any], dtype: str, name: str
 ) -> None:
-    """The weights as safetensors, with a bar."""
+    """Writes the weights as safetensors, with a progress bar."""
     total = sum(math.prod(weight.shape) for weight in table) * np.dtype(dtype).itemsize
     with bar("writing the weights", total=total, unit="B", shown=shows_progress(config)) as written:
         write_safetensors(directory, table, params, dtype=dtype, name=name, on_tensor=written.update)
@@ -115,8 +115,8 @@ def _chosen_step(config: Config, step: int | None) -> int:
     workdir, saved = config.workdir, saved_steps(checkpoint_dir(config))
     if not saved:
         raise InputError(
-            f"workdir={workdir} must be that of a run that has saved a checkpoint, and holds none: give the run's own "
-            "by --config.workdir, or train first"
+            f"workdir={workdir} must be that of a run that has saved a checkpoint, but it holds none: give the run's "
+            "workdir by --config.workdir, or train first"
         )
     if step is not None and step not in saved:
         raise InputError(f"--step={step} must be a checkpoint of workdir={workdir}: choose one of {saved}")
@@ -124,7 +124,7 @@ def _chosen_step(config: Config, step: int | None) -> int:
 
 
 def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[str, Any]]:
-    """The mesh, and what is trained of the policy as it was after `step`: all weights, or the adapters."""
+    """The mesh, and the policy's trained parameters after `step`: all weights, or the adapters."""
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh)
     try:
@@ -132,12 +132,12 @@ def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[
     except InputError as error:
         raise InputError(
             f"the checkpoint of step {step} in workdir={config.workdir} must be of the model in the config: give the "
-            f"config that the run had, which is in its config.json ({error})"
+            f"run's config, which is in its config.json ({error})"
         ) from error
 
 
 def _copy_description(source: Path, output: Path, dtype: str) -> None:
-    """The files of a Hugging Face directory beside its weights, with another dtype in config.json."""
+    """Copies the files of a Hugging Face directory except its weights, with `dtype` in config.json."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["torch_dtype"]
     _write_json(output / "config.json", config | dict.fromkeys(keys, dtype))
@@ -147,7 +147,7 @@ def _copy_description(source: Path, output: Path, dtype: str) -> None:
 
 
 def _write_description(config: Config, arch: Architecture, tokenizer: Tokenizer, output: Path, dtype: str) -> None:
-    """The same files for a model that is no Hugging Face directory."""
+    """Writes the same files for a model that is not a Hugging Face directory."""
     length = _context_length(config)
     bos = tokenizer.special_tokens.get("bos_token")
     bos_id = tokenizer.backend.token_to_id(bos) if bos is not None else None
@@ -174,7 +174,7 @@ def _write_description(config: Config, arch: Architecture, tokenizer: Tokenizer,
 
 
 def _context_length(config: Config) -> int:
-    """How many tokens the model takes: what its files say, else those that it was trained with."""
+    """How many tokens the model takes: what its files say, else the lengths of training."""
     trained = config.data.max_prompt_length + config.data.max_response_length
     model = first_model(config)
     return trained if model == RANDOM else context_length(local_model(model)) or trained
@@ -194,9 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         usage=argparse.SUPPRESS,
     )
     parser.add_argument("--output", required=True, help="directory to write, new or empty")
-    parser.add_argument("--step", type=int, help="training step of the checkpoint; the newest unless given")
+    parser.add_argument("--step", type=int, help="training step of the checkpoint, default the newest")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
-    parser.add_argument("--adapter", action="store_true", help="the adapters of model.lora alone, for PEFT")
+    parser.add_argument("--adapter", action="store_true", help="only the adapters of model.lora, for PEFT")
     given, rest = parser.parse_known_args(arguments)
     with command(["export", *rest]) as config:
         step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)

@@ -1,4 +1,4 @@
-"""Host: another run by a path, and which of its checkpoints this run begins with."""
+"""Host: finds another run by its path, and the checkpoint of it that this run starts from."""
 
 import dataclasses
 import json
@@ -22,20 +22,20 @@ RANDOM = "random"  # model.path of a freshly initialised model
 
 @dataclass(frozen=True)
 class Trained:
-    """A run after one of its steps."""
+    """A run after one of its training steps."""
 
     config: Config  # that run's
     step: int
 
 
 def find_trained(path: str) -> Trained | None:
-    """The run that `path` names, None if it names something else.
+    """The run that `path` names; None if it names something else.
 
-    WORKDIR is that run after its newest checkpoint; WORKDIR/checkpoints/STEP after that step, wherever the run's
-    trainer.checkpoint_dir is. What a directory holds decides, not its name: a workdir may be called 10.
+    WORKDIR means that run at its newest checkpoint, WORKDIR/checkpoints/STEP at that step, wherever the run's
+    trainer.checkpoint_dir is. The content of a directory decides, not its name: a workdir may be called 10.
 
     Raises:
-        ValueError: the run has no such checkpoint, or there are checkpoints without the config of their run.
+        InputError: the run has no such checkpoint, or there are checkpoints without their run's config.
     """
     place = place_of(path)
     config, step = _run_at(place)
@@ -43,31 +43,31 @@ def find_trained(path: str) -> Trained | None:
         return Trained(config, _chosen_step(path, checkpoint_dir(config), step))
     if is_checkpoint(place) or saved_steps(place):
         raise InputError(
-            f"{path} holds checkpoints without the config of their run: give the run's workdir, or "
-            "WORKDIR/checkpoints/STEP for one of its steps, wherever they are"
+            f"{path} holds checkpoints without their run's config: give the run's workdir, or "
+            "WORKDIR/checkpoints/STEP for one of its steps, wherever the checkpoints are"
         )
     return None
 
 
 def find_checkpoint(path: str) -> Origin:
-    """The checkpoint that `path` names: of a run, as in `find_trained`, by itself, or the newest in a directory.
+    """The checkpoint that `path` names: a run's, as in `find_trained`, a checkpoint itself, or a directory's newest.
 
     Raises:
-        ValueError: there is none.
+        InputError: there is none.
     """
     directory, step = _checkpoints_at(place_of(path))
     return Origin(directory, _chosen_step(path, directory, step))
 
 
 def pinned(config: Config) -> Config:
-    """`config` with the step of each run that it begins with, so that a restart begins with the same.
+    """`config` with the step of each run that it starts from, so that a restart starts from the same one.
 
     WORKDIR becomes WORKDIR/checkpoints/STEP, and a directory of checkpoints DIRECTORY/STEP: the step that an earlier
-    start of this run has recorded, else the newest. Every process must call it; the first, which has the records,
+    start of this run recorded, else the newest. Every process must call it; process 0, which has the records,
     decides.
 
     Raises:
-        ValueError: a run would begin with itself.
+        InputError: the run would start from itself.
     """
     for name in ("model", "reference"):
         path = getattr(config, name).path
@@ -98,12 +98,12 @@ def is_own(path: str, config: Config) -> bool:
 
 
 def _pinned_path(path: str, before: Any) -> str:
-    """The path of one checkpoint, if `path` leaves open which; `before` is what an earlier start has recorded."""
+    """The path of one checkpoint if `path` could mean several; `before` is what an earlier start recorded."""
     place = place_of(path)
     directory, step = _checkpoints_at(place)
     saved = [] if step is not None else saved_steps(directory)
     if not saved:
-        return path  # it says which, or what needs a checkpoint there will say that there is none
+        return path  # it names one, or whoever needs a checkpoint there will report that none exists
     named = f"{path.rstrip('/')}/checkpoints" if _run_at(place)[0] or directory != str(place) else path.rstrip("/")
     if isinstance(before, str) and place_of(before).name.isdigit() and _resolved(before).parent == _resolved(named):
         return before
@@ -111,7 +111,7 @@ def _pinned_path(path: str, before: Any) -> str:
 
 
 def _run_at(place: epath.Path) -> tuple[Config | None, int | None]:
-    """The config of the run that `place` is the workdir of, or WORKDIR/checkpoints/STEP of, and that step."""
+    """The config of the run with `place` as its workdir or its WORKDIR/checkpoints/STEP, and that step."""
     config = _config_in(place)
     if config is None and place.name.isdigit() and place.parent.name == "checkpoints":
         return _config_in(place.parent.parent), int(place.name)
@@ -119,13 +119,13 @@ def _run_at(place: epath.Path) -> tuple[Config | None, int | None]:
 
 
 def _config_in(workdir: epath.Path) -> Config | None:
-    """The config that a run has written to its workdir, None if that is no workdir."""
+    """The config that a run wrote to `workdir`; None if it is not a workdir."""
     try:
         values = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(values, dict) or not {"workdir", "trainer", "actor"} <= set(values):
-        return None  # a Hugging Face directory has such a file too
+        return None  # Hugging Face directories also have a config.json
     return dataclasses.replace(from_values(values), workdir=str(workdir))
 
 
@@ -143,7 +143,7 @@ def _checkpoints_at(place: epath.Path) -> tuple[str, int | None]:
 def _chosen_step(path: str, directory: str, step: int | None) -> int:
     saved = saved_steps(directory)
     if not saved or step not in (None, *saved):
-        held = f"and {directory} holds those of steps {saved}" if saved else f"and there is none in {directory}"
+        held = f"but {directory} holds steps {saved}" if saved else f"but {directory} holds none"
         raise InputError(
             f"{path} must be the workdir of a run that has saved a checkpoint, or one of its checkpoints, {held}: "
             "correct the path"
@@ -152,5 +152,5 @@ def _chosen_step(path: str, directory: str, step: int | None) -> int:
 
 
 def _resolved(path: str) -> Path:
-    """To compare with others: an address as it is, a path without links."""
+    """A path to compare with others: links resolved, an address unchanged."""
     return Path(path) if is_address(path) else Path(path).expanduser().resolve()

@@ -1,4 +1,4 @@
-"""Host: where a run reads and writes: paths, and addresses of Google Cloud Storage such as gs://bucket/run."""
+"""Host: where a run reads and writes: local paths, and Google Cloud Storage addresses such as gs://bucket/run."""
 
 import fcntl
 import os
@@ -17,12 +17,12 @@ MODEL_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")  # 
 
 
 def is_address(path: str) -> bool:
-    """Whether `path` is in an object store, not on a file system of this machine."""
+    """Whether `path` is in an object store rather than a file system of this machine."""
     return "://" in path
 
 
 def address_problem(path: str) -> str | None:
-    """Why `path` cannot be read and written here, with the cure; None if it can, or is no address."""
+    """Why the address `path` cannot be used here, and the fix. None if it can, or if `path` is not an address."""
     if not is_address(path):
         return None
     if not path.startswith("gs://") or ".." in path.split("/"):
@@ -35,10 +35,10 @@ def address_problem(path: str) -> str | None:
 
 
 def place_of(path: str) -> epath.Path:
-    """`path` to read and write at: an address as it is, else absolute and without ~.
+    """`path` for reading and writing: an address unchanged, a local path absolute and without ~.
 
     Raises:
-        ValueError: it is an address that cannot be used here.
+        InputError: it is an address that cannot be used here.
     """
     problem = address_problem(path)
     if problem:
@@ -50,23 +50,23 @@ def place_of(path: str) -> epath.Path:
 
 
 def without_tilde(path: Any) -> Any:
-    """`path`, or each of several, with the user's home for ~. What is no text is left to those who check types."""
+    """`path`, or each of several, with ~ expanded. Values that are not text are left to the type check."""
     if isinstance(path, tuple):
         return tuple(map(without_tilde, path))
     return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 def copy_of(address: str, kind: str) -> Path:
-    """Where this machine keeps its copy of what is at `address`."""
+    """Where this machine keeps its copy of the files at `address`."""
     return CACHE.expanduser() / kind / address.partition("://")[2].strip("/")
 
 
 def local_model(path: str) -> Path:
-    """The model directory or file at `path` on this machine: of an address a copy, made again when it has changed.
+    """The model directory or file at `path` on this machine. An address is copied, again whenever it changes.
 
     Raises:
-        ValueError: there is nothing at the address.
-        RuntimeError: there is no room for the copy.
+        InputError: nothing exists at the address.
+        RuntimeError: there is no space for the copy.
     """
     if not is_address(path):
         return Path(path).expanduser()
@@ -83,7 +83,7 @@ def local_model(path: str) -> Path:
 
 
 def _copy(files: list[epath.Path], folder: Path) -> None:
-    """Makes `folder` hold `files` and no others. One process of a machine does it, others wait for it."""
+    """Makes `folder` hold exactly `files`. One process per machine copies, the others wait for it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -99,8 +99,8 @@ def _copy(files: list[epath.Path], folder: Path) -> None:
         needed, free = sum(state.length for _, state in found.values()), shutil.disk_usage(folder).free
         if needed > free:
             raise RuntimeError(
-                f"a copy of {files[0].parent} in {folder} takes {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are "
-                "free: make room, or mount the bucket as a directory and give that path"
+                f"a copy of {files[0].parent} in {folder} needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB "
+                "are free: make room, or mount the bucket as a directory and give that path"
             )
         for name, (file, state) in found.items():
             part = folder / (name + ".part")

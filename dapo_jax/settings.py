@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dapo_jax.base_models import lora_of
-from dapo_jax.command.validation import NO_POLICY_STEP
+from dapo_jax.command.warnings import NO_POLICY_STEP
 from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
 from dapo_jax.config.sections import ActorConfig, Config, CriticConfig, ModelConfig, TrainerConfig
 from dapo_jax.errors import InputError

@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_jax.checkpoint import Checkpoints, Origin, saved_steps
 from dapo_jax.command.option_uses import PUT_BACK
-from dapo_jax.command.validation import warnings
+from dapo_jax.command.warnings import warnings
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import from_values

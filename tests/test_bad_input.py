@@ -165,10 +165,12 @@ options("zero", {"rollout.n": 0}, "rollout.n=0 must be greater than 0")
 options("negative", {"trainer.total_training_steps": -3}, "trainer.total_training_steps=-3 must be greater than 0")
 options("negative_seed", {"seed": -1}, "seed=-1 must be 0 or more")
 options("more_than_32_bits", {"seed": 2**70}, f"seed={2**70} must be less than 2**31: lower it")
-options("too_many_workers", {"reward.num_workers": 10**6}, "reward.num_workers=1000000 must be at most 1024: lower it")
+options("too_many_workers", {"reward.num_workers": 10**6}, "reward.num_workers=1000000 must be at most 1024")
 options("no_frequency", {"trainer.save_freq": 0}, "trainer.save_freq=0 must be greater than 0, or -1 (only at the end)")
 options("out_of_range", {"rollout.top_p": 1.5}, "rollout.top_p=1.5 must be in (0, 1]; 1 switches it off")
-options("beta_of_one", {"actor.optim.betas": "(0.9, 1.0)"}, "actor.optim.betas=(0.9, 1.0) must both be in [0, 1)")
+options(
+    "beta_of_one", {"actor.optim.betas": "(0.9, 1.0)"}, "actor.optim.betas=(0.9, 1.0) must be two numbers in [0, 1)"
+)
 options("unknown_choice", {"data.truncation": "up"}, "data.truncation='up' must be one of error, left, right, middle")
 options("unknown_loss", {"actor.policy_loss.loss_mode": "x"}, "actor.policy_loss.loss_mode='x' must be one of vanilla")
 options("contradiction", {"trainer.critic_warmup": 2}, "critic_warmup=2 is not read without algorithm.adv_est")
@@ -649,7 +651,7 @@ def test_a_checkpoint_is_refused(name, checkpoint, monkeypatch, capsys, tmp_path
 
 def test_a_second_run_is_refused(monkeypatch, capsys, tmp_path):
     with open_workdir(tmp_path / "run", detailed=False):
-        told = ("workdir=DIR/run is held by another run (process ", "or choose another directory by")
+        told = ("workdir=DIR/run is locked by another run (process ", "or choose another directory by")
         check(Case(told), monkeypatch, capsys, tmp_path)
 
 
@@ -664,21 +666,21 @@ WORKDIRS = {
         lambda directory: (directory / "file").write_text(""),
     ),
     "cannot_be_made": Case(
-        ("workdir=/proc/no must be a directory that this process can make", "choose another by"),
+        ("workdir=/proc/no must be a directory that this process can create", "choose another by"),
         {"workdir": "/proc/no"},
     ),
     "has_damaged_metrics": Case(
-        ("DIR/run/metrics.jsonl, line 2: not JSON", "mend or remove the line"),
+        ("DIR/run/metrics.jsonl, line 2: not JSON", "fix or remove the line"),
         prepare=make_metrics_damaged,
         code=1,
     ),
     "is_full": Case(
-        ("No space left on device", "make room, then the same command goes on"),
+        ("No space left on device", "free some space, then rerun the same command"),
         prepare=lambda directory: (directory / "run" / "config.json.tmp").symlink_to("/dev/full"),
         code=1,
     ),
     "has_a_full_log": Case(
-        ("No space left on device", "make room, then the same command goes on"),
+        ("No space left on device", "free some space, then rerun the same command"),
         prepare=lambda directory: (directory / "run" / "train.log").symlink_to("/dev/full"),
         code=1,
     ),

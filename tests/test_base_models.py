@@ -36,5 +36,5 @@ def test_a_step_of_a_run_is_no_missing_model_where_its_checkpoints_are_elsewhere
     write_config(tmp_path / "run", dataclasses.asdict(before))
     monkeypatch.setattr("dapo_jax.other_runs.saved_steps", lambda directory: [2])
     check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/2"}))
-    with pytest.raises(ValueError, match="holds those of steps"):
+    with pytest.raises(ValueError, match="holds steps"):
         check_model_paths(small_config(tmp_path / "next", **{"model.path": f"{tmp_path}/run/checkpoints/3"}))

@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_named_and_never_skipped(tmp_path):
             path.write_bytes(path.read_bytes()[:50])
     checkpoints = Checkpoints(str(tmp_path), read_only=True)
     assert checkpoints.latest_step() == 2
-    with pytest.raises(ValueError, match=r"step 2 in .* is damaged .* move it away to go on from step 1"):
+    with pytest.raises(ValueError, match=r"step 2 in .* is damaged .* move it away to resume from step 1"):
         checkpoints.restore(2, SHAPE)
     assert checkpoints.restore(1, SHAPE)[1] == Progress(step=1)
     checkpoints.close()
@@ -106,7 +106,9 @@ def test_without_room_nothing_is_written_and_the_last_one_stays(tmp_path, monkey
     checkpoints.close()
     checkpoints = Checkpoints(str(tmp_path))
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
-    with pytest.raises(RuntimeError, match=r"it takes 0.02 GB and 0.00 GB are free. The one of step 1 is complete"):
+    with pytest.raises(
+        RuntimeError, match=r"it needs 0.02 GB, but only 0.00 GB are free. The one of step 1 is complete"
+    ):
         checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
     checkpoints.close()
     assert steps(tmp_path) == [1]

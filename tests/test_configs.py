@@ -5,7 +5,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from dapo_jax.command.command_line import read_config
-from dapo_jax.command.validation import validate, warnings
+from dapo_jax.command.validation import validate
+from dapo_jax.command.warnings import warnings
 from dapo_jax.config.sections import Config
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params, weight_table

@@ -64,11 +64,11 @@ def test_checkpoints_alone_are_found_but_belong_to_no_run(tmp_path):
     directory = str(tmp_path / "run" / "checkpoints")
     assert find_checkpoint(str(tmp_path / "run")) == find_checkpoint(directory) == Origin(directory, 2)
     assert find_checkpoint(f"{directory}/1") == Origin(directory, 1)
-    for path, held in ((f"{directory}/7", r"steps \[1, 2\]"), (str(tmp_path / "none"), "there is none")):
+    for path, held in ((f"{directory}/7", r"steps \[1, 2\]"), (str(tmp_path / "none"), "none holds none")):
         with pytest.raises(ValueError, match=held):
             find_checkpoint(path)
     for path in (directory, f"{directory}/1"):
-        with pytest.raises(ValueError, match="without the config of their run: give the run's workdir"):
+        with pytest.raises(ValueError, match="without their run's config: give the run's workdir"):
             find_trained(path)
 
 

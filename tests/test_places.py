@@ -75,9 +75,9 @@ def test_a_model_is_copied_once_and_again_when_it_has_changed(bucket):
 
 def test_outputs_of_commands_are_not_written_to_a_directory_called_gs(bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory of this machine"):
+    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory on this machine"):
         export(small_config(tmp_path), f"{ADDRESS}/out")
-    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory of this machine"):
+    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory on this machine"):
         bench(small_config(tmp_path), f"{ADDRESS}/out")
 
 

@@ -1,1 +1,1 @@
-"""From a command line to a config that fits together, and from an error to an exit code."""
+"""Host: from a command line to a valid config, and from an error to an exit code."""

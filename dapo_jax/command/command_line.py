@@ -1,4 +1,4 @@
-"""Host: a command's config, from `--config FILE --config.key=value ... [--debug]`, and how it ends when it fails."""
+"""Host: a command's config, from `--config FILE --config.key=value ... [--debug]`, and how the command fails."""
 
 import difflib
 import errno
@@ -37,13 +37,13 @@ OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def refusals(arguments: Sequence[str]) -> Iterator[None]:
-    """Ends a command that fails with a message on stderr and an exit code, without the traceback.
+    """Ends a failing command with a message on stderr and an exit code, without a traceback.
 
-    2: wrong input (InputError). 1: the run cannot go on (RuntimeError, OSError, MemoryError, a missing package).
+    2: wrong input (InputError). 1: the run cannot continue (RuntimeError, OSError, MemoryError, a missing package).
     130: an interrupt. Anything else is a bug: 1, with the traceback.
 
     Args:
-        arguments: the command line, the first the command's name; `--debug` shows the traceback of every failure.
+        arguments: the command line, beginning with the command's name; `--debug` shows every traceback.
     """
     try:
         with undone():
@@ -53,15 +53,15 @@ def refusals(arguments: Sequence[str]) -> Iterator[None]:
         if DEBUG in arguments or message is None:
             traceback.print_exception(error)
         process = f" (process {jax.process_index()})" if jax.distributed.is_initialized() else ""
-        message = message or "this is a bug of dapo_jax: please report it with the command and the traceback above"
+        message = message or "this is a bug in dapo_jax: please report it with the command and the traceback above"
         print(f"dapo_jax: {message}{process}", file=sys.stderr, flush=True)
-        if code == EXIT_CODE and not process:  # one of several tells the others first
+        if code == EXIT_CODE and not process:  # one of several processes notifies the others first
             finish()
         raise SystemExit(code) from error
 
 
 def _ending(error: BaseException, command: str) -> tuple[int, str | None]:
-    """The exit code and the message of a failure; None for the message of a bug."""
+    """The exit code and the message of a failure; a bug has no message."""
     if isinstance(error, KeyboardInterrupt):
         return EXIT_CODE, sentence(command)
     if isinstance(error, InputError):
@@ -73,21 +73,21 @@ def _ending(error: BaseException, command: str) -> tuple[int, str | None]:
     if is_jax_failure(error):
         first = str(error).partition("\n")[0]
         if "RESOURCE_EXHAUSTED" not in first:
-            return FAILED, f"JAX cannot go on: {first}"
+            return FAILED, f"JAX cannot continue: {first}"
         return FAILED, (
-            f"a device has too little memory ({first}): lower actor.ppo_micro_batch_size_per_device, "
+            f"a device ran out of memory ({first}): lower actor.ppo_micro_batch_size_per_device, "
             "rollout.max_num_seqs or data.max_response_length, or raise mesh.fsdp; "
-            "`python -m dapo_jax.preflight` with the same options and --topology gpu, tpu or a slice says what fits"
+            "`python -m dapo_jax.preflight` with the same options and --topology gpu, tpu or a slice shows what fits"
         )
     if isinstance(error, MemoryError):
-        return FAILED, f"this machine has too little memory ({error}): use a smaller model or data, or free memory"
+        return FAILED, f"this machine ran out of memory ({error}): use a smaller model or less data, or free memory"
     if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
-        return FAILED, f"{error}: make room, then the same command goes on after the newest checkpoint"
+        return FAILED, f"{error}: free some space, then rerun the same command to resume from the newest checkpoint"
     if isinstance(error, PermissionError):
-        return FAILED, f"{error}: let this user read and write there, or choose another place"
+        return FAILED, f"{error}: let this user read and write there, or choose another path"
     if type(error).__module__.partition(".")[0] in STORE:
         return FAILED, (
-            f"a gs:// address cannot be reached ({type(error).__name__}: {error}): look at the bucket's name, the "
+            f"a gs:// address cannot be reached ({type(error).__name__}: {error}): check the bucket's name, the "
             "network and the credentials (on Google Cloud the machine's service account, elsewhere `gcloud auth "
             "application-default login`)"
         )
@@ -97,7 +97,7 @@ def _ending(error: BaseException, command: str) -> tuple[int, str | None]:
 
 
 def processes_of(config: Config) -> AbstractContextManager[None]:
-    """The processes that the config describes, joined: to be entered before JAX is used."""
+    """Joins the processes that the config describes. Enter it before using JAX."""
     trainer = config.trainer
     return joined_processes(
         coordinator=trainer.coordinator,
@@ -109,12 +109,12 @@ def processes_of(config: Config) -> AbstractContextManager[None]:
 
 @contextmanager
 def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Config]:
-    """The config of a command, in its joined processes; what fails inside ends it as `refusals` says.
+    """The config of a command, with its processes joined. A failure inside ends the command as `refusals` says.
 
     Args:
-        arguments: the command line; the first is the command's name.
-        adapt: what the command changes in the config, given it and the keys that the command line chose: the config
-            and a line for each thing that the user should know.
+        arguments: the command line, beginning with the command's name.
+        adapt: takes the config and the keys that the command line sets; returns the config that the command uses, and
+            lines for the user about what it changed.
     """
     with refusals(arguments):
         config, lines, chosen = _read(arguments)
@@ -133,12 +133,12 @@ def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Co
 
 
 def read_config(arguments: Sequence[str]) -> Config:
-    """The frozen config that the command line describes; the first of `arguments` is the command's name.
+    """The frozen config that the command line describes; `arguments` begins with the command's name.
 
-    What `without_switched_off` sets back is told on stderr.
+    Prints on stderr which options `without_switched_off` resets.
 
     Raises:
-        ValueError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
+        InputError: no config file or one that fails, an unknown or misspelt key (with a suggestion), or a value of the
             wrong type.
     """
     config, lines, _ = _read(arguments)
@@ -152,7 +152,7 @@ def _tell(lines: Sequence[str]) -> None:
 
 
 def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
-    """The config of `read_config`, what was set back in it, and the keys that the command line chose."""
+    """The config of `read_config`, a line for each option that was reset, and the keys that the command line sets."""
     first = flags.FlagValues()
     flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
     values = flags.FlagValues()
@@ -180,7 +180,7 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
 
 
 def _with_config_option(arguments: Sequence[str]) -> list[str]:
-    """The command line with `FILE.py` or `FILE.json`, which is no option's value, as `--config=FILE.py`."""
+    """The command line with a bare `FILE.py` or `FILE.json` as `--config=FILE.py`."""
     if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
         return list(arguments)
     for index, (before, argument) in enumerate(itertools.pairwise(arguments), start=1):
@@ -191,7 +191,7 @@ def _with_config_option(arguments: Sequence[str]) -> list[str]:
 
 
 def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:
-    """The options with true for yes and on, false for no and off; ValueError for what is neither."""
+    """The options with true for yes and on, false for no and off. InputError for other values of a switch."""
     switches = {
         ".".join(path)
         for path, value in traverse_util.flatten_dict(config.to_dict()).items()
@@ -212,7 +212,7 @@ def _with_booleans(overrides: Sequence[str], config: ConfigDict) -> list[str]:
 
 
 def _with_null(overrides: Sequence[str], config: ConfigDict) -> list[str]:
-    """The options without those that are null or None where `null` means "not given", which `config` then has."""
+    """The options without those set to null or None where that means "not given"; `config` gets these."""
     rest = []
     for option in overrides:
         given = re.match(r"--?config\.([^=]*)=(null|none)$", option, re.IGNORECASE)
@@ -225,7 +225,7 @@ def _with_null(overrides: Sequence[str], config: ConfigDict) -> list[str]:
 
 
 def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
-    """Each key of `--config.key`. ValueError with every one that `config` does not have, and what to write instead."""
+    """Each key of `--config.key`. InputError lists those that `config` does not have, and what to write instead."""
     keys = [".".join(path) for path in traverse_util.flatten_dict(config.to_dict())]
     sections = {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}
     problems, chosen = [], set()
@@ -246,7 +246,7 @@ def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
 
 
 def _recipe(file: ConfigDict) -> Config | None:
-    """The config of a file alone; None if it needs the command line, which may have what an alias of it lacks."""
+    """The config of a file alone; None if one of its aliases needs an option of the command line."""
     try:
         return freeze(file)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Host: what `--help` of a command says: its options most used, with the comments of config.py."""
+"""Host: the `--help` of a command: its most used options, with the comments of config/sections.py."""
 
 import ast
 import functools
@@ -67,14 +67,14 @@ WIDTH, INDENT = 100, 4
 
 
 def about(docstring: str | None) -> str:
-    """A command's docstring as the beginning of its help."""
+    """A command's docstring, as the beginning of its help."""
     text = (docstring or "").removeprefix("Host: ")
     return text[:1].upper() + text[1:]
 
 
 def options_help(command: str) -> str:
-    """The end of the help: the options, `--debug` and where the rest is written."""
-    lines = ["the options most used, of the config file or the command line (in brackets: the default):"]
+    """The end of the help: the options, `--debug` and where to read more."""
+    lines = ["most used options, for the config file or the command line (in brackets: the default):"]
     comments = field_comments()
     for option in MOST_USED[command]:
         owner: Any = Config()
@@ -91,7 +91,7 @@ def options_help(command: str) -> str:
         "  --debug",
         f"{' ' * 2 * INDENT}show the traceback of a failure",
         "",
-        "FILE is a Python file with get_config(), as in configs/; it may also be given without --config. All options:",
+        "FILE is a Python file with get_config(), as in configs/; --config may be left out before it. All options:",
         "docs/configuration.md. First steps: docs/getting_started.md. What a message means: docs/troubleshooting.md.",
     ]
     return "\n".join(lines)
@@ -99,7 +99,7 @@ def options_help(command: str) -> str:
 
 @functools.cache
 def field_comments() -> dict[tuple[str, str], str]:
-    """The trailing comment of each field of config.py, by class and name."""
+    """The trailing comment of each field of config/sections.py, by class and name."""
     source = inspect.getsource(config_module)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     by_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}

@@ -1,7 +1,7 @@
-"""Host: Ctrl-C ends a command at any moment, with one line and exit code 130. Of the standard library alone.
+"""Host: Ctrl-C ends a command at any moment, with one line and exit code 130.
 
-A command's file calls `end_at_once` before its other imports, which take seconds: so this one imports as little as it
-can. Where a command has begun what must be undone, it does so in `undone`. Importing this module changes nothing.
+A command calls `end_at_once` before its other imports, which take seconds, so this module imports only the standard
+library, and little of it. Work that must be cleaned up runs inside `undone`. Importing this module changes nothing.
 """
 
 import os
@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 EXIT_CODE = 130
-GRACE_S = 20.0  # in which a command undoes what it has begun
-REPEATED_S = 1.0  # the same request arrives twice within it: launchers pass on what the terminal sends too
+GRACE_S = 20.0  # for a command to clean up
+REPEATED_S = 1.0  # signals so close are one Ctrl-C: launchers forward what the terminal also sends
 _PAUSE_S = 0.02
-_AGAIN = 0  # the number of no signal
+_AGAIN = 0  # not a signal's number
 ENDING = "interrupted while it was ending"
-SENTENCES = {  # command -> what becomes of its work
+SENTENCES = {  # command -> what happens to its work
     "train": "rerun the same command to start, or to resume from the newest checkpoint",
     "evaluate": "the evaluation is incomplete and was not written; rerun the same command to measure again",
     "export": "the model is incomplete and was not written; rerun the same command to export it",
@@ -29,15 +29,15 @@ SENTENCES = {  # command -> what becomes of its work
 
 
 def sentence(command: str) -> str:
-    """What an interrupted command says; `command` is the first of its arguments."""
+    """What an interrupted command prints; `command` is the first of its arguments."""
     name = os.path.basename(command).removesuffix(".py")
     return f"interrupted: {SENTENCES.get(name, 'rerun the same command')}"
 
 
 def end_at_once(command: str) -> None:
-    """From now on Ctrl-C prints the sentence of `command` and ends this process there and then.
+    """From now on Ctrl-C prints the sentence of `command` and ends this process immediately.
 
-    Nothing changes where the process was started with SIGINT ignored, as shells start what runs in the background.
+    Nothing changes if the process was started with SIGINT ignored, as shells do for background jobs.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         _Interrupts(sentence(command))
@@ -45,10 +45,10 @@ def end_at_once(command: str) -> None:
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt; the caller prints why it ends.
+    """Inside, Ctrl-C raises KeyboardInterrupt, and the caller prints the message.
 
-    A second Ctrl-C ends the process at once, and so do GRACE_S seconds. Nothing changes without `end_at_once` before,
-    nor where another handler is in force.
+    A second Ctrl-C ends the process at once, and so does a cleanup longer than GRACE_S seconds. Nothing changes unless
+    `end_at_once` was called before, or if another handler has been installed since.
     """
     interrupts = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if not isinstance(interrupts, _Interrupts):
@@ -60,8 +60,8 @@ def undone() -> Iterator[None]:
         with suppress(OSError, ValueError):  # a closed stdout is reported at the end
             sys.stdout.flush()
     except BaseException as error:
-        interrupts.message = None  # the caller has one
-        if isinstance(error, Exception) and interrupts.raised_at is not None:  # as a library passes it on
+        interrupts.message = None  # the caller prints one
+        if isinstance(error, Exception) and interrupts.raised_at is not None:  # a library has wrapped it
             raise KeyboardInterrupt from error
         raise
     else:
@@ -74,7 +74,7 @@ def undone() -> Iterator[None]:
 
 
 def finish() -> None:
-    """Ends an interrupted command's process without what libraries do at its end; nothing without `end_at_once`."""
+    """Ends an interrupted command's process without running exit handlers. Does nothing without `end_at_once`."""
     if isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), _Interrupts):
         import logging
 
@@ -85,17 +85,17 @@ def finish() -> None:
 
 
 class _Interrupts:
-    """Hears SIGINT twice: where Python does, between two bytecodes of the main thread, and in a thread of its own.
+    """Receives SIGINT twice: in Python's handler, between two bytecodes of the main thread, and in a thread of its own.
 
-    The thread ends a process whose main thread stays inside a library. It raises again what is raised where Python
-    can only ignore it: in `__del__`, or in the function that JAX has called by the garbage collector.
+    The thread ends a process whose main thread is stuck inside a library. It sends the signal again if Python had to
+    ignore the exception: raised in `__del__`, or in a callback that JAX registers with the garbage collector.
     """
 
     def __init__(self, message: str) -> None:
         self.message: str | None = message  # None: printed by the caller
         self.may_raise = False
         self.raised_at: float | None = None  # time.monotonic() of the first Ctrl-C
-        self._own = 0  # signals that the thread has sent and not heard yet
+        self._own = 0  # signals that the thread has sent but not received yet
         self._ending = threading.Lock()
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
@@ -114,7 +114,7 @@ class _Interrupts:
         raise KeyboardInterrupt
 
     def _ignored(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        """Python's hook for exceptions that it must ignore."""
+        """Python's hook for exceptions that it cannot raise."""
         if unraisable.exc_type is KeyboardInterrupt and self.raised_at is not None:
             self.raised_at = None
             os.write(self._write_end, bytes([_AGAIN]))
@@ -122,7 +122,7 @@ class _Interrupts:
             self._report_ignored(unraisable)
 
     def _listen(self) -> None:
-        """The thread."""
+        """The thread's loop."""
         first: float | None = None
         while True:
             left = None if first is None else max(first + GRACE_S - time.monotonic(), 0.0)
@@ -130,9 +130,9 @@ class _Interrupts:
                 self._end()
             heard = os.read(self._read_end, 1)[0]
             if getattr(signal.getsignal(signal.SIGINT), "__self__", None) is not self:
-                continue  # another handler has taken the place of this
+                continue  # another handler has replaced this one
             if heard == _AGAIN:
-                time.sleep(_PAUSE_S)  # until the main thread is somewhere else
+                time.sleep(_PAUSE_S)  # so that the main thread is elsewhere
                 self._own += 1
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             elif heard == signal.SIGINT and self._own:
@@ -145,7 +145,7 @@ class _Interrupts:
                     self._end()
 
     def _end(self) -> None:
-        self._ending.acquire()  # of two threads that come here, one ends the process and the other waits for it
+        self._ending.acquire()  # only one thread ends the process; a second one waits here
         if self.message is not None:
             os.write(2, f"dapo_jax: {self.message}\n".encode())
         os._exit(EXIT_CODE)

@@ -1,7 +1,7 @@
-"""Host: which options a run reads only with another setting. One that is changed where nothing reads it is an error.
+"""Host: options that a run reads only with another setting. Changing one that nothing reads is an error.
 
-USES lists them; a test fails for an option that is neither listed nor always read.
-A value that asks for what happens anyway, such as a coefficient of 0 for a term that is off, is no error.
+USES lists them; a test fails for an option that is neither listed nor always read. A value that asks for what happens
+anyway, such as a coefficient of 0 for a term that is off, is allowed.
 """
 
 import operator
@@ -21,21 +21,21 @@ from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
 from dapo_jax.learner.choices import trained
 from dapo_jax.problems import TaskOptions, held_out_options, parse_tasks
 
-PUT_BACK: ContextVar[tuple[str, ...]] = ContextVar("PUT_BACK", default=())  # `put_back` of the command's own config
+PUT_BACK: ContextVar[tuple[str, ...]] = ContextVar("PUT_BACK", default=())  # `put_back` of this command's config
 
 
 @dataclass(frozen=True)
 class Use:
-    """Options that are read only with a setting."""
+    """Options that are read only with some setting."""
 
     keys: tuple[str, ...]
-    setting: str  # for a message: "... is not read without {setting}"
+    setting: str  # "... is not read without {setting}"
     reads: Callable[[Config], bool]
     idle: Any = None  # a value that asks for what happens without the setting
 
 
 def _use(options: str, setting: str, reads: Callable[[Config], bool], *, idle: Any = None) -> Use:
-    """A Use of the keys in `options`; "section." is all keys of a section, "section.one|two" are two of them."""
+    """A Use of the keys in `options`: "section." means all keys of a section, "section.one|two" two of them."""
     keys: list[str] = []
     for option in options.split():
         section, _, names = option.rpartition(".")
@@ -44,7 +44,7 @@ def _use(options: str, setting: str, reads: Callable[[Config], bool], *, idle: A
 
 
 def _with(options: str, key: str, *values: Any, idle: Any = None) -> Use:
-    """A Use of options that are read where `key` has one of `values`."""
+    """A Use of options that are read if `key` has one of `values`."""
     setting = f"{key}={' or '.join(map(str, values))}"
     return _use(options, setting, lambda config: operator.attrgetter(key)(config) in values, idle=idle)
 
@@ -54,7 +54,7 @@ def _section(name: str) -> list[str]:
 
 
 def _measured_sets(config: Config) -> list[TaskOptions]:
-    """What the policy is measured on: the held-out problems, if there are any, and evaluate.tasks."""
+    """What the policy is evaluated on: the held-out problems, if any, and evaluate.tasks."""
     data = config.data
     held_out = {
         "files": bool(data.val_files),
@@ -63,7 +63,7 @@ def _measured_sets(config: Config) -> list[TaskOptions]:
     }
     try:
         tasks = parse_tasks(config)
-    except ValueError:  # which validate reports; what the sets would read is not known
+    except ValueError:  # validate reports it; nobody knows what the sets would read
         tasks = [held_out_options(config)]
     return [held_out_options(config)] * held_out.get(data.task, True) + tasks
 
@@ -86,7 +86,7 @@ def _normalizes_weights(config: Config) -> bool:
 
 
 def _samples_in_rounds(config: Config) -> bool:
-    """Whether a size of rounds says something: without the filter it is that of the batch, and may say so."""
+    """Whether gen_batch_size matters. Without the filter a round is the batch; giving that size is allowed."""
     return config.algorithm.filter_groups.enable or gen_batch_size(config) == config.data.train_batch_size
 
 
@@ -105,11 +105,11 @@ def _aggregates(config: Config, start: str) -> bool:
 
 
 def _having(parameter: str, *tables: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """The names of functions, of some tables by name, that have this parameter."""
+    """The names in the first table whose function, in any of the tables, has this parameter."""
     return [name for name in tables[0] if any(name in table and needs(table[name], parameter) for table in tables)]
 
 
-CPO_READS = {  # by wrap_method, as algorithms/advantages.py's cpo
+CPO_READS = {  # by wrap_method, as in cpo of algorithms/advantages.py
     "mi": ("mi_alpha",),
     "mi_clamp_unify_difficulty": ("cpo_lambda", "pos_alpha", "neg_alpha", "mi_alpha"),
     "negonly_mi3": ("cpo_lambda", "neg_alpha"),
@@ -125,7 +125,7 @@ VERIFIED = "a verifier (reward.function other than none)"
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.policy_loss.loss_mode"
 F, C = "algorithm.filter_groups", "algorithm.rollout_correction"
 
-# Where several name a key, the first that fails is reported: the outer one comes first.
+# If several list a key, the first that fails is reported, so the outer ones come first.
 USES = (
     _use(
         "data.rollout_batch_size|mini_rollout_batch_size trainer.max_try_make_batch "
@@ -241,7 +241,7 @@ USES = (
 def unread(config: Config) -> dict[str, str]:
     """The options that differ from their defaults though nothing reads them, each with the setting that would.
 
-    `config` must have no `config.type_problems`.
+    `config` must have no `type_problems`.
     """
     values, found = flat(config), {}
     for use in USES:
@@ -256,7 +256,7 @@ def _default(key: str) -> str:
 
 
 def unread_problems(config: Config) -> list[str]:
-    """One line for each of `unread`, and for each bound of a rejection criterion that has none such."""
+    """One line for each option in `unread`, and for each lower bound given to a criterion that has none."""
     values = flat(config)
     problems = [
         f"{key}={values[key]!r} is not read without {setting}: set that, or leave it at its default, {_default(key)}"
@@ -267,27 +267,27 @@ def unread_problems(config: Config) -> list[str]:
         low, separator, high = threshold.partition("_")
         if separator and not name.endswith("_k1"):
             problems.append(
-                f"{C}.rollout_rs_threshold={correction.rollout_rs_threshold}: {name} has no lower bound, and {low} is "
+                f"{C}.rollout_rs_threshold={correction.rollout_rs_threshold}: {name} has no lower bound, so {low} is "
                 f"not read: give {high!r}"
             )
     return problems
 
 
 def without_switched_off(base: Config, config: Config, chosen: Collection[str]) -> Config:
-    """`config`, a variation of `base`, with what the variation switches off back at its default.
+    """`config`, a variation of `base`, with the options that the variation switches off reset to their defaults.
 
-    So a recipe is varied by one option, and the options that it sets for a feature need not be unset with it. What
-    `base` sets in vain and what was `chosen` stays as it is, for `validate` to refuse. `put_back` says what changes.
+    So one option is enough to vary a recipe: the options of a feature need not be unset when it is switched off.
+    Options that `base` leaves unread and `chosen` ones stay, for `validate` to refuse. `put_back` lists the changes.
 
     Args:
-        chosen: keys that were given with the variation.
+        chosen: keys that the variation sets.
     """
     off = _switched_off(base, config, chosen)
     return with_values(config, {key: DEFAULTS[key] for key in off}) if off else config
 
 
 def put_back(base: Config, config: Config, chosen: Collection[str]) -> tuple[str, ...]:
-    """A line for each option that `without_switched_off` sets back."""
+    """A line for each option that `without_switched_off` resets."""
     return tuple(
         f"{key} is not read without {setting}: it is back at its default, {_default(key)}"
         for key, setting in _switched_off(base, config, chosen).items()

@@ -1,4 +1,4 @@
-"""Host: the directory that a command writes, which has its name only once it is whole."""
+"""Host: the directory that a command writes, which gets its name only when it is complete."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,29 +14,29 @@ def new_output(path: str | Path) -> Path:
     """The directory `path`, absolute. Every process must call it.
 
     Raises:
-        ValueError: it is not of this machine, or there and not empty.
+        InputError: it is not on this machine, or exists and is not empty.
     """
     if is_address(str(path)):
-        raise InputError(f"--output={path} must be a directory of this machine: copy it to the bucket afterwards")
+        raise InputError(f"--output={path} must be a directory on this machine: copy it to the bucket afterwards")
     output = Path(path).expanduser().absolute()
     if is_written(output):
-        raise InputError(f"--output={output} must be a new or an empty directory: choose another name or empty it")
+        raise InputError(f"--output={output} must be a new or an empty directory: choose another name, or empty it")
     return output
 
 
 def is_written(output: Path) -> bool:
-    """Whether `output` is there and not empty, as process 0 sees it. Every process must call it."""
+    """Whether `output` exists and is not empty, as process 0 sees it. Every process must call it."""
     return gather(output.exists() and not (output.is_dir() and next(output.iterdir(), None) is None))[0]
 
 
 @contextmanager
 def output_directory(output: Path) -> Iterator[Path]:
-    """A directory to write to, OUTPUT.partial, which becomes `output` if nothing goes wrong.
+    """A directory to write to, OUTPUT.partial, which is renamed to `output` on success.
 
-    Every process must enter it; process 0 writes. What a command that was killed has left there is removed.
+    Every process must enter it; process 0 writes. What a killed command has left there is removed.
 
     Raises:
-        ValueError: `output` is a directory that cannot be replaced, for example a mounted volume.
+        InputError: `output` is a directory that cannot be replaced, for example a mounted volume.
     """
     partial = output.with_name(f"{output.name}.partial")
     if is_first():

@@ -1,4 +1,4 @@
-"""Host: the option names of other trainers, turned into ours."""
+"""Host: option names of other trainers, translated to ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_jax.errors import InputError
 
-if TYPE_CHECKING:  # config.freeze imports this module
+if TYPE_CHECKING:  # config/values.py imports this module
     from dapo_jax.config.sections import (
         AlgorithmConfig,
         Config,
@@ -20,25 +20,24 @@ if TYPE_CHECKING:  # config.freeze imports this module
 
 
 def resolve_aliases(config: Config, chosen: Collection[str] = ()) -> Config:
-    """`config` with every alias carried out and set back to None. `config.freeze` calls it.
+    """`config` with every alias applied and reset to None. `freeze` calls it.
 
     - data.rollout_batch_size, data.mini_rollout_batch_size (EasyR1): train_batch_size, gen_batch_size.
-    - algorithm.use_dynamic_sample, dynamic_sample_max_gen_batches: the filter by the spread of seq_reward; at the limit
-      (3 rounds unless given) and at the end of an epoch a step trains on what it has, on unfiltered groups if it has
-      none; surplus groups are dropped.
-    - algorithm.online_filtering, filter_key, filter_low, filter_high, trainer.max_try_make_batch (EasyR1): the filter
-      by the mean of a metric; the limit (20 rounds unless given) is an error, surplus groups are dropped. Unlike there,
-      one round that keeps nothing is no error.
+    - algorithm.use_dynamic_sample, dynamic_sample_max_gen_batches: filter by the spread of seq_reward. At the limit
+      (3 rounds unless given) and at the end of an epoch, a step trains on the groups it has, or on unfiltered groups
+      if it has none. Surplus groups are dropped.
+    - algorithm.online_filtering, filter_key, filter_low, filter_high, trainer.max_try_make_batch (EasyR1): filter by
+      the mean of a metric. Reaching the limit (20 rounds unless given) is an error; surplus groups are dropped. Unlike
+      in EasyR1, a round that keeps nothing is not an error.
     - custom_reward_function.path, name (verl): reward.function="PATH:NAME"; name is compute_score unless given.
     - True turns the filter on; False turns it off, unless the other of the two is True.
 
     Args:
-        chosen: keys that were given by themselves, on the command line. Such an option contradicts an alias even at its
-            default, and such a False drops the aliases of a config file that belong to it.
+        chosen: keys set on the command line. Such an option contradicts an alias even at its default value, and a False
+            among them drops the dependent aliases of the config file.
 
     Raises:
-        ValueError: an alias without the one that it belongs to, or one that contradicts another or an option that it
-            stands for.
+        InputError: an alias lacks the one that it depends on, or contradicts another or the option that it sets.
     """
     config = _without_dependants(config, chosen)
     algorithm, limit = config.algorithm, config.trainer.max_try_make_batch
@@ -74,7 +73,7 @@ _ALGORITHM = ("use_dynamic_sample", "dynamic_sample_max_gen_batches", "online_fi
 
 
 def _without_dependants(config: Config, chosen: Collection[str]) -> Config:
-    """`config` without the aliases that belong to one that was chosen to be off and were not chosen themselves."""
+    """`config` without the aliases of a switch that `chosen` turns off, unless they are chosen themselves."""
     algorithm, trainer = config.algorithm, config.trainer
     if algorithm.use_dynamic_sample is False and "algorithm.use_dynamic_sample" in chosen:
         if "algorithm.dynamic_sample_max_gen_batches" not in chosen:
@@ -90,7 +89,7 @@ def _without_dependants(config: Config, chosen: Collection[str]) -> Config:
 def _changed(
     groups: FilterGroupsConfig, alias: str, changes: dict[str, Any], chosen: Collection[str]
 ) -> FilterGroupsConfig:
-    """`groups` with what an alias sets, unless something else was chosen there."""
+    """`groups` with what an alias sets, unless that contradicts other options."""
     for name, value in changes.items():
         _check_agrees(groups, "algorithm.filter_groups", name, value, f"algorithm.{alias}", chosen)
     return dataclasses.replace(groups, **changes)
@@ -132,10 +131,10 @@ def _check_agrees(
     alias: str,
     chosen: Collection[str],
 ) -> None:
-    """Raises ValueError if an option is neither what `alias` sets nor, unless it was `chosen`, at its default."""
+    """Raises InputError if an option has neither the value that `alias` sets nor, unless `chosen`, its default."""
     found, key = getattr(section, name), f"{prefix}.{name}"
     if found != value and (key in chosen or found != getattr(type(section)(), name)):
-        raise InputError(f"{alias} sets {key}={value}, and {found} was chosen: leave out one of them")
+        raise InputError(f"{alias} sets {key}={value}, but {found} was given: leave out one of them")
 
 
 def _dynamic_sample(algorithm: AlgorithmConfig) -> dict[str, Any]:

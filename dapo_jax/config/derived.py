@@ -1,4 +1,4 @@
-"""Host: sizes and choices that follow from several options."""
+"""Host: values derived from several options."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ def checkpoint_dir(config: Config) -> str:
 
 
 def in_folder(config: Config, folder: Path) -> Config:
-    """`config` of a run that writes its records to `folder`, of this machine, and its checkpoints where it said."""
+    """`config` with `folder` on this machine as workdir, if that is an address. Checkpoints stay at the address."""
     if not is_address(config.workdir):
         return config
     trainer = dataclasses.replace(config.trainer, checkpoint_dir=checkpoint_dir(config))
@@ -37,12 +37,12 @@ def micro_batch_size(config: Config, name: str) -> int:
 
 
 def token_budget(config: Config) -> int | None:
-    """Tokens per forward and backward pass on one device; None: micro-batches are counted in responses."""
+    """Tokens per forward and backward pass on one device; None if micro-batches are sized in responses."""
     return config.actor.ppo_max_token_len_per_device if config.actor.use_dynamic_bsz else None
 
 
 def trains_on_older_samples(config: Config) -> bool:
-    """Whether an older policy may have sampled some groups of a batch: then its log-probabilities are the old ones."""
+    """Whether an older policy may have sampled some groups of a batch; the old log-probabilities are then its own."""
     return config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
 
 

@@ -1,4 +1,4 @@
-"""Host: a config file, which is Python with get_config(), or JSON such as the config.json of a run."""
+"""Host: reads config files: Python with get_config(), or JSON such as a run's config.json."""
 
 import json
 import runpy
@@ -21,10 +21,10 @@ EXAMPLE = "give a config file, for example --config configs/tiny.py, or the conf
 def read_config_file(path: str) -> ConfigDict:
     """The options in a file, as a locked ConfigDict.
 
-    In the config.json of a run, `workdir` becomes the directory of the file, wherever the run has been moved to.
+    For a run's config.json, `workdir` becomes the directory of the file, even if the run has been moved.
 
     Raises:
-        InputError: there is no such file, it fails, or it holds no config.
+        InputError: the file does not exist, fails, or holds no config.
     """
     place = place_of(path)
     if not place.is_file():
@@ -42,19 +42,21 @@ def _run_python(path: str) -> ConfigDict:
         with _neighbours(file):
             names = runpy.run_path(file)
             config = names["get_config"]() if "get_config" in names else None
-    except (Exception, SystemExit) as error:  # a config file is a foreign program: anything can come out of it
+    except (Exception, SystemExit) as error:  # a config file can raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f" in line {lines[-1]}" if lines else ""
-        raise InputError(f"{rule}, and fails{where} with {type(error).__name__}: {error}: correct the file") from error
+        raise InputError(
+            f"{rule}, but it fails{where} with {type(error).__name__}: {error}: correct the file"
+        ) from error
     if not isinstance(config, ConfigDict):
         found = f"returns {config!r}" if "get_config" in names else "has no get_config"
-        raise InputError(f"{rule}, and {found}: correct the file")
+        raise InputError(f"{rule}, but it {found}: correct the file")
     return config
 
 
 @contextmanager
 def _neighbours(file: str) -> Iterator[None]:
-    """Lets a config file import the files in its folder, as configs/grpo.py does. Installed packages come first."""
+    """Lets a config file import other files in its folder, as configs/grpo.py does. Installed packages win."""
     folder = str(Path(file).parent)
     sys.path.append(folder)
     try:
@@ -64,15 +66,15 @@ def _neighbours(file: str) -> Iterator[None]:
 
 
 def _run_json(path: str) -> ConfigDict:
-    """The defaults with what a JSON object of sections changes."""
+    """The defaults with the changes of a JSON object of sections."""
     rule = f"--config={path} must be a JSON object of options, such as the config.json of a run"
     place, config = place_of(path), default_config()
     try:
         values = json.loads(place.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{rule}, and is no JSON ({error}): correct the file") from error
+        raise InputError(f"{rule}, but is not JSON ({error}): correct the file") from error
     if not isinstance(values, dict):
-        raise InputError(f"{rule}, and holds {type(values).__name__}: correct the file")
+        raise InputError(f"{rule}, but holds {type(values).__name__}: correct the file")
     known = traverse_util.flatten_dict(config.to_dict())
     unknown = [
         ".".join(path)
@@ -80,7 +82,7 @@ def _run_json(path: str) -> ConfigDict:
         if path not in known
     ]
     if unknown:
-        raise InputError(f"{rule}, and there are no options {', '.join(unknown[:10])}: correct the file")
+        raise InputError(f"{rule}, but has unknown options {', '.join(unknown[:10])}: correct the file")
     try:
         config.update(values)
     except (TypeError, AttributeError, ValueError) as error:

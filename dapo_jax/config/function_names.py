@@ -1,4 +1,4 @@
-"""Host: a function that a config file gives, as the name by which another process finds it."""
+"""Host: turns a function in a config file into a name by which another process can find it."""
 
 import inspect
 import sys
@@ -12,7 +12,7 @@ from dapo_jax.errors import InputError
 
 
 class Section(ConfigDict):
-    """A section of the config. A function that is assigned to a key becomes its name."""
+    """A section of the config. A function assigned to a key is stored by name."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, FieldReference) and callable(value):
@@ -21,10 +21,10 @@ class Section(ConfigDict):
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name by which another process finds `function`.
+    """The name by which another process can find `function`.
 
     Raises:
-        ValueError: there is none: it is a lambda, a method, or defined inside another function.
+        InputError: there is none, for a lambda, a method, or a function inside another.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if name.isidentifier():
@@ -34,6 +34,6 @@ def name_of(function: Callable[..., Any]) -> str:
         if file is not None and file.endswith(".py") and Path(file).is_file():
             return f"{file}:{name}"
     raise InputError(
-        f"{function!r} has no name by which a process of its own could find it: define it with `def` at the top level "
-        "of a Python file, and give that function, package.module.function or FILE.py:function"
+        f"{function!r} has no name by which a verifier process can find it: define it with `def` at the top level of a "
+        "Python file, and give that function, package.module.function or FILE.py:function"
     )

@@ -1,6 +1,7 @@
-"""Host: every option of a run, its default, unit and meaning. validation.py checks them together.
+"""Host: every option of a run with its type, bounds, default, unit and meaning.
 
 A config file returns a locked ConfigDict from `default_config()`; `freeze` turns it into the dataclasses below.
+command/validation.py checks the rules that relate several options.
 Names are verl's where verl has the option. The defaults are DAPO's (arXiv:2503.14476, section 4.1).
 """
 
@@ -9,14 +10,28 @@ from typing import Annotated, Literal
 
 from dapo_jax.config.bounds import (
     AboveOne,
+    Axis,
+    Betas,
+    EvenPositive,
+    ExitCode,
     Frequency,
+    LowerClip,
     NotNegative,
     Positive,
     PositiveOrNull,
     PositiveShare,
+    PositiveTemperature,
+    ProcessId,
     Share,
+    Steps,
+    Temperature,
+    TopK,
+    TopP,
     ZeroIsNone,
+    ZeroOrOne,
     above_zero_or_off,
+    at_most,
+    zero_or_more,
 )
 
 Task = Literal["files", "arithmetic", "reasoning_gym"]
@@ -34,8 +49,6 @@ MomentsDtype = Literal["float32", "bfloat16"]
 OldLogprob = Literal["auto", "rollout", "recompute"]
 BestMode = Literal["max", "min"]
 ResumeMode = Literal["auto", "disable"]
-Steps = Annotated[int, above_zero_or_off("as many as trainer.total_epochs says")]
-Axis = Annotated[int, above_zero_or_off("what the other axes leave")]
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class ArithmeticConfig:
 class ReasoningGymConfig:
     """Problems that the library reasoning-gym generates, read when data.task is "reasoning_gym"."""
 
-    datasets: tuple[str, ...] = ("leg_counting",)  # names of its data sets; each gives as many problems
+    datasets: tuple[str, ...] = ("leg_counting",)  # names of its data sets; each gives the same number of problems
     num_train: Positive[int] = 1000  # problems of each data set to train on
     num_heldout: NotNegative[int] = 64  # problems of each data set to evaluate on, never trained on
     template: str = (  # text of the user's message
@@ -66,7 +79,7 @@ class ReasoningGymConfig:
 class DataConfig:
     task: Task = "files"  # files | arithmetic | reasoning_gym (pip install 'dapo_jax[reasoning-gym]')
     train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema; paths or gs:// addresses
-    val_files: tuple[str, ...] = ()  # the same, for evaluation
+    val_files: tuple[str, ...] = ()  # the same, to evaluate on
     prompt_key: str = "prompt"  # column with chat messages or text
     train_batch_size: Positive[int] = 512  # prompts per training step, after the group filter
     gen_batch_size: PositiveOrNull[int] = None  # prompts per generation round; null = train_batch_size
@@ -75,13 +88,13 @@ class DataConfig:
     truncation: Truncation = "error"  # over-long prompts: error | left | right | middle (which part is cut)
     filter_overlong_prompts: bool = False  # drop over-long prompts instead
     shuffle: bool = True  # a new order of the rows in every epoch
-    system_prompt: str | None = None  # put before prompts that have none; null = the chat template decides
-    chat_template_kwargs: str = "{}"  # further variables of the chat template: dict or JSON object
+    system_prompt: str | None = None  # for prompts that have none; null = the chat template decides
+    chat_template_kwargs: str = "{}"  # more variables for the chat template: dict or JSON object
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
-    # Aliases, see aliases.py; null = not given.
-    rollout_batch_size: int | None = None  # EasyR1's name of train_batch_size
-    mini_rollout_batch_size: int | None = None  # EasyR1's name of gen_batch_size
+    # Aliases (aliases.py); null = not given.
+    rollout_batch_size: int | None = None  # EasyR1's name for train_batch_size
+    mini_rollout_batch_size: int | None = None  # EasyR1's name for gen_batch_size
 
 
 @dataclass(frozen=True)
@@ -93,16 +106,16 @@ class RandomModelConfig:
     num_layers: Positive[int] = 2  # transformer blocks
     num_heads: Positive[int] = 4  # query heads
     num_kv_heads: Positive[int] = 2  # key and value heads; divides num_heads
-    head_dim: Positive[int] = 16  # width of one head
+    head_dim: EvenPositive = 16  # width of one head
     initializer_range: NotNegative[float] = 0.02  # standard deviation of the weights
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters of the policy (arXiv:2106.09685): they alone are trained and saved."""
+    """Low-rank adapters of the policy (arXiv:2106.09685). Only they are trained and saved."""
 
-    rank: int = 0  # 0 = train all weights
-    alpha: float = 16.0  # what the adapters add is multiplied with alpha / rank
+    rank: Annotated[int, zero_or_more("off")] = 0  # 0 = train all weights
+    alpha: Positive[float] = 16.0  # the adapters' output is scaled by alpha / rank
     target_modules: tuple[str, ...] = (  # matrices with adapters, by Hugging Face's names
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
@@ -112,10 +125,10 @@ class LoraConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = ""  # Hugging Face directory, .gguf file, a workdir, or "random"
-    dtype: Dtype = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where its products are fast)
-    enable_gradient_checkpointing: bool = True  # compute parts of a layer again in the backward pass: less memory
-    attention: Attention = "fused"  # of training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (what can run)
-    remat_policy: str = "full"  # what is then kept: full (nothing) | attention | dots | offload (accelerators)
+    dtype: Dtype = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where it is fast)
+    enable_gradient_checkpointing: bool = True  # recompute parts of a layer in the backward pass: less memory
+    attention: Attention = "fused"  # training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (whichever runs)
+    remat_policy: str = "full"  # kept for the backward pass: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
 
@@ -123,14 +136,14 @@ class ModelConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     n: Positive[int] = 16  # samples per prompt
-    temperature: float = 1.0  # above 0
-    top_p: float = 1.0  # 1 = off
-    top_k: int = -1  # -1 = off
-    min_response_length: int = 0  # tokens before which no end-of-sequence token is drawn; not in evaluation
-    stop: tuple[str, ...] = ()  # a response ends with the first of these strings, which stays part of it
-    max_num_seqs: int = 0  # responses decoded at once, but at least a group a device; 0 = what fits kv_memory_share
-    kv_memory_share: Positive[float] = 0.5  # of the free memory, for keys and values; only with max_num_seqs=0
-    decode_chunk_length: Positive[int] = 32  # tokens between two looks at what has finished
+    temperature: PositiveTemperature = 1.0  # above 0
+    top_p: TopP = 1.0  # 1 = off
+    top_k: TopK = -1  # -1 = off
+    min_response_length: int = 0  # no end-of-sequence token is drawn before so many tokens; not in evaluation
+    stop: tuple[str, ...] = ()  # a response ends after the first of these strings, which it keeps
+    max_num_seqs: NotNegative[int] = 0  # responses decoded at once, at least a group per device; 0 = by kv_memory_share
+    kv_memory_share: Annotated[Positive[float], at_most(1)] = 0.5  # of the free memory, for keys and values
+    decode_chunk_length: Positive[int] = 32  # tokens between two checks for finished responses
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ class OverlongBufferConfig:
     enable: bool = False  # DAPO's recipes: True
     len: int = 256  # tokens before max_response_length over which the penalty grows
     penalty_factor: NotNegative[float] = 1.0  # penalty of a response of max_response_length tokens
-    log: bool = True  # of an enabled one, the share of penalised responses: rollout/overlong/mean (verl: False)
+    log: bool = True  # if enabled: log the share of penalised responses, rollout/overlong/mean (verl: False)
 
 
 @dataclass(frozen=True)
@@ -151,13 +164,13 @@ class RewardModelConfig:
     weight: float = 1.0  # score = function_weight * verifier's score + weight * reward model's score
     function_weight: float = 1.0  # of the verifier's score, see weight
     micro_batch_size_per_device: Positive[int] = 8  # chats per forward pass on one device
-    max_length: Positive[int] = 4096  # tokens of prompt and response; a longer chat loses its beginning
+    max_length: Positive[int] = 4096  # tokens of prompt and response; a longer chat is cut at its beginning
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     function: str = "auto"  # auto (by data_source), a verifier, your function (MODULE.NAME or FILE.py:NAME), or none
-    num_workers: Positive[int] = 2  # verifier processes
+    num_workers: Annotated[Positive[int], at_most(1024)] = 2  # verifier processes
     timeout_s: Positive[float] = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none
     error_score: float | None = None  # of a failed verification; null = the verifier's lowest, 0 for your own function
@@ -167,7 +180,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class CustomRewardFunctionConfig:
-    """verl's names of reward.function="PATH:NAME" (aliases.py); null = not given."""
+    """verl's names for reward.function="PATH:NAME" (aliases.py); null = not given."""
 
     path: str | None = None  # Python file with the function
     name: str | None = None  # the function; null = compute_score
@@ -175,29 +188,29 @@ class CustomRewardFunctionConfig:
 
 @dataclass(frozen=True)
 class AdaptiveLimitConfig:
-    """A limit of rounds from the share of groups that a step has kept (dynamic_sampling/schedule.py)."""
+    """A limit on rounds, from the share of groups that a step has kept (dynamic_sampling/schedule.py)."""
 
     enable: bool = False  # compute the limit in each step, at most max_num_gen_batches
-    slack: float = 2.0  # rounds more than expected
-    min_rounds: int = 2  # rounds before the limit is computed; later ones can lower it
+    slack: NotNegative[float] = 2.0  # rounds more than expected
+    min_rounds: Positive[int] = 2  # rounds before the limit is computed; later rounds can lower it
 
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How many prompts backfill=stream samples at a time, and the running keep rate, which rounds have too."""
+    """How many prompts backfill=stream samples at a time, and the running keep rate, which rounds use too."""
 
-    slack: Positive[float] = 1.0  # stream: kept groups aimed at per one still missing; below 1: more, smaller waves
-    keep_rate_prior: Share = 0.5  # assumed share of kept groups before anything is known; bounds adaptive_limit too
+    slack: Positive[float] = 1.0  # stream: kept groups to aim at per missing group; below 1: more, smaller waves
+    keep_rate_prior: Share = 0.5  # assumed share of kept groups before any is known; bounds adaptive_limit too
     keep_rate_ema: Share = 0.9  # weight of the past in the running keep rate, per training step
 
 
 @dataclass(frozen=True)
 class SkipUniformConfig:
-    """Leaving out prompts whose past groups were all uniform (after GRESO, arXiv:2506.02177)."""
+    """Skips prompts whose past groups were all uniform (after GRESO, arXiv:2506.02177)."""
 
-    enable: bool = False  # what is left out is counted
-    floor: PositiveShare = 0.2  # smallest probability of being sampled all the same
-    decay: PositiveShare = 0.5  # the probability is decay^(uniform groups in a row), but at least the floor
+    enable: bool = False  # skipped prompts are counted
+    floor: PositiveShare = 0.2  # smallest probability of being sampled
+    decay: PositiveShare = 0.5  # the probability is decay^(uniform groups in a row), but at least floor
 
 
 @dataclass(frozen=True)
@@ -208,16 +221,16 @@ class FilterGroupsConfig:
     metric: str = "acc"  # acc | score | seq_reward | seq_final_reward | token_level_rewards | what the reward returns
     rule: str = "std"  # std: spread above std_threshold | mean_range: filter_low < mean < filter_high | mixed
     std_threshold: NotNegative[float] = 0.0  # 0: the values differ, compared exactly
-    filter_low: float = 0.01  # rule mean_range: smallest mean, not kept itself
-    filter_high: float = 0.99  # and the greatest
+    filter_low: float = 0.01  # rule mean_range: means must be above this
+    filter_high: float = 0.99  # and below this
     keep_singletons: bool = True  # keep groups of one sample
-    max_num_gen_batches: int = 10  # generation rounds per training step at most; <= 0 = no limit
+    max_num_gen_batches: int = 10  # at most so many generation rounds per training step; <= 0 = no limit
     adaptive_limit: AdaptiveLimitConfig = field(default_factory=AdaptiveLimitConfig)
     on_limit: OnLimit = "error"  # too few groups at the limit: error | partial (train on them) | fallback_unfiltered
     on_exhausted: OnExhausted = "next_epoch"  # the epoch ends within a step: next_epoch | partial | error
-    on_empty: OnEmpty = "error"  # a partial step without any group: error | skip_step | train_unfiltered
-    leftover: Leftover = "requeue"  # surplus groups: requeue (sampled again) | carry (used later) | discard (verl)
-    leftover_max_staleness: int = 1  # carry: training steps after which a group is dropped
+    on_empty: OnEmpty = "error"  # a partial step without a group: error | skip_step | train_unfiltered
+    leftover: Leftover = "requeue"  # surplus groups: requeue (sample again) | carry (use later) | discard (verl)
+    leftover_max_staleness: Positive[int] = 1  # carry: training steps after which a group is dropped
     backfill: Backfill = "batch"  # batch (rounds of gen_batch_size) | stream (waves as the keep rate predicts)
     stream: StreamConfig = field(default_factory=StreamConfig)
     skip_uniform: SkipUniformConfig = field(default_factory=SkipUniformConfig)
@@ -241,7 +254,7 @@ class RolloutCorrectionConfig:
     rollout_is_threshold: str = "2.0"  # "high": truncate there; "low_high": 0 outside
     rollout_is_batch_normalize: bool = False  # divide the weights by their mean
     rollout_rs: tuple[str, ...] = ()  # rejection criteria, all of which must hold, such as token_k1, seq_mean_k3
-    rollout_rs_threshold: tuple[str, ...] = ()  # one a criterion: "high" or "low_high"
+    rollout_rs_threshold: tuple[str, ...] = ()  # one per criterion: "high" or "low_high"
 
 
 @dataclass(frozen=True)
@@ -250,10 +263,10 @@ class CPOConfig:
 
     wrap_method: str = "mi"  # mi | mi_clamp_unify_difficulty | negonly_mi3 | seq_kl | negonly_seq_kl
     cpo_lambda: Positive[float] = 5.0  # the probability ratio is clamped to 1 / cpo_lambda .. cpo_lambda
-    pos_alpha: float = 0.05  # weight in groups that are all right, of mi_clamp_unify_difficulty
-    neg_alpha: float = 0.1  # in groups that are all wrong; of negonly_mi3 in all but those that are all right
-    mi_alpha: float = 0.1  # in mixed groups, of mi in all
-    kl_alpha: float = 0.1  # of seq_kl and negonly_seq_kl
+    pos_alpha: float = 0.05  # weight in groups that are all right, for mi_clamp_unify_difficulty
+    neg_alpha: float = 0.1  # in groups that are all wrong; for negonly_mi3 in all groups but those that are all right
+    mi_alpha: float = 0.1  # in mixed groups; for mi in all groups
+    kl_alpha: float = 0.1  # for seq_kl and negonly_seq_kl
 
 
 @dataclass(frozen=True)
@@ -262,9 +275,9 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True  # False: Dr. GRPO (arXiv:2503.20783)
     gamma: Share = 1.0  # discount per token, of gae and reinforce_plus_plus
     lam: Share = 1.0  # lambda of gae
-    keep_pos_ratio: Share = 1.0  # share of a group's good samples that are trained on, the best; grpo only
-    keep_neg_ratio: Share = 1.0  # share of its bad samples, the worst
-    compute_new_adv: bool = False  # normalise the advantages again over the kept samples
+    keep_pos_ratio: Share = 1.0  # train on this share of a group's good samples, the best; grpo only
+    keep_neg_ratio: Share = 1.0  # and on this share of its bad samples, the worst
+    compute_new_adv: bool = False  # normalise the advantages again, over the kept samples
     overlong_filtering: bool = False  # leave responses that were cut off out of the loss (DAPO, section 3.4)
     use_kl_in_reward: bool = False  # subtract the KL divergence to the reference from the reward of each token
     kl_penalty: str = "kl"  # its estimator: a name of PENALTIES in dapo_jax/algorithms/kl.py
@@ -272,10 +285,10 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     cpo: CPOConfig = field(default_factory=CPOConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    # Aliases, see aliases.py; null = not given.
-    use_dynamic_sample: bool | None = None  # filter_groups as "dynamic sampling" forks of EasyR1 mean it
+    # Aliases (aliases.py); null = not given.
+    use_dynamic_sample: bool | None = None  # filter_groups as in EasyR1's "dynamic sampling" forks
     dynamic_sample_max_gen_batches: int | None = None  # filter_groups.max_num_gen_batches; 3 unless given
-    online_filtering: bool | None = None  # filter_groups as EasyR1 means it
+    online_filtering: bool | None = None  # filter_groups as in EasyR1
     filter_key: str | None = None  # filter_groups.metric; "overall" is score
     filter_low: float | None = None  # filter_groups.filter_low
     filter_high: float | None = None  # filter_groups.filter_high
@@ -290,15 +303,15 @@ class OptimConfig:
     lr_scheduler_type: Schedule = "constant"  # after the warm-up: constant | cosine, down to lr * min_lr_ratio
     min_lr_ratio: Share = 0.0  # cosine: last learning rate, as a multiple of lr
     weight_decay: NotNegative[float] = 0.1  # verl's framework: 0.01; its DAPO scripts: 0.1
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of the two running moments, per update
+    betas: Betas = (0.9, 0.999)  # decay of the two running moments, per update
     eps: Positive[float] = 1e-8  # added to the root of the second moment
     moments_dtype: MomentsDtype = "float32"  # of Adam's moments: float32 | bfloat16 (half the memory, random rounding)
-    offload: bool = False  # keep the moments in the host's memory between updates (GPUs and TPUs)
+    offload: bool = False  # keep the moments in host memory between updates (GPUs and TPUs)
 
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """Which policy loss, and the options that only some have (algorithms/policy_loss.py)."""
+    """The policy loss, and the options that only some losses have (algorithms/policy_loss.py)."""
 
     loss_mode: str = "vanilla"  # a name of LOSSES
     clip_cov_ratio: Positive[float] = 0.0002  # clip_cov: share of a mini-batch's tokens whose gradient is detached
@@ -306,38 +319,38 @@ class PolicyLossConfig:
     clip_cov_ub: float = 5.0  # clip_cov: largest covariance that may be drawn
     kl_cov_ratio: Positive[float] = 0.0002  # kl_cov: share of a mini-batch's tokens that are penalised
     ppo_kl_coef: float = 0.1  # kl_cov: the penalty's coefficient
-    tau_pos: Positive[float] = 1.0  # sapo: temperature of the gate where the advantage is positive
-    tau_neg: Positive[float] = 1.05  # sapo: and elsewhere
+    tau_pos: Positive[float] = 1.0  # sapo: temperature of the gate for positive advantages
+    tau_neg: Positive[float] = 1.05  # sapo: and for the others
 
 
 @dataclass(frozen=True)
 class ActorConfig:
     ppo_mini_batch_size: Positive[int] = 32  # prompts per optimizer step
     ppo_micro_batch_size_per_device: Positive[int] = 8  # responses per forward and backward pass on one device
-    use_dynamic_bsz: bool = False  # micro-batches, the critic's too, by tokens instead of by responses
-    ppo_max_token_len_per_device: Positive[int] = 16384  # tokens of one with use_dynamic_bsz, with all padding
-    share_prompts: bool = True  # run a prompt once for several of its responses; not with a fused kernel
+    use_dynamic_bsz: bool = False  # size micro-batches, the critic's too, by tokens instead of responses
+    ppo_max_token_len_per_device: Positive[int] = 16384  # tokens per micro-batch with use_dynamic_bsz, padding included
+    share_prompts: bool = True  # compute a prompt once for several of its responses; not with a fused kernel
     ppo_epochs: Positive[int] = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    clip_ratio_low: float = 0.2  # the ratio is clipped below 1 - clip_ratio_low
+    clip_ratio_low: LowerClip = 0.2  # the ratio is clipped below 1 - clip_ratio_low
     clip_ratio_high: Positive[float] = 0.28  # clip-higher (DAPO, section 3.1); verl's framework: 0.2
-    clip_ratio_c: float = 10.0  # dual clip, the largest |loss| of a token as a multiple of |advantage|
+    clip_ratio_c: AboveOne = 10.0  # dual clip: bound of a token's |loss|, as a multiple of |advantage|
     loss_agg_mode: str = "token-mean"  # a name of MODES in dapo_jax/algorithms/aggregation.py
     loss_scale_factor: PositiveOrNull[float] = None  # of seq-mean-token-sum-norm; null = max_response_length
-    count_empty_sequences: bool = False  # True: sequence means divide by the configured size, as verl
-    entropy_coeff: NotNegative[float] = 0.0  # of the mean token entropy, which is subtracted from the loss
-    use_kl_loss: bool = False  # add the KL divergence to the reference to the loss
-    kl_loss_coef: float = 0.001  # of that divergence
+    count_empty_sequences: bool = False  # True: sequence means divide by the configured size, as in verl
+    entropy_coeff: NotNegative[float] = 0.0  # coefficient of the mean token entropy, subtracted from the loss
+    use_kl_loss: bool = False  # add the KL divergence to the reference policy to the loss
+    kl_loss_coef: float = 0.001  # its coefficient
     kl_loss_type: str = "low_var_kl"  # a name of PENALTIES in dapo_jax/algorithms/kl.py
     old_logprob: OldLogprob = "auto"  # rollout | recompute | auto (rollout, until the two differ: docs/update.md)
-    logprob_chunk_size: Positive[int] = 4096  # tokens per device whose logits exist at a time
+    logprob_chunk_size: Positive[int] = 4096  # tokens per device whose logits are in memory at a time
     grad_clip: Positive[float] = 1.0  # global norm
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The policy that KL divergences are to; not loaded unless one of them is on."""
+    """The policy that KL divergences refer to; loaded only if one of them is on."""
 
     path: str | None = None  # as model.path, of the same architecture; null = model.path
 
@@ -349,16 +362,16 @@ class CriticModelConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A value function, a transformer like the policy's with a scalar head, trained if adv_estimator needs one (gae).
+    """A value function: a transformer like the policy's with a scalar head, trained if adv_estimator needs one (gae).
 
-    actor.loss_scale_factor and actor.count_empty_sequences hold for its loss too.
+    actor.loss_scale_factor and actor.count_empty_sequences apply to its loss too.
     """
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: PositiveOrNull[int] = None  # prompts per optimizer step; null = the actor's
     ppo_micro_batch_size_per_device: PositiveOrNull[int] = None  # responses per pass on one device; null = the actor's
     ppo_epochs: Positive[int] = 1  # passes over a training batch
-    cliprange_value: Positive[float] = 0.5  # how far a value may move from the old one before its loss stops falling
+    cliprange_value: Positive[float] = 0.5  # how far a value may move from the old one before its loss is clipped
     loss_agg_mode: str = "token-mean"  # a name of MODES in dapo_jax/algorithms/aggregation.py
     grad_clip: Positive[float] = 1.0  # global norm
     optim: OptimConfig = field(
@@ -369,81 +382,81 @@ class CriticConfig:
 @dataclass(frozen=True)
 class TrainerConfig:
     total_training_steps: Steps = 100  # batches trained on; -1 = as many as total_epochs says
-    total_epochs: PositiveOrNull[int] = None  # at most epochs x prompts // train_batch_size steps; null = no bound
-    critic_warmup: NotNegative[int] = 0  # first steps, which update the critic alone; the policy's schedule follows
+    total_epochs: PositiveOrNull[int] = None  # at most epochs x prompts // train_batch_size steps; null = no limit
+    critic_warmup: NotNegative[int] = 0  # first steps, which update only the critic; the policy's schedule follows
     save_freq: Frequency = 10  # training steps between checkpoints; -1 = only at the end
-    save_minutes: NotNegative[float] = 0.0  # also a checkpoint once the newest is so many minutes old; 0 = off
+    save_minutes: NotNegative[float] = 0.0  # also save once the newest checkpoint is so many minutes old; 0 = off
     test_freq: Frequency = 10  # training steps between evaluations; -1 = only at the end
     val_before_train: bool = True  # evaluate before the first step
-    max_ckpt_to_keep: Positive[int] = 2  # the newest checkpoints
-    keep_best_ckpt: ZeroIsNone = 1  # and the checkpoints with the best best_metric; 0 = none
+    max_ckpt_to_keep: Positive[int] = 2  # newest checkpoints to keep
+    keep_best_ckpt: ZeroIsNone = 1  # and checkpoints with the best best_metric; 0 = none
     best_metric: str = ""  # name of a metric; empty = the mean of eval/*/acc/mean@k over the data sources
     best_metric_mode: BestMode = "max"  # max | min
-    rollout_ahead: int = 0  # 1 = a batch is sampled, by a policy one step older, while other devices train on the last
+    rollout_ahead: ZeroOrOne = 0  # 1 = sample a batch with a policy one step older while other devices train
     rollout_devices: NotNegative[int] = 0  # with rollout_ahead: devices that sample, over all processes; 0 = half
-    logger: tuple[str, ...] = ("console", "tensorboard")  # besides metrics.jsonl: console | tensorboard | wandb
+    logger: tuple[str, ...] = ("console", "tensorboard")  # in addition to metrics.jsonl: console | tensorboard | wandb
     project_name: str = "dapo_jax"  # of the run in Weights & Biases (logger wandb: pip install 'dapo_jax[wandb]')
     experiment_name: str = ""  # the run's name there; empty = the last part of workdir
-    checkpoint_dir: str = ""  # path or gs:// address that all processes reach; empty = workdir/checkpoints
-    checkpoint_timeout_s: Positive[int] = 3600  # seconds to write a checkpoint (Orbax: 1200), after which the run fails
-    coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI) or is alone
-    num_processes: NotNegative[int] = 0  # 0 = JAX finds out; 1 = this process is alone
-    process_id: int = -1  # of this process, from 0; -1 = JAX finds out
-    heartbeat_timeout_s: Positive[int] = 30  # seconds without a sign of life after which a process counts as dead
-    gpu_memory_fraction: PositiveShare = 0.9  # of each GPU's memory, taken at the start; JAX's own default is 0.75
-    compiler_options: str = "{}"  # XLA's options for training passes: dict or JSON object, over those of docs/update.md
+    checkpoint_dir: str = ""  # path or gs:// address that all processes can reach; empty = workdir/checkpoints
+    checkpoint_timeout_s: Positive[int] = 3600  # seconds to write a checkpoint before the run fails (Orbax: 1200)
+    coordinator: str = ""  # host:port of process 0; empty = JAX finds it (TPU pods, Slurm, Open MPI), or one process
+    num_processes: NotNegative[int] = 0  # 0 = JAX finds it; 1 = this process alone
+    process_id: ProcessId = -1  # of this process, from 0; -1 = JAX finds it
+    heartbeat_timeout_s: Positive[int] = 30  # seconds without a heartbeat after which a process counts as dead
+    gpu_memory_fraction: PositiveShare = 0.9  # of each GPU's memory, reserved at the start; JAX's default is 0.75
+    compiler_options: str = "{}"  # XLA options for training passes, on top of docs/update.md's: dict or JSON object
     compilation_cache_dir: str = "~/.cache/dapo_jax/compiled"  # compiled programs kept between runs; empty = none
-    resume_mode: ResumeMode = "auto"  # auto (go on from the last checkpoint of the workdir) | disable
-    resume_from_path: str = ""  # begin as another run was: WORKDIR, or WORKDIR/checkpoints/STEP
-    stop_patience_s: NotNegative[float] = 15.0  # seconds after a signal in which a running update may finish
-    stopped_exit_code: int = 0  # exit code after SIGTERM or SIGINT; 1 where a scheduler takes 0 for done
-    max_nonfinite_steps: Positive[int] = 3  # steps in a row with a non-finite loss or gradient that end a run
-    profile_steps: tuple[int, ...] = ()  # training steps whose trace JAX's profiler writes to workdir/profile
-    max_try_make_batch: int | None = None  # EasyR1's name of filter_groups.max_num_gen_batches; null = not given
+    resume_mode: ResumeMode = "auto"  # auto (resume from the workdir's newest checkpoint) | disable
+    resume_from_path: str = ""  # start from another run's state: WORKDIR, or WORKDIR/checkpoints/STEP
+    stop_patience_s: NotNegative[float] = 15.0  # seconds that a running update may take to finish after a signal
+    stopped_exit_code: ExitCode = 0  # exit code after SIGTERM or SIGINT; 1 if the scheduler takes 0 for done
+    max_nonfinite_steps: Positive[int] = 3  # a run ends after so many steps in a row with a non-finite loss or gradient
+    profile_steps: tuple[int, ...] = ()  # training steps that JAX's profiler traces into workdir/profile
+    max_try_make_batch: int | None = None  # EasyR1's name for filter_groups.max_num_gen_batches; null = not given
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; their product is the number of devices."""
+    """Devices along each axis. Their product is the number of devices."""
 
     data: Axis = -1  # copies of the parameters; -1 = what the other axes leave
-    fsdp: Positive[int] = 1  # parameters and optimizer state are divided, rows too
-    tensor: Positive[int] = 1  # heads, feed-forward and vocabulary are divided
+    fsdp: Positive[int] = 1  # shards of parameters and optimizer state, and of rows
+    tensor: Positive[int] = 1  # shards of heads, feed-forward and vocabulary
 
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """When a step is reported as suspicious, by a warning and a metric alarm/*; a run never stops for it."""
+    """When a step looks suspicious: a warning and a metric alarm/*. An alarm never stops a run."""
 
-    entropy_collapse: Share = 0.1  # entropy below this multiple of the first step's
-    entropy_explosion: AboveOne = 3.0  # entropy above this multiple of the first step's
-    kl_jump: AboveOne = 10.0  # divergence above this multiple of its running mean
-    mismatch_growth: AboveOne = 10.0  # sampler against training pass (k3) above this multiple of its running mean
-    truncation: Share = 0.5  # share of trained responses that end at max_response_length above this
-    reward_errors: Share = 0.1  # share of samples without a verdict above this
-    score_by_length: Share = 0.8  # correlation of score and length of equally right answers beyond this, + or -
-    heldout_drop: Share = 0.5  # held-out accuracy below this multiple of the best one so far
+    entropy_collapse: Share = 0.1  # alarm if entropy is below this multiple of the first step's
+    entropy_explosion: AboveOne = 3.0  # if entropy is above this multiple of the first step's
+    kl_jump: AboveOne = 10.0  # if a KL divergence is above this multiple of its running mean
+    mismatch_growth: AboveOne = 10.0  # if sampler and training pass differ (k3) by more than this multiple of its mean
+    truncation: Share = 0.5  # if more than this share of trained responses ends at max_response_length
+    reward_errors: Share = 0.1  # if more than this share of samples has no verdict
+    score_by_length: Share = 0.8  # if |correlation| of score and length among equally right answers is above this
+    heldout_drop: Share = 0.5  # if held-out accuracy is below this multiple of the best so far
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
-    console: str = "steps"  # steps (a line each) | detailed (and train.log) | quiet (final table) | json (for programs)
-    filter_log: bool = False  # train.log's lines of dynamic sampling, which scripts parse, on the console (stderr) too
-    num_samples: NotNegative[int] = 8  # responses a step whose text is kept: best, worst, cut off, any, a quarter each
-    detailed_stats: bool = False  # of evaluations: /mean, /max, /min and /std over problems of each metric too
+    console: str = "steps"  # steps (a line each) | detailed (with train.log) | quiet (final table) | json
+    filter_log: bool = False  # also print train.log's lines of dynamic sampling, which scripts parse, to stderr
+    num_samples: NotNegative[int] = 8  # responses per step to keep as text: best, worst, truncated, any; a quarter each
+    detailed_stats: bool = False  # evaluations also log /mean, /max, /min and /std over problems of each metric
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    n: int = 4  # samples per problem: k of mean@k
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0  # 1 = off
-    top_k: int = -1  # -1 = off
-    max_prompts: int = -1  # problems evaluated, the first ones; -1 = all
-    batch_size: int = 0  # problems sampled at a time; 0 = all of a task set
-    tasks: str = "{}"  # further task sets: dict or JSON object, name -> options (docs/evaluation.md)
-    bootstrap: bool = False  # best@k, worst@k and maj@k by verl's draws with replacement instead of in closed form
+    n: Positive[int] = 4  # samples per problem: k of mean@k
+    temperature: Temperature = 1.0  # 0 = greedy
+    top_p: TopP = 1.0  # 1 = off
+    top_k: TopK = -1  # -1 = off
+    max_prompts: Annotated[int, above_zero_or_off("all problems")] = -1  # evaluate the first of them; -1 = all
+    batch_size: Annotated[int, zero_or_more("all problems at a time")] = 0  # problems sampled at a time; 0 = all
+    tasks: str = "{}"  # more task sets: dict or JSON object, name -> options (docs/evaluation.md)
+    bootstrap: bool = False  # best@k, worst@k and maj@k by draws with replacement, as verl, not in closed form
 
 
 @dataclass(frozen=True)
@@ -461,5 +474,5 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    seed: NotNegative[int] = 0  # of every random draw: weights, prompt order, sampling
-    workdir: str = "runs/dapo"  # directory or gs:// address of what the run writes
+    seed: NotNegative[int] = 0  # of all random draws: weights, prompt order, sampling
+    workdir: str = "runs/dapo"  # directory or gs:// address that the run writes to

@@ -1,4 +1,4 @@
-"""Host: a config as a ConfigDict, as frozen sections and as plain values, and the type of each value."""
+"""Host: converts configs between ConfigDict, frozen dataclasses and plain values, and checks their types."""
 
 import dataclasses
 import json
@@ -17,12 +17,10 @@ from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
 from dapo_jax.places import without_tilde
 
-MAY_BE_INFINITE = (  # bounds that then bound nothing
+MAY_BE_INFINITE = (  # limits; infinity switches them off
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
 )
-
-
 PATHS = (  # of files and directories, or gs:// addresses
     *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path", "data.train_files", "data.val_files"),
     *("model.path", "reference.path", "critic.model.path", "reward.model.path"),
@@ -59,13 +57,13 @@ def _is_optional(kind: Any) -> bool:
 
 
 def freeze(values: Any, chosen: Collection[str] = ()) -> Config:
-    """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases carried out.
+    """The frozen dataclasses of a ConfigDict made by `default_config()`, with its aliases applied.
 
     Args:
-        chosen: keys that were given on the command line, see `resolve_aliases`.
+        chosen: keys set on the command line, see `resolve_aliases`.
 
     Raises:
-        ValueError: unknown or missing keys, or aliases that do not go together (aliases.py).
+        InputError: unknown or missing keys, or aliases that contradict each other (aliases.py).
     """
     return resolve_aliases(_freeze(Config, values), chosen)
 
@@ -88,26 +86,26 @@ def _freeze(section: Any, values: Any, prefix: str = "") -> Any:
 
 
 def _freeze_value(key: str, value: Any) -> Any:
-    """A list as a tuple, an object as the text of JSON, and a path without ~."""
+    """A list as a tuple, an object as JSON text, and a path without ~."""
     if isinstance(value, list | tuple):
         value = tuple(value)
     elif isinstance(value, dict | config_dict.ConfigDict):
         try:
             value = json.dumps(value.to_dict() if isinstance(value, config_dict.ConfigDict) else value)
         except (TypeError, ValueError) as error:
-            raise InputError(f"{key}={value!r} must hold what JSON can ({error}): correct it") from error
+            raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error
     return without_tilde(value) if key in PATHS else value
 
 
 def from_values(values: dict[str, Any]) -> Config:
-    """The config that a run has written to config.json; a key that it did not know has its default."""
+    """The config that a run wrote to config.json. A key that an older version did not have gets its default."""
     return _freeze(Config, _completed(dataclasses.asdict(Config()), values))
 
 
 def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     for name, default in defaults.items():
         if isinstance(default, dict) != isinstance(values.get(name, default), dict):
-            raise InputError(f"{name} is {values[name]!r}, which no run has written: restore the file")
+            raise InputError(f"{name}={values[name]!r} in config.json was not written by a run: restore the file")
     known = {
         name: _completed(default, values[name]) if isinstance(default, dict) and name in values else default
         for name, default in defaults.items()
@@ -116,7 +114,7 @@ def _completed(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, An
 
 
 def type_problems(config: Any, prefix: str = "") -> list[str]:
-    """One line for each value that is not of its key's type, is not a finite number, or does not fit 32 bits."""
+    """One line for each value of the wrong type, each number that is not finite, and each that exceeds 32 bits."""
     problems = []
     for name, kind in typing.get_type_hints(type(config)).items():
         key, value = prefix + name, getattr(config, name)

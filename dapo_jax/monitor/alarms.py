@@ -1,4 +1,4 @@
-"""Host: what looks wrong in a training step: a metric alarm/* of 0 or 1 each, and a warning when one begins."""
+"""Host: alarms about a training step: a metric alarm/* of 0 or 1 each, and a warning when one is first raised."""
 
 import logging
 import math
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from dapo_jax.config.sections import AlarmConfig
 
 _DECAY = 0.9  # of the running means
-_ALL = 1 - 1e-9  # a share of all
-_LEAST_KL = 1e-3  # nats per token: below it a jump means nothing
-_LEAST_MISMATCH = 1e-5  # k3 estimate of the divergence, nats per token
+_ALL = 1 - 1e-9  # a share above it means all
+_LEAST_KL = 1e-3  # nats per token; smaller jumps mean nothing
+_LEAST_MISMATCH = 1e-5  # the same for the k3 estimate of the mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class _Seen(NamedTuple):
     value: float | None  # None: the step has no such metric
     limit: float | None  # None: nothing to compare with yet
-    below: bool = False  # the alarm is raised below the limit, not above it
+    below: bool = False  # raise the alarm below the limit, not above it
 
 
 def raise_alarms(
@@ -27,16 +27,16 @@ def raise_alarms(
     """The metrics alarm/* of a training step, and the memory after it.
 
     - entropy_collapse, entropy_explosion: actor/entropy against the first step's
-    - kl_jump: actor/ppo_kl (absolute) or actor/kl_loss against its running mean
+    - kl_jump, kl_loss_jump: actor/ppo_kl (absolute) and actor/kl_loss against their running means
     - mismatch_growth: rollout_corr/k3_kl against its running mean
-    - all_uniform: in every group that was evaluated all samples had the same score
+    - all_uniform: in every evaluated group, all samples have the same score
     - truncation: response_length/clip_ratio
     - reward_errors: share of samples whose verification failed
     - reward_workers: verifier processes died
-    - score_by_length: reward/length_correlation (absolute): among equally right answers advantages follow the length
+    - score_by_length: reward/length_correlation (absolute): advantages among equally right answers follow the length
 
     Args:
-        memory: what the steps before have left, {} for the first: running means, and which alarms are on.
+        memory: of the previous step, {} for the first: running means, and which alarms are on.
     """
     memory = dict(memory)
     entropy = metrics.get("actor/entropy")
@@ -66,14 +66,14 @@ def raise_alarms(
 def raise_evaluation_alarms(
     accuracy: float | None, memory: Mapping[str, float], settings: AlarmConfig, step: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The metric alarm/heldout_drop of an evaluation, and the memory after it; none without a held-out accuracy.
+    """The metric alarm/heldout_drop of an evaluation, and the memory after it. No metric without a held-out accuracy.
 
-    It is raised when held-out accuracy is far below the best one that the run has had, its first included. What drops
-    the accuracy may lift the training reward, and the other alarms need not see it.
+    The alarm is raised when held-out accuracy is far below the run's best, the first evaluation included. Reward
+    hacking lowers it while the training reward rises, which the other alarms may miss.
 
     Args:
-        accuracy: `evaluation.mean_accuracy`.
-        memory: as of `raise_alarms`.
+        accuracy: the mean held-out accuracy of the evaluation; None without held-out problems.
+        memory: as for `raise_alarms`.
     """
     if accuracy is None:
         return {}, dict(memory)
@@ -86,7 +86,7 @@ def raise_evaluation_alarms(
 def _raised(
     seen: Mapping[str, _Seen], memory: dict[str, float], step: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The alarms, with a warning for each that begins, and the memory with them."""
+    """The alarms as metrics, with a warning for each new one, and the updated memory."""
     alarms = {}
     for name, (value, limit, below) in seen.items():
         on = value is not None and (not math.isfinite(value) or _beyond(value, limit, below))
@@ -111,7 +111,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _against_mean(memory: dict[str, float], name: str, value: float | None, factor: float, least: float) -> _Seen:
-    """`value` against `factor` times its running mean, which takes it up; a jump is taken up at the limit alone."""
+    """`value` against `factor` times its running mean. The mean takes it up, clipped to that limit."""
     if value is None or not math.isfinite(value):
         return _Seen(value, None)
     mean = memory.get(f"mean {name}")

@@ -1,4 +1,4 @@
-"""Host: bars on a terminal (stderr) for what takes long; they leave nothing behind, and files and pipes get none."""
+"""Host: progress bars on a terminal (stderr) for slow work. They leave nothing behind; files and pipes get none."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from dapo_jax.parallel.processes import is_first
 
 
 def shows_progress(config: Config) -> bool:
-    """Whether this process shows what is going on, should stderr be a terminal."""
+    """Whether this process shows progress, if stderr is a terminal."""
     return is_first() and "console" in config.trainer.logger and config.monitor.console in ("steps", "detailed")
 
 
@@ -18,8 +18,8 @@ def bar(action: str, *, total: int, unit: str, shown: bool) -> "tqdm[Any]":
     """A bar that counts to `total`, by `update`; a context manager. Bytes (unit "B") and large numbers are scaled.
 
     Args:
-        action: what is being done, a participle.
-        shown: False shows nothing; True shows it if stderr is a terminal.
+        action: what is being done, as a participle.
+        shown: False hides the bar; True shows it if stderr is a terminal.
     """
     return tqdm(
         total=total,
@@ -33,18 +33,18 @@ def bar(action: str, *, total: int, unit: str, shown: bool) -> "tqdm[Any]":
 
 
 class RoundsShown:
-    """Shows on the console how many rounds a step has sampled, and how many of its groups are kept."""
+    """Shows on the console how many rounds a step has sampled and how many groups it has kept."""
 
     def __init__(self, console: Console, *, target: int, carried: int) -> None:
         self._console, self._target, self._kept, self._rounds = console, target, carried, 0
 
     def begin(self) -> None:
-        """A round is begun."""
+        """A round begins."""
         self._rounds += 1
         self._show()
 
     def end(self, kept: int) -> None:
-        """Of a round, `kept` groups are kept."""
+        """A round ends with `kept` groups kept."""
         self._kept += kept
         self._show()
 

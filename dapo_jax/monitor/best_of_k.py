@@ -1,7 +1,7 @@
-"""Host: what n samples of one problem say of k of them: the best, the worst, the vote, and whether one is right.
+"""Host: statistics of k samples of a problem, estimated from n: best, worst, majority vote, and pass@k.
 
-What is expected of k of n samples is that of k different ones, in closed form: it has no noise, and best@n is the best.
-`bootstrapped` draws them with replacement instead, as verl does, with verl's random numbers.
+The expectation is over k different samples, in closed form: it has no noise, and best@n is the best. `bootstrapped`
+draws with replacement instead, as verl does, with verl's random numbers.
 """
 
 import math
@@ -16,22 +16,22 @@ Answers = Sequence[str | None]
 
 
 def subset_sizes(n: int) -> list[int]:
-    """The k that are reported of n samples: 2, 4, 8 and so on below n, and n itself; none of a single sample."""
+    """The values of k to report for n samples: the powers of two from 2 to below n, and n; none for one sample."""
     return [2**power for power in range(1, n.bit_length()) if 2**power < n] + [n] if n > 1 else []
 
 
 def problem_statistics(
     values: np.ndarray, answers: Answers | None, sizes: Sequence[int], *, bootstrapped: bool = False
 ) -> dict[str, float]:
-    """best@k, worst@k and, with answers, maj@k of the samples of a problem.
+    """best@k, worst@k and, with answers, maj@k of a problem's samples.
 
-    In closed form maj@k is there for the largest k alone, as the vote of all samples. Bootstrapped, each has a
-    `/bootstrap_std` too, the deviation over the draws.
+    In closed form, maj@k exists only for the largest k, as the vote of all samples. Bootstrapped statistics also have a
+    `/bootstrap_std`, the standard deviation over the draws.
 
     Args:
-        values: [m] of one score; of m < k samples best@k and worst@k are those of all.
-        answers: what each sample answers, None without votes. That there is no answer (None) is an answer too.
-        sizes: the k.
+        values: [m] of one score. If m < k, best@k and worst@k are over all samples.
+        answers: the answer of each sample; None to leave out votes. A missing answer (None) counts as an answer.
+        sizes: the values of k.
     """
     found: dict[str, float] = {}
     for k in sizes:
@@ -71,7 +71,7 @@ def pass_at(n: int, right: int, k: int) -> float:
 
 
 def vote(values: np.ndarray, answers: Answers, chosen: Sequence[int] | np.ndarray) -> float:
-    """The value of the most frequent answer among the `chosen` samples: its first one's; of several, the first seen."""
+    """The value of the most frequent answer among the `chosen` samples, from its first sample; ties: first seen."""
     counts: dict[str | None, int] = {}
     first: dict[str | None, int] = {}
     for index in chosen:

@@ -1,4 +1,4 @@
-"""Host: what a person, or a program that reads stdout, sees of a run: a progress bar, a line a step, a final table."""
+"""Host: what a person or a program sees of a run: a progress bar, one line per step, a final table."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ Value = float | str | Mapping[str, float] | None
 
 WIDTH = 120  # columns of the longest line
 
-# name: the text around the values, and of each value the metric, its width and the most decimals
+# name: the text around the values, and each value's metric, width and maximum number of decimals
 _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
     "acc": ("acc {}", [("rollout/acc/mean", 5, 3)]),
     "kept": (
@@ -32,7 +32,7 @@ _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
     "speed": ("{} tok/s", [("perf/throughput", 5, 0)]),
     "loss": ("loss {}", [("actor/pg_loss", 6, 4)]),
 }
-_STAGES = {  # what is being done, by the name of its timer
+_STAGES = {  # timer name -> what the bar says
     "gen": "sampling",
     "reward": "verifying",
     "shape": "shaping rewards",
@@ -50,7 +50,7 @@ _STAGES = {  # what is being done, by the name of its timer
     "save_checkpoint": "saving a checkpoint",
 }
 _EVAL_METRIC = re.compile(r"eval/(.+)/acc/(mean@\d+)")
-_TOKENS = {  # that a stage goes through
+_TOKENS = {  # stage -> metric that counts the tokens it processes
     "gen": "dynamic_sampling/generated_tokens",
     **dict.fromkeys(("old_log_prob", "ref", "values", "update_critic", "update_actor"), "perf/total_num_tokens"),
 }
@@ -59,16 +59,16 @@ _TOKENS = {  # that a stage goes through
 class Console:
     """Progress bar (stderr, only on a terminal) and result lines (stdout).
 
-    The bar counts training steps and names the stage that is running, with its speed in the step before.
+    The bar counts training steps and names the current stage, with its speed in the previous step.
 
     Args:
         total_steps: training steps of the whole run.
         initial_step: steps done before this start, 0 for a new run.
         enabled: False shows nothing, for all processes but one.
-        mode: steps, detailed: bar, a line a step and a table. quiet: the table alone. json: no bar, the metrics of a
-            step as a JSON object a line, and at the end {"summary": {name: value}}.
-        constant: columns that say the same in every step of this run: "kept" without a filter, "clip" with one update
-            per step.
+        mode: steps, detailed: a bar, a line per step and a table. quiet: only the table. json: no bar, each step's
+            metrics as a JSON object on one line, and at the end {"summary": {name: value}}.
+        constant: columns to leave out because they never change in this run: "kept" without a filter, "clip" with one
+            update per step.
     """
 
     def __init__(
@@ -85,34 +85,36 @@ class Console:
         self._enabled = enabled
         self._mode = mode
         self._speeds: dict[str, str] = {}
-        self._stage = self._detail = self._compiling = ""  # beside the bar
+        self._stage = self._detail = self._compiling = ""  # shown after the bar
         self._bar = tqdm(
             total=total_steps,
             initial=initial_step,
             desc="train",
             unit="step",
-            bar_format="{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",  # room for what is being done
+            bar_format="{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",  # leaves room for the stage
             dynamic_ncols=True,
-            disable=None if enabled and mode in ("steps", "detailed") else True,  # None: shown if stderr is a terminal
+            disable=None
+            if enabled and mode in ("steps", "detailed")
+            else True,  # None: show it if stderr is a terminal
         )
 
     def stage(self, name: str) -> None:
-        """Shows which stage of the step is running, with its speed in the step before."""
+        """Shows the current stage of the step, with its speed in the previous step."""
         self._stage = f"{_STAGES.get(name, name)} {self._speeds.get(name, '')}".rstrip()
         self._refresh()
 
     def note(self, text: str) -> None:
-        """Prints a line that helps to read those of the steps. With "detailed" the log is shown, which has it too."""
+        """Prints a line that explains the step lines. Mode "detailed" shows the log instead, which has it too."""
         if self._mode == "steps":
             self._print(text)
 
     def detail(self, text: str) -> None:
-        """Shows how far the step is, until its line is printed."""
+        """Shows the progress within the step, until its line is printed."""
         self._detail = text
         self._refresh()
 
     def compiling(self, text: str) -> None:
-        """Shows what is being compiled, nothing if `text` is empty."""
+        """Shows what is being compiled; nothing if `text` is empty."""
         self._compiling = text
         self._refresh()
 
@@ -120,9 +122,9 @@ class Console:
         self._bar.set_postfix_str("; ".join(filter(None, (self._stage, self._detail, self._compiling))))
 
     def step_line(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the main numbers of a step on one line, '-' for a missing one, and moves the bar to it.
+        """Prints the main numbers of a step on one line, '-' for a missing one, and moves the bar to the step.
 
-        An evaluation has lines of its own. No line is longer than WIDTH.
+        Evaluations get lines of their own. No line is longer than WIDTH.
         """
         self._speeds |= _speeds(metrics)
         self._stage = self._detail = ""
@@ -132,7 +134,7 @@ class Console:
             self._print(to_json_line({"step": step, **metrics}).rstrip("\n"))
         elif self._mode != "quiet":
             cells = [_cell(name, metrics) for name in self._columns]
-            if step:  # nothing has been trained on before
+            if step:  # step 0 has trained on nothing
                 self._print("  ".join([self._step(step), *cells]))
             for line in _evaluation_lines(metrics, WIDTH - len(self._step(0)) - 2):
                 self._print(f"{self._step(step)}  {line}")
@@ -160,11 +162,11 @@ class Console:
     def _print(self, line: str) -> None:
         if self._enabled:
             tqdm.write(line)
-            sys.stdout.flush()  # a pipe would hold the lines back
+            sys.stdout.flush()  # a pipe would buffer the lines
 
 
 def _speeds(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Tokens a second of each stage that goes through tokens, the seconds of every other."""
+    """Tokens per second of each stage that processes tokens, seconds of the others."""
     speeds = {}
     for metric, seconds in metrics.items():
         area, _, stage = metric.partition("/")
@@ -175,7 +177,7 @@ def _speeds(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _columns_that_fit(taken: int, names: Sequence[str]) -> list[str]:
-    """The first of the columns, without those beyond WIDTH; `taken` by what precedes them."""
+    """The first columns that fit into WIDTH after `taken` characters."""
     chosen = []
     for name in names:
         taken += 2 + len(_cell(name, {}))
@@ -194,28 +196,28 @@ def _cell(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def _fitted(value: float | None, width: int, most: int) -> str:
-    """`value` in at most `width` characters, with `most` decimals or as many as there is room for; 1e9 is "1e9".
+    """`value` in at most `width` characters, with up to `most` decimals as they fit; 1e9 is "1e9".
 
-    More decimals only where it would look like zero.
+    It gets more decimals only where it would look like zero.
     """
     if value is None:
         return "-"
     mantissa, _, exponent = f"{value:.0e}".partition("e")
     short = f"{mantissa}e{int(exponent)}" if exponent else mantissa
     texts = [f"{value:.{decimals}f}" for decimals in range(most, -1, -1)]
-    if value and float(texts[0]) == 0:  # more than zero, or less
+    if value and float(texts[0]) == 0:  # not zero, but looks like it
         longest = f"{value:.{width - len(f'{value:.0f}') - 1}f}"
         texts.insert(0, longest if float(longest) else short)
     return next((text for text in [*texts, short] if len(text) <= width), "-")
 
 
 def _evaluation_lines(metrics: Mapping[str, float], width: int) -> list[str]:
-    """The held-out accuracy of each task set, as many on a line as there is room for."""
+    """The held-out accuracy of each task set, as many per line as fit."""
     found = ((_EVAL_METRIC.fullmatch(name), value) for name, value in metrics.items())
     parts = [f"eval {match[1]} {match[2]} {_number(value, '.3f')}" for match, value in found if match]
     lines: list[str] = []
     for part in parts:
-        if len(part) > width:  # the name of a task set may be anything
+        if len(part) > width:  # a task set's name may be long
             part = f"eval ...{part[len(part) - width + 8 :]}"
         if lines and len(lines[-1]) + 2 + len(part) <= width:
             lines[-1] += f"  {part}"
@@ -229,7 +231,7 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def _format_value(value: Value) -> str:
-    """Counts with thousands separated, measures with three digits, the parts of a mapping rounded."""
+    """Counts with thousands separators, measures with three decimals, the parts of a mapping rounded."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {part:.0f}" for name, part in value.items())
     if isinstance(value, str):

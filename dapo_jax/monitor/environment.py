@@ -1,4 +1,4 @@
-"""Host: what a run ran on and with, `environment.json`: so that its numbers can be compared and repeated."""
+"""Host: the hardware and library versions of a run, `environment.json`, to compare and repeat its numbers."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def host() -> str:
-    """What Linux calls the processor (elsewhere its architecture), and how many cores there are."""
+    """The processor's name (its architecture if not on Linux) and the number of cores."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text(encoding="utf-8").splitlines() if described.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -45,17 +45,17 @@ def host() -> str:
 
 
 def write_environment(workdir: str | os.PathLike[str]) -> None:
-    """Writes the `environment` of this start of a run to `environment.json`."""
+    """Writes the `environment` of this start of the run to `environment.json`."""
     (Path(workdir) / _FILE).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
 
 
 def recorded_environment(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the last start of a run has written to `environment.json`."""
+    """What the run's last start wrote to `environment.json`."""
     return json.loads((Path(workdir) / _FILE).read_text(encoding="utf-8"))
 
 
 def _versions() -> dict[str, str]:
-    """Of those libraries that are installed."""
+    """The versions of the installed libraries."""
     found = {}
     for name in _LIBRARIES:
         try:

@@ -1,8 +1,8 @@
 """Host: the log lines of dynamic sampling, in the words that existing log parsers read.
 
-One round writes two forms of the same numbers: a block whose `Generated batch`, `Filtered (std=0)` and
-`Kept (std>0)` lines are what a DAPO log parser looks for, and one `[Dynamic Sampling]` line, which says
-neither `std=0` nor `std>0` so that no parser counts a round twice. A rule other than `std` is said in its own words.
+A round writes the same numbers in two forms: a block whose `Generated batch`, `Filtered (std=0)` and `Kept (std>0)`
+lines DAPO log parsers look for, and one `[Dynamic Sampling]` line. The latter contains neither `std=0` nor `std>0`, so
+that no parser counts a round twice. Rules other than `std` have their own words.
 """
 
 import logging
@@ -14,12 +14,12 @@ _LOGGER = logging.getLogger(LOGGER)
 
 
 def log_start() -> None:
-    """Logs that a step begins to sample."""
+    """Logs that a step starts to sample."""
     _LOGGER.info("Starting rollout generation...")
 
 
 class RuleWords(NamedTuple):
-    """What a filter's rule says of the groups that it drops, and of those that it keeps."""
+    """How a filter rule describes the groups that it drops and those that it keeps."""
 
     dropped: str
     kept: str
@@ -29,7 +29,7 @@ UNIFORM = RuleWords("std=0", "std>0")
 
 
 def rule_words(rule: str, *, std_threshold: float, filter_low: float, filter_high: float) -> RuleWords:
-    """The words of a rule of algorithm.filter_groups; those of `std` hold `std=0` and `std>0` at any threshold."""
+    """The words for a rule of algorithm.filter_groups. Those of `std` always contain `std=0` and `std>0`."""
     if rule == "std":
         return RuleWords(f"std=0..{std_threshold:g}", f"std>{std_threshold:g}") if std_threshold else UNIFORM
     if rule == "mean_range":
@@ -52,7 +52,7 @@ def log_round(
     target: int,
     last: bool = False,
 ) -> None:
-    """Logs one generation round after its groups are filtered.
+    """Logs one generation round after its groups are filtered. Each argument is one number or word of the log lines.
 
     Args:
         step: training step.
@@ -60,12 +60,12 @@ def log_round(
         num_prompts: groups evaluated in this round.
         num_samples: responses per group.
         metric: name of the metric that the filter reads.
-        words: what its rule says of that metric.
+        words: how the rule describes that metric.
         num_kept: groups of this round that passed the filter.
         mean_std: mean over the round's groups of the metric's standard deviation.
         num_accumulated: groups kept in the step so far, this round included.
         target: groups that the step needs.
-        last: no round follows, also if the target is missed (a limit is reached or the data is at its end).
+        last: no round follows, even if the target is missed (a limit is reached, or the data ends).
     """
     num_filtered = num_prompts - num_kept
     _LOGGER.info(
@@ -103,7 +103,7 @@ def log_enough(num_trajectories: int) -> None:
 
 
 def log_step(metrics: Mapping[str, float]) -> None:
-    """Logs the rounds and the filter rate of a step, before it trains; without a round there is no rate."""
+    """Logs the rounds and the filter rate of a step before it trains. Without a round there is no rate."""
     _LOGGER.info("train/num_gen_batches: %d", metrics["train/num_gen_batches"])
     if "train/filter_rate" in metrics:
         _LOGGER.info("train/filter_rate: %.3f", metrics["train/filter_rate"])

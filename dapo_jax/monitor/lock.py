@@ -1,10 +1,10 @@
-"""Host: the lock of a work directory, which a successor can take over from a process or a machine that is gone.
+"""Host: the lock of a work directory, which a successor can take over from a dead process or machine.
 
-Of the files lock.1, lock.2, ... in the directory the newest is the lock. One process alone can create the next, when
-the holder has released the lock or has ended. flock says at once whether a process of the same machine has. Between
-machines it says nothing: a file system may not share it, or its server may keep that of a machine that is gone (NFS).
-So every holder writes its file again each BEAT_S, and a successor on another machine watches that file for
-DEAD_AFTER_S: its content, not its time, since clocks differ. In a bucket, which has no flock, that is all there is.
+Of the files lock.1, lock.2, ... in the directory, the newest is the lock. Only one process can create the next file,
+once the holder has released the lock or ended. On the same machine, flock tells at once whether the holder lives.
+Between machines flock is unreliable: a file system may not share it, or its server may keep the lock of a dead machine
+(NFS). So a holder rewrites its file every BEAT_S, and a successor on another machine watches the file for
+DEAD_AFTER_S: its content, not its time, since clocks differ. Buckets have no flock, so there only the watching counts.
 """
 
 import fcntl
@@ -27,9 +27,9 @@ from etils import epath
 from dapo_jax.errors import InputError
 from dapo_jax.places import is_address
 
-BEAT_S = 5.0  # seconds between two signs of life of a holder
-DEAD_AFTER_S = 60.0  # seconds without one after which another machine takes the lock over
-_BYTES = 400  # of a lock's file: always as many, so that it is written at once
+BEAT_S = 5.0  # seconds between two heartbeats of a holder
+DEAD_AFTER_S = 60.0  # seconds without a heartbeat after which another machine takes over the lock
+_BYTES = 400  # size of a lock file, always the same, so that one write replaces all of it
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def locked(workdir: epath.Path) -> Iterator[None]:
     """Holds the lock of `workdir`. A process that has lost it, because it was stopped for long, ends at once.
 
     Raises:
-        ValueError: another run holds it and lives.
+        InputError: another living run holds it.
     """
     number, descriptor = _take(workdir)
     ended = threading.Event()
@@ -49,15 +49,15 @@ def locked(workdir: epath.Path) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        heart.join(BEAT_S)  # longer where the file system does not answer
-        with suppress(Exception):  # a client of a store raises what it likes; the lock is then watched
+        heart.join(BEAT_S)  # it may still wait for a file system that does not answer
+        with suppress(Exception):  # a store's client can raise anything; a successor then watches the lock
             _write(_file(workdir, number), _text({"released": True}))
         if descriptor is not None:
             os.close(descriptor)
 
 
 def _take(workdir: epath.Path) -> tuple[int, int | None]:
-    """The number of the lock that this process has created, and its open file, which keeps the flock."""
+    """The number of the lock that this process has created, and its open file, which holds the flock."""
     before = max(_numbers(workdir), default=0)
     if before:
         _wait_for_end(workdir, before)
@@ -67,7 +67,7 @@ def _take(workdir: epath.Path) -> tuple[int, int | None]:
     except FileExistsError:
         _refuse(workdir, _read(path))
     newest = max(_numbers(workdir))
-    if newest != before + 1:  # a look at the directory from long ago
+    if newest != before + 1:  # the directory was read too long ago
         path.unlink()
         if descriptor is not None:
             os.close(descriptor)
@@ -79,7 +79,7 @@ def _take(workdir: epath.Path) -> tuple[int, int | None]:
 
 
 def _wait_for_end(workdir: epath.Path, number: int) -> None:
-    """Returns once the holder of that lock is known to have ended. ValueError if it lives."""
+    """Returns once the holder of that lock is known to have ended. InputError if it lives."""
     path = _file(workdir, number)
     text = _read(path)
     holder = _parsed(text)
@@ -90,26 +90,26 @@ def _wait_for_end(workdir: epath.Path, number: int) -> None:
         if is_free:
             return
         if is_free is False and _exists(holder["process"]):
-            _refuse(workdir, text, f", last sign of life {max(time.time() - path.stat().mtime, 0):.0f} s ago")
+            _refuse(workdir, text, f", last heartbeat {max(time.time() - path.stat().mtime, 0):.0f} s ago")
     logger.warning(
-        "workdir=%s is held by %s: waiting up to %.0f s for a sign of life", workdir, _name(text), DEAD_AFTER_S
+        "workdir=%s is locked by %s: waiting up to %.0f s for a heartbeat", workdir, _name(text), DEAD_AFTER_S
     )
     pause = min(BEAT_S, DEAD_AFTER_S) / 5
-    for _ in range(round(DEAD_AFTER_S / pause)):  # looks, not seconds: a server that is away stops both
+    for _ in range(round(DEAD_AFTER_S / pause)):  # counts checks, not seconds: a server that is down stops both
         time.sleep(pause)
         now = _read(path)
         found = _parsed(now)
         if found is None or "released" in found:
             return
         if now != text:
-            _refuse(workdir, now, ", last sign of life now")
+            _refuse(workdir, now, ", last heartbeat just now")
     logger.warning(
-        "workdir=%s is taken over from %s, without a sign of life for %.0f s", workdir, _name(text), DEAD_AFTER_S
+        "workdir=%s is taken over from %s, which gave no heartbeat for %.0f s", workdir, _name(text), DEAD_AFTER_S
     )
 
 
 def _beat(workdir: epath.Path, number: int, ended: threading.Event) -> None:
-    """Gives a sign of life until the end; ends the process when another has taken the lock over."""
+    """Writes heartbeats until `ended`; ends the process if another one has taken over the lock."""
     beats, failing = 0, False
     while not ended.wait(BEAT_S):
         beats += 1
@@ -131,10 +131,10 @@ def _beat(workdir: epath.Path, number: int, ended: threading.Event) -> None:
         taker = "another process"
         with suppress(Exception):
             taker = _name(_read(_file(workdir, newest)))
-        found = f"is now held by {taker}" if newest > number else "has lost its lock"
+        found = f"is now locked by {taker}" if newest > number else "has lost its lock"
         print(
-            f"dapo_jax: workdir={workdir} {found}: this process, which gave no sign of life for {DEAD_AFTER_S:.0f} s "
-            "or whose lock was removed, ends without saving",
+            f"dapo_jax: workdir={workdir} {found}: this process gave no heartbeat for {DEAD_AFTER_S:.0f} s, or its "
+            "lock was removed, so it ends without saving",
             file=sys.stderr,
             flush=True,
         )
@@ -155,7 +155,7 @@ def _self() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """One name for all containers of a machine, and another after it has been started again."""
+    """One name for all containers of a machine; it changes when the machine restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -167,14 +167,14 @@ def _text(values: dict[str, Any]) -> bytes:
 
 
 def _create(path: epath.Path, text: bytes) -> int | None:
-    """The open file that this process alone has created. FileExistsError if another was first."""
+    """The open file that only this process has created. FileExistsError if another was first."""
     if is_address(str(path)):
         fsspec.filesystem("gcs").pipe_file(str(path), text, mode="create")
         return None
-    # Closed in processes that this one starts, so that none of them keeps the lock.
+    # Child processes do not inherit the descriptor, so none of them keeps the lock.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        _flock(descriptor)  # before it says whose it is
+        _flock(descriptor)  # before the file names its holder
         os.write(descriptor, text)
     except BaseException:
         path.unlink()
@@ -184,7 +184,7 @@ def _create(path: epath.Path, text: bytes) -> int | None:
 
 
 def _write(path: epath.Path, text: bytes) -> None:
-    """Writes a file that is there. FileNotFoundError if it is gone: opening it asks the server."""
+    """Writes an existing file. FileNotFoundError if it is gone: opening it asks the server."""
     if is_address(str(path)):
         path.write_bytes(text)
         return
@@ -193,7 +193,7 @@ def _write(path: epath.Path, text: bytes) -> None:
 
 
 def _read(path: epath.Path) -> bytes | None:
-    """What the file holds, as its server knows it: opening it asks. None if it is gone."""
+    """The content of the file as its server has it: opening it asks. None if it is gone."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def _read(path: epath.Path) -> bytes | None:
 
 
 def _parsed(text: bytes | None) -> dict[str, Any] | None:
-    """None of a file that is gone, {} of one that says nothing yet."""
+    """None for a file that is gone, {} for one without content yet."""
     with suppress(ValueError):
         values = json.loads(text or b"{}")
         return None if text is None else values if isinstance(values, dict) else {}
@@ -209,11 +209,11 @@ def _parsed(text: bytes | None) -> dict[str, Any] | None:
 
 
 def _is_free(path: epath.Path) -> bool | None:
-    """Whether no process holds the file's flock; None if the file system has none."""
+    """Whether no process holds the file's flock; None if the file system has no flock."""
     try:
         with open(path, "r+b") as file:
             return _flock(file.fileno())
-    except OSError:  # of another user
+    except OSError:  # it belongs to another user
         return None
 
 
@@ -242,8 +242,8 @@ def _name(text: bytes | None) -> str:
     return f"process {holder['process']} on {holder['host']}" if "process" in holder else "a process that is starting"
 
 
-def _refuse(workdir: epath.Path, text: bytes | None, sign_of_life: str = "") -> NoReturn:
+def _refuse(workdir: epath.Path, text: bytes | None, heartbeat: str = "") -> NoReturn:
     raise InputError(
-        f"workdir={workdir} is held by another run ({_name(text)}{sign_of_life}): wait for it, end it, or choose "
+        f"workdir={workdir} is locked by another run ({_name(text)}{heartbeat}): wait for it, end it, or choose "
         "another directory by --config.workdir=DIR"
     )

@@ -17,7 +17,7 @@ _CONSOLE = "dapo_jax.console"
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes to stderr above a progress bar instead of through it."""
+    """Writes to stderr above a progress bar, without breaking it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -27,14 +27,14 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Lets a full disk end the run instead of printing a traceback for each record."""
+    """Lets a full disk end the run, instead of printing a traceback per record."""
 
     def __init__(self, path: Path) -> None:
         self.bytes_at_start = path.stat().st_size if path.exists() else 0
         super().__init__(path, encoding="utf-8")
 
     def reopen(self) -> None:
-        """Goes on in the file that has the name now."""
+        """Continues in the file that has the name now."""
         before, self.stream = self.stream, self._open()
         if before is not None:
             before.close()
@@ -48,15 +48,15 @@ class _FileHandler(logging.FileHandler):
 def setup_logging(
     workdir: str | os.PathLike[str], *, detailed: bool, also: Collection[str] = (), process: int = 0
 ) -> None:
-    """Sends the records of the package from INFO upwards to `workdir/train.log` (appended) and the console.
+    """Sends the package's records from INFO upwards to `workdir/train.log` (appended) and the console.
 
-    The console (stderr) shows warnings and errors, with `detailed` every record. Called again, it replaces
-    the handlers of the call before and leaves those of others alone.
+    The console (stderr) shows warnings and errors; with `detailed`, every record. A second call replaces the handlers
+    of the first and leaves all others alone.
 
     Args:
-        also: names of loggers of which the console shows every record in any case.
-        process: index among the processes of a run. Those after the first write no file, and their warnings to the
-            console with their index.
+        also: names of loggers whose records the console always shows.
+        process: index among the processes of a run. Those after the first write no file, only their warnings to the
+            console, with their index.
     """
     close_logging()
     if process:
@@ -79,11 +79,11 @@ def _add_console(level: int, form: str, also: Collection[str] = ()) -> None:
     console.setFormatter(logging.Formatter(form))
     _LOGGER.addHandler(console)
     _LOGGER.setLevel(logging.INFO)
-    _LOGGER.propagate = False  # absl puts a handler on the root logger: the console would show records twice
+    _LOGGER.propagate = False  # absl adds a handler to the root logger, which would show records twice
 
 
 def log_failure(error: BaseException) -> None:
-    """Writes the traceback of `error` to train.log alone, if it is open: the console shows a message instead."""
+    """Writes the traceback of `error` only to train.log, if it is open: the console shows a message instead."""
     about = type(error), error, error.__traceback__
     record = _LOGGER.makeRecord(_LOGGER.name, logging.ERROR, "", 0, "the run ends: %s", (error,), about)
     for handler in _LOGGER.handlers:
@@ -93,16 +93,16 @@ def log_failure(error: BaseException) -> None:
 
 
 def log_bytes(workdir: str | os.PathLike[str]) -> int:
-    """The size of train.log, 0 without one."""
+    """The size of train.log; 0 if there is none."""
     path = Path(workdir) / LOG
     return path.stat().st_size if path.exists() else 0
 
 
 def rewind_log(workdir: str | os.PathLike[str], size: int) -> None:
-    """Moves the INFO lines that earlier starts wrote to train.log behind its first `size` bytes to train.discarded.log.
+    """Moves the INFO lines that earlier starts wrote after the first `size` bytes of train.log to train.discarded.log.
 
-    For a run that does those steps again, so that each of their rounds stands once, as in metrics.jsonl. Warnings,
-    errors and what this start has written stay. Nothing happens if `size` is less than 0, or the log has not grown.
+    A run that repeats those steps then logs each of their rounds once, as in metrics.jsonl. Warnings, errors and the
+    lines of this start stay. Nothing happens if `size` is negative or the log has not grown.
     """
     path = Path(workdir) / LOG
     handler = next((handler for handler in _LOGGER.handlers if isinstance(handler, _FileHandler)), None)
@@ -112,7 +112,7 @@ def rewind_log(workdir: str | os.PathLike[str], size: int) -> None:
     moved, kept = [], [written[:size]]
     into = moved
     for line in written[size : handler.bytes_at_start].splitlines(keepends=True):
-        if level := re.match(rb"\[[^]]*\] (\w+): ", line):  # the lines after it, of a traceback, belong to it
+        if level := re.match(rb"\[[^]]*\] (\w+): ", line):  # a traceback's lines belong to the record before
             into = moved if level[1] == b"INFO" else kept
         into.append(line)
     with open(path.with_name(_DISCARDED), "ab") as discarded:
@@ -125,11 +125,11 @@ def rewind_log(workdir: str | os.PathLike[str], size: int) -> None:
 
 
 def close_logging() -> None:
-    """Undoes `setup_logging`: closes its handlers and hands the records to the root logger again."""
+    """Undoes `setup_logging`: closes its handlers and passes records to the root logger again."""
     for handler in list(_LOGGER.handlers):
         if handler.name in (_FILE, _CONSOLE):
             _LOGGER.removeHandler(handler)
-            with suppress(OSError):  # what could not be written has been told already
+            with suppress(OSError):  # a failure to write has been reported already
                 handler.close()
     _LOGGER.setLevel(logging.NOTSET)
     _LOGGER.propagate = True

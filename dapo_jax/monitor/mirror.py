@@ -1,7 +1,7 @@
-"""Host: a work directory in a bucket: the run writes a copy on this machine, whose changes are uploaded.
+"""Host: a work directory in a bucket: the run writes to a copy on this machine, and changes are uploaded.
 
-A bucket cannot append to a file, and its objects are replaced as a whole. So rows of metrics.jsonl are uploaded with
-each step, before its checkpoint, and all else once a minute and at the end.
+A bucket cannot append to a file; it replaces whole objects. So metrics.jsonl is uploaded at each step, before its
+checkpoint, and everything else once a minute and at the end.
 """
 
 import logging
@@ -15,15 +15,15 @@ from etils import epath
 from dapo_jax.monitor.lock import locked
 from dapo_jax.places import copy_of, place_of
 
-UPLOAD_S = 60.0  # seconds between two uploads of what has changed
+UPLOAD_S = 60.0  # seconds between two uploads of changed files
 KIND = "workdirs"  # of copies
-CHECKPOINTS = "checkpoints"  # which are written to the bucket itself
+CHECKPOINTS = "checkpoints"  # these are written to the bucket directly
 
 logger = logging.getLogger(__name__)
 
 
 class Mirror:
-    """The copy in `folder` of the records at `address`, as they are at the beginning."""
+    """A copy, in `folder`, of the records at `address`."""
 
     def __init__(self, address: str) -> None:
         self._place, self.folder = place_of(address), copy_of(address, KIND)
@@ -38,7 +38,7 @@ class Mirror:
         self._sent = self._states()
 
     def upload(self, name: str | None = None) -> None:
-        """Brings the bucket to what the folder holds, or the one file called `name`."""
+        """Makes the bucket hold what the folder holds, or only uploads the file called `name`."""
         with self._turn:
             states = self._states()
             changed = [one for one, state in states.items() if self._sent.get(one) != state and name in (None, one)]
@@ -52,7 +52,7 @@ class Mirror:
     def _states(self) -> dict[str, tuple[int, int]]:
         states = {}
         for path in self.folder.rglob("*"):
-            with suppress(FileNotFoundError):  # another program has removed it meanwhile
+            with suppress(FileNotFoundError):  # another program removed it meanwhile
                 if path.is_file() and not _is_own(path.name):
                     stat = path.stat()
                     states[str(path.relative_to(self.folder))] = stat.st_size, stat.st_mtime_ns
@@ -61,10 +61,10 @@ class Mirror:
 
 @contextmanager
 def mirrored(address: str) -> Iterator[Mirror]:
-    """Holds the work directory at `address` and keeps it like its copy on this machine until the end.
+    """Locks the work directory at `address` and keeps it equal to its copy on this machine until the end.
 
     Raises:
-        ValueError: another run holds it.
+        InputError: another run holds the lock.
     """
     place = place_of(address)
     place.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def mirrored(address: str) -> Iterator[Mirror]:
         def try_to_upload(then: str) -> None:
             try:
                 mirror.upload()
-            except Exception as error:  # a client of a store raises what it likes
+            except Exception as error:  # a store's client can raise anything
                 logger.warning("workdir=%s: the records could not be uploaded (%s): %s", address, error, then)
 
         def keep_uploading() -> None:
@@ -92,7 +92,7 @@ def mirrored(address: str) -> Iterator[Mirror]:
 
 
 def _is_own(name: str) -> bool:
-    """Whether a file belongs to the machine alone."""
+    """Whether a file is only for this machine."""
     return name.startswith("lock.") or name.endswith(".tmp")
 
 

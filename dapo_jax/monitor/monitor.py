@@ -1,4 +1,4 @@
-"""Host: what shows and times a run while it is under way."""
+"""Host: shows, times and profiles a run in progress."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class Monitor:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Shows, times and profiles what runs inside it as the stage `name` of the step."""
+        """Shows, times and profiles the `with` block as the stage `name` of the step."""
         self.console.stage(name)
         with self.timers.time(name), jax.profiler.TraceAnnotation(name):
             yield

@@ -1,4 +1,4 @@
-"""Host: traces of single training steps by JAX's profiler, in which the stages have their names."""
+"""Host: JAX profiler traces of single training steps, with the stages named."""
 
 import gzip
 import logging
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 class StepProfiles:
     """Names every training step for the profiler, and traces the chosen ones into `folder`/step_000010 and so on.
 
-    XProf shows them by `xprof --logdir FOLDER`; Perfetto opens each `*.trace.json.gz`. A step is traced from its first
+    `xprof --logdir FOLDER` shows them; Perfetto opens each `*.trace.json.gz`. A trace covers a step from its first
     sample to its last update, without the evaluation, records and checkpoint that follow. All processes take part.
 
     Args:
-        folder: of all traces; not created before the first.
+        folder: for all traces; created with the first.
         steps: training steps to trace.
     """
 
@@ -31,10 +31,10 @@ class StepProfiles:
         self._open = ExitStack()
 
     def begin(self, step: int) -> None:
-        """Training step `step` begins."""
+        """Call it when training step `step` begins."""
         if step in self._steps:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every Python call: the trace would be large, and the step slow
+            options.python_tracer_level = 0  # tracing every Python call makes traces large and steps slow
             folder = self._folder / f"step_{step:06d}"
             jax.profiler.start_trace(folder, profiler_options=options)
             self._open.callback(logger.info, "the profile of step %d is in %s", step, folder)
@@ -43,12 +43,12 @@ class StepProfiles:
         self._open.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=step))
 
     def end(self) -> None:
-        """The step has ended; nothing happens if none has begun."""
+        """Call it when the step ends. Nothing happens if none has begun."""
         self._open.close()
 
 
 def _make_readable(folder: Path) -> None:
-    """Takes out of this host's traces what XLA adds to the events: Perfetto (v20) finds none behind `metadata`."""
+    """Removes XLA's `metadata` from this host's traces: Perfetto (v20) finds no events after it."""
     for trace in folder.glob(f"plugins/profile/*/{socket.gethostname()}.trace.json.gz"):
         whole = trace.with_suffix(".tmp")
         try:
@@ -57,5 +57,5 @@ def _make_readable(folder: Path) -> None:
             text = re.sub(rb",\{\}\]\}\Z", b"]}", text)
             whole.write_bytes(gzip.compress(text))
             whole.replace(trace)
-        except (OSError, EOFError, zlib.error) as error:  # another process of this host writes its own to the same name
-            logger.warning("Perfetto may show nothing of %s: %s", trace, error)
+        except (OSError, EOFError, zlib.error) as error:  # another process of this host writes to the same name
+            logger.warning("Perfetto may not show %s: %s", trace, error)

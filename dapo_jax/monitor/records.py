@@ -1,4 +1,4 @@
-"""Host: a run's records in its work directory (`config.json`, `metrics.jsonl`, `samples/`), and those of trackers."""
+"""Host: a run's records in its work directory (`config.json`, `metrics.jsonl`, `samples/`) and in trackers."""
 
 import json
 import logging
@@ -24,18 +24,18 @@ _MAX_BATCHES = 10
 
 
 class RunRecords:
-    """Writes the numbers and sampled texts of a run, one row a step.
+    """Writes the numbers and sampled texts of a run, one row per step.
 
-    Opening drops what an earlier start wrote after `resume_step`, so that a run which was stopped leaves the
-    same rows as one which was not. Write the row of a step before its checkpoint: a row too many is dropped
-    on resume, a missing one is lost.
+    Opening drops what an earlier start wrote after `resume_step`, so a stopped run leaves the same rows as an
+    uninterrupted one. Write a step's row before its checkpoint: an extra row is dropped on resume, a missing one is
+    lost.
 
     Args:
         workdir: the run's directory, created if needed.
-        resume_step: step of the checkpoint that the run resumes from, None if it starts at the beginning.
+        resume_step: step of the checkpoint that the run resumes from; None if it starts at the beginning.
         enabled: False writes nothing, for all processes but one.
-        upload: brings the file of that name from the directory to where it is to be kept.
-        logger: which trackers the rows go to as well: some of TRACKERS.
+        upload: copies the file of that name from the directory to permanent storage.
+        logger: trackers that also get the rows, some of TRACKERS.
         project_name, experiment_name: of the run in Weights & Biases.
     """
 
@@ -71,11 +71,11 @@ class RunRecords:
             self._trackers.append(WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step))
 
     def describe(self, options: Mapping[str, Any], results: Sequence[str]) -> None:
-        """Shows the run in the trackers' tables of runs.
+        """Adds the run to the trackers' tables of runs.
 
         Args:
             options: value by dotted key.
-            results: names of the metrics that runs are compared by.
+            results: names of the metrics to compare runs by.
         """
         for tracker in self._trackers:
             tracker.add_config(options, results)
@@ -83,12 +83,12 @@ class RunRecords:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the row of a step; it is on disk when this returns.
 
-        Values are numbers or scalar arrays. One that is not finite is `null` in the row and left out of
-        the trackers.
+        Values are numbers or scalar arrays. A value that is not finite is `null` in the row, and left out of the
+        trackers.
 
         Raises:
             TypeError: a value is not a single number.
-            ValueError: the step is not after the last one, or a metric is called "step".
+            InputError: the step is not after the last one, or a metric is called "step".
         """
         if not self._enabled:
             return
@@ -98,7 +98,7 @@ class RunRecords:
                 "write each step once, with all its metrics in one call"
             )
         if "step" in metrics:
-            raise InputError('metric "step" would hide the number of the step: rename it')
+            raise InputError('metric "step" would overwrite the step number: rename it')
         values = {name: _to_float(name, value) for name, value in metrics.items()}
 
         self._metrics.write(to_json_line({"step": step, **values}))
@@ -111,14 +111,14 @@ class RunRecords:
             tracker.add_scalars(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def write_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
-        """Shows histograms, made by monitor/tensorboard.py, in the trackers."""
+        """Sends histograms, made by monitor/tensorboard.py, to the trackers."""
         for tracker in self._trackers:
             tracker.add_histograms(step, histograms)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Writes some responses of a step with their scores, one dict of text and numbers a line.
+        """Writes some responses of a step with their scores, one dict of text and numbers per line.
 
-        In TensorBoard, those of each "kind" are a text of their own.
+        TensorBoard shows those of each "kind" as one text.
         """
         if not samples or not self._enabled:
             return
@@ -128,7 +128,7 @@ class RunRecords:
             tracker.add_samples(step, samples)
 
     def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes a batch that made a loss or gradient not finite to `nonfinite/`, the first ten of a run."""
+        """Writes a batch with a non-finite loss or gradient to `nonfinite/`; only the first ten of a run."""
         if not self._enabled:
             return
         folder = self._samples.parent / "nonfinite"
@@ -151,13 +151,13 @@ class RunRecords:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the rows of `metrics.jsonl`; a last line that is cut off is left out.
+    """The rows of `metrics.jsonl`. A truncated last line is left out.
 
     Raises:
-        RuntimeError: another line is not JSON.
+        RuntimeError: any other line is not JSON.
     """
     path = Path(workdir) / _METRICS
-    lines = path.read_bytes().splitlines()  # bytes: the cut may go through a character
+    lines = path.read_bytes().splitlines()  # bytes: a character may be cut in half
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -166,7 +166,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise RuntimeError(
                     f"{path}, line {number}: not JSON ({error}): "
-                    "only the last line may be cut off; mend or remove the line"
+                    "only the last line may be cut off; fix or remove the line"
                 ) from error
     return rows
 
@@ -178,26 +178,26 @@ def write_config(workdir: str | os.PathLike[str], config: dict[str, Any]) -> Non
 
 
 def recorded_config(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config in `config.json`, {} without one. ValueError if it is damaged."""
+    """The config in `config.json`; {} if there is none. InputError if it is damaged."""
     path = place_of(os.fspath(workdir)) / _CONFIG
     try:
         recorded = json.loads(path.read_bytes())
         if not isinstance(recorded, dict):
-            raise InputError("it is no object")
+            raise InputError("not an object")
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is damaged ({error}): remove it, the run writes it again") from error
+        raise InputError(f"{path} is damaged ({error}): remove it, and the run writes it again") from error
     return recorded
 
 
 def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) -> list[str]:
-    """Returns a line `key: recorded -> given` for each key whose value in `config.json` is another one.
+    """A line `key: recorded -> given` for each key whose value differs from `config.json`.
 
-    Without a `config.json` there is nothing to compare and the list is empty.
+    The list is empty if there is no `config.json`.
 
     Raises:
-        ValueError: `config.json` is damaged.
+        InputError: `config.json` is damaged.
     """
     if not (Path(workdir) / _CONFIG).exists():
         return []
@@ -218,7 +218,7 @@ def _drop_rows_after(workdir: Path, last_step: int) -> None:
 
     if len(kept) < len(rows):
         _LOGGER.warning(
-            "%s: %d rows from step %d on are dropped, the run does these steps again",
+            "%s: dropped %d rows from step %d on; the run repeats these steps",
             path,
             len(rows) - len(kept),
             last_step + 1,
@@ -226,13 +226,13 @@ def _drop_rows_after(workdir: Path, last_step: int) -> None:
     last_row = kept[-1]["step"] if kept else 0
     if last_row < last_step:
         _LOGGER.warning(
-            "%s: steps %d to %d have no row, the run goes on after step %d", path, last_row + 1, last_step, last_step
+            "%s: steps %d to %d have no row; the run resumes after step %d", path, last_row + 1, last_step, last_step
         )
 
 
 def _to_float(name: str, value: Any) -> float:
     try:
-        if isinstance(value, str):  # float() would read it
+        if isinstance(value, str):  # float() would parse it
             raise TypeError
         return float(value)
     except (TypeError, ValueError):
@@ -240,7 +240,7 @@ def _to_float(name: str, value: Any) -> float:
 
 
 def to_json_line(row: Mapping[str, Any]) -> str:
-    """One line of standard JSON, which has no NaN and no infinity: they become null."""
+    """One line of standard JSON. NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 

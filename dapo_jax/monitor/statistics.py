@@ -1,4 +1,4 @@
-"""Host: metric names and formulas for the groups and lengths of a step."""
+"""Host: formulas of the metrics on groups, lengths, times and evaluations."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,13 +6,13 @@ import numpy as np
 
 from dapo_jax.monitor.best_of_k import Answers, pass_at, problem_statistics, subset_sizes
 
-OPERATORS = {  # stages by Trinity-RFT's name of what they do between sampling and training, in its order
+OPERATORS = {  # Trinity-RFT's names, in its order, for the stages between sampling and training
     "0_RewardShaping": "shape",
     "1_GroupFilter": "filter",
     "2_BatchAssembly": "batch",
     "3_GroupAdvantage": "adv",
 }
-MIN_COMPARED = 16  # answers from which a correlation says something
+MIN_COMPARED = 16  # answers that a meaningful correlation needs
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them
 
 
@@ -26,7 +26,7 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def score_metrics(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """`rollout/{score}/{mean,max,min}` over the means of the groups; scores [Q, G], NaN where there is none."""
+    """`rollout/{score}/{mean,max,min}` over the means of the groups; scores [Q, G], NaN for a missing score."""
     metrics = {}
     for name, groups in _measured(scores).items():
         metrics |= spread(f"rollout/{name}", np.array([np.mean(group) for group in groups]))
@@ -34,22 +34,22 @@ def score_metrics(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def length_metrics(name: str, lengths: np.ndarray, limit: int) -> dict[str, float]:
-    """`name`_length/{mean,max,min,clip_ratio}: tokens, and the share of rows that are as long as allowed."""
+    """`name`_length/{mean,max,min,clip_ratio}: tokens, and the share of rows at the length limit."""
     return {**spread(f"{name}_length", lengths), f"{name}_length/clip_ratio": float(np.mean(lengths >= limit))}
 
 
 def length_correlation(scores: np.ndarray, lengths: np.ndarray, right: np.ndarray, known: np.ndarray) -> float:
-    """Pearson's correlation of score and length among answers to a prompt that are equally right: -1 to 1.
+    """Pearson correlation of score and length among equally right answers to a prompt: -1 to 1.
 
-    The score of a verifier hardly varies among them; one that pays for length varies as the length does. So only
-    answers count whose group has at least three scores for that verdict (a partial credit has two), and 0 is returned
-    of fewer than MIN_COMPARED of them.
+    A verifier's score hardly varies among them; a score that rewards length varies with it. So an answer counts only if
+    its group has at least three different scores for its verdict (partial credit gives two). The result is 0 for fewer
+    than MIN_COMPARED such answers.
 
     Args:
         scores: [Q, G].
         lengths: [Q, G] tokens.
         right: [Q, G] bool, the verdict.
-        known: [Q, G] bool, False where the verification failed.
+        known: [Q, G] bool, False if the verification failed.
     """
     cells = (2 * np.arange(len(scores))[:, None] + right)[known]
     scores, lengths = scores[known], lengths[known]
@@ -77,11 +77,11 @@ def group_reward_metrics(rewards: np.ndarray) -> dict[str, float]:
 
 
 def balance_metrics(lengths: np.ndarray, of_devices: np.ndarray) -> dict[str, float]:
-    """`global_seqlen/`: tokens for each of S shares of the devices, prompts included.
+    """`global_seqlen/`: tokens of each of S device shares, prompts included.
 
     Args:
-        lengths: [B] tokens of each sequence. min, max and mean are over S runs of consecutive ones.
-        of_devices: [S] tokens that each share has in fact: balanced_min and balanced_max.
+        lengths: [B] tokens of each sequence. min, max and mean are over S slices of consecutive ones.
+        of_devices: [S] tokens that each share actually gets: balanced_min and balanced_max.
     """
     slices = np.array([part.sum() for part in np.array_split(lengths, len(of_devices))])
     return {
@@ -97,8 +97,8 @@ def balance_metrics(lengths: np.ndarray, of_devices: np.ndarray) -> dict[str, fl
 def time_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """`timing_per_token_ms/` and `time/`, from a step's `timing_s/` and its numbers of tokens.
 
-    A stage of training is divided by the tokens of the batch with its prompts; sampling by all tokens it drew, those
-    of dropped groups too (verl: by the responses of the batch).
+    A training stage is divided by the tokens of the batch, prompts included; sampling by all sampled tokens, dropped
+    groups included (verl: by the responses of the batch).
     """
     seconds = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
     trained, generated = metrics.get("perf/total_num_tokens"), metrics.get("dynamic_sampling/generated_tokens")
@@ -124,9 +124,9 @@ def time_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that is no better than a constant.
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one no better than a constant.
 
-    As verl, with sample variances and 1e-5 in the denominator.
+    As in verl, with sample variances and 1e-5 in the denominator.
     """
     if returns.size < 2:
         return 0.0
@@ -143,13 +143,13 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """`prefix`/{score}/{mean@n,std@n,best@k,worst@k,maj@k,pass@k}: means over problems (see best_of_k.py).
 
-    n is the number of samples of a problem, k is 2, 4, 8 and so on up to n; pass@1 is there too. pass@k is of `acc`
-    alone, where a sample is right if its acc is 1. Deviations are the population's, within a problem.
+    n is the number of samples per problem; k is 2, 4, 8 and so on up to n, and 1 for pass@k. Only `acc` has pass@k: a
+    sample is right if its acc is 1. Standard deviations are the population's, within a problem.
 
     Args:
-        scores: [Q, n] each; NaN stands for a sample without the score. Problems without any are left out.
+        scores: [Q, n] each; NaN for a sample without the score. Problems without any score are left out.
         answers: [Q][n] of the same samples; None without votes.
-        bootstrapped: draw with replacement, as verl.
+        bootstrapped: draw with replacement, as in verl.
         detailed: add /mean, /max, /min and /std over problems to each.
     """
     metrics = {}
@@ -180,13 +180,13 @@ def _problem(name: str, values: np.ndarray, answers: Answers | None, n: int, *, 
 
 
 def _chosen(answers: Sequence[Answers] | None, problem: int, known: np.ndarray) -> Answers | None:
-    """The answers of a problem's samples that have the score, None if no problem has an answer."""
+    """The answers of a problem's samples that have the score; None if no problem has an answer."""
     if answers is None or all(answer is None for row in answers for answer in row):
         return None
     return [answer for answer, there in zip(answers[problem], known, strict=True) if there]
 
 
 def _measured(scores: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """Each score's values group by group, without those that are NaN; groups and scores that have none are left out."""
+    """Each score's values by group, without NaN. Groups and scores without values are left out."""
     groups = {name: [group[~np.isnan(group)] for group in values] for name, values in scores.items()}
     return {name: [group for group in found if group.size] for name, found in groups.items() if any(map(len, found))}

@@ -1,4 +1,4 @@
-"""Host: what TensorBoard shows of a run: curves, an overview of the main ones, histograms, responses, the config."""
+"""Host: writes a run for TensorBoard: curves with an overview, histograms, responses and the config."""
 
 import json
 import textwrap
@@ -15,19 +15,19 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 _BUCKETS = 30
-_OWN_OPTIONS = ("workdir", "trainer.experiment_name", "trainer.checkpoint_dir")  # no two runs share them
-_RESULTS = "Results"  # the first group of curves, as of the table's columns: both are sorted by name
+_OWN_OPTIONS = ("workdir", "trainer.experiment_name", "trainer.checkpoint_dir")  # different for every run
+_RESULTS = "Results"  # sorts before the other groups of curves and of table columns
 _TEXTS = {"best": "1_best", "worst": "2_worst", "truncated": "3_truncated", "any": "4_any"}  # in order of interest
-EVENTS = "events.out.tfevents.*"  # the names of its files
+EVENTS = "events.out.tfevents.*"  # file names
 Histograms = dict[str, dict[str, Any]]  # made by `histogram` and `counted`, by name
 
 
 def _chart(*tags: str) -> list[Any]:
-    """Several curves in one chart; tags are regular expressions."""
+    """Curves in one chart; tags are regular expressions."""
     return ["Multiline", [f"{tag}$" for tag in tags]]
 
 
-# TensorBoard folds the legend of a chart under "Matches": the title says which of two curves is which.
+# TensorBoard hides a chart's legend under "Matches", so titles say which of two curves is which.
 LAYOUT = {
     "Overview": {
         "held-out accuracy": _chart(r"(eval|bench)/.*/acc/mean_\d+"),
@@ -63,14 +63,13 @@ LAYOUT = {
 
 
 class TensorBoard:
-    """Event files in `folder`, by whose name TensorBoard calls the run.
+    """Event files in `folder`, whose name TensorBoard shows as the run's name.
 
-    What a call adds is on disk when it returns, so a kill loses no point of a curve.
-
-    TensorBoard hides what earlier files hold from `first_step` on. At step 0 they are removed.
+    What a call adds is on disk when it returns, so a kill loses no point of a curve. TensorBoard hides what earlier
+    files hold from `first_step` on. At step 0 earlier files are removed.
 
     Args:
-        first_step: the first that this start may write; 0 for a run that begins.
+        first_step: the first step that this start may write; 0 for a new run.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -109,7 +108,7 @@ class TensorBoard:
             self._add(0, [start])
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each curve, by the metric's name. Tags cannot hold "@": `mean@4` is shown as `mean_4`."""
+        """Adds a point to each metric's curve. Tags cannot contain "@": `mean@4` is shown as `mean_4`."""
         results = {f"{_RESULTS}/{name}": value for name, value in values.items() if name in self._results}
         self._add(
             step,
@@ -120,11 +119,11 @@ class TensorBoard:
         )
 
     def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
-        """Histograms made by `histogram` or `counted`, by name."""
+        """Adds histograms made by `histogram` or `counted`, by name."""
         self._add(step, [_histogram_summary(name, parts) for name, parts in histograms.items()])
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Responses as text, those of each "kind" under a tag of their own; the best and the worst come first."""
+        """Adds responses as text, each "kind" under its own tag; best and worst come first."""
         kinds: dict[str, list[Mapping[str, Any]]] = {}
         for sample in samples:
             kinds.setdefault(str(sample.get("kind", "any")), []).append(sample)
@@ -132,7 +131,7 @@ class TensorBoard:
         self._add(step, [summary.text(tags[kind], _markdown(found)) for kind, found in kinds.items()])
 
     def close(self) -> None:
-        """Closes the file; a second call does nothing."""
+        """Closes the file. A second call does nothing."""
         if not self._closed:
             self._writer.close()
         self._closed = True
@@ -149,8 +148,8 @@ class TensorBoard:
 
 
 def event_folder(workdir: Path, *, first_step: int) -> Path:
-    """Where the events of a run are: in its directory, whose name TensorBoard shows. A run that an earlier version
-    began keeps its curves in one place: it goes on in `tensorboard/`.
+    """The folder for a run's events: its workdir, whose name TensorBoard shows. A run that an earlier version started
+    continues in `tensorboard/`, so that its curves stay in one place.
     """
     earlier = workdir / "tensorboard"
     events = list(earlier.glob(EVENTS))
@@ -158,13 +157,13 @@ def event_folder(workdir: Path, *, first_step: int) -> Path:
         return earlier
     for path in events:
         path.unlink()
-    with suppress(OSError):  # there is none, or it holds something else
+    with suppress(OSError):  # it does not exist, or holds other files
         earlier.rmdir()
     return workdir
 
 
 def histogram(values: np.ndarray) -> dict[str, Any]:
-    """The finite values as 30 equal buckets, as JSON can hold it: `edges` (least, greatest), `counts`, `moments`."""
+    """The finite values in 30 equal buckets, as JSON values: `edges` (lowest, highest), `counts`, `moments`."""
     values = values[np.isfinite(values)].astype(np.float64)
     if not values.size:
         return {}
@@ -177,9 +176,9 @@ def histogram(values: np.ndarray) -> dict[str, Any]:
 
 
 def counted(counts: np.ndarray, *, low: float, high: float) -> dict[str, Any]:
-    """As `histogram`, of counts [K] in equal buckets from `low` to `high`; empty ends are cut off.
+    """Like `histogram`, from counts [K] in equal buckets from `low` to `high`. Empty buckets at the ends are cut off.
 
-    The moments are those of the buckets' middles.
+    The moments are computed from the buckets' midpoints.
     """
     filled = np.flatnonzero(counts)
     if not filled.size:
@@ -207,7 +206,7 @@ def _tag(name: str) -> str:
 
 
 def _markdown(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Numbers on one line, then each text as a code block, so that TensorBoard shows it as it was sampled."""
+    """Numbers on one line, then each text as a code block, so TensorBoard shows it exactly as sampled."""
     blocks = []
     for number, sample in enumerate(samples):
         texts = {name: value for name, value in sample.items() if isinstance(value, str) and name != "kind"}

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Stage(Protocol):
-    """Names the stage of the step that runs inside it, for timers and the console."""
+    """A context manager that names the stage of the step inside it, for timers and the console."""
 
     def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
 
@@ -15,8 +15,8 @@ class Stage(Protocol):
 class StageTimers:
     """Sums the seconds of each named stage. Stages may repeat within a step and may nest.
 
-    JAX returns before the device has finished: a stage's time is that of the device work only if the stage
-    reads a result.
+    JAX returns before the device has finished, so a stage's time includes its device work only if the stage reads a
+    result.
 
     Attributes:
         totals: seconds of each stage since the start of the run.
@@ -28,7 +28,7 @@ class StageTimers:
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
-        """Adds the seconds that the `with` block takes to `stage`, also if the block raises."""
+        """Adds the seconds of the `with` block to `stage`, even if the block raises."""
         start = perf_counter()
         try:
             yield
@@ -38,6 +38,6 @@ class StageTimers:
                 sums[stage] = sums.get(stage, 0.0) + seconds
 
     def pop(self) -> dict[str, float]:
-        """Returns the seconds of each stage since the last call, `timing_s/<stage>`, and resets them."""
+        """Returns the seconds of each stage since the last call as `timing_s/<stage>`, and resets them."""
         step, self._step = self._step, {}
         return {f"timing_s/{stage}": seconds for stage, seconds in step.items()}

@@ -1,4 +1,4 @@
-"""Host: a run's work directory: one run at a time holds it, and its train.log says why the run failed."""
+"""Host: a run's work directory: locked to one run, with a train.log that says why a run failed."""
 
 import errno
 import os
@@ -21,24 +21,24 @@ class Workdir:
     """An open work directory."""
 
     folder: Path  # on this machine
-    upload: Callable[[str], None] = lambda name: None  # brings a file of it to where it is to be kept
+    upload: Callable[[str], None] = lambda name: None  # copies a file of it to permanent storage
 
 
 @contextmanager
 def open_workdir(
     workdir: str | os.PathLike[str], *, detailed: bool, also: Collection[str] = (), process: int = 0
 ) -> Iterator[Workdir]:
-    """Creates and locks `workdir`, and sends the records of the package to its train.log until the end.
+    """Creates and locks `workdir`, and logs the package's records to its train.log until the end.
 
-    If the run fails, its traceback goes to train.log. Of an address, the run writes a copy on this machine.
+    If the run fails, its traceback goes to train.log. For an address, the run writes to a copy on this machine.
 
     Args:
-        detailed: show every record on the console.
-        also: names of loggers of which it shows every record in any case.
+        detailed: show every log record on the console.
+        also: names of loggers whose records the console always shows.
         process: index among the processes of a run. Those after the first neither lock nor write.
 
     Raises:
-        ValueError: another run holds the directory, or this process cannot write there.
+        InputError: another run holds the lock, or this process cannot write there.
     """
     with ExitStack() as stack:
         place = Workdir(Path(workdir))
@@ -67,6 +67,6 @@ def _prepare(workdir: Path) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise InputError(
-            f"workdir={workdir} must be a directory that this process can make and write to ({error}): choose another "
-            "by --config.workdir=DIR, or let this user write there"
+            f"workdir={workdir} must be a directory that this process can create and write to ({error}): choose "
+            "another by --config.workdir=DIR, or let this user write there"
         ) from error

@@ -135,12 +135,12 @@ def test_what_a_file_sets_in_vain_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("alias", "option", "sets"),
     [
-        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.enable=False", "enable=True, and False"),
-        ("algorithm.use_dynamic_sample=False", "algorithm.filter_groups.enable=True", "enable=False, and True"),
-        ("algorithm.online_filtering=False", "algorithm.filter_groups.enable=True", "enable=False, and True"),
-        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.leftover=requeue", "leftover=discard, and requ"),
-        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.max_num_gen_batches=10", "batches=3, and 10"),
-        ("data.rollout_batch_size=8", "data.train_batch_size=512", "data.train_batch_size=8, and 512"),
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.enable=False", "enable=True, but False"),
+        ("algorithm.use_dynamic_sample=False", "algorithm.filter_groups.enable=True", "enable=False, but True"),
+        ("algorithm.online_filtering=False", "algorithm.filter_groups.enable=True", "enable=False, but True"),
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.leftover=requeue", "leftover=discard, but requ"),
+        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.max_num_gen_batches=10", "batches=3, but 10"),
+        ("data.rollout_batch_size=8", "data.train_batch_size=512", "data.train_batch_size=8, but 512"),
     ],
 )
 def test_an_option_that_contradicts_an_alias_is_refused_even_at_its_default(alias, option, sets, tmp_path):
@@ -209,12 +209,12 @@ def test_a_missing_config_is_refused():
 ENDINGS = [
     (InputError("rollout.n=0: raise it"), 2, "rollout.n=0: raise it"),
     (RuntimeError("no group was kept"), 1, "no group was kept"),
-    (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 1, "'metrics.jsonl': make room"),
+    (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), 1, "'metrics.jsonl': free some space"),
     (PermissionError(errno.EACCES, "Permission denied", "train.log"), 1, "'train.log': let this user"),
     (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB\n" + "x\n" * 99), 1, "memory .*9 GiB.*: lower actor"),
-    (jax.errors.JaxRuntimeError("INTERNAL: broken\n" + "x\n" * 99), 1, "JAX cannot go on: INTERNAL: broken"),
-    (ValueError("UNKNOWN: Gloo AllGather failed: closed by peer"), 1, "JAX cannot go on: UNKNOWN: Gloo"),
-    (MemoryError("10 GiB"), 1, "this machine has too little memory"),
+    (jax.errors.JaxRuntimeError("INTERNAL: broken\n" + "x\n" * 99), 1, "JAX cannot continue: INTERNAL: broken"),
+    (ValueError("UNKNOWN: Gloo AllGather failed: closed by peer"), 1, "JAX cannot continue: UNKNOWN: Gloo"),
+    (MemoryError("10 GiB"), 1, "this machine ran out of memory"),
     (ImportError("x needs gguf: pip install it"), 1, "pip install"),
     (KeyboardInterrupt(), 130, "interrupted"),
 ]
@@ -240,7 +240,7 @@ def test_any_other_error_is_called_a_bug_with_its_traceback(capsys, kind):
     with pytest.raises(SystemExit) as ended, refusals(["train"]):
         raise kind("x")
     told = capsys.readouterr().err
-    assert ended.value.code == 1 and "Traceback" in told and "a bug of dapo_jax" in told.splitlines()[-1]
+    assert ended.value.code == 1 and "Traceback" in told and "a bug in dapo_jax" in told.splitlines()[-1]
 
 
 def test_debug_may_stand_before_or_after_the_options():

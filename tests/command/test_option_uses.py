@@ -236,7 +236,7 @@ def test_only_k1_has_a_lower_bound(criterion):
     if criterion == "token_k1":
         assert found == []
     else:
-        assert_one(found, f"rollout_rs_threshold=.*{criterion} has no lower bound, and 0.5 is not read: give '2.0'")
+        assert_one(found, f"rollout_rs_threshold=.*{criterion} has no lower bound, so 0.5 is not read: give '2.0'")
     assert problems({**changes, f"{CORRECTION}.rollout_rs_threshold": ("2.0",)}) == []
 
 

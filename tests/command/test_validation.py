@@ -6,7 +6,8 @@ from config_problems import assert_one, config_with, problems
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.command.validation import CHOICES as NAMES
-from dapo_jax.command.validation import validate, warnings
+from dapo_jax.command.validation import validate
+from dapo_jax.command.warnings import warnings
 from dapo_jax.config.derived import keeps_some
 
 CHOICES = NAMES | {
@@ -132,7 +133,7 @@ def test_what_may_be_null_is_refused_at_zero_and_below(key, value):
         ("data.task", "files", "data.train_files is empty"),
         ("evaluate.top_k", 0, "evaluate.top_k"),
         ("evaluate.n", 0, "evaluate.n=0 must be greater than 0"),
-        ("evaluate.max_prompts", 0, "or -1 for all problems"),
+        ("evaluate.max_prompts", 0, "or -1 (all problems)"),
         ("evaluate.batch_size", -1, "evaluate.batch_size=-1 must be 0"),
         ("evaluate.tasks", "[", "must be JSON"),
         ("evaluate.tasks", '{"a": {"files": "f", "n": 0}}', "evaluate.tasks.a.n=0 must be greater than 0"),
@@ -319,10 +320,13 @@ def test_truncated_sampling_and_single_samples_are_warned_of():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({f"{FILTER}.metric": "accuracy"}, "metric=accuracy is no number that reward.function=auto gives.*mean acc"),
-        ({f"{FILTER}.metric": "acc_reward", "reward.function": "gsm8k"}, "reward.function=gsm8k gives: choose one"),
-        ({f"{FILTER}.metric": "overlong"}, "metric=overlong is no number"),
-        ({f"{FILTER}.metric": "reward_model"}, "metric=reward_model is no number"),
+        (
+            {f"{FILTER}.metric": "accuracy"},
+            "metric=accuracy is not a number that reward.function=auto returns.*mean acc",
+        ),
+        ({f"{FILTER}.metric": "acc_reward", "reward.function": "gsm8k"}, "reward.function=gsm8k returns: choose one"),
+        ({f"{FILTER}.metric": "overlong"}, "metric=overlong is not a number"),
+        ({f"{FILTER}.metric": "reward_model"}, "metric=reward_model is not a number"),
     ],
 )
 def test_a_filter_metric_that_the_verifier_never_returns_is_refused(changes, message):
@@ -364,7 +368,7 @@ MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "
         *(
             (
                 {f"{FILTER}.metric": metric, "algorithm.use_kl_in_reward": True},
-                f"metric={metric} contains the KL divergence, for which groups whose answers are all wrong pass",
+                f"metric={metric} contains the KL divergence, so groups whose answers are all wrong can pass",
                 usual,
             )
             for metric, usual in (
@@ -464,7 +468,7 @@ def test_as_many_steps_as_the_epochs_say_needs_epochs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"actor.optim.betas": (1.0, 0.9)}, "actor.optim.betas=.* must both be in"),
+        ({"actor.optim.betas": (1.0, 0.9)}, "actor.optim.betas=.* must be two numbers in"),
         ({"critic.optim.min_lr_ratio": 1.5}, "critic.optim.min_lr_ratio=1.5 must be in"),
         ({"trainer.process_id": -2}, "trainer.process_id=-2 must be 0 or more, or -1"),
         ({"reward.num_workers": 1025}, "reward.num_workers=1025 must be at most 1024"),

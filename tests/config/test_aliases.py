@@ -92,23 +92,23 @@ def test_freeze_leaves_no_alias_over():
         ({"algorithm__use_dynamic_sample": True, "algorithm__online_filtering": True}, "exclude each other"),
         (
             {"algorithm__use_dynamic_sample": True, "algorithm__filter_groups__max_num_gen_batches": 25},
-            "sets algorithm.filter_groups.max_num_gen_batches=3, and 25 was chosen",
+            "sets algorithm.filter_groups.max_num_gen_batches=3, but 25 was given",
         ),
         (
             {"algorithm__online_filtering": True, "algorithm__filter_groups__leftover": "carry"},
-            "sets algorithm.filter_groups.leftover=discard, and carry was chosen",
+            "sets algorithm.filter_groups.leftover=discard, but carry was given",
         ),
         (
             {"algorithm__use_dynamic_sample": True, "algorithm__filter_groups__enable": False},
-            "use_dynamic_sample=True sets algorithm.filter_groups.enable=True, and False was chosen",
+            "use_dynamic_sample=True sets algorithm.filter_groups.enable=True, but False was given",
         ),
         (
             {"data__rollout_batch_size": 8, "data__train_batch_size": 4},
-            "data.rollout_batch_size=8 sets data.train_batch_size=8, and 4 was chosen: leave out one",
+            "data.rollout_batch_size=8 sets data.train_batch_size=8, but 4 was given: leave out one",
         ),
         (
             {"data__mini_rollout_batch_size": 8, "data__gen_batch_size": 4},
-            "data.mini_rollout_batch_size=8 sets data.gen_batch_size=8, and 4 was chosen",
+            "data.mini_rollout_batch_size=8 sets data.gen_batch_size=8, but 4 was given",
         ),
     ],
 )
@@ -140,5 +140,5 @@ def test_a_reward_function_of_verl_needs_a_file_and_contradicts_another_function
         values = default_config()
         values.custom_reward_function.path = "r.py"
         values.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-        with pytest.raises(ValueError, match="sets reward.function=r.py:compute_score, and (gsm8k|auto) was chosen"):
+        with pytest.raises(ValueError, match="sets reward.function=r.py:compute_score, but (gsm8k|auto) was given"):
             freeze(values, () if changes else ("reward.function",))

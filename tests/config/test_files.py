@@ -56,11 +56,11 @@ def test_json_may_name_few_options_and_objects(tmp_path):
     ("text", "message"),
     [
         ("[1]", "holds list"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ('{"seed": "x"}', "seed"),
-        ("[" * 100_000, "is no JSON"),
-        ('{"model_type": "llama", "data": 3}', "there are no options model_type, data"),
-        ('{"data": {"nonsense": 1}}', "there are no options data.nonsense"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"model_type": "llama", "data": 3}', "has unknown options model_type, data"),
+        ('{"data": {"nonsense": 1}}', "has unknown options data.nonsense"),
     ],
 )
 def test_json_that_is_no_config_is_refused(text, message, tmp_path):
@@ -79,7 +79,7 @@ def test_an_object_is_taken_where_the_text_of_one_is(key, tmp_path):
     for text in ('{"two": {"n": true}}', "{'two': {'n': True}}"):
         assert json.loads(flat(read_config(["train", "--config", str(TINY), option + text]))[key])["two"] == {"n": True}
     file.write_text(file.read_text().replace('{"n": True}', "object()"))
-    with pytest.raises(ValueError, match=rf"{key}=.* must hold what JSON can"):
+    with pytest.raises(ValueError, match=rf"{key}=.* must hold only JSON values"):
         read_config(["train", "--config", str(file)])
 
 

@@ -74,11 +74,11 @@ def files(workdir: Path) -> list[str]:
 
 def test_a_live_holder_keeps_its_lock(start, tmp_path):
     holder = start.holder()
-    with pytest.raises(ValueError, match=rf"\(process {holder.pid} on .+, last sign of life \d+ s ago\): wait for it"):
+    with pytest.raises(ValueError, match=rf"\(process {holder.pid} on .+, last heartbeat \d+ s ago\): wait for it"):
         with lock.locked(epath.Path(tmp_path)):
             pass
     other = start(machine="elsewhere")  # it sees no more than the signs of life
-    assert f"held by another run (process {holder.pid} on " in said(other)
+    assert f"locked by another run (process {holder.pid} on " in said(other)
     assert files(tmp_path) == ["lock.1"]
 
 
@@ -111,7 +111,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_taken_over(start, tmp_path, monke
         monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.3)
         with lock.locked(epath.Path(tmp_path)):
             assert files(tmp_path) == ["lock.2"]
-    assert f"is taken over from process {holder.pid} on" in caplog.text and "without a sign of life" in caplog.text
+    assert f"is taken over from process {holder.pid} on" in caplog.text and "which gave no heartbeat" in caplog.text
 
 
 def test_a_process_that_has_lost_its_lock_ends(start, tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_a_process_that_has_lost_its_lock_ends(start, tmp_path, monkeypatch):
         holder.send_signal(signal.SIGCONT)
         assert holder.wait(60) == 1  # though its input has not ended
         _, errors = holder.communicate()
-        assert f"is now held by process {os.getpid()} on" in errors and "ends without saving" in errors
+        assert f"is now locked by process {os.getpid()} on" in errors and "ends without saving" in errors
         assert files(tmp_path) == ["lock.2"]
 
 
@@ -133,7 +133,7 @@ def test_of_two_successors_one_wins(start, tmp_path):
         holder.wait(60)
         successors = [start(dead_after=0.3) for _ in range(2)]
         answers = sorted(said(successor)[:4] for successor in successors)
-        assert answers == ["held", "work"]  # workdir=... is held by another run
+        assert answers == ["held", "work"]  # workdir=... is locked by another run
         for successor in successors:
             successor.communicate()
 
@@ -148,7 +148,7 @@ def test_a_late_successor_does_not_go_back_to_an_older_lock(start, tmp_path, mon
         later.append(start.holder())
 
     monkeypatch.setattr(lock, "_wait_for_end", two_others)
-    with pytest.raises(ValueError, match="held by another run"):
+    with pytest.raises(ValueError, match="locked by another run"):
         with lock.locked(epath.Path(tmp_path)):
             pass
     assert files(tmp_path) == ["lock.3"] and later[0].poll() is None
@@ -160,7 +160,7 @@ def test_without_flock_the_signs_of_life_decide(start, tmp_path, monkeypatch):
 
     holder = start.holder()
     monkeypatch.setattr("fcntl.flock", unsupported)
-    with pytest.raises(ValueError, match=f"process {holder.pid} on .+, last sign of life now"):
+    with pytest.raises(ValueError, match=f"process {holder.pid} on .+, last heartbeat just now"):
         with lock.locked(epath.Path(tmp_path)):
             pass
     monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.3)

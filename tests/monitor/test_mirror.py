@@ -59,7 +59,7 @@ def test_an_upload_that_fails_is_tried_again(bucket, monkeypatch):
 
 def test_one_run_at_a_time_holds_a_bucket(bucket, monkeypatch):
     with mirrored(RUN):
-        with pytest.raises(ValueError, match=f"workdir={RUN} is held by another run .*last sign of life now"):
+        with pytest.raises(ValueError, match=f"workdir={RUN} is locked by another run .*last heartbeat just now"):
             with mirrored(RUN):
                 pass
     with mirrored(RUN):  # at once

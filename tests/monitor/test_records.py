@@ -149,7 +149,7 @@ def test_resuming_drops_later_rows_and_samples_at_once(tmp_path, caplog):
         f"step_{step:06d}.jsonl" for step in range(3)
     ]
     assert {step for step, _, _ in shown_values(tmp_path)} == {0, 1, 2}
-    assert "3 rows from step 3 on are dropped" in caplog.text
+    assert "dropped 3 rows from step 3 on" in caplog.text
 
 
 def test_starting_again_from_the_beginning_drops_everything_and_says_so(tmp_path, caplog):
@@ -157,7 +157,7 @@ def test_starting_again_from_the_beginning_drops_everything_and_says_so(tmp_path
     write_run(tmp_path, range(2))
     assert [row["actor/pg_loss"] for row in read_metrics(tmp_path)] == [0.0, 1.0]
     assert {value for _, tag, value in shown_values(tmp_path) if tag == "actor/pg_loss"} == {0.0, 1.0}
-    assert "3 rows from step 0 on are dropped" in caplog.text
+    assert "dropped 3 rows from step 0 on" in caplog.text
 
 
 def test_a_step_is_in_tensorboard_when_write_returns(tmp_path):

@@ -34,7 +34,7 @@ def hold(workdir: Path) -> tuple[subprocess.Popen, int]:
 def test_a_held_directory_names_its_holder_and_a_killed_one_is_free_though_its_workers_live(tmp_path):
     holder, worker = hold(tmp_path)
     try:
-        told = rf"held by another run \(process {holder.pid} on .+ ago\): .*--config.workdir=DIR"
+        told = rf"locked by another run \(process {holder.pid} on .+ ago\): .*--config.workdir=DIR"
         with pytest.raises(ValueError, match=told):
             with open_workdir(tmp_path, detailed=False):
                 pass
@@ -50,7 +50,7 @@ def test_a_held_directory_names_its_holder_and_a_killed_one_is_free_though_its_w
 
 def test_one_process_cannot_open_it_twice_but_again(tmp_path):
     with open_workdir(tmp_path, detailed=False):
-        with pytest.raises(ValueError, match="held by another run"):
+        with pytest.raises(ValueError, match="locked by another run"):
             with open_workdir(tmp_path, detailed=False):
                 pass
         with open_workdir(tmp_path, detailed=False, process=1):  # another process of the same run

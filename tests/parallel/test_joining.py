@@ -359,5 +359,5 @@ def test_one_that_fails_is_named_by_the_others():
     ]
     (code, _, errors), (other_code, _, other_errors) = finish(*running)
     assert (code, other_code) == (1, 1) and "ZeroDivisionError" in other_errors, errors + other_errors
-    assert "JAX cannot go on: " in errors and "this is a bug" not in errors
+    assert "JAX cannot continue: " in errors and "this is a bug" not in errors
     assert errors.splitlines()[-1] == "dapo_jax: process 1 has failed: division by zero"

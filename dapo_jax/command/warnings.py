@@ -1,0 +1,88 @@
+"""Host: what a config may ask for but rarely means: one line of warning each."""
+
+from collections.abc import Iterator
+
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.config.sections import Config
+from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
+
+NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
+
+
+def warnings(config: Config) -> list[str]:
+    """What `config` asks for but rarely means. `validate` has found no problem with it."""
+    return [*_of_sampling(config), *_of_algorithm(config), *(_of_filter(config) if _filters(config) else ())]
+
+
+def _filters(config: Config) -> bool:
+    return config.algorithm.filter_groups.enable
+
+
+def _of_sampling(config: Config) -> Iterator[str]:
+    rollout, evaluate = config.rollout, config.evaluate
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        yield (
+            f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: training samples are drawn from a "
+            "truncated distribution, but log-probabilities are those of the full one"
+        )
+    if rollout.min_response_length > 0:
+        yield (
+            f"rollout.min_response_length={rollout.min_response_length}: training samples are drawn from a "
+            "distribution without an earlier end of sequence, but log-probabilities are those of the full one"
+        )
+    if evaluate.n == 1 and evaluate.temperature > 0:
+        yield "evaluate.n=1 with temperature > 0 is a noisy measure: raise evaluate.n"
+    if evaluate.n > 1 and evaluate.temperature == 0:
+        yield f"evaluate.n={evaluate.n} with temperature=0: all samples of a problem are equal; n=1 is enough"
+
+
+def _of_algorithm(config: Config) -> Iterator[str]:
+    actor, trainer = config.actor, config.trainer
+    mode = actor.policy_loss.loss_mode
+    if mode in ("gspo", "geo_mean", "sapo") and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield (
+            f"actor.policy_loss.loss_mode={mode} is defined with actor.loss_agg_mode=seq-mean-token-mean, "
+            f"not {actor.loss_agg_mode}"
+        )
+    if trainer.critic_warmup >= trainer.total_training_steps > 0:
+        yield NO_POLICY_STEP
+
+
+def _of_filter(config: Config) -> Iterator[str]:
+    algorithm, reward = config.algorithm, config.reward
+    groups, estimator = algorithm.filter_groups, algorithm.adv_estimator
+    if config.rollout.n == 1:
+        yield "rollout.n=1: a group of one sample is always kept, and its advantage is its reward"
+    if estimator == "cpo":
+        yield "algorithm.adv_estimator=cpo has its own contrast: the group filter is normally off with it"
+    if estimator in ESTIMATORS and not needs(ESTIMATORS[estimator], "num_groups"):
+        yield (
+            f"algorithm.adv_estimator={estimator} compares no samples within a group: it also learns from groups that "
+            "are all right or all wrong, which the group filter drops; the filter is normally off with it"
+        )
+    shaped = groups.metric in ("seq_reward", *FINAL_REWARD)
+    contains = ["the overlong penalty"] * (shaped and reward.overlong_buffer.enable)
+    contains += ["the KL divergence"] * (groups.metric in FINAL_REWARD and algorithm.use_kl_in_reward)
+    if contains:
+        yield (
+            f"algorithm.filter_groups.metric={groups.metric} contains {' and '.join(contains)}, so groups whose "
+            "answers are all wrong can pass the filter; the paper's metric is acc"
+        )
+    signed = ("math_dapo", "math_dapo_lenient", *["auto"] * (config.data.task == "files"))
+    by_mean = groups.rule == "mean_range" and (groups.metric == "score" or shaped)
+    if by_mean and groups.filter_low >= 0 and reward.function in signed:
+        yield (
+            f"algorithm.filter_groups.rule=mean_range with metric={groups.metric}: a score of math_dapo is -1 or 1, "
+            f"so filter_low={groups.filter_low} drops groups that are mostly wrong; acc is 0 or 1"
+        )
+    if groups.backfill == "stream" and groups.leftover != "requeue":
+        yield (
+            f"algorithm.filter_groups.leftover={groups.leftover} with backfill=stream: which groups are left over "
+            "depends on the waves; only requeue gives the same batches for every schedule"
+        )
+    if groups.leftover == "carry" and config.actor.old_logprob == "recompute":
+        yield (
+            "algorithm.filter_groups.leftover=carry with actor.old_logprob=recompute: carried groups are treated as "
+            "if the newer policy had sampled them"
+        )
