@@ -69,8 +69,8 @@ from dapo_jax.problems import TaskSet, held_out_options, parse_tasks
 from dapo_jax.rewards.scoring import ModelScorer, load_scorer
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import VerifierPool
-from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.sampler import Sampler, Stage, check_stop_strings
+from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.settings import (
     actor_settings,
     check_memory,
@@ -167,7 +167,7 @@ def open_run(
         functions = [reward_function(config), *(task.options.reward_function for task in task_sets)]
         verifiers = {name: stack.enter_context(verifier_pool(config, name)) for name in dict.fromkeys(functions)}
         check_rewards(config, train_set, task_sets, reward_function(config), verifiers)
-        engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
+        engine = WaveEngine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, rollout_mesh), check)
         stack.callback(engine.close)
         console = Console(
             config.trainer.total_training_steps,

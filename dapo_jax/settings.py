@@ -30,8 +30,8 @@ from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import num_batch_shards, platform
-from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
+from dapo_jax.rollout.wave_programs import WaveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +121,10 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
 
 def engine_settings(
     config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
-) -> EngineSettings:
+) -> WaveSettings:
     """The part of the config that sampling depends on."""
     on_cpu = platform(mesh) == "cpu"
-    return EngineSettings(
+    return WaveSettings(
         arch=arch,
         mesh=mesh,
         eos_ids=eos_ids,

@@ -113,7 +113,7 @@ def first_state(run: Run) -> RunState:
         log_bytes=0,
     )
     progress = first_coefficient(run.config, progress)
-    return RunState(run.init_models(), progress, _first_stream(run), run.sampler.engine.to_arrays())
+    return RunState(run.init_models(), progress, _first_stream(run), run.sampler.engine.state())
 
 
 def _first_stream(run: Run) -> StreamState:
@@ -212,11 +212,11 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
             )
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
         progress = dataclasses.replace(progress, prompts=prompts, best=None, best_step=0, alarms={})
-        return RunState(models, progress, _first_stream(run), engine.to_arrays())
+        return RunState(models, progress, _first_stream(run), engine.state())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
     ahead = restore_collected(run, arrays["ahead"]) if "ahead" in arrays else None
-    return RunState(models, progress, restore_stream(run, arrays), engine.to_arrays(), ahead)
+    return RunState(models, progress, restore_stream(run, arrays), engine.state(), ahead)
 
 
 def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:

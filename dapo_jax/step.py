@@ -144,7 +144,7 @@ def train_step(
         row["samples"] = sample_texts(run, batch.experience)
         row["histograms"] |= experience_histograms(batch.experience)
     progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
-    return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
+    return RunState(models, progress, stream, run.sampler.engine.state(), ahead)
 
 
 def train_on(

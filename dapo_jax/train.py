@@ -203,7 +203,7 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords | NoRe
             records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
     progress = dataclasses.replace(progress, log_bytes=log_bytes(run.config.workdir))
-    state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
+    state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.state())
     saved_before = checkpoints.latest_step() == step  # when the run was stopped in the middle of this
     due = saved_before or is_due(step, trainer.save_freq, total)
     if trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes:

@@ -18,9 +18,10 @@ from dapo_jax.learner.update import (
 )
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.mesh import AXES, make_mesh
-from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.rollout.shapes import pad_prompts
+from dapo_jax.rollout.wave_programs import WaveSettings
+from dapo_jax.rollout.waves import WaveEngine
 
 ARCH = Architecture(
     family="llama",
@@ -116,7 +117,7 @@ def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TR
         lookahead=0,
         seed=0,
     )
-    return Engine(EngineSettings(**{**settings, **changes})).generate(
+    return WaveEngine(WaveSettings(**{**settings, **changes})).generate(
         actor.decode_weights(state.params),
         prompts,
         numbers,

@@ -19,8 +19,7 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
-from dapo_jax.rollout.engine import Engine
-from dapo_jax.rollout.responses import StopRule
+from dapo_jax.rollout.engine import RolloutEngine, StopRule
 from dapo_jax.rollout.sampling import Sampling
 
 _WAIT_S = 0.5  # between two looks at whether the run is to stop
@@ -38,13 +37,13 @@ class Sampler:
 
     tokenizer: Tokenizer
     verifiers: VerifierPool
-    engine: Engine
+    engine: RolloutEngine
     stop: tuple[str, ...] = ()  # a response ends with the first of these strings
 
     @property
     def pad_id(self) -> int:
         """The token that stands where there is none."""
-        return self.engine.settings.pad_id
+        return self.engine.pad_id
 
     def start(
         self,

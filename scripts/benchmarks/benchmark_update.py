@@ -86,7 +86,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     from dapo_jax.data.tokenizer import Tokenizer
     from dapo_jax.learner.actor import LatestWeights, build_actor
     from dapo_jax.models.architecture import architecture_from_hf
-    from dapo_jax.rollout.engine import Engine
+    from dapo_jax.rollout.waves import WaveEngine
     from dapo_jax.run import build_estimator, init_models, open_run
     from dapo_jax.settings import actor_settings, engine_settings
 
@@ -123,7 +123,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     prompts = make_prompts(args)
     rows = [PromptRow(text, "benchmark", "", {}) for text in as_text(prompts)]
     tokenizer = Tokenizer(integer_tokenizer(arch.vocab_size), (), 0, {}, False, None)
-    engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, run.mesh))
+    engine = WaveEngine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, run.mesh))
     return dataclasses.replace(
         run,
         arch=arch,

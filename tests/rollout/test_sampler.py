@@ -66,7 +66,7 @@ class _Verifiers:
 class _Engine:
     """Three prompts with two responses each; the later the row, the earlier it ends."""
 
-    settings = SimpleNamespace(pad_id=0)
+    pad_id = 0
 
     def check(self):
         pass

@@ -17,10 +17,11 @@ from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout import wave_programs
-from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.rollout import waves as waves_module
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
+from dapo_jax.rollout.wave_programs import WaveSettings
+from dapo_jax.rollout.waves import WaveEngine
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 ARCH = Architecture(
@@ -52,7 +53,7 @@ def host_params(dtype="float32"):
     return jax.device_get(unstack_layers(params))
 
 
-def make_engine(mesh=None, **changes) -> Engine:
+def make_engine(mesh=None, **changes) -> WaveEngine:
     values = dict(
         arch=ARCH,
         mesh=mesh or mesh_of(1, 1, 1),
@@ -67,11 +68,11 @@ def make_engine(mesh=None, **changes) -> Engine:
         lookahead=0,
         seed=0,
     )
-    made.append(Engine(EngineSettings(**{**values, **changes})))
+    made.append(WaveEngine(WaveSettings(**{**values, **changes})))
     return made[-1]
 
 
-made: list[Engine] = []
+made: list[WaveEngine] = []
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,7 @@ def sample(engine, *, params=None, prompts=PROMPTS, sampling=None, num_samples=S
 def reference():
     """One wave of all rows with the whole cache from the start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "rungs", lambda rows, smallest: [rows])
+        patch.setattr(waves_module, "rungs", lambda rows, smallest: [rows])
         patch.setattr(wave_programs, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
         return sample(make_engine())
 
@@ -128,7 +129,7 @@ def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
 def test_devices_choose_their_own_survivors(shape, monkeypatch):
-    monkeypatch.setattr(engine_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
+    monkeypatch.setattr(waves_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
     engine = make_engine(mesh_of(*shape), chunk_length=32)
     assert_same(sample(engine), reference())
     assert len({rows for rows, *_ in shapes_of(engine)}) >= 3
@@ -138,21 +139,21 @@ def test_waves_of_any_size_give_the_same_tokens():
     whole = {"smallest_rows": 1000, "chunk_length": 30}  # rows that stay
     assert_same(sample(make_engine(max_num_seqs=20, **whole)), reference())
     engine = make_engine(max_num_seqs=0, **whole)
-    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.state(), "free_bytes": np.array(6e5)})
     assert_same(sample(engine), reference())
     assert max(rows for rows, *_ in shapes_of(engine)) < len(PROMPTS) * SAMPLES  # several waves
 
 
 def test_a_restored_engine_sizes_its_waves_as_before():
     engine, again = (make_engine(max_num_seqs=0, smallest_rows=1000, chunk_length=30) for _ in range(2))
-    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.state(), "free_bytes": np.array(6e5)})
     sample(engine)
-    again.restore(engine.to_arrays())
+    again.restore(engine.state())
     sample(engine)
     sample(again)
     rows = lambda shapes: [shape[0] for shape in shapes]  # noqa: E731
     assert set(rows(shapes_of(again))) <= set(rows(shapes_of(engine)))
-    found, expected = again.to_arrays(), engine.to_arrays()
+    found, expected = again.state(), engine.state()
     assert found.keys() == expected.keys() and len(found) == 3  # one purpose
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values)
@@ -163,14 +164,14 @@ def test_short_answers_of_one_purpose_do_not_make_waves_of_another_larger():
     engine.history(EVALUATE).add(np.ones(64, np.int64))
     assert engine.history(EVALUATE).alive(1) == 0.0 and engine.history(TRAIN).alive(LENGTH - 1) == 1.0
     again = make_engine(max_num_seqs=0)
-    again.restore(engine.to_arrays())
+    again.restore(engine.state())
     assert again.history(EVALUATE).alive(1) == 0.0 and not again.history(TRAIN).known
 
 
 def test_the_memory_for_keys_and_values_is_the_present_share_of_the_present_devices(monkeypatch):
     measured = []
-    monkeypatch.setattr(engine_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
-    saved = {**make_engine(max_num_seqs=0).to_arrays(), "free_bytes": np.array(6e5)}
+    monkeypatch.setattr(waves_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
+    saved = {**make_engine(max_num_seqs=0).state(), "free_bytes": np.array(6e5)}
 
     def rows(shape, share):
         engine = make_engine(mesh_of(*shape), max_num_seqs=0, smallest_rows=1000, chunk_length=30, memory_share=share)
