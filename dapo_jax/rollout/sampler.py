@@ -92,18 +92,20 @@ class Sampler:
             }
             errors = Counter(verdict.error for verdict in verdicts if verdict.error is not None)
             texts, answers = verification.texts, [verdict.pred for verdict in verdicts]
+            by_policy = rollout.by_policy
             return Experience(
-                np.array(numbers, np.int64),
-                np.array(rows, np.int64),
-                prompts,
-                np.asarray(rollout.responses).reshape(*shape, -1),
-                np.asarray(rollout.mask).reshape(*shape, -1),
-                np.asarray(rollout.logprobs).reshape(*shape, -1),
-                np.asarray(rollout.finished).reshape(shape),
-                [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
-                {name: values.reshape(shape) for name, values in scores.items()},
-                np.full(len(prompts), version, np.int64),
-                np.array([verdict.error is not None for verdict in verdicts]).reshape(shape),
+                numbers=np.array(numbers, np.int64),
+                rows=np.array(rows, np.int64),
+                prompts=prompts,
+                responses=np.asarray(rollout.responses).reshape(*shape, -1),
+                mask=np.asarray(rollout.mask).reshape(*shape, -1),
+                logprobs=np.asarray(rollout.logprobs).reshape(*shape, -1),
+                finished=np.asarray(rollout.finished).reshape(shape),
+                texts=[texts[i : i + num_samples] for i in range(0, len(texts), num_samples)],
+                scores={name: values.reshape(shape) for name, values in scores.items()},
+                versions=np.full(len(prompts), version, np.int64),
+                failed=np.array([verdict.error is not None for verdict in verdicts]).reshape(shape),
+                by_policy=None if by_policy is None else np.asarray(by_policy).reshape(*shape, -1),
                 answers=[answers[i : i + num_samples] for i in range(0, len(answers), num_samples)],
                 error=max(errors, key=lambda error: errors[error], default=""),
             )

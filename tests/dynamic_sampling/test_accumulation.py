@@ -29,17 +29,17 @@ def experience(numbers, acc, *, lengths=2, version=0) -> Experience:
     shape = acc.shape
     mask = np.arange(40) < np.broadcast_to(np.asarray(lengths).reshape(-1, 1), shape)[..., None]
     return Experience(
-        np.array(numbers, np.int64),
-        np.array(numbers, np.int64) % NUM_ROWS,
-        [[1]] * shape[0],
-        np.zeros((*shape, 40), np.int32),
-        mask,
-        np.zeros((*shape, 40), np.float32),
-        np.ones(shape, bool),
-        [["x"] * shape[1]] * shape[0],
-        {"acc": acc, "score": acc},
-        np.full(shape[0], version, np.int64),
-        np.zeros(shape, bool),
+        numbers=np.array(numbers, np.int64),
+        rows=np.array(numbers, np.int64) % NUM_ROWS,
+        prompts=[[1]] * shape[0],
+        responses=np.zeros((*shape, 40), np.int32),
+        mask=mask,
+        logprobs=np.zeros((*shape, 40), np.float32),
+        finished=np.ones(shape, bool),
+        texts=[["x"] * shape[1]] * shape[0],
+        scores={"acc": acc, "score": acc},
+        versions=np.full(shape[0], version, np.int64),
+        failed=np.zeros(shape, bool),
     )
 
 

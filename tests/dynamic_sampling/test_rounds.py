@@ -21,17 +21,17 @@ def experience(acc, *, lengths=2) -> Experience:
     numbers = np.arange(shape[0])
     mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
     return Experience(
-        numbers,
-        numbers,
-        [[1]] * shape[0],
-        np.zeros((*shape, 4), np.int32),
-        mask,
-        np.zeros((*shape, 4), np.float32),
-        np.ones(shape, bool),
-        [["x"] * shape[1]] * shape[0],
-        {"acc": acc, "score": acc},
-        numbers,
-        np.zeros(shape, bool),
+        numbers=numbers,
+        rows=numbers,
+        prompts=[[1]] * shape[0],
+        responses=np.zeros((*shape, 4), np.int32),
+        mask=mask,
+        logprobs=np.zeros((*shape, 4), np.float32),
+        finished=np.ones(shape, bool),
+        texts=[["x"] * shape[1]] * shape[0],
+        scores={"acc": acc, "score": acc},
+        versions=numbers,
+        failed=np.zeros(shape, bool),
     )
 
 
