@@ -18,8 +18,7 @@ from dapo_jax.config.derived import checkpoint_dir, trains_on_older_samples
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import from_values
 from dapo_jax.data.experience import from_arrays, to_arrays
-from dapo_jax.dynamic_sampling.accumulation import StreamState
-from dapo_jax.dynamic_sampling.schedule import History
+from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.errors import InputError
 from dapo_jax.learner.batch import sequence_kl
 from dapo_jax.learner.models import Models

@@ -14,10 +14,12 @@ from typing import Any
 
 import jax
 
+from dapo_jax.config.derived import gen_batch_size, prompts_at_once
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
-from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
-from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
+from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups
+from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
+from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
 from dapo_jax.learner.batch import finish_rewards, make_batch, penalize_kl
 from dapo_jax.learner.models import Models
 from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices, update_critic, update_policy
@@ -28,7 +30,6 @@ from dapo_jax.monitor.records import NoRecords, RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.processes import gather
 from dapo_jax.progress import Progress, is_finite, recomputes
-from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run
 from dapo_jax.settings import update_settings
@@ -70,7 +71,6 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     """
     config, groups, settings = run.config, run.config.algorithm.filter_groups, run.config.rollout
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
-    rule = filter_rule(config)
     shown = RoundsShown(run.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
@@ -94,10 +94,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
             if config.algorithm.use_kl_in_reward:
                 experience = penalize_kl(run, experience, kl_coef)
             with run.stage("filter"):
-                if groups.enable:
-                    round_ = filter_groups(experience, groups.metric, rule, run.rollout_mesh)
-                else:
-                    round_ = keep_all(experience)
+                round_ = filter_groups(experience, groups, run.rollout_mesh)
             shown.end(int(round_.keep.sum()))
             return round_
 
@@ -106,7 +103,16 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     if groups.enable:
         filter_log.log_start()
     with jax.set_mesh(run.rollout_mesh):
-        return accumulate_groups(sample_round, stream, prompt_source(run), policies(config), step=step)
+        return accumulate_groups(
+            sample_round,
+            stream,
+            PromptSource.of(run.order, groups.skip_uniform, seed=config.seed),
+            groups,
+            target=config.data.train_batch_size,
+            gen_batch_size=gen_batch_size(config),
+            max_wave=prompts_at_once(config),
+            step=step,
+        )
 
 
 def train_step(

@@ -121,6 +121,12 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
     return Experience(scores=scores, **{name: joined(values) for name, values in columns.items()})
 
 
+def join(parts: Iterable[Experience | None]) -> Experience | None:
+    """The groups of all parts; None if there are none."""
+    present = [part for part in parts if part]
+    return concatenate(present) if present else None
+
+
 def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
     """What a checkpoint holds of `experience`."""
     values = experience._by_group()
