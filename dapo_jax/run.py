@@ -313,7 +313,7 @@ def reward_function(config: Config) -> str:
 
 
 def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> PromptSet:
-    prompts, _ = tokenize_prompts(
+    return tokenize_prompts(
         rows,
         tokenizer,
         max_prompt_length=config.data.max_prompt_length,
@@ -322,7 +322,6 @@ def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> Pr
         system_prompt=config.data.system_prompt,
         chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
     )
-    return prompts
 
 
 def check_mesh(config: Config, arch: Architecture, mesh: Mesh) -> None:

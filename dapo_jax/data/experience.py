@@ -181,5 +181,5 @@ def check_score_names(names: Iterable[str]) -> None:
             )
         if "/" in name:
             raise InputError(
-                f"the reward function returns {name!r}: in the names of metrics / stands between parts, use _ in it"
+                f"the reward function returns {name!r}: / separates the parts of a metric's name, use _ instead"
             )

@@ -42,7 +42,7 @@ class Sampler:
 
     @property
     def pad_id(self) -> int:
-        """The token that stands where there is none."""
+        """The token where nothing was sampled."""
         return self.engine.pad_id
 
     def start(

@@ -1,4 +1,4 @@
-"""Host: the compiled functions of a wave, from shapes alone: nothing is on a device when they are compiled."""
+"""Host: the compiled functions of a wave, lowered from shapes alone: no array exists yet."""
 
 from dataclasses import dataclass
 from typing import Any
