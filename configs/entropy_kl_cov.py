@@ -20,37 +20,15 @@ Differences from the script:
 
 from typing import Any
 
-from dapo_jax.config import default_config
+from entropy_clip_cov import get_config as entropy_clip_cov
 
 
 def get_config() -> Any:
-    config = default_config()
+    config = entropy_clip_cov()
     config.workdir = "runs/entropy_kl_cov"
-    config.model.path = "models/Qwen2.5-7B"
-    config.data.train_files = ("data/dapo-math-17k.parquet",)
-    config.data.val_files = ("data/aime-2024.parquet",)
-    config.data.train_batch_size = 256
-    config.data.gen_batch_size = 768
-    config.data.max_prompt_length = 2048
-    config.data.max_response_length = 8192
-    config.data.truncation = "left"
-    config.rollout.n = 8
-    config.rollout.max_num_seqs = 512
-    config.reward.function = "math_verify"
-    config.reward.num_workers = 16
-    config.actor.ppo_micro_batch_size_per_device = 2
     config.actor.policy_loss.loss_mode = "kl_cov"
     config.actor.policy_loss.kl_cov_ratio = 0.002
     config.actor.policy_loss.ppo_kl_coef = 1.0
-    config.actor.optim.lr_warmup_steps = 0
-    config.actor.optim.weight_decay = 0.0
-    config.trainer.total_training_steps = 300
-    config.trainer.val_before_train = False
-    config.trainer.test_freq = 4
-    config.trainer.save_freq = 32
-    config.trainer.save_minutes = 30.0
-    config.mesh.fsdp = 2
-    config.mesh.tensor = 4
-    config.evaluate.n = 1
-    config.evaluate.temperature = 0.0
+    config.actor.clip_ratio_low = 0.2
+    config.actor.clip_ratio_high = 0.28
     return config

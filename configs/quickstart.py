@@ -3,7 +3,7 @@
     bash scripts/quickstart.sh
 
 Hardware: two CPU cores and 12 GiB of memory; 7 minutes with AVX-512, 9 with AVX2. Expect: held-out accuracy (mean@4 on
-64 problems) from 0.06 to 0.79 (docs/results.md).
+64 problems) from 0.06 to 0.79 (docs/results/quickstart.md).
 """
 
 import os

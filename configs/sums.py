@@ -4,8 +4,8 @@
     python scripts/data/prepare_sums.py
     python -m dapo_jax.train --config configs/sums.py
 
-Hardware: two CPU cores and 12 GiB of memory. Expect: docs/results.md, which compares DAPO's parts in this setting. At
-first some groups are all wrong and others mixed, and half of the answers hit the limit of 32 tokens.
+Hardware: two CPU cores and 12 GiB of memory. Expect: docs/results/dapo.md, which compares DAPO's parts in this setting.
+At first, some groups are all wrong and others mixed, and half of the answers hit the limit of 32 tokens.
 """
 
 import os

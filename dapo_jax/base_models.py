@@ -1,6 +1,7 @@
 """Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +25,20 @@ from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
 from dapo_jax.places import local_model, place_of
+from dapo_jax.rollout.stops import check_stop_strings
+
+logger = logging.getLogger(__name__)
 
 
-def check_model_paths(config: Config) -> None:
-    """Raises one InputError with every option that names a model which is not there."""
+def check_model_paths(config: Config, *, training: bool = True) -> None:
+    """Raises one InputError with every option that names a model which does not exist.
+
+    Args:
+        training: also those that only training needs.
+    """
     paths = {"model.path": config.model.path}
-    paths |= {"reference.path": config.reference.path or ""} if uses_reference(config) else {}
-    paths |= {"critic.model.path": config.critic.model.path} if uses_critic(config) else {}
+    paths |= {"reference.path": config.reference.path or ""} if training and uses_reference(config) else {}
+    paths |= {"critic.model.path": config.critic.model.path} if training and uses_critic(config) else {}
     paths |= {"reward.model.path": config.reward.model.path}
     problems = [missing_model(option, path) for option, path in paths.items() if path and path != RANDOM]
     if any(problems):
@@ -68,6 +76,20 @@ def first_model(config: Config) -> str:
     """model.path, or, if that is another run, what that run began with."""
     trained = find_trained(config.model.path)
     return config.model.path if trained is None else first_model(trained.config)
+
+
+def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture, Tokenizer]:
+    """`read_model` for a run, whose other models must exist too, and whose options must suit the model.
+
+    Raises:
+        ValueError: see `check_model_paths`, `read_model` and `check_stop_strings`.
+    """
+    check_model_paths(config, training=training)
+    arch, tokenizer = read_model(config)
+    if warning := context_warning(config):
+        logger.warning("%s", warning)
+    check_stop_strings(tokenizer, config.rollout.stop)
+    return arch, tokenizer
 
 
 def read_model(config: Config) -> tuple[Architecture, Tokenizer]:

@@ -21,8 +21,7 @@ from etils import epath
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from dapo_jax.errors import InputError
-from dapo_jax.learner.models import Models
-from dapo_jax.learner.optimizer import TrainState
+from dapo_jax.learner.optimizer import Models, TrainState
 from dapo_jax.parallel.processes import is_first, is_jax_failure
 from dapo_jax.places import is_address
 from dapo_jax.progress import Progress

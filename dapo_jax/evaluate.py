@@ -18,14 +18,15 @@ import functools
 import json
 import re
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from dapo_jax.base_models import load_base, load_trained
+from dapo_jax.base_models import load_base, load_trained, read_policy
 from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command.command_line import command
 from dapo_jax.command.help import about, options_help
@@ -35,13 +36,19 @@ from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.data.experience import Experience
+from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.held_out import Receive, evaluate
+from dapo_jax.held_out import HeldOut, Receive, evaluate
+from dapo_jax.learner.decode_weights import build_decode_weights
+from dapo_jax.meshes import check_mesh
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.other_runs import Trained, find_trained
+from dapo_jax.parallel.compilation import keep_compiled
+from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.problems import TaskSet
-from dapo_jax.run import Run, describe, open_run
+from dapo_jax.problems import TaskSet, read_problems
+from dapo_jax.run import build_held_out, describe, open_rewards, open_sampler, warn_of_devices
+from dapo_jax.settings import compute_dtype
 
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
@@ -77,23 +84,20 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         )
     results: list[dict] = []
     with ExitStack() as stack:
-        run = stack.enter_context(open_run(_without_training(config), training=False))
-        if not run.task_sets:
-            raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
+        policy = stack.enter_context(open_policy(config))
         directory = stack.enter_context(output_directory(output))
-        if is_first():
-            print(describe(run))
         models = checkpoints or [find_trained(config.model.path)]
         curves = None
         if is_first() and models[0] is not None:
             curves = stack.enter_context(closing(TensorBoard(directory, first_step=0)))
         for trained in models:
             start = time.perf_counter()
-            params = load_trained(trained, run.arch, run.mesh) if trained else load_base(run.config, run.arch, run.mesh)
+            params = policy.load(trained)
             known = {"model": config.model.path, "step": trained.step if trained else None}
-            write = _writer(run, directory, known)
-            metrics = evaluate(run, params, prefix="bench", receive=write, verdicts_needed=True)
-            run.decode_weights.drop()
+            write = _writer(policy.held_out.sampler.tokenizer, directory, known)
+            metrics = evaluate(
+                policy.held_out, policy.decode_weights, params, prefix="bench", receive=write, verdicts_needed=True
+            )
             del params
             metrics["time/bench"] = time.perf_counter() - start
             results.append({**known, "metrics": metrics})
@@ -102,6 +106,44 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
             if curves is not None:
                 curves.add_scalars(known["step"], metrics)
     return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+    """What measures models of one architecture, one after the other."""
+
+    held_out: HeldOut
+    decode_weights: Callable[[Any], Any]  # params -> weights for the sampler
+    load: Callable[[Trained | None], Any]  # a run's checkpoint, or None for model.path -> params
+
+
+@contextmanager
+def open_policy(config: Config) -> Iterator[_Policy]:
+    """Builds what samples and scores, and nothing that trains."""
+    keep_compiled(config.trainer.compilation_cache_dir)
+    arch, tokenizer = read_policy(config, training=False)
+    problems = read_problems(config, tokenizer, training=False)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_mesh(config, arch, mesh, training=False)
+    warn_of_devices(config, mesh)
+    decode_weights = build_decode_weights(arch, compute_dtype(config, mesh), mesh)
+
+    def load(trained: Trained | None) -> Any:
+        return load_trained(trained, arch, mesh) if trained else load_base(config, arch, mesh)
+
+    def unnamed(name: str) -> nullcontext[None]:
+        return nullcontext()
+
+    with (
+        jax.set_mesh(mesh),
+        open_rewards(config, problems, tokenizer, mesh, unnamed) as rewards,
+        open_sampler(config, arch, tokenizer, mesh, unnamed) as sampler,
+    ):
+        if not problems.task_sets:
+            raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
+        if is_first():
+            print(describe(config, arch, problems, mesh, "xla"))
+        yield _Policy(build_held_out(config, problems, sampler, rewards, unnamed), decode_weights, load)
 
 
 def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trained]:
@@ -148,25 +190,7 @@ def as_in_the_run(config: Config, chosen: Collection[str], *, checkpoints: bool)
     return with_values(config, taken), (line,)
 
 
-def _without_training(config: Config) -> Config:
-    """The config without what only training needs: adapters are merged, no other model is there, all devices sample."""
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            config.model, attention="xla", remat_policy="full", lora=dataclasses.replace(config.model.lora, rank=0)
-        ),
-        actor=dataclasses.replace(
-            config.actor,
-            use_kl_loss=False,
-            use_dynamic_bsz=True,  # no rule on mini-batches and devices
-            optim=dataclasses.replace(config.actor.optim, offload=False),
-        ),
-        algorithm=dataclasses.replace(config.algorithm, adv_estimator="grpo", use_kl_in_reward=False),
-        trainer=dataclasses.replace(config.trainer, rollout_ahead=0),
-    )
-
-
-def _writer(run: Run, output: Path, known: dict[str, Any]) -> Receive:
+def _writer(tokenizer: Tokenizer, output: Path, known: dict[str, Any]) -> Receive:
     """Appends all samples of a batch to the generations."""
 
     def write(task: TaskSet, experience: Experience) -> None:
@@ -176,7 +200,7 @@ def _writer(run: Run, output: Path, known: dict[str, Any]) -> Receive:
         with open(output / GENERATIONS, "a", encoding="utf-8") as file:
             for group, index in enumerate(experience.rows.tolist()):
                 row = task.prompts.rows[index]
-                prompt = run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False)
+                prompt = tokenizer.decode(experience.prompts[group], skip_special_tokens=False)
                 for sample, response in enumerate(experience.texts[group]):
                     scores = {name: float(values[group, sample]) for name, values in experience.scores.items()}
                     line = {

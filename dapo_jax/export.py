@@ -33,6 +33,7 @@ from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
+from dapo_jax.meshes import check_mesh
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_config import hf_config, one_or_all
 from dapo_jax.models.load import context_length, is_gguf
@@ -44,7 +45,6 @@ from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.places import local_model
-from dapo_jax.run import check_mesh
 
 DTYPES = ("bfloat16", "float32")
 COPIED = (  # of a Hugging Face directory, those that it has

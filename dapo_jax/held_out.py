@@ -4,21 +4,20 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
 import numpy as np
 
-from dapo_jax.config.sections import Config
 from dapo_jax.data.experience import Experience, total_failure
-from dapo_jax.monitor.bars import bar, shows_progress
+from dapo_jax.monitor.bars import bar
 from dapo_jax.monitor.statistics import evaluation_metrics, length_metrics
+from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import SharedFailure
 from dapo_jax.problems import TaskSet
-from dapo_jax.rewards.scoring import add_model_scores
+from dapo_jax.rewards.pipeline import RewardPipeline
+from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
-from dapo_jax.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +26,22 @@ _ACCURACY = re.compile(r"eval/.+/acc/mean@\d+")
 Receive = Callable[[TaskSet, Experience], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """What measures a policy: problems, and how responses to them are sampled, scored and summed up."""
+
+    task_sets: tuple[TaskSet, ...]
+    sampler: Sampler
+    rewards: RewardPipeline
+    bootstrapped: bool  # see evaluation_metrics
+    detailed: bool  # see evaluation_metrics
+    shows_progress: bool  # on a terminal
+    stage: Stage  # of the whole evaluation; those of sampler and rewards show nothing
+
+
 def evaluate(
-    run: Run,
+    held_out: HeldOut,
+    decode_weights: Callable[[Any], Any],
     params: Any,
     *,
     prefix: str = "eval",
@@ -40,6 +53,7 @@ def evaluate(
     Every evaluation draws with the same noise, so that two of them differ by the policy alone.
 
     Args:
+        decode_weights: makes weights for the sampler of `params`.
         params: training parameters.
         receive: is given each batch of verified responses.
         verdicts_needed: a task set with no verdict at all is an error, not a warning: a policy that cannot answer yet
@@ -48,14 +62,17 @@ def evaluate(
     Raises:
         RuntimeError: the reward function failed on every response to a task set whose verdicts are needed.
     """
+    task_sets = held_out.task_sets
+    if not task_sets:
+        return {}
     metrics: dict[str, float] = {}
-    weights = run.decode_weights(params) if run.task_sets else None
-    num_errors, total = 0, sum(len(task.prompts) * task.options.n for task in run.task_sets)
-    with bar("evaluating", total=total, unit="response", shown=shows_progress(run.config)) as ended:
-        for task in run.task_sets:
+    weights, num_errors = decode_weights(params), 0
+    total = sum(len(task.prompts) * task.options.n for task in task_sets)
+    with bar("evaluating", total=total, unit="response", shown=held_out.shows_progress) as ended:
+        for task in task_sets:
             batches, outcomes = [], []
-            with jax.set_mesh(run.rollout_mesh), run.stage("testing"):
-                for experience in _sample(run, weights, task, ended.update):
+            with jax.set_mesh(held_out.sampler.mesh), held_out.stage("testing"):
+                for experience in _sample(held_out, weights, task, ended.update):
                     receive(task, experience)
                     batches.append(_Measured.of(experience))
                     outcomes.append(experience.outcomes)
@@ -64,8 +81,8 @@ def evaluate(
                 if verdicts_needed:
                     raise SharedFailure(failure)
                 logger.warning("%s", failure)
-            metrics |= _task_metrics(run.config, prefix, task, _Measured.join(batches))
-    return metrics | ({f"{prefix}/num_errors": num_errors} if run.task_sets else {})
+            metrics |= _task_metrics(held_out, prefix, task, _Measured.join(batches))
+    return metrics | {f"{prefix}/num_errors": num_errors}
 
 
 def mean_accuracy(metrics: Mapping[str, float]) -> float | None:
@@ -99,32 +116,26 @@ class _Measured:
         return cls(scores, answers, np.concatenate([part.lengths for part in parts]))
 
 
-def _sample(run: Run, weights: Any, task: TaskSet, on_ended: Callable[[int], object]) -> Iterator[Experience]:
-    """Verified responses to all rows of a task set, a batch at a time."""
-    options = task.options
-    sampler = dataclasses.replace(run.sampler, verifiers=run.verifiers[options.reward_function])
+def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[int], object]) -> Iterator[Experience]:
+    """Scored responses to all rows of a task set, a batch at a time."""
+    options, rewards = task.options, held_out.rewards
     size = options.batch_size or len(task.prompts)
     for start in range(0, len(task.prompts), size):
         rows = range(start, min(start + size, len(task.prompts)))
-        experience = sampler.start(
+        function = options.reward_function
+        wait = held_out.sampler.start(
             weights,
             task.prompts,
             rows,
             rows,
-            num_samples=options.n,
             purpose=EVALUATE,
             sampling=Sampling.create(options.temperature, options.top_p, options.top_k),
-            stage=lambda _: nullcontext(),
-            on_ended=on_ended,
-        )()
-        if run.scorer is not None:
-            reward = dataclasses.replace(run.config.reward, function=options.reward_function)
-            config = dataclasses.replace(run.config, reward=reward)
-            experience = add_model_scores(experience, task.prompts, run.scorer, config)
-        yield experience
+            verification=rewards.verify(task.prompts, rows, options.n, function=function, on_ended=on_ended),
+        )
+        yield rewards.add_model_scores(wait(), task.prompts, function=function)
 
 
-def _task_metrics(config: Config, prefix: str, task: TaskSet, measured: _Measured) -> dict[str, float]:
+def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Measured) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, problems in task.by_name():
         most = max(map(len, problems))
@@ -137,10 +148,10 @@ def _task_metrics(config: Config, prefix: str, task: TaskSet, measured: _Measure
             f"{prefix}/{name}",
             {score: grouped(values) for score, values in measured.scores.items()},
             [[answer for row in problem for answer in measured.answers[row]] for problem in rows],
-            bootstrapped=config.evaluate.bootstrap,
-            detailed=config.monitor.detailed_stats,
+            bootstrapped=held_out.bootstrapped,
+            detailed=held_out.detailed,
         )
         lengths = measured.lengths[[row for problem in problems for row in problem]]
-        metrics |= length_metrics(f"{prefix}/{name}/response", lengths, config.data.max_response_length)
+        metrics |= length_metrics(f"{prefix}/{name}/response", lengths, held_out.rewards.max_response_length)
         metrics[f"{prefix}/{name}/finished_task_count"] = len(problems)
     return metrics

@@ -1,4 +1,4 @@
-"""Host: the problems that a policy is measured on: the held-out ones, and those of evaluate.tasks.
+"""Host: the problems that a policy is trained on, and measured on: held-out ones, and those of evaluate.tasks.
 
 evaluate.tasks is a JSON object, as the names are the user's:
 
@@ -7,14 +7,28 @@ evaluate.tasks is a JSON object, as the names are the user's:
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.sections import Config
-from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.arithmetic import arithmetic_rows
+from dapo_jax.data.order import PromptOrder
+from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.data.prompts import PromptSet, tokenize_prompts
+from dapo_jax.data.reasoning_gym import reasoning_gym_rows
+from dapo_jax.data.rows import PromptRow, prompt_identity
+from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
+from dapo_jax.parallel.processes import check_agreement
 from dapo_jax.places import without_tilde
+from dapo_jax.rewards.verifiers import verifier_for
+
+logger = logging.getLogger(__name__)
 
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a default: what JSON gives for it
     int: ((int,), "a whole number"),
@@ -58,6 +72,28 @@ class TaskSet:
             problems.setdefault(row.identity, []).append(index)
         for name in sorted(names):
             yield name, list(names[name].values())
+
+
+@dataclass(frozen=True)
+class Problems:
+    """What a policy is trained on, and what it is measured on."""
+
+    train_set: PromptSet  # empty where nothing is trained
+    task_sets: tuple[TaskSet, ...]
+    order: PromptOrder  # of the rows of train_set
+    function: str  # judges the responses to train_set
+
+    def by_function(self) -> list[tuple[Sequence[PromptRow], str]]:
+        """The rows of each set with the name of the function that judges the responses; first those to train on."""
+        measured = [(task.prompts.rows, task.options.reward_function) for task in self.task_sets]
+        return [(self.train_set.rows, self.function), *measured]
+
+    def checksums(self) -> dict[str, str]:
+        """What all processes must have read alike, by what it is."""
+        tasks = {
+            f"the prompts of {task.options.name or 'evaluation'}": task.prompts.checksum() for task in self.task_sets
+        }
+        return {"the training prompts": self.train_set.checksum()} | tasks
 
 
 def held_out_options(config: Config) -> TaskOptions:
@@ -106,3 +142,94 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
     if not files or not all(isinstance(file, str) for file in files):
         raise InputError(f"{where}: files={options.get('files')!r} must be a path or a list of paths")
     return dataclasses.replace(default, **options | {"name": name, "files": without_tilde(files)})
+
+
+def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True) -> Problems:
+    """Problems to train on (none without `training`) and the task sets to evaluate on, as tokens."""
+    data = config.data
+    if data.task == "arithmetic":
+        task = data.arithmetic
+        train_rows, eval_rows = arithmetic_rows(
+            operators=task.operators,
+            low=task.low,
+            high=task.high,
+            num_train=task.num_train,
+            num_heldout=task.num_heldout,
+            seed=config.seed,
+            template=task.template,
+        )
+    elif data.task == "reasoning_gym":
+        gym = data.reasoning_gym
+        train_rows, eval_rows = reasoning_gym_rows(
+            gym.datasets,
+            num_train=gym.num_train,
+            num_heldout=gym.num_heldout,
+            seed=config.seed,
+            template=gym.template,
+        )
+    else:
+        train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key) if training else []
+        eval_rows = read_prompt_files(data.val_files, prompt_key=data.prompt_key) if data.val_files else []
+    held_out, tasks = held_out_options(config), parse_tasks(config)
+    sets = {dataclasses.replace(held_out, reward_function=reward_function(config)): eval_rows}
+    sets |= {task: read_prompt_files(task.files, prompt_key=task.prompt_key) for task in tasks}
+    sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
+    by_source = [train_rows] if config.reward.function == "auto" else []
+    by_source += [rows for task, rows in sets.items() if task.reward_function == "auto"]
+    for source in sorted({row.data_source for rows in by_source for row in rows}):
+        verifier_for(source)
+    task_sets = tuple(TaskSet(task, _tokenize(config, rows, tokenizer)) for task, rows in sets.items())
+    names = [name for task in task_sets for name, _ in task.by_name()]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
+    train_set = _tokenize(config, train_rows, tokenizer) if training else PromptSet([], [])
+    order = PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle)
+    problems = Problems(train_set, task_sets, order, reward_function(config))
+    _warn_of_data(config, problems)
+    if jax.process_count() > 1:
+        check_agreement(problems.checksums())
+    return problems
+
+
+def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> PromptSet:
+    return tokenize_prompts(
+        rows,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        truncation=config.data.truncation,
+        filter_overlong=config.data.filter_overlong_prompts,
+        system_prompt=config.data.system_prompt,
+        chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
+    )
+
+
+def reward_function(config: Config) -> str:
+    """The verifier of a run. A worker that knows its task loads what it needs before the first sample."""
+    by_source = config.reward.function == "auto"
+    return "reasoning_gym" if by_source and config.data.task == "reasoning_gym" else config.reward.function
+
+
+def _warn_of_data(config: Config, problems: Problems) -> None:
+    """Warns of fewer prompts than a batch takes, and of problems to evaluate on that are trained on."""
+    train_set, task_sets = problems.train_set, problems.task_sets
+    most = max(config.data.train_batch_size, gen_batch_size(config))
+    if 0 < len(train_set) < most:
+        option = "train_batch_size" if config.data.train_batch_size == most else "gen_batch_size"
+        logger.warning(
+            "%d problems to train on, fewer than data.%s=%d: prompts repeat within a batch; lower it or give more",
+            len(train_set),
+            option,
+            most,
+        )
+    trained = {prompt_identity(row.prompt) for row in train_set.rows} if task_sets else set()
+    for task in task_sets:
+        shared = sum(prompt_identity(row.prompt) in trained for row in task.prompts.rows)
+        if shared:
+            logger.warning(
+                "%d of %d prompts of %s are also trained on: their accuracy is no measure of new problems; "
+                "take them out of one of the two",
+                shared,
+                len(task.prompts),
+                f"evaluate.tasks, {task.options.name!r}" if task.options.name else "data.val_files",
+            )

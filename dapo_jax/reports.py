@@ -22,7 +22,7 @@ def results(run: Run) -> list[str]:
     """The metrics by which runs are compared: the held-out accuracy of each task set."""
     return [
         f"eval/{name}/acc/mean@{task.options.n * max(map(len, problems))}"
-        for task in run.task_sets
+        for task in run.problems.task_sets
         for name, problems in task.by_name()
     ]
 
@@ -32,10 +32,10 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
     workdir = Path(run.config.workdir)
     accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
     evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
-    problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.task_sets)
+    problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.problems.task_sets)
     logdir = workdir if workdir.parent == Path(".") else workdir.parent  # there a run has the name of its directory
     tensorboard = [("TensorBoard", f"tensorboard --logdir {logdir}")]
-    seconds = dict(sorted(run.timers.totals.items(), key=lambda item: -item[1]))
+    seconds = dict(sorted(run.monitor.timers.totals.items(), key=lambda item: -item[1]))
     return [
         ("held-out accuracy before", accuracies.get(0)),
         ("held-out accuracy after", accuracies[evaluated[-1]] if evaluated else None),

@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import math
-import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,14 +20,12 @@ from dapo_jax.learner.choices import trained
 from dapo_jax.learner.critic import CriticSettings, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
 from dapo_jax.learner.optimizer import OptimizerSettings, learning_rate
-from dapo_jax.learner.trainable import HOST
 from dapo_jax.learner.update import UpdateSettings
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
 from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
-from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import num_batch_shards, platform
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
 from dapo_jax.rollout.wave_programs import WaveSettings
@@ -259,39 +256,3 @@ def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[st
 def remat_policy(config: Config) -> str:
     """What is saved of a layer for the backward pass, a name of models/remat.py's POLICIES."""
     return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
-
-
-def check_memory(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError if something is to lie in the host's memory and the devices do not reach it."""
-    offloaded = [f"{name}.optim.offload=True" for name in trained(config) if getattr(config, name).optim.offload]
-    if remat_policy(config) == "offload":
-        offloaded.append("model.remat_policy=offload")
-    if not offloaded or (HOST in _memories(mesh) and platform(mesh) != "cpu"):
-        return
-    if platform(mesh) == "gpu":
-        raise InputError(
-            f"{offloaded[0]} cannot be compiled for absent GPUs, whose host memory JAX does not know: leave it out "
-            "here, or compile on the GPUs with --topology=gpu"
-        )
-    raise InputError(
-        f"{offloaded[0]} needs devices with a memory of their own, and JAX has {platform(mesh)}: choose another value"
-    )
-
-
-def _memories(mesh: Mesh) -> set[str]:
-    return {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
-
-
-def device_notes(config: Config, arch: Architecture, mesh: Mesh) -> list[str]:
-    """What was chosen for these devices and differs from what most expect, a line each."""
-    device, dtype, lines = mesh.devices.flat[0], compute_dtype(config, mesh), []
-    if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
-        lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast products of bfloat16")
-    name, problem = chosen_attention(config, arch, mesh)
-    if problem:
-        lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
-    if device.platform == "gpu":
-        taken = os.environ.get(FRACTION)
-        if taken is not None:
-            lines.append(f"JAX may take {taken} of each GPU's memory: trainer.gpu_memory_fraction changes it")
-    return lines

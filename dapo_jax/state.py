@@ -20,13 +20,13 @@ from dapo_jax.config.values import from_values
 from dapo_jax.data.experience import from_arrays, to_arrays
 from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.errors import InputError
-from dapo_jax.learner.batch import sequence_kl
-from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.records import config_differences, recorded_config
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
 from dapo_jax.progress import Progress, first_coefficient, is_finite, recomputes, resumed_coefficient
+from dapo_jax.rewards.scoring import sequence_kl
 from dapo_jax.run import Run
 from dapo_jax.step_metrics import Collected
 
@@ -108,18 +108,18 @@ def first_state(run: Run) -> RunState:
     """A run before its first step."""
     progress = Progress(
         unrecorded={"metrics": {}, "samples": []} if run.config.trainer.val_before_train else None,
-        prompts=run.train_set.checksum(),
+        prompts=run.problems.train_set.checksum(),
         log_bytes=0,
     )
     progress = first_coefficient(run.config, progress)
-    return RunState(run.init_models(), progress, _first_stream(run), run.sampler.engine.state())
+    return RunState(run.learner.init_models(), progress, _first_stream(run), run.sampler.engine.state())
 
 
 def _first_stream(run: Run) -> StreamState:
     return StreamState(
         next_prompt=0,
         keep_rate=run.config.algorithm.filter_groups.stream.keep_rate_prior,
-        history=History.empty(len(run.train_set)),
+        history=History.empty(len(run.problems.train_set)),
     )
 
 
@@ -176,7 +176,7 @@ def save_state(
     arrays = {**stream_arrays(state.stream), "engine": state.engine}
     if state.ahead is not None:
         arrays["ahead"] = collected_arrays(state.ahead)
-    with run.stage("save_checkpoint"):
+    with run.monitor.stage("save_checkpoint"):
         checkpoints.save(state.models, state.progress, arrays, metric=metric, replace=replace)
 
 
@@ -186,8 +186,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     Raises:
         ValueError: it is of another model, of this run with other prompts, or damaged.
     """
-    critic_shape = run.critic.trainable.state_shape if run.critic is not None else None
-    shape = Models(actor=run.actor.trainable.state_shape, critic=critic_shape)
+    critic_shape = run.learner.critic.trainable.state_shape if run.learner.critic is not None else None
+    shape = Models(actor=run.learner.actor.trainable.state_shape, critic=critic_shape)
     own = origin.directory == checkpoint_dir(run.config)
     source = checkpoints if own else Checkpoints(origin.directory, read_only=True)
     try:
@@ -201,7 +201,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     engine = run.sampler.engine
     engine.restore(arrays["engine"])
-    prompts = run.train_set.checksum()
+    prompts = run.problems.train_set.checksum()
     if progress.prompts not in ("", prompts):
         if own:
             raise InputError(
@@ -257,7 +257,7 @@ def restore_stream(run: Run, arrays: dict[str, Any]) -> StreamState:
         next_prompt=int(arrays["next_prompt"]),
         keep_rate=float(arrays["keep_rate"]),
         history=History(np.asarray(arrays["uniform_in_a_row"])),
-        carried=None if carried is None else from_arrays(carried, run.train_set, run.sampler.tokenizer),
+        carried=None if carried is None else from_arrays(carried, run.problems.train_set, run.sampler.tokenizer),
     )
 
 
@@ -275,5 +275,5 @@ def restore_collected(run: Run, arrays: Mapping[str, Any]) -> Collected:
     metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["numbers"]).tobytes())
     experience = arrays.get("experience")
     if experience is not None:
-        experience = from_arrays(experience, run.train_set, run.sampler.tokenizer)
+        experience = from_arrays(experience, run.problems.train_set, run.sampler.tokenizer)
     return Collected(experience, metrics, num_kept, num_evaluated)

@@ -7,42 +7,48 @@ train_step      both, with the metrics; with trainer.rollout_ahead the next step
 """
 
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.arguments import needs
 from dapo_jax.config.derived import gen_batch_size, prompts_at_once
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
+from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
-from dapo_jax.learner.batch import finish_rewards, make_batch, penalize_kl
-from dapo_jax.learner.models import Models
+from dapo_jax.learner.batch import make_batch, penalize_kl
+from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices, update_critic, update_policy
 from dapo_jax.monitor import filter_log, statistics
 from dapo_jax.monitor.bars import RoundsShown
 from dapo_jax.monitor.log import log_bytes
-from dapo_jax.monitor.records import NoRecords, RunRecords
+from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
-from dapo_jax.parallel.processes import gather
 from dapo_jax.progress import Progress, is_finite, recomputes
-from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.sampling import BASELINE, TRAIN, Sampling
 from dapo_jax.run import Run
 from dapo_jax.settings import update_settings
 from dapo_jax.state import RunState, advance
 from dapo_jax.step_metrics import (
     Collected,
+    collect,
     experience_histograms,
-    measure,
     performance_metrics,
     sample_texts,
 )
 
 logger = logging.getLogger("dapo_jax.train")
+
+KeepBatch = Callable[[int, dict[str, np.ndarray]], None]  # (step, arrays)
 
 
 def sample_batch(
@@ -54,9 +60,10 @@ def sample_batch(
         progress: of the policy whose weights they are.
     """
     accepted = sample_groups(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
-    batch = measure(run, accepted)
-    replaced = sum(pool.take_replaced() for pool in run.verifiers.values())
-    batch.metrics["reward/workers_replaced"] = sum(gather(replaced))
+    batch = collect(accepted, run.config.data, run.problems.order)
+    if run.config.algorithm.filter_groups.enable and batch.experience is not None:
+        filter_log.log_step(batch.metrics)
+    batch.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
     return batch, accepted.state
 
 
@@ -64,37 +71,37 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     """Samples prompts until data.train_batch_size groups are accepted (DAPO, section 3.2).
 
     Args:
-        weights: of the policy, for decoding, on run.rollout_mesh.
+        weights: of the policy, for decoding, on the sampler's mesh.
         step: training step, from 1.
         version: training steps that the policy has seen.
         kl_coef: of the KL divergence in the reward.
     """
     config, groups, settings = run.config, run.config.algorithm.filter_groups, run.config.rollout
+    problems, mesh, prompts = run.problems, run.sampler.mesh, run.problems.train_set
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
-    shown = RoundsShown(run.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
+    shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
         """Starts to sample the prompts of these numbers. The result waits, and marks the groups to keep."""
         shown.begin()
+        rows = [problems.order.row(number) for number in numbers]
         verified = run.sampler.start(
             weights,
-            run.train_set,
-            [run.order.row(number) for number in numbers],
+            prompts,
+            rows,
             numbers,
-            num_samples=settings.n,
             purpose=TRAIN,
             sampling=sampling,
-            stage=run.stage,
+            verification=run.rewards.verify(prompts, rows, settings.n),
             version=version,
         )
 
         def judge_round() -> Round:
-            experience = verified()
-            experience = finish_rewards(run, experience)  # reward model, soft overlong punishment
+            experience = run.rewards.shape(verified(), prompts)  # reward model, soft overlong punishment
             if config.algorithm.use_kl_in_reward:
-                experience = penalize_kl(run, experience, kl_coef)
-            with run.stage("filter"):
-                round_ = filter_groups(experience, groups, run.rollout_mesh)
+                experience = penalize_kl(run.learner, experience, kl_coef)
+            with run.monitor.stage("filter"):
+                round_ = filter_groups(experience, groups, mesh)
             shown.end(int(round_.keep.sum()))
             return round_
 
@@ -102,11 +109,11 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
 
     if groups.enable:
         filter_log.log_start()
-    with jax.set_mesh(run.rollout_mesh):
+    with jax.set_mesh(mesh):
         return accumulate_groups(
             sample_round,
             stream,
-            PromptSource.of(run.order, groups.skip_uniform, seed=config.seed),
+            PromptSource.of(problems.order, groups.skip_uniform, seed=config.seed),
             groups,
             target=config.data.train_batch_size,
             gen_batch_size=gen_batch_size(config),
@@ -117,7 +124,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
 
 def train_step(
     run: Run,
-    records: RunRecords | NoRecords,
+    records: RunRecords,
     state: RunState,
     batch: Collected,
     stream: StreamState,
@@ -133,21 +140,28 @@ def train_step(
     step = progress.step + 1
     ahead, weights = None, None
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
-        weights = run.decode_weights(state.models.actor.params)  # before the update takes their memory
-    models, finish = train_on(run, records, state.models, batch.experience, progress, step)
+        weights = run.learner.decode_weights(state.models.actor.params)  # before the update takes their memory
+    models, finish = train_on(run, state.models, batch.experience, progress, step, keep_batch=records.write_batch)
     if weights is not None:  # other devices sample while these train
         ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
     found, histograms = finish()
     metrics = batch.metrics | found
     progress = advance(config, progress, batch, metrics)
-    metrics |= performance_metrics(run, batch.experience, time.perf_counter() - start)
+    metrics |= performance_metrics(
+        batch.experience,
+        time.perf_counter() - start,
+        arch=run.arch,
+        mesh=run.learner.mesh,
+        num_devices=run.num_devices,
+    )
     row = {
         "metrics": {name: float(value) for name, value in metrics.items()},
         "samples": [],
         "histograms": histograms,
     }
     if batch.experience is not None:
-        row["samples"] = sample_texts(run, batch.experience)
+        rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
+        row["samples"] = sample_texts(batch.experience, rows, tokenizer, wanted=config.monitor.num_samples)
         row["histograms"] |= experience_histograms(batch.experience)
     progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
     return RunState(models, progress, stream, run.sampler.engine.state(), ahead)
@@ -155,25 +169,26 @@ def train_step(
 
 def train_on(
     run: Run,
-    records: RunRecords | NoRecords,
     models: Models,
     experience: Experience | None,
     progress: Progress,
     step: int,
+    *,
+    keep_batch: KeepBatch = lambda step, arrays: None,
 ) -> tuple[Models, Finish]:
     """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
 
     The updates are begun; the second part of the result waits for them and returns metrics and histograms. A batch
-    whose loss or gradient is not finite is kept for inspection.
+    whose loss or gradient is not finite goes to `keep_batch`.
     """
     if experience is None:
         return models, lambda: ({}, {})
     recomputed = recomputes(run.config, progress)
-    batch, batch_metrics = make_batch(run, experience, models, recompute=recomputed, kl_coef=progress.kl_coef)
+    batch, batch_metrics = training_batch(run, experience, models, recompute=recomputed, kl_coef=progress.kl_coef)
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
     batch_metrics |= statistics.balance_metrics(
         sequence_lengths(batch)[: experience.finished.size],
-        tokens_of_devices(batch, update_settings(run.config, run.mesh, "actor", step)),
+        tokens_of_devices(batch, update_settings(run.config, run.learner.mesh, "actor", step)),
     )
     models, wait = update(run, models, batch, step)
 
@@ -185,10 +200,54 @@ def train_on(
         histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
         if not is_finite(metrics):
             logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
-            records.write_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
+            keep_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
         return metrics, histograms
 
     return models, finish
+
+
+def training_batch(
+    run: Run, experience: Experience, models: Models, *, recompute: bool, kl_coef: float
+) -> tuple[Batch, dict[str, float]]:
+    """The accepted groups as rows with their advantages (equation 9), and their metrics: see `make_batch`."""
+    estimator = ESTIMATORS[run.config.algorithm.adv_estimator]
+    return make_batch(
+        run.learner,
+        experience,
+        models,
+        recompute=recompute,
+        kl_coef=kl_coef,
+        hinted=hinted(run, experience) if needs(estimator, "hint_logprobs") else None,
+        baselines=greedy_rewards(run, experience, models) if needs(estimator, "reward_baselines") else None,
+    )
+
+
+def hinted(run: Run, experience: Experience) -> list[list[int]]:
+    """The prompts of the groups with their reference solutions, as token ids (CPO)."""
+    data, rows = run.config.data, run.problems.train_set.rows
+    return hinted_prompts(
+        [rows[row] for row in experience.rows],
+        run.sampler.tokenizer,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=json.loads(data.chat_template_kwargs),
+    )
+
+
+def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
+    """The reward [Q, G] of the most likely response to each response's prompt (ReMax)."""
+    prompts, rows = run.problems.train_set, experience.rows.tolist()
+    with jax.set_mesh(run.sampler.mesh):
+        greedy = run.sampler.start(
+            run.learner.decode_weights(models.actor.params),
+            prompts,
+            rows,
+            experience.numbers.tolist(),
+            purpose=BASELINE,
+            sampling=Sampling.create(0.0, 1.0, -1),
+            verification=run.rewards.verify(prompts, rows, 1),
+        )
+        rewards = run.rewards.shape(greedy(), prompts).scores["seq_reward"].astype(np.float32)
+    return np.repeat(rewards, experience.finished.shape[1], axis=1)
 
 
 def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
@@ -196,19 +255,20 @@ def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, F
 
     The second part of the result waits for them and returns metrics and histograms.
     """
+    learner, mesh, pace = run.learner, run.learner.mesh, run.learner.pace
     parts: list[tuple[str, Finish, dict[str, float]]] = []
-    if run.critic is not None:
+    if learner.critic is not None:
         assert models.critic is not None
-        settings = update_settings(run.config, run.mesh, "critic", step)
-        with run.stage("update_critic"):
-            critic, finish = update_critic(run.critic, models.critic, batch, settings, run.mesh, run.pace)
+        settings = update_settings(run.config, mesh, "critic", step)
+        with run.monitor.stage("update_critic"):
+            critic, finish = update_critic(learner.critic, models.critic, batch, settings, mesh, pace)
         models = dataclasses.replace(models, critic=critic)
         parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
     if step > run.config.trainer.critic_warmup:
-        run.decode_weights.drop()
-        settings = update_settings(run.config, run.mesh, "actor", step)
-        with run.stage("update_actor"):
-            actor, finish = update_policy(run.actor, models.actor, batch, settings, run.mesh, run.pace)
+        learner.decode_weights.drop()
+        settings = update_settings(run.config, mesh, "actor", step)
+        with run.monitor.stage("update_actor"):
+            actor, finish = update_policy(learner.actor, models.actor, batch, settings, mesh, pace)
         models = dataclasses.replace(models, actor=actor)
         known = {"actor/lr": settings.learning_rate}
         if run.config.actor.use_kl_loss:
@@ -219,7 +279,7 @@ def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, F
         metrics: dict[str, float] = {}
         histograms: Histograms = {}
         for name, finish, known in parts:
-            with run.stage(name):
+            with run.monitor.stage(name):
                 found, distributions = finish()
             metrics |= found | known
             histograms |= distributions

@@ -8,17 +8,20 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.config.sections import Config, DataConfig
 from dapo_jax.data.experience import Experience, Outcomes
+from dapo_jax.data.order import PromptOrder
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.rounds import filtered_counts
-from dapo_jax.learner.batch import final_rewards
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
-from dapo_jax.monitor import filter_log, statistics
+from dapo_jax.monitor import statistics
 from dapo_jax.monitor.tensorboard import histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
-from dapo_jax.run import Run
+from dapo_jax.rewards.scoring import final_rewards
 from dapo_jax.settings import compute_dtype
 
 
@@ -32,11 +35,13 @@ class Collected:
     num_evaluated: int  # groups that were sampled
 
 
-def measure(run: Run, accepted: Accepted) -> Collected:
-    """The groups to train on, with the metrics of all that were sampled for them."""
-    metrics = sampling_metrics(accepted) | experience_metrics(run, accepted)
-    if run.config.algorithm.filter_groups.enable and accepted.experience is not None:
-        filter_log.log_step(metrics)
+def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collected:
+    """The groups to train on, with the metrics of all that were sampled for them.
+
+    Args:
+        order: of the training problems.
+    """
+    metrics = sampling_metrics(accepted) | experience_metrics(accepted, data, order)
     return Collected(
         accepted.experience,
         metrics,
@@ -45,12 +50,12 @@ def measure(run: Run, accepted: Accepted) -> Collected:
     )
 
 
-def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
+def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder) -> dict[str, float]:
     """What was sampled, and rewards and lengths of what is trained on, each if there is any."""
     trained, sampled = accepted.experience, [round_.outcomes for round_ in accepted.rounds]
     metrics = {
         "data/prompts_consumed": accepted.state.next_prompt,
-        "data/epoch": run.order.epoch(accepted.state.next_prompt),
+        "data/epoch": order.epoch(accepted.state.next_prompt),
         "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
         "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # carried groups' were told before
         "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
@@ -61,7 +66,7 @@ def experience_metrics(run: Run, accepted: Accepted) -> dict[str, float]:
     if sampled:
         metrics |= _sampled_metrics(sampled)
         metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.failed.size for part in sampled)
-    return metrics if trained is None else metrics | _trained_metrics(run, trained)
+    return metrics if trained is None else metrics | _trained_metrics(trained, data)
 
 
 def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
@@ -85,8 +90,8 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
     return metrics
 
 
-def _trained_metrics(run: Run, trained: Experience) -> dict[str, float]:
-    data, prompt_lengths = run.config.data, np.array([len(prompt) for prompt in trained.prompts])
+def _trained_metrics(trained: Experience, data: DataConfig) -> dict[str, float]:
+    prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
     return {
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
         **statistics.spread("critic/rewards", final_rewards(trained)),
@@ -142,9 +147,16 @@ def _length_ratio(accepted: Accepted) -> float:
     return mean / max(float(np.concatenate(kept).mean()), 1e-8)
 
 
-def performance_metrics(run: Run, trained: Experience | None, seconds: float) -> dict[str, float]:
-    """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds."""
-    metrics = {"perf/time_per_step": seconds, "timing_s/step": seconds, **memory_metrics(run.mesh)}
+def performance_metrics(
+    trained: Experience | None, seconds: float, *, arch: Architecture, mesh: Mesh, num_devices: int
+) -> dict[str, float]:
+    """`perf/` and `timing_s/` of a step; evaluation and saving are not part of its seconds.
+
+    Args:
+        mesh: that trains.
+        num_devices: that train and sample.
+    """
+    metrics = {"perf/time_per_step": seconds, "timing_s/step": seconds, **memory_metrics(mesh)}
     if trained is None:
         return metrics
     prompts = np.array([len(prompt) for prompt in trained.prompts])
@@ -152,8 +164,8 @@ def performance_metrics(run: Run, trained: Experience | None, seconds: float) ->
     tokens = int(lengths.sum())
     return metrics | {
         "perf/total_num_tokens": tokens,
-        "perf/throughput": tokens / seconds / run.num_devices,
-        "perf/forward_tflop": forward_flops(run.arch, lengths) / 1e12,
+        "perf/throughput": tokens / seconds / num_devices,
+        "perf/forward_tflop": forward_flops(arch, lengths) / 1e12,
     }
 
 
@@ -169,13 +181,12 @@ def forward_flops(arch: Architecture, lengths: np.ndarray) -> float:
     return 2 * float(multiplied * np.sum(lengths, dtype=np.float64) + attention)
 
 
-def utilisation(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
+def utilisation(config: Config, mesh: Mesh, metrics: Mapping[str, float]) -> dict[str, float]:
     """`perf/mfu/`: the share of the training devices' peak that a step's passes reach; {} where that is not known.
 
     An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
     """
-    config = run.config
-    peak = limits_of(run.mesh.devices.flat[0]).of_dtype(compute_dtype(config, run.mesh).name).flops
+    peak = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config, mesh).name).flops
     forward = metrics.get("perf/forward_tflop")
     if peak is None or forward is None:
         return {}
@@ -186,7 +197,7 @@ def utilisation(run: Run, metrics: Mapping[str, float]) -> dict[str, float]:
     if metrics.get("actor/recomputed_logprobs"):
         passes["actor_infer"] = "old_log_prob", 1
     return {
-        f"perf/mfu/{name}": count * forward * 1e12 / (metrics[f"timing_s/{stage}"] * run.mesh.size * peak)
+        f"perf/mfu/{name}": count * forward * 1e12 / (metrics[f"timing_s/{stage}"] * mesh.size * peak)
         for name, (stage, count) in passes.items()
         if f"timing_s/{stage}" in metrics
     }
@@ -214,11 +225,15 @@ def experience_histograms(experience: Experience) -> dict[str, dict[str, Any]]:
     }
 
 
-def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
-    """monitor.num_samples trained responses with their scores: a quarter each of the kinds best, worst, truncated and,
-    as a fair picture, the first of the first groups ("any"), which also fill up. None appears twice.
+def sample_texts(
+    experience: Experience, rows: Sequence[PromptRow], tokenizer: Tokenizer, *, wanted: int
+) -> list[dict[str, Any]]:
+    """`wanted` trained responses with their scores: a quarter each of the kinds best, worst, truncated and, as a fair
+    picture, the first of the first groups ("any"), which also fill up. None appears twice.
+
+    Args:
+        rows: of the training problems.
     """
-    wanted = run.config.monitor.num_samples
     score = experience.scores["seq_reward"]
     lengths = experience.mask.sum(axis=-1)
     groups = np.arange(len(experience))
@@ -237,9 +252,9 @@ def sample_texts(run: Run, experience: Experience) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind,
-            "prompt": run.sampler.tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
+            "prompt": tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
             "response": experience.texts[group][sample],
-            "ground_truth": run.train_set.rows[experience.rows[group]].truth_text,
+            "ground_truth": rows[experience.rows[group]].truth_text,
             "length": int(lengths[group, sample]),
             **{name: float(values[group, sample]) for name, values in experience.scores.items()},
         }

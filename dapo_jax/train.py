@@ -26,12 +26,12 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir, in_folder
 from dapo_jax.config.sections import Config
 from dapo_jax.held_out import evaluate, mean_accuracy
-from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor import filter_log
 from dapo_jax.monitor.alarms import raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
-from dapo_jax.monitor.records import NoRecords, RunRecords, write_config
+from dapo_jax.monitor.records import RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.weights_and_biases import check_installed
 from dapo_jax.monitor.workdir import Workdir, open_workdir
@@ -41,7 +41,7 @@ from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.progress import Progress
 from dapo_jax.reports import options, results, summary
 from dapo_jax.run import Run, check_processes, describe, open_run
-from dapo_jax.settings import learning_rate_plan, warn_of_warm_up
+from dapo_jax.settings import chosen_attention, learning_rate_plan, warn_of_warm_up
 from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.step import sample_batch, train_step
 from dapo_jax.step_metrics import utilisation
@@ -84,19 +84,21 @@ def _train(config: Config, workdir: Workdir) -> Models:
             origin = starting_point(config, checkpoints)
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
-                logger.info("%s", describe(run))
+                mesh = run.learner.mesh
+                attention, _ = chosen_attention(run.config, run.arch, mesh)
+                logger.info("%s", describe(run.config, run.arch, run.problems, mesh, attention))
                 warn_of_warm_up(run.config)
                 if plan := learning_rate_plan(run.config, done=state.progress.step):
                     logger.info("%s", plan)
-                    run.console.note(plan)
+                    run.monitor.console.note(plan)
                 if is_first():
                     rewind_log(config.workdir, state.progress.log_bytes)
                 with open_records(config, state.progress if origin else None, workdir.upload) as records:
                     records.describe(options(config), results(run))
                     state = run_steps(run, checkpoints, records, stop, state)
-                    run.console.close()
+                    run.monitor.console.close()
                     if is_first():
-                        run.console.final_table(summary(run, state.progress))
+                        run.monitor.console.final_table(summary(run, state.progress))
         except Stopped as reason:
             logger.warning("%s", reason)
             raise
@@ -105,17 +107,17 @@ def _train(config: Config, workdir: Workdir) -> Models:
     return state.models
 
 
-def open_records(config: Config, progress: Progress | None, upload: Callable[[str], None]) -> RunRecords | NoRecords:
+def open_records(config: Config, progress: Progress | None, upload: Callable[[str], None]) -> RunRecords:
     """The run's records, without rows of steps that are done again; `progress` that is resumed, None for a new run."""
-    if not is_first():
-        return NoRecords()
-    write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
-    write_environment(config.workdir)
+    if is_first():
+        write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
+        write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     trainer = config.trainer
     return RunRecords(
         config.workdir,
         resume_step=last_row,
+        enabled=is_first(),
         upload=upload,
         logger=trainer.logger,
         project_name=trainer.project_name,
@@ -123,9 +125,7 @@ def open_records(config: Config, progress: Progress | None, upload: Callable[[st
     )
 
 
-def run_steps(
-    run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, stop: StopRequest, state: RunState
-) -> RunState:
+def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: StopRequest, state: RunState) -> RunState:
     """All steps that are left. A step that has not changed any weights can be thrown away: there the run can stop.
 
     Once they have changed, it stops if the step takes longer than trainer.stop_patience_s. With trainer.rollout_ahead
@@ -146,11 +146,11 @@ def run_steps(
                         check_finite(run.config, state.progress)
                 if state.progress.step == trainer.total_training_steps:
                     return state
-                run.profiles.begin(state.progress.step + 1)
+                run.monitor.profiles.begin(state.progress.step + 1)
                 start = time.perf_counter()
                 batch, stream = state.ahead, state.stream
                 if batch is None:
-                    weights = run.decode_weights(state.models.actor.params)
+                    weights = run.learner.decode_weights(state.models.actor.params)
                     batch, stream = sample_batch(run, weights, stream, state.progress, state.progress.step + 1)
                 batch.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
                 stop.check(agree=True)
@@ -165,10 +165,10 @@ def run_steps(
                 logger.error("the run ends %s", save_before_end(run, checkpoints, state))
             raise
         trained = True
-        run.profiles.end()
+        run.monitor.profiles.end()
 
 
-def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords | NoRecords, state: RunState) -> RunState:
+def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState) -> RunState:
     """Evaluates, records and saves the step that has just been trained, each if it is due."""
     trainer, progress, params = run.config.trainer, state.progress, state.models.actor.params
     row = progress.unrecorded
@@ -176,7 +176,7 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords | NoRe
     step, total = progress.step, trainer.total_training_steps
     metrics = dict(row["metrics"])
     if step == 0 or is_due(step, trainer.test_freq, total):
-        metrics |= evaluate(run, params)
+        metrics |= evaluate(run.held_out, run.learner.decode_weights, params)
         alarms, memory = raise_evaluation_alarms(
             mean_accuracy(metrics), progress.alarms, run.config.monitor.alarms, step
         )
@@ -198,7 +198,7 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords | NoRe
     if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
         progress = dataclasses.replace(progress, best=quality, best_step=step)
     if step:  # nothing has been trained on before
-        with run.stage("write"):
+        with run.monitor.stage("write"):
             records.write_samples(step, row["samples"])
             records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
@@ -249,12 +249,12 @@ def best_metric(config: Config, metrics: Mapping[str, float]) -> float | None:
     return metrics.get(name) if name else mean_accuracy(metrics)
 
 
-def record(run: Run, records: RunRecords | NoRecords, step: int, metrics: dict[str, float]) -> None:
+def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) -> None:
     """Writes a step's metrics everywhere: metrics.jsonl, TensorBoard, the console."""
-    metrics |= run.timers.pop()
-    metrics |= time_metrics(metrics) | utilisation(run, metrics)
+    metrics |= run.monitor.timers.pop()
+    metrics |= time_metrics(metrics) | utilisation(run.config, run.learner.mesh, metrics)
     records.write(step, metrics)
-    run.console.step_line(step, metrics)
+    run.monitor.console.step_line(step, metrics)
 
 
 def is_due(step: int, frequency: int, total: int) -> bool:

@@ -9,7 +9,7 @@
 #                     and memory, which needs the updates
 #   --small           tiny sizes, as on a machine without an accelerator
 #
-# Uses the first interpreter that can import dapo_jax and what it needs ($PYTHON, the active one, .venv); only if there
+# Uses the first interpreter that can import dapo_jax and what it needs ($PYTHON, the active one, .venv); if there
 # is none, it makes .venv and installs the package. Exit code: 0, 1 if a section failed, 2 if an option is wrong.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,11 +1,11 @@
-"""Host: the table that a benchmark prints."""
+"""Host: tables in Markdown, as benchmarks print them."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def markdown_table(rows: Sequence[dict[str, Any]], *, leave_out: Sequence[str] = ()) -> str:
-    """Markdown, one line a row, with the keys of the first row as head; what is None is shown as "-"."""
+    """A Markdown table with the keys of the first row as its head; None becomes "-"."""
     names = [name for name in rows[0] if name not in leave_out]
     lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
     for row in rows:

@@ -3,7 +3,7 @@
     python scripts/monitor_filter_groups.py runs/quickstart [--plot filter.png]
     python scripts/monitor_filter_groups.py runs/quickstart/train.log
 
-Of a work directory it reads metrics.jsonl. The plot (matplotlib) shows the share of kept groups, the rounds and the
+From a work directory it reads metrics.jsonl. The plot (matplotlib) shows the share of kept groups, the rounds and the
 generated tokens per trained token of each training step; it needs metrics.jsonl.
 """
 
@@ -38,7 +38,7 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def log_summary(found: dict[str, list[float]]) -> list[str]:
-    """Rounds, steps, mean filter rate, kept prompts a round."""
+    """Rounds, steps, mean filter rate, kept prompts per round."""
     rounds = len(found["batches"])
     if not rounds:
         return ["no generation round in the log: is the filter on?"]
@@ -46,14 +46,14 @@ def log_summary(found: dict[str, list[float]]) -> list[str]:
     steps = sum(number == 1 for number in found["batches"])
     return [
         f"training steps                 {steps}",
-        f"generation rounds              {rounds} ({rounds / max(steps, 1):.2f} a step)",
+        f"generation rounds              {rounds} ({rounds / max(steps, 1):.2f} per step)",
         f"mean filter rate               {sum(found['filter_rates']) / rounds:.1%}",
-        f"kept prompts                   {kept:.0f} ({kept / rounds:.1f} a round)",
+        f"kept prompts                   {kept:.0f} ({kept / rounds:.1f} per round)",
     ]
 
 
 def steps_summary(rows: list[dict[str, Any]]) -> list[str]:
-    """The same from metrics.jsonl, with what the log does not say."""
+    """The same from metrics.jsonl, with numbers that the log lacks."""
     if not rows:
         return ["no training step with a filter in the metrics"]
 
@@ -65,9 +65,9 @@ def steps_summary(rows: list[dict[str, Any]]) -> list[str]:
     dropped = right + wrong + total("filtered_other")
     return [
         f"training steps                 {len(rows)}",
-        f"generation rounds              {rounds:.0f} ({rounds / len(rows):.2f} a step)",
+        f"generation rounds              {rounds:.0f} ({rounds / len(rows):.2f} per step)",
         f"mean filter rate               {dropped / max(evaluated, 1):.1%}",
-        f"mean kept prompts a round      {(evaluated - dropped) / max(rounds, 1):.1f}",
+        f"mean kept prompts per round    {(evaluated - dropped) / max(rounds, 1):.1f}",
         f"dropped: all right, all wrong  {right:.0f}, {wrong:.0f}",
         f"requeued, carried, discarded   {total('num_requeued'):.0f}, {total('num_carried_out'):.0f}, "
         f"{total('num_discarded_valid'):.0f}",

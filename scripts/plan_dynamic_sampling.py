@@ -34,7 +34,7 @@ class Plan:
     keep_rate: float
     rounds: float  # of gen_batch_size prompts
     limit: int | None  # rounds that are enough in 999 of 1000 steps; None = more than MAX_ROUNDS
-    generated_per_trained: float  # groups sampled per group trained on, in whole rounds that are thrown away
+    generated_per_trained: float  # groups sampled per group trained on, in whole rounds whose surplus is thrown away
     lowest_per_trained: float  # the same if no kept group is lost: 1 / keep rate
 
 
@@ -83,7 +83,7 @@ def read_accuracies(arguments: argparse.Namespace) -> np.ndarray:
         try:
             return np.array([float(word) for word in words])
         except ValueError as error:
-            raise ValueError(f"--accuracies={arguments.accuracies} must hold numbers alone: {error}") from error
+            raise ValueError(f"--accuracies={arguments.accuracies} must hold only numbers: {error}") from error
     if arguments.beta is not None:
         return np.random.default_rng(0).beta(*arguments.beta, size=200_000)
     return np.array([arguments.accuracy])
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = plan(keep_rate, target=given.train_batch_size, gen_batch_size=size)
     tokens = found.rounds * size * given.n * given.tokens
     print(f"keep rate                      {found.keep_rate:.4f}")
-    print(f"rounds a step                  {found.rounds:.2f}")
-    print(f"generated tokens a step        {tokens:.3g}")
+    print(f"rounds per step                {found.rounds:.2f}")
+    print(f"generated tokens per step      {tokens:.3g}")
     print(f"generated per trained          {found.generated_per_trained:.2f}, whole rounds")
     print(f"                               {found.lowest_per_trained:.2f}, if no kept group is lost (carry)")
     limit = found.limit if found.limit is not None else f"more than {MAX_ROUNDS}: change the data"

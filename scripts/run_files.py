@@ -16,7 +16,7 @@ def record_of(given: str | Path, *names: str) -> Path:
     if path.is_file():
         return path
     if not path.exists():
-        raise ValueError(f"{given} is not there: give the workdir of a run, or its {' or '.join(names)}")
+        raise ValueError(f"{given} does not exist: give the workdir of a run, or its {' or '.join(names)}")
     for name in names:
         if (path / name).is_file():
             return path / name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def command(main: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None) -> None:
-    """Runs a script. Exit code 2: wrong input; 1: a place cannot be written to; 130: Ctrl-C."""
+    """Runs a script. Exit code 2: wrong input; 1: output cannot be written; 130: Ctrl-C."""
     name = Path(sys.argv[0]).name
     try:
         main(arguments)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Compiles every program for NVIDIA GPUs and TPUs, none of which need be here: tests/accelerators/cases.py is the table.
+# Compiles every program for NVIDIA GPUs and TPUs, without having one: tests/accelerators/cases.py is the table.
 #
 #   bash scripts/test_accelerators.sh [pytest arguments]
 #
-# The compilers (2 GB) and what they have compiled are kept in $DAPO_JAX_CACHE (default ~/.cache/dapo_jax): a second run
+# The compilers (2 GB) and the compiled programs are kept in $DAPO_JAX_CACHE (default ~/.cache/dapo_jax): a second run
 # installs nothing, and compiles only what has changed.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"

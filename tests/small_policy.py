@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from dapo_jax.data.containers import Batch, Rollout
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
@@ -19,7 +20,6 @@ from dapo_jax.learner.update import (
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.mesh import AXES, make_mesh
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.shapes import pad_prompts
 from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
 

@@ -20,15 +20,15 @@ from safetensors.numpy import load_file, save_file
 from small_run import CONFIGS, small_config
 
 from dapo_jax import train
+from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.learner.actor import build_actor
-from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress
-from dapo_jax.run import read_model
 from dapo_jax.settings import actor_settings
 
 TINY = str(CONFIGS / "tiny.py")
@@ -151,7 +151,7 @@ CASES["config_file_has_wrong_types"] = Case(
     ),
     arguments=("--config", "DIR/config.py"),
 )
-options("unknown_key", {"nonsense": 1}, "--config.nonsense=1: there is no key nonsense", "config.py lists the keys")
+options("unknown_key", {"nonsense": 1}, "--config.nonsense=1: there is no key nonsense", "sections.py lists the keys")
 options("misspelt_key", {"actor.clip_ratio_lo": 0.1}, "no key actor.clip_ratio_lo: did you mean actor.clip_ratio_low")
 options("misspelt_section", {"rolout.n": 4}, "there is no key rolout.n: did you mean rollout.n")
 options("two_unknown_keys", {"rollout.nn": 4, "sead": 1}, "there is no key rollout.nn", "did you mean seed?")

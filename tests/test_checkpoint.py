@@ -13,8 +13,7 @@ import pytest
 
 from dapo_jax import checkpoint
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.learner.models import Models
-from dapo_jax.learner.optimizer import OptimizerSettings, init_state
+from dapo_jax.learner.optimizer import Models, OptimizerSettings, init_state
 from dapo_jax.progress import Progress
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0)

@@ -21,7 +21,7 @@ from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.monitor.records import read_metrics
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAM = re.compile(r"(python3?|bash|pip|tensorboard|xprof|sbatch|docker|kubectl) ")
 
 MATH = "tests/scripts/test_run_dapo_math.py::"
@@ -87,7 +87,7 @@ RUN_BY = {
     "python scripts/comparisons/compare_trl.py": (
         "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported"
     ),
-    "python scripts/docs/write_results_doc.py": "tests/scripts/test_write_results_doc.py::test_the_page_is_up_to_date",
+    "python scripts/docs/write_results_doc.py": "tests/scripts/test_write_results_doc.py::test_a_page_is_up_to_date",
     "tensorboard": TENSORBOARD,
     "xprof": "tests/monitor/test_profile_viewers.py::test_xprof_shows_the_step",
 }

@@ -1,12 +1,14 @@
 """What the pages say exists: options, files, headings. Their commands are in test_doc_commands.py."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from dapo_jax import step
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
@@ -15,7 +17,7 @@ from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.records import flatten
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONS = flatten(dataclasses.asdict(Config()))
 SECTIONS = {key.partition(".")[0] for key in OPTIONS}
 WRITTEN_BY_HAND = ("getting_started", "troubleshooting", "faq", "coming_from_verl")
@@ -61,10 +63,61 @@ def test_the_table_of_extras_has_those_of_the_package():
     assert sorted(named) == sorted(package) and "quickstart" in named
 
 
-def test_the_readme_begins_with_how_to_get_it_and_where_it_has_run():
-    headings = re.findall(r"^## (.*)$", (ROOT / "README.md").read_text(), re.M)
-    assert headings[:3] == ["Two commands", "Where it has run", "Installing"]
-    assert "git clone" in (ROOT / "README.md").read_text().partition("## Where it has run")[0]
+def test_the_readme_begins_with_where_it_has_run_how_to_get_it_and_one_step():
+    text = (ROOT / "README.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings[:4] == ["Where it has run", "Two commands", "One step", "Installing"]
+    assert "git clone" in text.partition("## One step")[0] and len(text.splitlines()) <= 150
+
+
+def test_the_step_of_the_readme_names_functions_of_the_step():
+    [text] = re.findall(r"^```text\n(sample_batch.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    names = [line.split()[0] for line in text.splitlines()]
+    assert {"sample_batch", "sample_groups", "train_step", "train_on", "update"} <= set(names)
+    code = Path(step.__file__).read_text()
+    for name in names:
+        assert hasattr(step, name) or f".{name}(" in code, name
+
+
+def test_the_functions_that_a_page_names_exist():
+    found = [name for page in PAGES for name in re.findall(r"`([\w/]+\.py): (\w+)`", page.read_text())]
+    assert len(found) > 10
+    for file, name in found:
+        assert re.search(rf"^def {name}\(", (ROOT / "dapo_jax" / file).read_text(), re.M), (file, name)
+
+
+# Files of the reader, of another program, or made by a run.
+OF_OTHERS = {"FILE.py", "mine.py", "my/rewards.py", "countdown.py", "test_countdown.py", "run.sh", "run_dapo.sh"}
+OF_OTHERS |= {"recipe/dapo/dapo_ray_trainer.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_paths_that_a_page_names_exist(page):
+    text = page.read_text()
+    codes = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    paths = {path for code in codes for path in re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|sh|sbatch|yaml)\b", code)}
+    paths |= {
+        path for code in codes for path in re.findall(r"^(?:dapo_jax|docs|configs|scripts|tests)/[\w./-]*$", code)
+    }
+    for tree in re.findall(r"^```text\n(dapo_jax/.*?)^```$", text, re.M | re.S):
+        paths |= {line.split()[0] for line in tree.splitlines()}
+    for path in paths - OF_OTHERS:
+        places = [ROOT / path, ROOT / "dapo_jax" / path, *ROOT.glob(f"*/*/{path}"), *ROOT.glob(f"*/{path}")]
+        assert any(place.exists() for place in places), path
+
+
+def test_the_table_of_the_preflight_has_the_numbers_of_its_reports():
+    rows = re.findall(
+        r"^\| \[(.*?)\]\(.*?\) \| .* \| `(.*?)` \| (.*) \|$", (ROOT / "docs/preflight.md").read_text(), re.M
+    )
+    reports = {path.stem.removeprefix("preflight_"): path for path in (ROOT / "docs/results").glob("preflight_*.json")}
+    assert sorted(name for name, _, _ in rows) == sorted(reports)
+    for name, devices, numbers in rows:
+        report = json.loads(reports[name].read_text())
+        data, peak, memory = report["config"]["data"], report["peak_bytes"] / 2**30, report["device"]["memory"] / 2**30
+        lengths = f"{data['max_prompt_length']} + {data['max_response_length']}"
+        assert devices == report["topology"]
+        assert numbers == f"{lengths} | {peak:.1f} of {memory:.1f} | {report['step_seconds']:.0f}"
 
 
 def test_the_line_of_the_guide_is_one_of_the_console(capsys):

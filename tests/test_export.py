@@ -21,7 +21,7 @@ from dapo_jax.export import export, main
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import Models
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table

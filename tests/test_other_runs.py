@@ -11,8 +11,7 @@ import pytest
 from dapo_jax.checkpoint import Checkpoints, Origin
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
-from dapo_jax.learner.models import Models
-from dapo_jax.learner.optimizer import OptimizerSettings, init_state
+from dapo_jax.learner.optimizer import Models, OptimizerSettings, init_state
 from dapo_jax.monitor.records import write_config
 from dapo_jax.other_runs import find_checkpoint, find_trained, pinned
 from dapo_jax.progress import Progress

@@ -6,8 +6,7 @@ from small_run import small_config
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
-from dapo_jax.problems import TaskSet, held_out_options, parse_tasks
-from dapo_jax.run import read_prompts
+from dapo_jax.problems import TaskSet, held_out_options, parse_tasks, read_problems
 
 
 def config_with(tasks, **changes):
@@ -68,20 +67,21 @@ def write_rows(path, source="arithmetic", prompts=("1 + 1 =", "2 + 0 =")):
 def test_task_sets_are_read_beside_the_held_out_problems(tmp_path):
     file = write_rows(tmp_path / "two.jsonl")
     tasks = {"one": {"files": file, "max_prompts": 1}, "twice": {"files": [file, file], "reward_function": "gsm8k"}}
-    train, sets = read_prompts(config_with(tasks), character_tokenizer())
-    assert len(train) and [task.options.name for task in sets] == ["", "one", "twice"]
+    problems = read_problems(config_with(tasks), character_tokenizer())
+    sets = problems.task_sets
+    assert len(problems.train_set) and [task.options.name for task in sets] == ["", "one", "twice"]
     assert [len(task.prompts) for task in sets] == [4, 1, 4]
     assert [[len(rows) for rows in problems] for _, problems in sets[2].by_name()] == [[2, 2]]
-    train, again = read_prompts(config_with(tasks), character_tokenizer(), training=False)
-    assert not len(train) and [len(task.prompts) for task in again] == [4, 1, 4]
+    again = read_problems(config_with(tasks), character_tokenizer(), training=False)
+    assert not len(again.train_set) and [len(task.prompts) for task in again.task_sets] == [4, 1, 4]
 
 
 def test_a_name_or_a_source_that_does_not_fit_is_refused(tmp_path):
     file = write_rows(tmp_path / "two.jsonl")
     with pytest.raises(ValueError, match="'arithmetic' must not be a data_source"):
-        read_prompts(config_with({"arithmetic": {"files": file}}), character_tokenizer())
+        read_problems(config_with({"arithmetic": {"files": file}}), character_tokenizer())
     foreign = {"other": {"files": write_rows(tmp_path / "other.jsonl", "strange"), "reward_function": "auto"}}
     with pytest.raises(ValueError, match="'strange' has no verifier"):
-        read_prompts(config_with(foreign), character_tokenizer())
+        read_problems(config_with(foreign), character_tokenizer())
     foreign["other"]["reward_function"] = "gsm8k"
-    read_prompts(config_with(foreign), character_tokenizer())
+    read_problems(config_with(foreign), character_tokenizer())

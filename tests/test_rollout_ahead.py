@@ -9,7 +9,7 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
 from dapo_jax.command.validation import validate
-from dapo_jax.monitor.records import NoRecords, read_metrics
+from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
 from dapo_jax.run import open_run
@@ -46,10 +46,10 @@ def one_after_the_other(config):
         models, progress, stream = state.models, state.progress, state.stream
         policies.append(jax.device_get(models.actor.params))
         for step in range(1, STEPS + 1):
-            params = jax.device_put(policies[max(step - 2, 0)], run.actor.trainable.shardings)
+            params = jax.device_put(policies[max(step - 2, 0)], run.learner.actor.trainable.shardings)
             seen = dataclasses.replace(progress, step=max(step - 2, 0))
-            batch, stream = sample_batch(run, run.decode_weights(params), stream, seen, step)
-            models, finish = train_on(run, NoRecords(), models, batch.experience, progress, step)
+            batch, stream = sample_batch(run, run.learner.decode_weights(params), stream, seen, step)
+            models, finish = train_on(run, models, batch.experience, progress, step)
             metrics = batch.metrics | finish()[0]
             progress = advance(config, progress, batch, metrics)
             policies.append(jax.device_get(models.actor.params))

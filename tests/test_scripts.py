@@ -181,7 +181,7 @@ def test_log_and_metrics_are_summed_up_alike(tmp_path):
     from_log = monitor_filter_groups.log_summary(monitor_filter_groups.read_log(tmp_path / "train.log"))
     from_metrics = monitor_filter_groups.steps_summary(monitor_filter_groups.read_steps(tmp_path / "metrics.jsonl"))
     assert from_log[1:3] == from_metrics[1:3]
-    assert "(2.00 a step)" in from_log[1] and "50.0%" in from_log[2] and "8 (4.0 a round)" in from_log[3]
+    assert "(2.00 per step)" in from_log[1] and "50.0%" in from_log[2] and "8 (4.0 per round)" in from_log[3]
     assert monitor_filter_groups.log_summary({"batches": []}) == ["no generation round in the log: is the filter on?"]
 
 

@@ -159,7 +159,11 @@ USES = (
         for name in ("norm_adv_by_std_in_grpo", "gamma", "lam")
     ),
     _with("algorithm.keep_pos_ratio|keep_neg_ratio", ESTIMATOR, "grpo", "dapo"),
-    _use("algorithm.compute_new_adv", "keep_pos_ratio or keep_neg_ratio below 1", keeps_some),
+    _use(
+        "algorithm.compute_new_adv",
+        "keep_pos_ratio or keep_neg_ratio below 1",
+        lambda config: keeps_some(config.algorithm),
+    ),
     _with("algorithm.kl_penalty algorithm.kl_ctrl.type|horizon|target_kl", "algorithm.use_kl_in_reward", True),
     _with("algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward", True, idle=0),
     _with("algorithm.kl_ctrl.horizon|target_kl", "algorithm.kl_ctrl.type", "adaptive"),

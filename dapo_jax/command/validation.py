@@ -14,6 +14,7 @@ from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import PATHS, type_problems
 from dapo_jax.data.experience import OWN_SCORES
+from dapo_jax.data.padding import bucket
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
 from dapo_jax.errors import InputError
@@ -26,7 +27,6 @@ from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.places import address_problem, is_address
 from dapo_jax.problems import held_out_options, parse_tasks
 from dapo_jax.rewards.verifiers import NUMBERS
-from dapo_jax.rollout.shapes import bucket
 
 CHOICES = {  # names of functions; the other choices are declared in config.py
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),

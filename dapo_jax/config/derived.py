@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import AlgorithmConfig, Config
 from dapo_jax.places import is_address, place_of
 
 
@@ -57,6 +57,6 @@ def uses_reference(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
 
 
-def keeps_some(config: Config) -> bool:
+def keeps_some(algorithm: AlgorithmConfig) -> bool:
     """Whether some samples of a group are left out of training."""
-    return min(config.algorithm.keep_pos_ratio, config.algorithm.keep_neg_ratio) < 1
+    return min(algorithm.keep_pos_ratio, algorithm.keep_neg_ratio) < 1

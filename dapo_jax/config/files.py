@@ -2,7 +2,10 @@
 
 import json
 import runpy
+import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from flax import traverse_util
@@ -36,8 +39,9 @@ def _run_python(path: str) -> ConfigDict:
         raise InputError(f"{rule}, on this machine: copy it here")
     file = str(place_of(path))
     try:
-        names = runpy.run_path(file)
-        config = names["get_config"]() if "get_config" in names else None
+        with _neighbours(file):
+            names = runpy.run_path(file)
+            config = names["get_config"]() if "get_config" in names else None
     except (Exception, SystemExit) as error:  # a config file is a foreign program: anything can come out of it
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f" in line {lines[-1]}" if lines else ""
@@ -46,6 +50,17 @@ def _run_python(path: str) -> ConfigDict:
         found = f"returns {config!r}" if "get_config" in names else "has no get_config"
         raise InputError(f"{rule}, and {found}: correct the file")
     return config
+
+
+@contextmanager
+def _neighbours(file: str) -> Iterator[None]:
+    """Lets a config file import the files in its folder, as configs/grpo.py does. Installed packages come first."""
+    folder = str(Path(file).parent)
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _run_json(path: str) -> ConfigDict:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
+from dapo_jax.data.json_values import plain
 from dapo_jax.data.rows import PromptRow
-from dapo_jax.rewards.messages import plain
 
 MAX_NESTING = 100  # levels of lists and objects in a row
 

@@ -111,7 +111,7 @@ HERE = (
     Entry(
         f"{ROLLOUT}.gpu_memory_utilization",
         "rollout.kv_memory_share",
-        "a share of the memory that is free, for keys and values alone: verl's number means something else",
+        "a share of the free memory, only for keys and values: verl's number means something else",
         set_by_hand,
         by_hand=True,
     ),
@@ -276,7 +276,7 @@ HERE = (
     Entry(
         "{reward_model.enable,reward.reward_model.enable}",
         "reward.model.path",
-        "on where it has a path; reward.function=none leaves it alone",
+        "on if it has a path; with reward.function=none, the only reward",
         reward_model_switch,
     ),
     Entry("{reward_model.model.path,reward.reward_model.model_path}", "reward.model.path", "", reward_model_path),
@@ -294,7 +294,7 @@ HERE = (
     Entry("trainer.{val_before_train,critic_warmup}", "trainer.{val_before_train,critic_warmup}"),
     Entry("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", "the best ones more: trainer.keep_best_ckpt"),
     Entry("trainer.default_local_dir", "workdir", "logs and checkpoints"),
-    Entry("trainer.resume_mode", "trainer.resume_mode", "resume_path: trainer.resume_from_path alone", resume_mode),
+    Entry("trainer.resume_mode", "trainer.resume_mode", "resume_path: only trainer.resume_from_path", resume_mode),
     Entry("trainer.resume_from_path", "trainer.resume_from_path", "a run of this trainer", set_by_hand, by_hand=True),
     Entry("trainer.logger", "trainer.logger", "console, tensorboard, wandb; metrics.jsonl is always written", trackers),
     Entry("trainer.{project_name,experiment_name}", "trainer.{project_name,experiment_name}", "of wandb"),
@@ -333,7 +333,7 @@ NOT_NEEDED = (
     Entry(f"{{{ACTOR},{ARR}.ref,critic}}.rollout_n", note="rollout.n"),
     Entry(f"{{{ACTOR},critic}}.optim.{{total_training_steps,num_cycles,zero_indexed_step}}", note="the trainer's own"),
     Entry(f"{{{ACTOR},critic}}.optim.optimizer_impl", note="optax"),
-    Entry(f"{{{ACTOR},critic}}.checkpoint.*", note="a checkpoint has all that a run needs to go on"),
+    Entry(f"{{{ACTOR},critic}}.checkpoint.*", note="a checkpoint has all that a run needs to resume"),
     Entry(f"{{{ARR}.{{actor,ref,rollout}},critic,reward_model}}.profiler.*", note="trainer.profile_steps"),
     Entry("global_profiler.*", note="trainer.profile_steps"),
     Entry(f"{ARR}.model.{{hf_config_path,tokenizer_path,trust_remote_code,use_shm}}", note="read from model.path"),
@@ -373,7 +373,7 @@ NOT_NEEDED = (
         "trainer.{device,use_legacy_worker_impl,ray_wait_register_center_timeout,use_v1}",
         note="there is one trainer, on JAX's devices",
     ),
-    Entry("trainer.esi_redundant_time", note="SIGTERM saves a checkpoint, and the run goes on from there"),
+    Entry("trainer.esi_redundant_time", note="SIGTERM saves a checkpoint, and the run resumes from there"),
     Entry("trainer.v1.*", note="of the asynchronous trainer: trainer.rollout_ahead, algorithm.filter_groups.leftover"),
     Entry("{transfer_queue,ray_kwargs,skip,hydra}.*", note="there is no Ray and no hydra"),
     Entry("model_engine", note="there is one trainer, on JAX's devices"),
@@ -485,7 +485,7 @@ EASYR1 = (
     Entry("worker.actor.model.{trust_remote_code,lora.exclude_modules}", note="leave it out"),
     Entry("worker.actor.{padding_free,ulysses_size}", note=PACKED),
     Entry("worker.rollout.disable_tqdm", note="monitor.console"),
-    Entry("trainer.{find_last_checkpoint,save_model_only}", note="a run goes on from its newest checkpoint"),
+    Entry("trainer.{find_last_checkpoint,save_model_only}", note="a run resumes from its newest checkpoint"),
     Entry("trainer.val_generations_to_log", note="monitor.num_samples responses of each step are kept"),
     _missing(
         "worker.actor.optim.strategy", "AdamW is the only optimizer; actor.optim.moments_dtype=bfloat16 halves it"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.config.values import DEFAULTS
+from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
-from dapo_jax.rollout.shapes import bucket
 
 Values = Mapping[str, Any]
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"

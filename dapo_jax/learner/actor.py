@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +15,15 @@ from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
 from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.data.containers import Batch, Max, Mean
+from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.lora import Lora, adapter_table, init_adapters, merged, with_adapters
+from dapo_jax.models.lora import Lora, adapter_table, init_adapters, with_adapters
 from dapo_jax.models.transformer import AttentionKernel
-from dapo_jax.models.weights import cast_matrices, init_params, weight_shardings, weight_table
-from dapo_jax.parallel.sharding import DECODE_RULES, replicated
+from dapo_jax.models.weights import cast_matrices, init_params, weight_table
+from dapo_jax.parallel.sharding import replicated
 
 RATIO_STEP, RATIO_BUCKETS = 0.01, 201  # importance ratios are counted rounded to a step: 0, 0.01 ... 2 and above
 
@@ -173,54 +173,10 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
         arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.noise
         return function(*arrays, **chosen(function, settings.loss_options))
 
-    def decoding(params, frozen):
-        whole = cast_matrices(params, arch, settings.dtype) if lora is None else merged(frozen, params, lora)
-        return unstack_layers(whole)
-
     jitted_logprobs = jax.jit(logprobs, out_shardings=whole, compiler_options=dict(settings.compiler_options))
-    decode_shardings = weight_shardings(weight_table(arch), mesh, DECODE_RULES)
-    jitted_decoding = jax.jit(decoding, out_shardings=_unstacked_shardings(decode_shardings, arch))
     return Actor(
         trainable=trainable,
-        decode_weights=WithFrozen(jitted_decoding, frozen),
+        decode_weights=build_decode_weights(arch, settings.dtype, mesh, lora, frozen),
         logprobs=WithFrozen(jitted_logprobs, frozen),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
     )
-
-
-class LatestWeights:
-    """The decoding weights of the newest parameters, made once per update, as the stage `update_weights`."""
-
-    def __init__(
-        self, decode_weights: Callable[[Any], Any], stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
-        self._make, self._stage = decode_weights, stage
-        self._params: Any = None
-        self._weights: Any = None
-
-    def __call__(self, params: Any) -> Any:
-        """The decoding weights of `params`."""
-        if self._params is not params:
-            self.drop()
-            with self._stage("update_weights"):
-                self._params, self._weights = params, jax.block_until_ready(self._make(params))
-        return self._weights
-
-    def drop(self) -> None:
-        """Frees them, before an update needs the memory."""
-        self._params = self._weights = None
-
-
-def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` with "layers" as a list of one pytree a layer, as decoding wants them."""
-    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(num_layers)]
-    return {**params, "layers": layers}
-
-
-def _unstacked_shardings(shardings: dict[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Shardings of `unstack_layers`' result: each layer's without the first dimension."""
-    layer = jax.tree.map(
-        lambda sharding: type(sharding)(sharding.mesh, type(sharding.spec)(*sharding.spec[1:])), shardings["layers"]
-    )
-    return {**shardings, "layers": [layer] * arch.num_layers}

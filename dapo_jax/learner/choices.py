@@ -7,7 +7,8 @@ from dapo_jax.config.sections import Config
 
 def uses_critic(config: Config) -> bool:
     """Whether the advantage estimator needs a value function."""
-    return needs(ESTIMATORS[config.algorithm.adv_estimator], "values")
+    estimator = ESTIMATORS.get(config.algorithm.adv_estimator)  # None: validation refuses the name
+    return estimator is not None and needs(estimator, "values")
 
 
 def trained(config: Config) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dapo_jax.data.containers import Batch
-from dapo_jax.rollout.shapes import bucket
+from dapo_jax.data.padding import bucket
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,14 @@ class TrainState:
     skipped: Any  # scalar int32, optimizer steps refused because of a gradient that was not finite
 
 
+@struct.dataclass
+class Models:
+    """The state of each model that is trained; a checkpoint holds all of it."""
+
+    actor: TrainState
+    critic: TrainState | None = None
+
+
 def _transformation(settings: OptimizerSettings) -> optax.GradientTransformation:
     return optax.chain(
         optax.scale_by_adam(*settings.betas, eps=settings.eps), optax.add_decayed_weights(settings.weight_decay)

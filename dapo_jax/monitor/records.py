@@ -32,7 +32,8 @@ class RunRecords:
 
     Args:
         workdir: the run's directory, created if needed.
-        resume_step: step of the checkpoint that the run goes on from, None if it starts at the beginning.
+        resume_step: step of the checkpoint that the run resumes from, None if it starts at the beginning.
+        enabled: False writes nothing, for all processes but one.
         upload: brings the file of that name from the directory to where it is to be kept.
         logger: which trackers the rows go to as well: some of TRACKERS.
         project_name, experiment_name: of the run in Weights & Biases.
@@ -43,13 +44,17 @@ class RunRecords:
         workdir: str | os.PathLike[str],
         *,
         resume_step: int | None,
+        enabled: bool = True,
         upload: Callable[[str], None] = lambda name: None,
         logger: Sequence[str] = ("tensorboard",),
         project_name: str = "dapo_jax",
         experiment_name: str = "",
     ) -> None:
         workdir = Path(workdir)
-        self._upload = upload
+        self._enabled, self._upload = enabled, upload
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        if not enabled:
+            return
         self._samples = workdir / "samples"
         self._samples.mkdir(parents=True, exist_ok=True)
         self._last_step = -1 if resume_step is None else resume_step
@@ -58,7 +63,6 @@ class RunRecords:
             if int(path.stem.removeprefix("step_")) > self._last_step:
                 path.unlink()
         self._metrics = open(workdir / _METRICS, "a", encoding="utf-8")
-        self._trackers: list[TensorBoard | WeightsAndBiases] = []
         first_step = self._last_step + 1
         if "tensorboard" in logger:
             self._trackers.append(TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step))
@@ -86,6 +90,8 @@ class RunRecords:
             TypeError: a value is not a single number.
             ValueError: the step is not after the last one, or a metric is called "step".
         """
+        if not self._enabled:
+            return
         if step <= self._last_step:
             raise InputError(
                 f"step={step} must be greater than the last step, {self._last_step}: "
@@ -114,7 +120,7 @@ class RunRecords:
 
         In TensorBoard, those of each "kind" are a text of their own.
         """
-        if not samples:
+        if not samples or not self._enabled:
             return
         text = "".join(to_json_line(sample) for sample in samples)
         _write_atomically(self._samples / f"step_{step:06d}.jsonl", text)
@@ -123,6 +129,8 @@ class RunRecords:
 
     def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes a batch that made a loss or gradient not finite to `nonfinite/`, the first ten of a run."""
+        if not self._enabled:
+            return
         folder = self._samples.parent / "nonfinite"
         folder.mkdir(exist_ok=True)
         if len(list(folder.iterdir())) < _MAX_BATCHES:
@@ -136,30 +144,10 @@ class RunRecords:
 
     def close(self) -> None:
         """Flushes and closes all files; a second call does nothing."""
-        self._metrics.close()
+        if self._enabled:
+            self._metrics.close()
         for tracker in self._trackers:
             tracker.close()
-
-
-class NoRecords:
-    """What the processes after the first have in the place of `RunRecords`: nothing is written."""
-
-    def describe(self, options: Mapping[str, Any], results: Sequence[str]) -> None: ...
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def write_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None: ...
-
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def write_batch(self, step: int, arrays: Mapping[str, np.ndarray]) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:

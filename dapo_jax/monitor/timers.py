@@ -1,8 +1,15 @@
 """Host: wall-clock seconds of the stages of a step and of the whole run."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
+from typing import Any, Protocol
+
+
+class Stage(Protocol):
+    """Names the stage of the step that runs inside it, for timers and the console."""
+
+    def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
 
 
 class StageTimers:

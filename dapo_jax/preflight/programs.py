@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch
+from dapo_jax.data.padding import bucket
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
@@ -26,7 +27,6 @@ from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
-from dapo_jax.rollout.shapes import bucket
 from dapo_jax.rollout.wave_plan import RoundPlan, plan_round
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings, micro_batches, rows_of_a_prompt
 

@@ -13,6 +13,7 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
+from dapo_jax.meshes import check_memory, check_mesh
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
 from dapo_jax.models.weights import count_params
@@ -26,8 +27,7 @@ from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
 from dapo_jax.preflight.programs import step_programs
-from dapo_jax.run import check_mesh
-from dapo_jax.settings import check_memory, chosen_attention, compute_dtype
+from dapo_jax.settings import chosen_attention, compute_dtype
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 USABLE = 0.95  # of a device's memory: the rest is the runtime's, and lost between buffers

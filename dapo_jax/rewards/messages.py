@@ -4,15 +4,13 @@ The worker has read hostile text, so the pool trusts nothing that comes from it:
 time, and one that is not exactly as below counts as the worker's death. Nothing that is read can run code.
 """
 
-import base64
-import datetime
-import decimal
 import json
 import socket
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
+
+from dapo_jax.data.json_values import plain
 
 MAX_ANSWER = 1 << 20  # bytes of one message from a worker
 MAX_TEXT = 1000  # characters of pred, of an error and of a number's name
@@ -118,16 +116,3 @@ def _limit(connection: socket.socket, deadline: float | None) -> None:
     if left is not None and left <= 0:
         raise TimeoutError
     connection.settimeout(left)
-
-
-def plain(value: Any) -> Any:
-    """What JSON has for a value that it lacks (`encode_request`). TypeError where there is nothing."""
-    if isinstance(value, decimal.Decimal | uuid.UUID | datetime.timedelta):
-        return str(value)
-    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
-        return value.isoformat()
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if hasattr(value, "tolist"):  # a NumPy array or scalar
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no form in JSON")

@@ -1,4 +1,4 @@
-"""Host: from verified responses to their rewards: reward model and overlong penalty."""
+"""Host: from the verifiers' scores to rewards: reward model and overlong penalty."""
 
 import json
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.sections import Config, OverlongBufferConfig
 from dapo_jax.data.experience import Experience
+from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.errors import InputError
@@ -28,7 +29,6 @@ from dapo_jax.parallel.sharding import (
 from dapo_jax.places import local_model
 from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
 from dapo_jax.rewards.shaping import shape_rewards
-from dapo_jax.rollout.shapes import bucket, pad_prompts
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class ModelScorer:
     mesh: Mesh
     micro_batch_rows: int  # conversations per forward pass, over all devices
     max_length: int  # tokens; a longer conversation loses its beginning
+    weight: float  # of its score in the sum
+    function_weight: float  # of the verifier's
     system_prompt: str | None
     chat_template_kwargs: dict[str, Any]
 
@@ -94,23 +96,25 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
         mesh=mesh,
         micro_batch_rows=settings.micro_batch_size_per_device * num_batch_shards(mesh),
         max_length=settings.max_length,
+        weight=settings.weight,
+        function_weight=settings.function_weight,
         system_prompt=config.data.system_prompt,
         chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
     )
 
 
-def add_model_scores(experience: Experience, prompt_set: PromptSet, scorer: ModelScorer, config: Config) -> Experience:
+def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelScorer, *, verified: bool) -> Experience:
     """Adds the score `reward_model`, and makes `score` the weighted sum of it and the verifier's.
 
-    Without a verifier (reward.function=none) there is no `acc`.
+    Args:
+        verified: whether a verifier has judged the responses; without one there is no `acc`.
     """
-    settings = config.reward.model
     num_samples = experience.finished.shape[1]
-    prompts = [prompt_set.rows[row].prompt for row in experience.rows for _ in range(num_samples)]
-    found = scorer.score(prompts, [text for texts in experience.texts for text in texts])
+    conversations = [prompts.rows[row].prompt for row in experience.rows for _ in range(num_samples)]
+    found = scorer.score(conversations, [text for texts in experience.texts for text in texts])
     found = found.astype(np.float64).reshape(experience.finished.shape)
-    score = settings.function_weight * experience.scores["score"] + settings.weight * found
-    if config.reward.function == "none":
+    score = scorer.function_weight * experience.scores["score"] + scorer.weight * found
+    if not verified:
         rest = {name: values for name, values in experience.scores.items() if name != "acc"}
         experience = replace(experience, scores=rest)
     return experience.with_scores(reward_model=found, score=score)
@@ -136,3 +140,15 @@ def add_rewards(
     if not (buffer.enable and buffer.log):
         return experience
     return experience.with_scores(overlong=(penalty < 0).astype(np.float32))
+
+
+def final_rewards(experience: Experience) -> np.ndarray:
+    """The reward [Q, G] of each response, after the KL divergence if it is in the reward."""
+    return experience.scores.get("seq_final_reward", experience.scores["seq_reward"])
+
+
+def sequence_kl(experience: Experience) -> float:
+    """Mean over responses of the mean KL divergence of their tokens."""
+    assert experience.kl is not None
+    lengths = np.maximum(experience.mask.sum(axis=-1), 1)
+    return float(np.mean(experience.kl.sum(axis=-1) / lengths))

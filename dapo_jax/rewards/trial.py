@@ -1,12 +1,16 @@
-"""Host: tries a reward function of the user's on made-up responses, before a run begins."""
+"""Host: whether the reward functions can judge their problems, asked before a run begins."""
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 
+from dapo_jax.data.experience import OWN_SCORES, check_score_names
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
+from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.messages import WRONG_RESULT
 from dapo_jax.rewards.own_function import RULE
+from dapo_jax.rewards.verifiers import VERIFIERS
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 
 _RESPONSES = (  # with the ground truth in them: forms in which reward functions often look for an answer
@@ -17,6 +21,39 @@ _RESPONSES = (  # with the ground truth in them: forms in which reward functions
 TRIAL_S = 10.0  # seconds for all of them
 
 _log = logging.getLogger(__name__)
+
+
+def check_rewards(
+    sets: Sequence[tuple[Sequence[PromptRow], str]], verifiers: Mapping[str, VerifierPool], metric: str | None
+) -> None:
+    """Asks each function about its rows: a built-in verifier about all ground truths, one of the user's about one row.
+
+    Args:
+        sets: rows, and the name of the function that judges the responses to them; first those to train on.
+        verifiers: by the name of their function.
+        metric: of the group filter, which the function of the first set must return; None = no filter.
+
+    Raises:
+        ValueError: ground truths that no response can match, or a function that cannot work.
+    """
+    tried = set()  # what a function says of one data source is the same in every set
+    for index, (rows, name) in enumerate(sets):
+        check_ground_truths(rows, name, verifiers[name])
+        if name in VERIFIERS or not rows or (name, rows[0].data_source) in tried:
+            continue
+        tried.add((name, rows[0].data_source))
+        for verdict in try_function(rows[0], name, verifiers[name]):
+            check_score_names(verdict.numbers)
+            if index == 0 and metric is not None:
+                _check_metric(metric, name, rows[0], verdict)
+
+
+def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> None:
+    if metric not in (*OWN_SCORES, *verdict.numbers):
+        raise InputError(
+            f"algorithm.filter_groups.metric={metric!r} is not among the numbers that reward.function={name!r} returns "
+            f"for {row.origin}, {', '.join(verdict.numbers)}: choose one of these, or return it for every response"
+        )
 
 
 def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Verdict]:

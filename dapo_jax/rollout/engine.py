@@ -22,15 +22,6 @@ OnFinished = Callable[[np.ndarray, Rollout], None]
 class RolloutEngine(Protocol):
     """Samples responses, under `jax.set_mesh` of the mesh that it was built for."""
 
-    @property
-    def pad_id(self) -> int:
-        """The token where nothing was sampled; may equal an end-of-sequence token."""
-        ...
-
-    def check(self) -> None:
-        """Raises if the run is to stop. Whoever waits for the engine's results calls it, as the engine itself does."""
-        ...
-
     def generate(
         self,
         params: Params,

@@ -4,16 +4,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dapo_jax.data.padding import bucket
+
 ROW_MULTIPLE = 8  # rows per device
 FIRST_WINDOW = 64  # tokens
-
-
-def bucket(length: int) -> int:
-    """The smallest of 4, 6, 8, 12, 16, 24, 32, ... that is at least `length`: few shapes, little padding."""
-    size = 4
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return size
 
 
 def prompt_width(longest: int, limit: int) -> int:
@@ -61,16 +55,6 @@ def wave_size(num_prompts: int, num_samples: int, *, max_rows: int, shards: int)
     most = max(max_rows // num_samples // shards, 1) * shards
     num_waves = -(-num_prompts // most)
     return min(-(-num_prompts // num_waves // shards) * shards, most)
-
-
-def pad_prompts(prompts: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Left-padded tokens [Q, width] int32 and mask [Q, width] bool."""
-    tokens = np.full((len(prompts), width), pad_id, np.int32)
-    mask = np.zeros((len(prompts), width), bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = True
-    return tokens, mask
 
 
 class LengthHistory:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.data.containers import Prompts, Rollout
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -25,15 +26,7 @@ from dapo_jax.rollout.engine import OnFinished, StopRule
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import Responses
 from dapo_jax.rollout.sampling import Sampling, row_keys
-from dapo_jax.rollout.shapes import (
-    LengthHistory,
-    expected_path,
-    pad_prompts,
-    prompt_width,
-    rungs,
-    wave_size,
-    window_of,
-)
+from dapo_jax.rollout.shapes import LengthHistory, expected_path, prompt_width, rungs, wave_size, window_of
 from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype, lower_chunk, rows_at_once
 
 LENGTHS = "lengths "  # precedes the number of a purpose in a checkpoint
@@ -53,11 +46,6 @@ class WaveEngine:
         self._histories: dict[int, LengthHistory] = {}  # by purpose: evaluation may end sooner than training
         self._free_bytes: float | None = None  # on each device, before the first wave
         self._param_shapes: Params | None = None
-
-    @property
-    def pad_id(self) -> int:
-        """The token where nothing was sampled."""
-        return self.settings.pad_id
 
     def generate(
         self,

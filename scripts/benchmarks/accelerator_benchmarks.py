@@ -82,14 +82,14 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
 
 
 def architecture(shape: str) -> Any:
-    """Of a name in contenders.SHAPES."""
+    """The architecture of a name in contenders.SHAPES."""
     from dapo_jax.models.architecture import architecture_from_hf
 
     return architecture_from_hf(contenders.config_json(shape))
 
 
 def rows_that_fit(arch: Any, prompt: int, length: int, *, most: int) -> int:
-    """Rows of a device for the rollout: `most`, or a power of two less, whose weights and caches fit; 0: none."""
+    """Rows per device for the rollout: `most`, or the next power of two below whose weights and caches fit; 0: none."""
     from dapo_jax.models.weights import count_params
 
     limit, params = memory_limit(), count_params(arch)
@@ -203,7 +203,7 @@ def micro_batch_that_fits(arch: Any, length: int, devices: int, chunk: int) -> i
 
 
 def model_flops(arch: Any, args: argparse.Namespace) -> float:
-    """FLOPs of an update as its formula in the page says."""
+    """FLOPs of an update, by the formula on the page."""
     length = args.prompt_length + args.new_tokens
     attention = 6.0 * arch.num_layers * arch.num_heads * arch.head_dim * args.batch * length**2
     return benchmark_update.least_flops(arch, args) + attention
@@ -213,7 +213,7 @@ def attention_of(run: Any) -> str:
     """What computes the attention of a run's training passes."""
     from dapo_jax.settings import chosen_attention
 
-    return chosen_attention(run.config, run.arch, run.mesh)[0]
+    return chosen_attention(run.config, run.arch, run.learner.mesh)[0]
 
 
 def first_leaves(params: Any) -> list[np.ndarray]:
@@ -225,7 +225,7 @@ def first_leaves(params: Any) -> list[np.ndarray]:
 
 
 def memory(findings: Findings, folder: Path, *, small: bool) -> None:
-    """The preflight's forecast for the updates that were measured, and what they took."""
+    """The preflight's forecast for the updates that were measured, and what they used."""
     findings.note(
         "The forecast is the preflight's largest program of the update, for the config that was measured and these "
         "devices; the measured peak is the most that JAX held on a device in the process of the update. A CPU does not "
@@ -271,13 +271,15 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
         step = step_programs(
             run.config,
             run.arch,
-            run.mesh,
+            run.learner.mesh,
             response_length=args.new_tokens,
             memory=memory_limit() or 0.0,
             every_window=False,
         )
-        with jax.set_mesh(run.mesh):
-            updates = [compile_program(one, run.mesh, run.config) for one in step.programs if one.stage == "update"]
+        with jax.set_mesh(run.learner.mesh):
+            updates = [
+                compile_program(one, run.learner.mesh, run.config) for one in step.programs if one.stage == "update"
+            ]
     return max(updates, key=lambda one: one.total)
 
 

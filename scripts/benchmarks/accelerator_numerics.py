@@ -248,7 +248,7 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         run = open_random_run(stack, args, dtype, options)
         params = known_params(run)
         rollout = run.sampler.engine.generate(
-            run.decode_weights(params),
+            run.learner.decode_weights(params),
             prompts,
             range(rows),
             num_samples=1,
@@ -258,7 +258,7 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         sampled = np.asarray(rollout.responses)
 
         def trained(responses: np.ndarray) -> np.ndarray:
-            return policy_logprobs(run, params, batch_of(run, prompts, responses))[0]
+            return policy_logprobs(run.learner, params, batch_of(run, prompts, responses))[0]
 
         of_own = trained(sampled)
         return {
@@ -288,7 +288,7 @@ def batch_of(run: Any, prompts: list[list[int]], responses: np.ndarray) -> Any:
         versions=np.zeros(count, np.int64),
         failed=np.zeros((count, 1), bool),
     )
-    return rows_of(run, experience, num_groups=count)
+    return rows_of(run.learner, experience, num_groups=count)
 
 
 def known_params(run: Any) -> Any:
@@ -301,4 +301,4 @@ def known_params(run: Any) -> Any:
     rng, table = np.random.default_rng(11), weight_table(run.arch)
     drawn = ((weight, rng.normal(float(weight.initializer == "ones"), 0.1, weight.shape)) for weight in table)
     params = unflatten((weight, leaf.astype(np.float32)) for weight, leaf in drawn)
-    return jax.device_put(params, weight_shardings(table, run.mesh, TRAIN_RULES))
+    return jax.device_put(params, weight_shardings(table, run.learner.mesh, TRAIN_RULES))

@@ -50,7 +50,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """One line: which sections failed, which were cut short, which are to come."""
+    """One line: which sections failed, which were cut short, which have not run yet."""
     failed = [section["name"] for section in report["sections"] if section["status"].startswith("failed")]
     others = [
         f"{section['name']} {section['status']}"

@@ -59,7 +59,7 @@ SECTIONS = (  # the most important first
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{NAME}: {message}\n")
@@ -87,7 +87,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prepare(folder: Path) -> str:
-    """Makes the folder of the report; why it can not be used, else ''."""
+    """Makes the folder of the report; the reason why it cannot be used, else ''."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -145,7 +145,7 @@ def run_section(section: Section, folder: Path, *, small: bool, deadline: float)
 def run_command(command: Sequence[str], log: Path, seconds: float) -> int | None:
     """Exit code of a command whose output goes to `log`, None if it was ended after `seconds`.
 
-    Nothing that it started outlives it.
+    All processes that it started end with it.
     """
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -215,11 +215,11 @@ def make_report(args: argparse.Namespace, command: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = read_arguments(given)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"\n{NAME}: ended; {args.output} has what was done"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"\n{NAME}: ended; {args.output} has the results so far"))
     try:
         report = make_report(args, shlex.join(["bash", "scripts/accelerator_report.sh", *given]))
     except KeyboardInterrupt:
-        sys.exit(f"\n{NAME}: ended; {args.output} has what was done")
+        sys.exit(f"\n{NAME}: ended; {args.output} has the results so far")
     print(f"{verdict(report)} The page: {args.output / 'report.md'}")
     return int(any(section["status"].startswith("failed") for section in report["sections"]))
 

@@ -33,7 +33,7 @@ STEPS = 8  # of training
 
 
 def environment(findings: Findings, folder: Path, *, small: bool) -> None:
-    """Versions, devices, and what the automatic options come to."""
+    """Versions, devices, and what the automatic options resolve to."""
     import jax
 
     from dapo_jax.monitor.environment import environment as described
@@ -65,7 +65,7 @@ def environment(findings: Findings, folder: Path, *, small: bool) -> None:
 
 
 def show_choices(findings: Findings) -> None:
-    """What model.dtype=auto and model.attention=fused come to on these devices."""
+    """What model.dtype=auto and model.attention=fused resolve to on these devices."""
     from dapo_jax.config.sections import Config
     from dapo_jax.models.architecture import architecture_from_hf
     from dapo_jax.parallel.mesh import make_mesh
@@ -88,7 +88,7 @@ def version_of(package: str) -> str:
 
 
 def commit() -> str:
-    """Of the checkout, with "+" if files were changed; '' if it is none."""
+    """The checkout's commit, with "+" if files were changed; '' outside a checkout."""
     return _printed(["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+"])
 
 

@@ -37,7 +37,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
-from dapo_jax.learner.models import Models
+from dapo_jax.learner.optimizer import Models
 from dapo_jax.run import Run, open_run
 from dapo_jax.state import first_state
 from dapo_jax.step import sample_groups
@@ -49,7 +49,7 @@ from markdown_table import markdown_table
 
 @dataclass
 class Line:
-    """One policy and what it has taken so far."""
+    """One policy and its cost so far."""
 
     name: str
     gen: float
@@ -118,12 +118,12 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
         for step in range(1, steps + 1):
             for line in lines:
                 start = time.perf_counter()
-                weights = line.run.decode_weights(models.actor.params)
+                weights = line.run.learner.decode_weights(models.actor.params)
                 accepted = sample_groups(line.run, weights, line.stream, step=step, version=step - 1, kl_coef=0.0)
                 line.seconds += time.perf_counter() - start
                 line.stream = accepted.state
                 line.steps.append(accepted)
-            run.console.close()
+            run.monitor.console.close()
             print(f"step {step} of {steps} done", flush=True)
         return [line.row() for line in lines]
 
@@ -139,7 +139,7 @@ def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
         round_ = with_policy(
             run.config, gen_batch_size=size, backfill="batch", max_num_gen_batches=1, on_limit="fallback_unfiltered"
         )
-        weights, stream = run.decode_weights(models.actor.params), first_state(run).stream
+        weights, stream = run.learner.decode_weights(models.actor.params), first_state(run).stream
         sample_groups(dataclasses.replace(run, config=round_), weights, stream, step=1, version=0, kl_coef=0.0)
 
 

@@ -71,7 +71,7 @@ class Ours:
         import jax
         import jax.numpy as jnp
 
-        from dapo_jax.learner.actor import unstack_layers
+        from dapo_jax.learner.decode_weights import unstack_layers
         from dapo_jax.models.architecture import architecture_from_hf
         from dapo_jax.models.weights import cast_matrices, init_params
         from dapo_jax.parallel.mesh import make_mesh
@@ -122,7 +122,7 @@ class Ours:
         return int(rollout.mask.sum()), time.perf_counter() - start
 
     def limit(self, case: str) -> dict[str, float]:
-        """Tokens per second if there were nothing but matrix products, or nothing but memory traffic."""
+        """Tokens per second of matrix products alone, or of memory traffic alone."""
         lengths = make_lengths(case, self.args.batch)
         seconds = least_seconds(self.params, self.arch, self.mesh, lengths, self.args.prompt_length)
         return {"limit": float(lengths.sum() / seconds)}
@@ -229,7 +229,7 @@ class Tunix:
         start = time.perf_counter()
         lengths = make_lengths(case, self.args.batch)
         if lengths.min() < lengths.max():
-            raise NotImplementedError("no lengths by row")
+            raise NotImplementedError("no lengths per row")
         new = int(lengths[0])
         config = self.base_rollout.RolloutConfig(
             max_tokens_to_generate=new,
@@ -272,7 +272,9 @@ def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--chunk", type=int, default=16, help="tokens between two looks at what has ended (dapo_jax)")
+    parser.add_argument(
+        "--chunk", type=int, default=16, help="tokens between two checks for finished responses (dapo_jax)"
+    )
     parser.add_argument("--cases", nargs="+", default=["fixed 64", "fixed 256", "long tail 256"])
     args = parser.parse_args(arguments)
     if args.serve:

@@ -6,7 +6,7 @@
 A step samples a fixed number of tokens for every prompt (no end-of-sequence token is possible), scores the responses
 and updates the policy once. Model, options and contenders are those of benchmark_update.py. Measured are:
 
-    dapo_jax NAME  the loop of train.py: collect (with the verifier processes and the group filter), train_on, metrics,
+    dapo_jax NAME  sample_batch (with the verifier processes and the group filter) and train_on of step.py, metrics,
                    advance; without logging and saving
     trl, tunix     from the start of a step of their trainer to the start of the next
 
@@ -40,14 +40,13 @@ class OursStep(Ours):
     """dapo_jax."""
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.monitor.records import NoRecords
         from dapo_jax.state import advance
         from dapo_jax.step import sample_batch, train_on
 
         start, step = time.perf_counter(), self.progress.step + 1
-        weights = self.run.decode_weights(self.models.actor.params)
+        weights = self.run.learner.decode_weights(self.models.actor.params)
         batch, self.stream = sample_batch(self.run, weights, self.stream, self.progress, step)
-        self.models, finish = train_on(self.run, NoRecords(), self.models, batch.experience, self.progress, step)
+        self.models, finish = train_on(self.run, self.models, batch.experience, self.progress, step)
         self.progress = advance(self.run.config, self.progress, batch, batch.metrics | finish()[0])
         self.jax.block_until_ready(self.models)
         seconds = time.perf_counter() - start
@@ -57,10 +56,10 @@ class OursStep(Ours):
 
     def limit(self, case: str) -> dict[str, float | None]:
         """Tokens per second of matrix products and memory traffic alone."""
-        weights = self.run.decode_weights(self.models.actor.params)
+        weights = self.run.learner.decode_weights(self.models.actor.params)
         lengths = np.full(self.args.batch, self.args.new_tokens)
         sampling = benchmark_rollout.least_seconds(
-            weights, self.run.arch, self.run.mesh, lengths, self.args.prompt_length
+            weights, self.run.arch, self.run.learner.mesh, lengths, self.args.prompt_length
         )
         update = benchmark_update.least_seconds(self.run, weights, self.args)
         return {"limit": num_tokens(self.args) / (sampling + update)}

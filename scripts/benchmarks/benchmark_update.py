@@ -9,7 +9,7 @@ Llama (default: the shape of SmolLM2-135M), with responses of equal length. Each
 the same prompts and responses. They take turns; only one computes at a time. A peer is left out if its packages are not
 installed. Measured are:
 
-    dapo_jax NAME  train.update on rows from training_batch.rows_of, under the config options that --ours gives NAME
+    dapo_jax NAME  step.update on rows of the learner, under the config options that --ours gives NAME
     trl            a step of GRPOTrainer (loss_type "dapo") without _generate_and_score_completions: its training_step
                    calls, gradient clipping, optimizer and what its loop does around them
     tunix          all RLCluster.update_actor calls of a step, with DAPO's loss
@@ -74,8 +74,6 @@ from script_ends import command
 
 def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> Any:
     """A Run of dapo_jax on a random model of the shape, under DAPO's defaults and `options`."""
-    import dataclasses
-
     import jax
 
     from dapo_jax.command.validation import validate
@@ -84,11 +82,10 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     from dapo_jax.data.prompts import PromptSet
     from dapo_jax.data.rows import PromptRow
     from dapo_jax.data.tokenizer import Tokenizer
-    from dapo_jax.learner.actor import LatestWeights, build_actor
     from dapo_jax.models.architecture import architecture_from_hf
-    from dapo_jax.rollout.waves import WaveEngine
-    from dapo_jax.run import build_estimator, init_models, open_run
-    from dapo_jax.settings import actor_settings, engine_settings
+    from dapo_jax.parallel.mesh import make_mesh
+    from dapo_jax.problems import Problems
+    from dapo_jax.run import Run, build_held_out, build_learner, open_monitor, open_rewards, open_sampler
 
     num_prompts = args.batch // args.group
     values = default_config()
@@ -117,24 +114,19 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     )
     config = freeze(values)
     validate(config)
-    run = stack.enter_context(open_run(config, initial_step=0))
-    arch = architecture_from_hf(config_json(args.shape))
-    actor = build_actor(actor_settings(config, arch, run.mesh), run.mesh)
-    prompts = make_prompts(args)
-    rows = [PromptRow(text, "benchmark", "", {}) for text in as_text(prompts)]
+    arch, prompts = architecture_from_hf(config_json(args.shape)), make_prompts(args)
     tokenizer = Tokenizer(integer_tokenizer(arch.vocab_size), (), 0, {}, False, None)
-    engine = WaveEngine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, run.mesh))
-    return dataclasses.replace(
-        run,
-        arch=arch,
-        train_set=PromptSet(rows, prompts),
-        order=PromptOrder(num_prompts, seed=0, shuffle=False),
-        actor=actor,
-        decode_weights=LatestWeights(actor.decode_weights),
-        estimator=build_estimator(config, arch.vocab_size, run.mesh),
-        sampler=dataclasses.replace(run.sampler, tokenizer=tokenizer, engine=engine),
-        init_models=lambda: init_models(config, arch, actor, None, run.mesh),
-    )
+    rows = [PromptRow(text, "benchmark", "", {}) for text in as_text(prompts)]
+    order = PromptOrder(num_prompts, seed=0, shuffle=False)
+    problems = Problems(PromptSet(rows, prompts), (), order, config.reward.function)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    stack.enter_context(jax.set_mesh(mesh))
+    monitor = stack.enter_context(open_monitor(config, initial_step=0))
+    rewards = stack.enter_context(open_rewards(config, problems, tokenizer, mesh, monitor.stage))
+    sampler = stack.enter_context(open_sampler(config, arch, tokenizer, mesh, monitor.stage))
+    learner = build_learner(config, arch, sampler, mesh, monitor.stage)
+    held_out = build_held_out(config, problems, sampler, rewards, monitor.stage)
+    return Run(config, arch, problems, sampler, rewards, learner, held_out, monitor)
 
 
 class Ours:
@@ -188,8 +180,10 @@ class Ours:
     def limit(self, case: str) -> dict[str, float | None]:
         """Tokens per second of the matrix products alone, and at the speed of the data sheet."""
         peak, tokens = device_limits().of_dtype(self.run.config.model.dtype).flops, num_tokens(self.args)
-        seconds = least_flops(self.run.arch, self.args) / (peak * self.run.mesh.size) if peak is not None else None
-        weights = self.run.decode_weights(self.models.actor.params)
+        seconds = (
+            least_flops(self.run.arch, self.args) / (peak * self.run.learner.mesh.size) if peak is not None else None
+        )
+        weights = self.run.learner.decode_weights(self.models.actor.params)
         return {
             "limit": tokens / least_seconds(self.run, weights, self.args),
             "at peak": tokens / seconds if seconds is not None else None,
@@ -211,7 +205,7 @@ def least_seconds(run: Any, weights: Any, args: argparse.Namespace) -> float:
 
     from dapo_jax.parallel.mesh import num_batch_shards
 
-    shards = num_batch_shards(run.mesh)
+    shards = num_batch_shards(run.learner.mesh)
     micro = max(args.micro // shards, 1)  # every device computes one device's rows
     products = jax.jit(forward_products, static_argnums=2)
     hidden = jnp.full((micro * (args.prompt_length + args.new_tokens), run.arch.hidden_size), 1e-3, jnp.float32)

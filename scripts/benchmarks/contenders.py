@@ -183,7 +183,7 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 def device_limits() -> Any:
-    """What JAX' first device can do at most."""
+    """The peak speeds of JAX's first device."""
     import jax
 
     from dapo_jax.parallel.devices import limits_of
@@ -251,7 +251,7 @@ class Turns:
 
 
 def serve(contender_name: str, build: Callable[[str, str], Any]) -> None:
-    """A contender's process: reads a request a line, does the work of its case, and writes what it took."""
+    """A contender's process: reads one request per line, does the work of its case, and writes time and memory."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints does not mix with the replies
     name, dtype = contender_name.rsplit(":", 1)
@@ -272,7 +272,7 @@ def serve(contender_name: str, build: Callable[[str, str], Any]) -> None:
 
 
 class Contender:
-    """A process that works when it is asked to."""
+    """A process that works on request."""
 
     def __init__(self, script: str, name: str, dtype: str, python: str, arguments: Sequence[str]) -> None:
         self.name, self.dtype, self.ours = f"{name} {dtype}", dtype, name.startswith("dapo_jax")
@@ -293,7 +293,7 @@ class Contender:
         )
 
     def ready(self) -> bool:
-        """Whether it has started: no if its packages are missing."""
+        """Whether it has started; false if its packages are missing."""
         self.versions = self._reply().get("versions", {})
         return bool(self.versions)
 
@@ -325,7 +325,7 @@ class Contender:
 
 @dataclass
 class Result:
-    """What a contender took for a case."""
+    """Time and memory of a contender for a case."""
 
     contender: Contender
     first: float  # seconds of the first call, compilation included
@@ -403,7 +403,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_output(args: argparse.Namespace, **found: Any) -> None:
-    """The arguments and what was found as JSON, where --output says."""
+    """Writes the arguments and the results as JSON to --output."""
     if args.output:
         shown = {name: value for name, value in vars(args).items() if name not in ("output", "serve", "peers")}
         args.output.write_text(json.dumps({**shown, **found}, indent=1) + "\n", encoding="utf-8")

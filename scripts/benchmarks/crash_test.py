@@ -66,15 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def crash(folder: Path, config: str, options: list[str], kills: int, dice: random.Random) -> int:
-    """The exit code: 0 if nothing can be seen of the kills."""
+    """The exit code: 0 if both runs are identical."""
     folder.mkdir(parents=True, exist_ok=True)
     whole, killed = folder / "undisturbed", folder / "killed"
     start = time.monotonic()
     with Child(whole, config, options) as child:
         seconds = child.durations()
     if child.process.returncode:
-        raise RuntimeError(f"the undisturbed run failed, see {whole / 'train.log'}")
-    print(f"undisturbed: {time.monotonic() - start:.0f} s", flush=True)
+        raise RuntimeError(f"the uninterrupted run failed, see {whole / 'train.log'}")
+    print(f"uninterrupted: {time.monotonic() - start:.0f} s", flush=True)
     hit: Counter[str] = Counter()
     lost = 0
     for number in range(kills):
@@ -94,12 +94,12 @@ def crash(folder: Path, config: str, options: list[str], kills: int, dice: rando
     problems = list(differences(whole, killed))
     told = ", ".join(f"{count} x {stage}" for stage, count in hit.items())
     print("\n".join(problems) or f"no difference after {kills} kills: {told}")
-    print(f"{lost} steps were done again; {time.monotonic() - start:.0f} s in all")
+    print(f"{lost} steps were repeated; {time.monotonic() - start:.0f} s in all")
     return 1 if problems else 0
 
 
 class Child:
-    """The training command in a process that tells which stage begins."""
+    """The training command in a process that reports each stage as it begins."""
 
     def __init__(self, workdir: Path, config: str, options: list[str]) -> None:
         reading, writing = os.pipe()
@@ -184,7 +184,7 @@ def run_and_tell(descriptor: int, config: str, options: list[str]) -> int:
 
 
 def differences(whole: Path, killed: Path) -> Iterator[str]:
-    """What tells the two runs apart."""
+    """The differences between the two runs."""
     rows, others = metric_rows(whole), metric_rows(killed)
     if [row["step"] for row in others] != [row["step"] for row in rows]:
         yield f"the steps of metrics.jsonl differ: {[row['step'] for row in others]}"
@@ -196,7 +196,7 @@ def differences(whole: Path, killed: Path) -> Iterator[str]:
         if name not in arrays or name not in found or arrays[name] != found[name]:
             yield f"{name} of the last checkpoint differs"
     if rounds(whole) != rounds(killed):
-        yield "train.log tells of other rounds of sampling"
+        yield "train.log has other rounds of sampling"
     if curves(whole) != curves(killed):
         yield "TensorBoard shows other curves"
     if list((killed / "checkpoints").glob("*tmp*")):
@@ -210,7 +210,7 @@ def metric_rows(workdir: Path) -> list[dict]:
 
 
 def rounds(workdir: Path) -> list[str]:
-    """What train.log says of each round of sampling."""
+    """The lines of train.log about each round of sampling."""
     return re.findall(r"Step \d+, Gen batch .*", (workdir / "train.log").read_text())
 
 
@@ -221,7 +221,7 @@ def saved_steps(workdir: Path) -> list[int]:
 def last_checkpoint(workdir: Path) -> dict[str, bytes]:
     """What the newest checkpoint holds, by name: parameters, moments, prompt cursor, carried groups, counters.
 
-    Not the free memory that a start has measured, nor the size of its log.
+    Without the free memory measured at a start and the size of the log.
     """
     import jax
     import orbax.checkpoint as ocp

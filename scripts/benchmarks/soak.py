@@ -3,8 +3,8 @@
     python scripts/benchmarks/soak.py [--steps 1000] [--json FILE] [--config configs/tiny.py] [--config.key=value ...]
 
 After every step it measures resident memory, JAX's live arrays and their bytes, open files, threads and processes. The
-minimum of a count in the last quarter must not exceed that in the second: what comes and goes while a checkpoint is
-written in the background is not growth, what stays is. The median of memory may grow by 2 %, because the allocator
+minimum of a count in the last quarter must not exceed that in the second: what a background write of a
+checkpoint holds for a while is not growth, what stays is. The median of memory may grow by 2 %, because the allocator
 keeps some.
 """
 
@@ -94,7 +94,7 @@ def in_use() -> dict[str, float]:
 
 
 def compare(seen: Sequence[dict[str, float]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Least and greatest figures of the second and of the last quarter, and the names of those that have grown."""
+    """Minimum and maximum in the second and in the last quarter, and the names of the figures that have grown."""
     quarter = len(seen) // 4
     figures: dict[str, dict[str, Any]] = {}
     grown: list[str] = []

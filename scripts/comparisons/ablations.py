@@ -26,7 +26,7 @@ GRPO = {
 }
 CLIP_HIGHER = {**GRPO, "actor.clip_ratio_high": "0.28"}
 PUNISHMENT = {"reward.overlong_buffer.enable": "True"}
-PARTS = {  # DAPO, table 1: each line has all that the lines above it have
+PARTS = {  # DAPO, table 1: each line adds to the one above it
     "naive GRPO": GRPO,
     "+ overlong filtering": {"algorithm.overlong_filtering": "True"},
     "+ clip-higher": {"actor.clip_ratio_high": "0.28"},
@@ -59,13 +59,13 @@ COMPARISONS = {
             "DAPO, 16 steps": {},
         },
     ),
-    "learning_rate": Comparison(  # that stays, where that of the other comparisons comes down within 16 steps
+    "learning_rate": Comparison(  # constant; in the other comparisons it decays within 16 steps
         "configs/sums.py",
         {"naive GRPO": GRPO, "DAPO": {}},
         shared={"actor.optim.lr_scheduler_type": "constant"},
     ),
     "mawps": Comparison("configs/mawps.py", {"DAPO": {}}),
-    "punishment": Comparison(  # whether overlong filtering is what makes the punishment harmful
+    "punishment": Comparison(  # does overlong filtering make the punishment harmful?
         "configs/sums.py",
         {
             "overlong filtering": {**CLIP_HIGHER, "algorithm.overlong_filtering": "True"},
@@ -74,7 +74,7 @@ COMPARISONS = {
         },
     ),
     "filter_metric": Comparison("configs/sums.py", FILTERS, shared=LENGTH_TERM),
-    "filter_metric_full": Comparison(  # up to a whole point: still, every right answer is above every wrong one
+    "filter_metric_full": Comparison(  # up to a whole point; every right answer still scores above every wrong one
         "configs/sums.py",
         FILTERS,
         shared={

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
     if given.output:
-        pyplot()  # its absence is told now, not after hours
+        pyplot()  # fails now, not after hours, if it is missing
     configured = {arm: command_options(COMPARISON, arm, options) for arm in COMPARISON.arms}
     folders = {arm: folder_of(given.runs, options_of_arm) for arm, options_of_arm in configured.items()}
     config = read_config(["compare_trl", *configured["dapo_jax"]])
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
-    """Runs TRL's side in its environment to its end, unless that is done."""
+    """Runs TRL's side in its environment to the end, unless it has finished."""
     if is_finished(workdir):
         return
     print(f"TRL, seed {seed}", flush=True)
@@ -105,7 +105,7 @@ def train_with_trl(python: Path, config: Any, workdir: Path, seed: int) -> None:
 
 
 def settings_of(config: Any, seed: int) -> dict[str, Any]:
-    """What TRL's side is told: numbers and strings of our config."""
+    """The settings of TRL's side: numbers and strings of our config."""
     actor, optim, steps = config.actor, config.actor.optim, config.trainer.total_training_steps
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size
     return {

@@ -1,4 +1,4 @@
-"""Host: reports on finished runs: curves from their metrics.jsonl, a table and a picture of several arms.
+"""Host: reports on finished runs: curves from their metrics.jsonl, a table and pictures of several arms.
 
 Columns of the table, each a mean over the seeds, and "-" if nothing was measured:
 
@@ -82,7 +82,7 @@ def timed(runs: Sequence[Run]) -> list[Run]:
 
 
 def token_budget(runs: Sequence[Run]) -> float:
-    """As many tokens as the run that took the fewest sampled until its last evaluation."""
+    """The fewest tokens that a run sampled until its last evaluation."""
     return min(points(run.rows, None, "tokens")[0][-1] for run in runs)
 
 
@@ -102,7 +102,7 @@ def deviation_between_seeds(runs: Sequence[Run]) -> float | None:
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row an arm; the docstring of this file explains the columns."""
+    """One row per arm; the docstring of this file explains the columns."""
     budget = token_budget(runs)
     comparable = timed(runs)
     lines = []
@@ -132,7 +132,7 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, and of several values the least and the most."""
+    """The mean; with several values also the minimum and the maximum."""
     mean = f"{np.mean(values):.3f}"
     return f"{mean} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else mean
 
@@ -159,7 +159,7 @@ def measured(runs: Sequence[Sequence[Row]], metric: str, form: str) -> str:
 
 
 def draw(name: str, runs: Sequence[Run], panels: Sequence[tuple[str, str | None, str]], path: Path) -> None:
-    """The curves of all arms: means over seeds, those of held-out accuracy with bands from the least to the most."""
+    """The curves of all arms: means over seeds, held-out accuracy shaded from minimum to maximum."""
     of_axis = {axis: timed(runs) if axis == "seconds" else runs for axis in AXES}
     panels = [panel for panel in panels if of_axis[panel[2]]]
     rows = -(-len(panels) // COLUMNS)

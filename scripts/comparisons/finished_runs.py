@@ -37,7 +37,7 @@ KEPT = (  # of metrics.jsonl; with the accuracies on task sets
 KEPT_OF_EVALUATION = "/acc/mean@", "/response_length/mean", "/response_length/clip_ratio"
 KEPT_ALARMS = "alarm/"  # that are on
 VERSIONS = "python", "jax", "torch", "transformers", "trl"  # that are reported
-FINISHED = "finished"  # file in the workdir of a run that has come to its end
+FINISHED = "finished"  # file in the workdir of a finished run
 Row = dict[str, float]
 
 
@@ -52,25 +52,25 @@ class Run:
     versions: Mapping[str, str]  # library -> version
     rows: list[Row]  # of metrics.jsonl, step by step, with the metrics that are KEPT
     commit: str = ""  # of the code that ended it, with "+" if files were changed; "" = not known
-    exit_code: int = 0  # 1: it could not go on, and has the steps that it came to
+    exit_code: int = 0  # 1: it failed; its steps up to then count
 
 
 def mark_finished(workdir: Path, exit_code: int = 0) -> None:
-    """Says that a run has come to its end, how, and with which code."""
+    """Records that a run has ended, how, and with which code."""
     described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
     commit = subprocess.run(described, capture_output=True, text=True).stdout.strip()
     (workdir / FINISHED).write_text(json.dumps({"commit": commit, "exit_code": exit_code}))
 
 
 def is_finished(workdir: Path) -> bool:
-    """Whether the run of this workdir has come to its end."""
+    """Whether the run of this workdir has ended."""
     return (workdir / FINISHED).exists()
 
 
 def finished_runs(
     arms: Mapping[str, Path], seeds: Collection[int], reported: Mapping[tuple[str, int], Run] = MappingProxyType({})
 ) -> list[Run]:
-    """The runs of some configs and seeds that have come to their end, arm by arm, by seed.
+    """The finished runs of some configs and seeds, arm by arm, by seed.
 
     Args:
         arms: name -> folder of the runs of its config, `seed0` and so on.
@@ -85,7 +85,7 @@ def finished_runs(
 
 
 def reported_runs(reports: Iterable[Path]) -> dict[tuple[str, int], Run]:
-    """Config and seed -> run, of all reports of runs among some files; the last one's where several have it."""
+    """Config and seed -> run, of all reports among some files; the last report counts if several have it."""
     runs = [run for path in reports if path.exists() for run in json.loads(path.read_text()).get("runs", ())]
     return {(run["config"], run["seed"]): Run(**run) for run in runs}
 
@@ -111,7 +111,7 @@ def runs_of_folder(arm: str, folder: Path) -> Iterator[Run]:
 
 
 def check_nothing_is_lost(report: Path, arms: Mapping[str, Path], seeds: Collection[int]) -> None:
-    """Ends the script if a report is about to be written anew without some of its runs."""
+    """Ends the script if a report is about to be overwritten without some of its runs."""
     kept = {(folder.name, seed) for folder in arms.values() for seed in seeds}
     if lost := reported_runs([report]).keys() - kept:
         runs = ", ".join(f"config {config} with seed {seed}" for config, seed in sorted(lost))

@@ -49,12 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--accept-failures",
         action="store_true",
-        help="a run that cannot go on (exit code 1) counts as far as it came; without, it ends the script",
+        help="a failed run (exit code 1) counts as far as it came; otherwise it ends the script",
     )
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
     if given.output:
-        pyplot()  # its absence is told now, not after hours
+        pyplot()  # fails now, not after hours, if it is missing
     comparison = COMPARISONS[given.name]
     configured = {arm: command_options(comparison, arm, options) for arm in comparison.arms}
     folders = {arm: folder_of(given.runs, configured[arm]) for arm in comparison.arms}
@@ -79,13 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def command_of(script: str, *arguments: str, seeds: Sequence[int], options: Sequence[str]) -> str:
-    """The command by which a report is made from nothing."""
+    """The command that makes a report from scratch."""
     chosen = ["--seeds", *map(str, seeds), "--output", "docs/results", *options]
     return shlex.join(["python", f"scripts/comparisons/{script}", *arguments, *chosen])
 
 
 def command_options(comparison: Comparison, arm: str, options: Sequence[str] = ()) -> list[str]:
-    """The options of the training command, but for seed and workdir; those of the arm count more than `options`."""
+    """The options of the training command, except seed and workdir; those of the arm override `options`."""
     changed = {**comparison.shared, **comparison.arms[arm]}
     return [
         f"--config={ROOT / comparison.config}",
@@ -95,7 +95,7 @@ def command_options(comparison: Comparison, arm: str, options: Sequence[str] = (
 
 
 def folder_of(runs: Path, options: Sequence[str]) -> Path:
-    """Where the runs of a config are kept, one folder a seed: the same one for equal configs, however they are said.
+    """Where the runs of a config are kept, one folder per seed: the same for equal configs, however they are written.
 
     What has its default does not count, so that a key that is new leaves old runs what they are; nor does the folder
     that the model's file lies in.
@@ -110,10 +110,10 @@ def folder_of(runs: Path, options: Sequence[str]) -> Path:
 
 
 def train(arm: str, options: Sequence[str], folder: Path, seed: int, *, accept_failure: bool = False) -> None:
-    """Runs one config with one seed to its end, unless that is done.
+    """Runs one config with one seed to the end, unless it has finished.
 
     Args:
-        accept_failure: a run that cannot go on counts; without, it ends the script.
+        accept_failure: a failed run counts as far as it came; otherwise it ends the script.
     """
     workdir = folder / f"seed{seed}"
     if is_finished(workdir):
@@ -131,7 +131,7 @@ def train(arm: str, options: Sequence[str], folder: Path, seed: int, *, accept_f
     rows = read_metrics(workdir)
     accuracy = next(reversed(points(rows, None, "steps")[1]), None)
     ended = f", ended with an error after step {rows[-1]['step']}" if code else ""
-    print(f"{accuracy} held-out after {time.monotonic() - start:.0f} s{ended}", flush=True)
+    print(f"{accuracy} held out after {time.monotonic() - start:.0f} s{ended}", flush=True)
 
 
 if __name__ == "__main__":

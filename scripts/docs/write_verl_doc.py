@@ -2,7 +2,7 @@
 
     python scripts/docs/write_verl_doc.py
 
-What is not between its marks is written by hand. A test fails when the tables are not what this script writes.
+The text outside its marks is written by hand. A test fails if the tables are out of date.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on every worker of a Cloud TPU VM, one host or a pod slice. It uses a TPU that exists, and creates none.
+# Trains on every worker of a Cloud TPU VM, one host or a pod slice. The TPU must exist; the script creates none.
 #
 #   export TPU_NAME=my-slice ZONE=europe-west4-b     PROJECT too, if it is not gcloud's own
 #   bash scripts/launch/launch_tpu_vm.sh install [GIT_URL [REF]]    this checkout, or a git repository
@@ -8,8 +8,8 @@
 #   bash scripts/launch/launch_tpu_vm.sh stop [SECONDS]     SIGTERM, and SIGKILL after SECONDS (120)
 #   bash scripts/launch/launch_tpu_vm.sh exec COMMAND       in every worker's shell, for example to mount a shared directory
 #
-# The workdir has to be a directory that all workers share. On a worker everything lies in ~/dapo_jax: source, venv,
-# train.out (what the process prints) and train.pid. `run` again after `stop` or a failure goes on from the checkpoint.
+# The workdir has to be a directory that all workers share. On a worker, everything is in ~/dapo_jax: source, venv,
+# train.out (what the process prints) and train.pid. `run` again after `stop` or a failure resumes from the checkpoint.
 set -euo pipefail
 
 usage() {
@@ -50,7 +50,7 @@ on_worker_pid() { # the training process, if it runs; a process that has got its
 on_worker_run() { # OPTIONS of dapo_jax.train
   local pid
   if pid=$(on_worker_pid); then
-    echo "$HOSTNAME: process $pid is training already: stop it first" >&2
+    echo "$HOSTNAME: process $pid is already training: stop it first" >&2
     return 1
   fi
   cd source

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# DAPO-Math-17k from end to end: prepare the data, see that it fits, train, measure, export. CONFIG decides about the
+# DAPO-Math-17k from end to end: prepare the data, check that it fits, train, evaluate, export. CONFIG decides about the
 # group filter (docs/data.md). In the environment with the package: on one host, or the same command on every host of a pod.
 #
 #   bash scripts/launch/run_dapo_math.sh [--config.model.path=DIR] [--config.workdir=DIR] [--config.key=value ...]
 #
 #   CONFIG     recipe (configs/dapo_qwen2.5_7b_math.py), which reads data/dapo-math-17k.parquet and data/aime-2024.parquet
-#   DAPO_FILE  dapo-math-17k.parquet as published; without it the Hugging Face hub is asked
+#   DAPO_FILE  dapo-math-17k.parquet as published; without it, it is downloaded from the Hugging Face hub
 #   AIME_FILE  aime-2024.parquet, the same
 #   TOPOLOGY   for the preflight: gpu or tpu on one host (gpu), on a pod its name, such as v5p:2x2x4; none leaves it out
-#   OUTPUT     directory of the exported model (build/dapo_math); beside it OUTPUT-evaluation, metrics and generations
+#   OUTPUT     directory of the exported model (build/dapo_math); next to it OUTPUT-evaluation with metrics and generations
 #   HOST       number of this process; process 0 exports (what TPU, GKE or Slurm say, else 0)
 #   PYTHON     interpreter (python)
 #
-# Run the same command again after it was killed: data, model and evaluation have their names once they are whole, and
-# are not made again; training resumes from its last checkpoint.
+# Rerun the same command after a kill: data, model and evaluation get their names once they are complete, and are not
+# made again; training resumes from its last checkpoint.
 set -euo pipefail
 case " $* " in *" -h "* | *" --help "*)
   sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p;}' "$0"

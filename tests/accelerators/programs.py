@@ -29,6 +29,7 @@ from dapo_jax.learner.batch import (
     jitted_rejection_mask,
 )
 from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.learner import build_estimator
 from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
@@ -43,7 +44,6 @@ from dapo_jax.rollout.decoding import keep_rows, resize_cache
 from dapo_jax.rollout.sampling import SELECT, Sampling, position_noise
 from dapo_jax.rollout.shapes import prompt_width, rungs
 from dapo_jax.rollout.wave_programs import lower_chunk, wave_shape
-from dapo_jax.run import build_estimator
 from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
 
 ROWS, TOKENS, GROUPS = 16, 128, 4  # of what the small functions are given
@@ -172,7 +172,7 @@ def estimator(parts: Parts) -> Iterator[Program]:
         extra: parts.rows(ROWS, TOKENS) for extra in ("values", "logprobs", "hint_logprobs", "entropy")
     }
     sizes = {"num_groups": GROUPS} if needs(function, "num_groups") else {}
-    jitted = build_estimator(parts.config, parts.arch.vocab_size, parts.mesh)
+    jitted = build_estimator(parts.config.algorithm, parts.arch.vocab_size, parts.mesh)
     mask, ids = parts.rows(ROWS, TOKENS, dtype=jnp.bool_), parts.rows(ROWS, dtype=jnp.int32)
     extra = chosen(function, arrays)
     yield name, lambda: jitted.lower(parts.rows(ROWS, TOKENS), mask, ids, **extra, **sizes)

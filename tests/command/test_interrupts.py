@@ -16,7 +16,7 @@ TINY = str(ROOT / "configs" / "tiny.py")
 EXPORT = "dapo_jax: interrupted: the model is incomplete and was not written; rerun the same command to export it\n"
 PROGRAM = """
 import signal, sys, time
-from dapo_jax import interrupts
+from dapo_jax.command import interrupts
 
 def interrupt():
     signal.raise_signal(signal.SIGINT)
@@ -121,7 +121,8 @@ def test_another_handler_hears_alone():
 
 
 def test_a_library_and_a_process_in_the_background_keep_their_handlers():
-    code = "import signal; before = signal.getsignal(signal.SIGINT)\nfrom dapo_jax import interrupts, train\n"
+    code = "import signal; before = signal.getsignal(signal.SIGINT)\n"
+    code += "from dapo_jax import train\nfrom dapo_jax.command import interrupts\n"
     code += "with interrupts.undone(): pass\nassert signal.getsignal(signal.SIGINT) is before\ninterrupts.finish()\n"
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN); interrupts.end_at_once('train')\n"
     ignored += "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; print('ends')"
@@ -177,7 +178,8 @@ def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
 def test_a_run_that_has_begun_saves_instead(tmp_path):
     """StopRequest hears SIGINT from its first safe point on, and not before."""
     code = (
-        "import signal\nfrom dapo_jax import interrupts\nfrom dapo_jax.parallel.stopping import Stopped, StopRequest\n"
+        "import signal\nfrom dapo_jax.command import interrupts\n"
+        "from dapo_jax.parallel.stopping import Stopped, StopRequest\n"
         "interrupts.end_at_once('train')\nours = signal.getsignal(signal.SIGINT)\n"
         "with interrupts.undone(), StopRequest() as stop:\n"
         "    assert signal.getsignal(signal.SIGINT) == ours\n"

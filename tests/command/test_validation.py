@@ -238,7 +238,7 @@ def test_only_grpo_keeps_some_samples():
     for estimator in ESTIMATORS:
         for name in ("keep_pos_ratio", "keep_neg_ratio"):
             changes = {"algorithm.adv_estimator": estimator, f"algorithm.{name}": 0.5}
-            assert keeps_some(config_with(changes))
+            assert keeps_some(config_with(changes).algorithm)
             found = problems(changes)
             if found:
                 assert_one(found, f"{name}=0.5 is not read without algorithm.adv_estimator=grpo or dapo")

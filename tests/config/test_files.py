@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from dapo_jax.command.command_line import read_config
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import PATHS, flat, freeze, with_values
+from dapo_jax.errors import InputError
 from dapo_jax.problems import parse_tasks
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.py"
@@ -89,3 +91,19 @@ def test_the_home_of_the_user_is_known_in_every_path(monkeypatch):
         assert flat(changed)[key] in ("/home/me/x", ("/home/me/x",)), key
     [task] = parse_tasks(with_values(values, {"evaluate.tasks": '{"own": {"files": "~/x.jsonl"}}'}))
     assert task.files == ("/home/me/x.jsonl",)
+
+
+def test_a_config_file_imports_its_neighbours(tmp_path, monkeypatch):
+    (tmp_path / "task_of_mine.py").write_text(TINY.read_text())
+    file = tmp_path / "variant_of_mine.py"
+    code = "from {} import get_config as base\n\ndef get_config():\n    config = base()\n    config.seed = 7\n"
+    code += "    return config\n"
+    file.write_text(code.format("task_of_mine"))
+    monkeypatch.chdir("/")
+    path = list(sys.path)
+    assert freeze(read_config_file(str(file))) == with_values(tiny("runs/tiny"), {"seed": 7})
+    assert sys.path == path
+    file.write_text(code.format("absent_of_mine"))
+    with pytest.raises(InputError, match="fails in line 1 with ModuleNotFoundError: No module named 'absent_of_mine'"):
+        read_config_file(str(file))
+    assert sys.path == path

@@ -8,16 +8,15 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import run as run_module
+from dapo_jax import step as step_module
 from dapo_jax import train as train_module
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints
-from dapo_jax.learner import batch as training_batch
-from dapo_jax.learner.batch import make_batch
-from dapo_jax.monitor.records import NoRecords, read_metrics
+from dapo_jax.monitor.records import read_metrics
 from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
 from dapo_jax.run import open_run
-from dapo_jax.step import train_on, update
+from dapo_jax.step import train_on, training_batch, update
 from dapo_jax.train import train
 
 pytestmark = pytest.mark.slow
@@ -166,7 +165,9 @@ def accepted(tmp_path_factory):
     config = small_config(tmp_path_factory.mktemp("accepted"))
     with open_run(config, initial_step=0) as run:
         state = first_state(run)
-        batch, _ = sample_batch(run, run.decode_weights(state.models.actor.params), state.stream, state.progress, 1)
+        batch, _ = sample_batch(
+            run, run.learner.decode_weights(state.models.actor.params), state.stream, state.progress, 1
+        )
         return config, batch.experience, jax.device_get(state.models)
 
 
@@ -176,7 +177,7 @@ def batch_with(accepted, *, fallen_back=False, **changes):
     config = small_config(config.workdir, **changes)
     with open_run(config, initial_step=0) as run:
         recompute = fallen_back or config.actor.old_logprob == "recompute"
-        return experience, *make_batch(run, experience, run.init_models(), recompute=recompute, kl_coef=0.0)
+        return experience, *training_batch(run, experience, run.learner.init_models(), recompute=recompute, kl_coef=0.0)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax", "cpo", "gae"])
@@ -193,10 +194,10 @@ def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing
         made = {}
         for groups in (4, 3, 1):
             chosen = experience.select(np.arange(groups))
-            made[groups], metrics = make_batch(run, chosen, run.init_models(), recompute=True, kl_coef=0.0)
+            made[groups], metrics = training_batch(run, chosen, run.learner.init_models(), recompute=True, kl_coef=0.0)
             assert metrics["actor/overlong_filtered"] == np.mean(~chosen.finished)
             assert metrics.get("actor/kept_samples", 0.5) < 1
-        assert run.estimator._cache_size() == 1
+        assert run.learner.estimator._cache_size() == 1
     alone = small_config(
         config.workdir,
         **changes,
@@ -208,7 +209,9 @@ def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing
         },
     )
     with open_run(alone) as run:
-        wanted, _ = make_batch(run, experience.select(np.arange(1)), run.init_models(), recompute=True, kl_coef=0.0)
+        wanted, _ = training_batch(
+            run, experience.select(np.arange(1)), run.learner.init_models(), recompute=True, kl_coef=0.0
+        )
     assert jax.tree.map(np.shape, made[1]) == jax.tree.map(np.shape, made[3]) == jax.tree.map(np.shape, made[4])
     for name in ("mask", "loss_mask", "old_logprobs", "advantages"):
         found, expected = getattr(made[1], name), getattr(wanted, name)
@@ -226,8 +229,8 @@ def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked
     }
     chosen = experience.select(np.arange(3))
     with open_run(small_config(config.workdir, **changes)) as run:
-        models = run.init_models()
-        batch, _ = make_batch(run, chosen, models, recompute=False, kl_coef=0.0)
+        models = run.learner.init_models()
+        batch, _ = training_batch(run, chosen, models, recompute=False, kl_coef=0.0)
         metrics, _ = update(run, models, batch, 1)[1]()
     total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
     sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
@@ -295,7 +298,7 @@ def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(
     shifted = dataclasses.replace(experience, logprobs=logprobs)
     progress = Progress(recompute_logprobs=mode == "auto")  # fallen back
     with open_run(small_config(config.workdir, **{"actor.old_logprob": mode})) as run:
-        metrics, _ = train_on(run, NoRecords(), run.init_models(), shifted, progress, 1)[1]()
+        metrics, _ = train_on(run, run.learner.init_models(), shifted, progress, 1)[1]()
     tokens = experience.num_tokens
     assert metrics["rollout_corr/logprob_abs_diff_max"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["rollout_corr/logprob_outliers"] == pytest.approx(1 / tokens)
@@ -334,7 +337,7 @@ def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
 def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
     """Both log-probabilities of CPO are the training forward pass's."""
     config, experience, models = accepted
-    monkeypatch.setattr(training_batch, "hinted_prompts", lambda *_, **__: experience.prompts)
+    monkeypatch.setattr(step_module, "hinted_prompts", lambda *_, **__: experience.prompts)
     sampled = dataclasses.replace(experience, logprobs=experience.logprobs - 0.5 * experience.mask)
     _, batch, _ = batch_with((config, sampled, models), **{"algorithm.adv_estimator": "cpo"})
     _, plain, _ = batch_with(accepted)

@@ -36,7 +36,7 @@ def collect_batches(config: Config) -> None:
         state = first_state(run)
         models, progress, stream = state.models, state.progress, state.stream
         for step in range(1, 4):
-            weights = run.decode_weights(models.actor.params)
+            weights = run.learner.decode_weights(models.actor.params)
             accepted = sample_groups(run, weights, stream, step=step, version=step - 1, kl_coef=progress.kl_coef)
             experience, stream = accepted.experience, accepted.state
             assert experience is not None

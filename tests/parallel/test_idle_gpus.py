@@ -5,6 +5,7 @@ from small_run import small_config
 from dapo_jax import run
 from dapo_jax.parallel import idle_gpus as module
 from dapo_jax.parallel.idle_gpus import gpus_of_host, idle_gpus
+from dapo_jax.parallel.mesh import make_mesh
 
 LISTED = "GPU 0: NVIDIA A100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)"
 
@@ -43,7 +44,6 @@ def test_gpus_that_no_process_of_the_host_uses_are_named(monkeypatch):
 def test_a_run_that_takes_all_devices_warns(monkeypatch, caplog, tmp_path, platform, data, warns):
     monkeypatch.setattr(run, "platform", lambda mesh: platform)
     monkeypatch.setattr(run, "idle_gpus", lambda: "JAX uses 1 of the 8 GPUs")
-    monkeypatch.setattr(run, "make_meshes", lambda config: (run.make_mesh(2, 1, 1, jax.devices()[:2]),) * 2)
-    with run.open_run(small_config(tmp_path, **{"mesh.data": data, "mesh.fsdp": 1, "mesh.tensor": 1})):
-        pass
+    mesh = make_mesh(2, 1, 1, jax.devices()[:2])
+    run.warn_of_devices(small_config(tmp_path, **{"mesh.data": data, "mesh.fsdp": 1, "mesh.tensor": 1}), mesh)
     assert [record.levelname for record in caplog.records if "1 of the 8" in record.message] == ["WARNING"] * warns

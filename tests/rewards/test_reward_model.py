@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import init_params, unflatten, weight_table
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, place_weight, put
 from dapo_jax.rewards.reward_model import build_reward_model, conversation_scores
-from dapo_jax.rollout.shapes import pad_prompts
 
 ARCH = Architecture(
     family="llama",

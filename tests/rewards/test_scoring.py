@@ -11,6 +11,7 @@ from reward_model_files import write_reward_model
 from safetensors.numpy import load_file
 from small_run import small_config
 
+from dapo_jax.config.sections import OverlongBufferConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
@@ -20,7 +21,7 @@ from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import AXES
-from dapo_jax.rewards.scoring import add_model_scores, load_scorer, shape
+from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer
 from dapo_jax.train import train
 
 CHAT = ({"role": "user", "content": "1 + 2 ="},)
@@ -141,14 +142,17 @@ def test_a_mesh_that_does_not_divide_the_reward_model_is_named_with_the_cure(dir
         load_scorer(config_with(directory), jnp.dtype(jnp.float32), mesh_of((1, 1, 8)))
 
 
+@dataclasses.dataclass
 class LengthScorer:
     """Scores a conversation by the lengths of its parts."""
+
+    weight: float = 1.0
+    function_weight: float = 1.0
 
     def score(self, prompts, responses):
         return np.array([10 * len(prompt) + len(text) for prompt, text in zip(prompts, responses, strict=True)], "f4")
 
 
-SCORER: Any = LengthScorer()
 PROMPT_SET = PromptSet([PromptRow("a" * length, "task", "1", {}) for length in range(4)], [[1]] * 4)
 EXPERIENCE = Experience(
     numbers=np.array([8, 9]),
@@ -166,8 +170,8 @@ EXPERIENCE = Experience(
 
 
 def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
-    weights = {"reward.model.weight": 0.5, "reward.model.function_weight": 2.0}
-    found = add_model_scores(EXPERIENCE, PROMPT_SET, SCORER, config_with("unused", **weights))
+    scorer: Any = LengthScorer(weight=0.5, function_weight=2.0)
+    found = add_model_scores(EXPERIENCE, PROMPT_SET, scorer, verified=True)
     np.testing.assert_array_equal(found.scores["reward_model"], [[31, 32], [13, 14]])
     np.testing.assert_array_equal(found.scores["score"], [[17.5, 16.0], [8.5, 5.0]])
     assert {values.dtype for values in found.scores.values()} == {np.dtype(np.float64)}
@@ -178,24 +182,16 @@ def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
 
 def test_without_a_verifier_there_is_no_accuracy():
     unjudged = EXPERIENCE.with_scores(score=np.zeros((2, 2)))
-    config = config_with("unused", **{"reward.function": "none"})
-    found = add_model_scores(unjudged, PROMPT_SET, SCORER, config)
+    scorer: Any = LengthScorer()
+    found = add_model_scores(unjudged, PROMPT_SET, scorer, verified=False)
     assert set(found.scores) == {"score", "length", "reward_model"}
     np.testing.assert_array_equal(found.scores["score"], found.scores["reward_model"])
 
 
 @pytest.mark.parametrize(("enable", "penalty"), [(True, [[0, 0], [-0.25, -0.5]]), (False, [[0, 0], [0, 0]])])
 def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
-    config = small_config(
-        "unused",
-        **{
-            "data.max_response_length": 4,
-            "reward.overlong_buffer.enable": enable,
-            "reward.overlong_buffer.len": 2,
-            "reward.overlong_buffer.penalty_factor": 0.5,
-        },
-    )
-    found = shape(EXPERIENCE, config, mesh_of((8, 1, 1))).scores
+    buffer = OverlongBufferConfig(enable=enable, len=2, penalty_factor=0.5)
+    found = add_rewards(EXPERIENCE, buffer, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
     np.testing.assert_allclose(found["overlong_reward"], penalty)
     np.testing.assert_allclose(found["seq_reward"], EXPERIENCE.scores["score"] + penalty)
     np.testing.assert_array_equal(found["score"], EXPERIENCE.scores["score"])
@@ -203,16 +199,8 @@ def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
 
 @pytest.mark.parametrize(("enable", "log"), [(True, True), (True, False), (False, True)])
 def test_the_share_of_overlong_responses_is_logged_if_asked(enable, log):
-    config = small_config(
-        "unused",
-        **{
-            "data.max_response_length": 4,
-            "reward.overlong_buffer.enable": enable,
-            "reward.overlong_buffer.len": 2,
-            "reward.overlong_buffer.log": log,
-        },
-    )
-    found = shape(EXPERIENCE, config, mesh_of((8, 1, 1))).scores
+    buffer = OverlongBufferConfig(enable=enable, len=2, log=log)
+    found = add_rewards(EXPERIENCE, buffer, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
     assert ("overlong" in found) == (enable and log)
     if "overlong" in found:
         np.testing.assert_array_equal(found["overlong"], [[0, 0], [1, 1]])

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from dapo_jax.data.tokenizer import load_tokenizer
-from dapo_jax.learner.actor import unstack_layers
+from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.sampling import TRAIN, Sampling

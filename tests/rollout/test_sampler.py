@@ -11,8 +11,10 @@ from dapo_jax.data.containers import Rollout
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
-from dapo_jax.rollout.sampler import Sampler, check_stop_strings, stop_rule
+from dapo_jax.rollout.sampler import Sampler
+from dapo_jax.rollout.stops import check_stop_strings, stop_rule
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 
@@ -66,11 +68,6 @@ class _Verifiers:
 class _Engine:
     """Three prompts with two responses each; the later the row, the earlier it ends."""
 
-    pad_id = 0
-
-    def check(self):
-        pass
-
     def __init__(self, verifiers):
         self.verifiers = verifiers
 
@@ -86,18 +83,18 @@ class _Engine:
 
 def started(verifiers):
     rows = [PromptRow([{"role": "user", "content": str(i)}], "test", str(i), {}) for i in range(4)]
-    sampler = Sampler(TOKENIZER, verifiers, _Engine(verifiers))  # pyright: ignore[reportArgumentType]
+    sampler = Sampler(TOKENIZER, _Engine(verifiers), None, (), lambda _: nullcontext())
+    verification = Verification(verifiers, TOKENIZER, [rows[row] for row in (3, 0, 2)], 2, check=lambda: None)
     return sampler.start(
         None,
         PromptSet(rows, [[1]] * 4),
         [3, 0, 2],
         [7, 8, 9],
-        num_samples=2,
         purpose=0,
         sampling=None,
-        stage=lambda _: nullcontext(),
+        verification=verification,
         version=5,
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 @pytest.mark.parametrize(

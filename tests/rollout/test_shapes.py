@@ -3,13 +3,12 @@ import itertools
 import numpy as np
 import pytest
 
+from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.rollout.shapes import (
     FIRST_WINDOW,
     ROW_MULTIPLE,
     LengthHistory,
-    bucket,
     expected_path,
-    pad_prompts,
     prompt_width,
     rows_in_memory,
     rungs,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from dapo_jax.learner.actor import unstack_layers
+from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of

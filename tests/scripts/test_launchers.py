@@ -174,7 +174,7 @@ def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
     wait_until(lambda: pod.output() == [expected] * 2)
 
     again = pod.launch("run", *options)
-    assert again.returncode != 0 and "is training already" in again.stderr and pod.pids() == first
+    assert again.returncode != 0 and "is already training" in again.stderr and pod.pids() == first
 
     logs = pod.launch("logs").stdout.splitlines()
     assert logs == [f"{name}: {line}" for name in NAMES for line in expected.splitlines()]

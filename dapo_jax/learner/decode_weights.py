@@ -1,0 +1,69 @@
+"""Device: from the parameters of training to the weights for sampling."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dapo_jax.learner.trainable import WithFrozen
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.lora import Lora, merged
+from dapo_jax.models.weights import cast_matrices, weight_shardings, weight_table
+from dapo_jax.parallel.sharding import DECODE_RULES
+
+
+def build_decode_weights(
+    arch: Architecture, dtype: Any, mesh: Mesh, lora: Lora | None = None, frozen: Any = None
+) -> WithFrozen:
+    """Compiles (on first use) params -> weights for rollout/: cast to `dtype`, re-laid over `mesh`, layers unstacked.
+
+    Args:
+        lora, frozen: adapters, and the weights that they are added to, in the dtype of matrix products.
+    """
+
+    def decoding(params, frozen):
+        whole = cast_matrices(params, arch, dtype) if lora is None else merged(frozen, params, lora)
+        return unstack_layers(whole)
+
+    shardings = weight_shardings(weight_table(arch), mesh, DECODE_RULES)
+    return WithFrozen(jax.jit(decoding, out_shardings=_unstacked_shardings(shardings, arch)), frozen)
+
+
+class LatestWeights:
+    """The decoding weights of the newest parameters, made once per update, as the stage `update_weights`."""
+
+    def __init__(
+        self, decode_weights: Callable[[Any], Any], stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self._make, self._stage = decode_weights, stage
+        self._params: Any = None
+        self._weights: Any = None
+
+    def __call__(self, params: Any) -> Any:
+        """The decoding weights of `params`."""
+        if self._params is not params:
+            self.drop()
+            with self._stage("update_weights"):
+                self._params, self._weights = params, jax.block_until_ready(self._make(params))
+        return self._weights
+
+    def drop(self) -> None:
+        """Frees them, before an update needs the memory."""
+        self._params = self._weights = None
+
+
+def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
+    """`params` with "layers" as a list of one pytree a layer, as decoding wants them."""
+    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(num_layers)]
+    return {**params, "layers": layers}
+
+
+def _unstacked_shardings(shardings: dict[str, Any], arch: Architecture) -> dict[str, Any]:
+    """Shardings of `unstack_layers`' result: each layer's without the first dimension."""
+    layer = jax.tree.map(
+        lambda sharding: type(sharding)(sharding.mesh, type(sharding.spec)(*sharding.spec[1:])), shardings["layers"]
+    )
+    return {**shardings, "layers": [layer] * arch.num_layers}

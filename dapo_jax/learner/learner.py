@@ -1,0 +1,55 @@
+"""Host: the networks that are trained, and what passes over their batches depend on."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.config.sections import ActorConfig, AlgorithmConfig
+from dapo_jax.learner.actor import Actor
+from dapo_jax.learner.critic import Critic
+from dapo_jax.learner.decode_weights import LatestWeights
+from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.update import OnMicroBatch
+from dapo_jax.monitor.timers import Stage
+from dapo_jax.parallel.sharding import replicated
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What learns."""
+
+    mesh: Mesh
+    actor: Actor
+    critic: Critic | None  # for an estimator that needs values
+    reference: Any  # weights for actor.logprobs, with a KL divergence; else None
+    decode_weights: LatestWeights  # of the policy's parameters, for the sampler
+    estimator: Callable[..., Any]  # see `build_estimator`
+    init_models: Callable[[], Models]  # the models before the first step
+    algorithm: AlgorithmConfig
+    options: ActorConfig
+    num_groups: int  # of a batch
+    rows_of_a_prompt: int  # samples of a group that share a prompt's row
+    micro_batches: Mapping[str, MicroBatches]  # of the "actor" and of the "critic"
+    pad_id: int
+    seed: int
+    stage: Stage
+    pace: OnMicroBatch
+
+
+def build_estimator(algorithm: AlgorithmConfig, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:
+    """The jitted advantage estimator: (rewards, mask, group_ids, num_groups=..., further arrays by name).
+
+    Its results are whole on every device.
+    """
+    function = ESTIMATORS[algorithm.adv_estimator]
+    options = {**vars(algorithm), **vars(algorithm.cpo), "vocab_size": vocab_size}
+    static = ("num_groups",) if needs(function, "num_groups") else ()
+    bound = functools.partial(function, **chosen(function, options))
+    return jax.jit(bound, static_argnames=static, out_shardings=replicated(mesh))

@@ -1,0 +1,63 @@
+"""Host: verdicts on responses, asked for as the responses end, while others are still being decoded."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+import jax
+import numpy as np
+
+from dapo_jax.data.containers import Rollout
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.parallel.processes import gather
+from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
+
+_WAIT_S = 0.5  # between two checks whether the run is to stop
+
+
+class Verification:
+    """The verdicts on `num_samples` responses to each row. Every process asks for those of its groups.
+
+    Args:
+        check: is called while verdicts are awaited, and may raise.
+        on_ended: is called with the number of responses that have ended, each time that some have.
+    """
+
+    def __init__(
+        self,
+        verifiers: VerifierPool,
+        tokenizer: Tokenizer,
+        rows: Sequence[PromptRow],
+        num_samples: int,
+        *,
+        check: Callable[[], None],
+        on_ended: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        self._verifiers, self._tokenizer, self._check, self._on_ended = verifiers, tokenizer, check, on_ended
+        self._rows, self.num_samples = rows, num_samples
+        self.texts = [""] * (len(rows) * num_samples)
+        self._asked: list[tuple[ScoreRequest, Future[Verdict]] | None] = [None] * len(self.texts)
+
+    def begin(self, ended: np.ndarray, rollout: Rollout) -> None:
+        """Hands this process' share of the responses at the indices `ended` to the verifiers."""
+        for index in ended.tolist():
+            text = self._tokenizer.decode(rollout.responses[index][rollout.mask[index]].tolist())
+            self.texts[index] = text
+            if self._process_of(index) == jax.process_index():
+                row = self._rows[index // self.num_samples]
+                request = ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info)
+                self._asked[index] = request, self._verifiers.submit(request)
+        self._on_ended(len(ended))
+
+    def wait(self) -> list[Verdict]:
+        """The verdicts of all processes, in the order of the responses."""
+        asked = [pair for pair in self._asked if pair is not None]
+        while jax.process_count() == 1 and wait([verdict for _, verdict in asked], timeout=_WAIT_S).not_done:
+            self._check()
+        own = self._verifiers.collect([request for request, _ in asked], [verdict for _, verdict in asked])
+        shared = [iter(part) for part in gather([dataclasses.asdict(verdict) for verdict in own])]
+        return [Verdict(**next(shared[self._process_of(index)])) for index in range(len(self.texts))]
+
+    def _process_of(self, index: int) -> int:
+        return index // self.num_samples % jax.process_count()
