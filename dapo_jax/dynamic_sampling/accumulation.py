@@ -17,7 +17,7 @@ import numpy as np
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience, join, total_failure
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
-from dapo_jax.dynamic_sampling.rounds import Round, Verdicts
+from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_newest
 from dapo_jax.dynamic_sampling.schedule import adaptive_limit, expected_rounds, fixed_limit, wave_prompts
 from dapo_jax.dynamic_sampling.too_few import FILTER, Shortage, groups_despite, uses_dropped
 from dapo_jax.monitor import filter_log
@@ -184,7 +184,10 @@ class _Attempt:
                 keep_rate=self.state.keep_rate,
             )
         if self.options.enable:
-            self._log_round()
+            ends = not self.in_flight and (self.num_rounds >= self.limit or self.cursor >= self.epoch_end)
+            log_newest(
+                self.rounds, self.options, step=self.step, num_accumulated=self.kept, target=self.target, last=ends
+            )
             self._warn_of_many_rounds()
 
     def _take(self, round_: Round) -> None:
@@ -200,23 +203,6 @@ class _Attempt:
     def _check_verdicts(self) -> None:
         if failure := total_failure([round_.outcomes for round_ in self.rounds], f"step {self.step}"):
             raise SharedFailure(failure)
-
-    def _log_round(self) -> None:
-        newest = self.rounds[-1]
-        ends = self.num_rounds >= self.limit or self.cursor >= self.epoch_end
-        filter_log.log_round(
-            step=self.step,
-            round_number=len(self.rounds),
-            num_prompts=len(newest.keep),
-            num_samples=newest.outcomes.lengths.shape[1],
-            metric=self.options.metric,
-            words=filter_log.rule_words(self.options),
-            num_kept=int(newest.keep.sum()),
-            mean_std=float(newest.metric_std.mean()),
-            num_accumulated=self.kept,
-            target=self.target,
-            last=ends and not self.in_flight,
-        )
 
     def _warn_of_many_rounds(self) -> None:
         """Warns once per round, from twice the rounds that earlier steps let expect."""

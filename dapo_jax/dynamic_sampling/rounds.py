@@ -10,6 +10,7 @@ from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience, Outcomes
 from dapo_jax.dynamic_sampling.group_filter import group_statistics, keep_groups
 from dapo_jax.errors import InputError
+from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.sharding import fetch, put_rows
 
 # Two names of the final reward: less the KL divergence if use_kl_in_reward subtracts it, else seq_reward.
@@ -75,6 +76,32 @@ def filter_groups(experience: Experience, options: FilterGroupsConfig, mesh: Mes
 def _lacks_some(values: np.ndarray, failed: np.ndarray) -> bool:
     """Whether values [Q, G] are missing where the verification did not fail."""
     return bool((np.isnan(values) & ~failed).any())
+
+
+def log_newest(
+    rounds: Sequence[Verdicts],
+    options: FilterGroupsConfig,
+    *,
+    step: int,
+    num_accumulated: int,
+    target: int,
+    last: bool,
+) -> None:
+    """Logs the last of the rounds of a step; the numbers are as in `filter_log.log_round`."""
+    newest = rounds[-1]
+    filter_log.log_round(
+        step=step,
+        round_number=len(rounds),
+        num_prompts=len(newest.keep),
+        num_samples=newest.outcomes.lengths.shape[1],
+        metric=options.metric,
+        words=filter_log.rule_words(options),
+        num_kept=int(newest.keep.sum()),
+        mean_std=float(newest.metric_std.mean()),
+        num_accumulated=num_accumulated,
+        target=target,
+        last=last,
+    )
 
 
 def filtered_counts(rounds: Sequence[Verdicts]) -> dict[str, int]:

@@ -21,7 +21,7 @@ from dapo_jax.rollout.stops import stop_rule
 
 @dataclass(frozen=True)
 class Sampler:
-    """What samples: an engine on a mesh, between prompts and responses."""
+    """Samples responses: an engine on a mesh, between prompts and verified responses."""
 
     tokenizer: Tokenizer
     engine: RolloutEngine
@@ -41,11 +41,11 @@ class Sampler:
         verification: Verification,
         version: int = 0,
     ) -> Callable[[], Experience]:
-        """Samples the responses that `verification` expects; the result waits for the verdicts that are still open.
+        """Samples the responses that `verification` expects; the result waits for the open verdicts.
 
         Args:
             weights: of the policy, for decoding.
-            rows: of `prompts`, those of `verification`.
+            rows: of `prompts`, the same as those of `verification`.
             numbers: address of each row's random draws, with `purpose`.
             version: training steps that the policy has seen.
         """
