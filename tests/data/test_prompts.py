@@ -104,7 +104,7 @@ def test_the_hint_is_the_solution_or_else_the_ground_truth():
     assert hinted("3 + 4", index=1) == hinted("3 + 4", solution="") == hinted("3 + 4", solution=None) == "7\n3 + 4"
 
 
-def test_the_hint_stands_at_the_start_of_the_last_user_turn():
+def test_the_hint_is_at_the_start_of_the_last_user_turn():
     messages = (turn("system", "be."), turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("tool", "d"))
     assert hinted(messages) == "be.\na\nb\n7\nc\nd"
     assert messages[3] == turn("user", "c")

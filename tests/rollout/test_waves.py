@@ -222,7 +222,7 @@ def test_what_is_compiled_ahead_is_what_is_called(lookahead, monkeypatch):
 
 
 def test_decoding_copies_no_cache():
-    """Each cache is donated and written in place: beside them a chunk needs less than the caches take."""
+    """Each cache is donated and written in place: a chunk needs less memory besides them than they take."""
     engine = make_engine(max_num_seqs=96, chunk_length=89)
     sample(engine)
     (rows, _, _, window), program = next((key, found.result()) for key, found in engine.programs._found.items())
@@ -232,15 +232,15 @@ def test_decoding_copies_no_cache():
 
 
 def test_every_response_is_reported_once_when_it_ends():
-    told, ended_then = [], []
+    reported, ended_then = [], []
 
     def on_finished(rows, rollout):
-        told.append(rows)
+        reported.append(rows)
         ended_then.append(rollout.mask[rows].sum(axis=1))
 
     rollout = sample(make_engine(), on_finished=on_finished)
-    rows = np.concatenate(told)
-    assert sorted(rows) == list(range(len(PROMPTS) * SAMPLES)) and len(told) > 5
+    rows = np.concatenate(reported)
+    assert sorted(rows) == list(range(len(PROMPTS) * SAMPLES)) and len(reported) > 5
     np.testing.assert_array_equal(np.concatenate(ended_then), rollout.mask.sum(axis=1)[rows])
     assert all(np.max(early) <= np.max(late) for early, late in itertools.pairwise(ended_then))
 
