@@ -10,30 +10,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Origin, saved_steps
 from dapo_jax.command.option_uses import PUT_BACK
 from dapo_jax.command.validation import warnings
-from dapo_jax.config.derived import checkpoint_dir, trains_on_older_samples
+from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import from_values
-from dapo_jax.data.experience import from_arrays, to_arrays
+from dapo_jax.data.collected import Collected
+from dapo_jax.data.experience import Experience, from_arrays, to_arrays
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.records import config_differences, recorded_config
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
-from dapo_jax.progress import Progress, first_coefficient, is_finite, recomputes, resumed_coefficient
-from dapo_jax.rewards.scoring import sequence_kl
+from dapo_jax.progress import Progress, first_coefficient, resumed_coefficient
 from dapo_jax.run import Run
-from dapo_jax.step_metrics import Collected
 
 logger = logging.getLogger(__name__)
-
-MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
-MISMATCH_CLIPFRAC = 5e-3
 
 
 @dataclass(frozen=True)
@@ -123,61 +119,50 @@ def _first_stream(run: Run) -> StreamState:
     )
 
 
-def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
-    """The progress after a training step."""
-    mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
-        metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
-    )
-    older_policy = trains_on_older_samples(config)
-    mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
-    falls_back = mismatch and config.actor.old_logprob == "auto"
-    if falls_back and not recomputes(config, progress):
-        logger.warning(
-            "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
-            "recomputed from the next step on; model.dtype=float32 avoids the difference",
-            metrics["rollout_corr/k3_kl"],
-            metrics.get("rollout_corr/first_clipfrac", 0.0),
-        )
-    if falls_back:
-        progress = dataclasses.replace(progress, recompute_logprobs=True, recompute_dtype=config.model.dtype)
-    kl_coef = progress.kl_coef
-    if config.algorithm.use_kl_in_reward and batch.experience is not None:
-        kl = sequence_kl(batch.experience)
-        metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
-        control = config.algorithm.kl_ctrl
-        if control.type == "adaptive":
-            kl_coef = adapted_coefficient(
-                kl_coef,
-                kl,
-                target_kl=control.target_kl,
-                horizon=control.horizon,
-                num_sequences=batch.experience.finished.size,
-            )
-    compared = {name: value for name, value in metrics.items() if not (older_policy and name == "rollout_corr/k3_kl")}
-    alarms, memory = raise_alarms(compared, progress.alarms, config.monitor.alarms, progress.step + 1)
-    metrics |= alarms
-    return dataclasses.replace(
-        progress,
-        step=progress.step + 1,
-        kl_coef=kl_coef,
-        groups_kept=progress.groups_kept + batch.num_kept,
-        groups_dropped=progress.groups_dropped + batch.num_evaluated - batch.num_kept,
-        tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
-        tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
-        nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
-        alarms=memory,
-    )
-
-
 def save_state(
     run: Run, checkpoints: Checkpoints, state: RunState, *, metric: float | None = None, replace: bool = False
 ) -> None:
     """Begins to write `state`; `metric` is how good it is, None if that was not measured."""
-    arrays = {**stream_arrays(state.stream), "engine": state.engine}
-    if state.ahead is not None:
-        arrays["ahead"] = collected_arrays(state.ahead)
     with run.monitor.stage("save_checkpoint"):
-        checkpoints.save(state.models, state.progress, arrays, metric=metric, replace=replace)
+        checkpoints.save(state.models, state.progress, saved_arrays(state), metric=metric, replace=replace)
+
+
+def saved_arrays(state: RunState) -> dict[str, Any]:
+    """What is saved of `state` besides models and progress: NumPy arrays, nested by name."""
+    stream, ahead = state.stream, state.ahead
+    arrays: dict[str, Any] = {
+        "next_prompt": np.array(stream.next_prompt),
+        "keep_rate": np.array(stream.keep_rate),
+        "uniform_in_a_row": stream.history.uniform_in_a_row,
+        "engine": state.engine,
+    }
+    if stream.carried is not None:
+        arrays["carried"] = to_arrays(stream.carried)
+    if ahead is not None:
+        numbers = json.dumps([ahead.metrics, ahead.num_kept, ahead.num_evaluated])
+        groups = {} if ahead.experience is None else {"experience": to_arrays(ahead.experience)}
+        arrays["ahead"] = {"numbers": np.frombuffer(numbers.encode(), np.uint8), **groups}
+    return arrays
+
+
+def restored_arrays(
+    arrays: Mapping[str, Any], prompts: PromptSet, tokenizer: Tokenizer
+) -> tuple[StreamState, Collected | None]:
+    """The stream, and the batch that was sampled ahead, of `saved_arrays`; the engine restores its own."""
+
+    def experience(arrays: Mapping[str, Any], name: str) -> Experience | None:
+        return from_arrays(arrays[name], prompts, tokenizer) if name in arrays else None
+
+    stream = StreamState(
+        next_prompt=int(arrays["next_prompt"]),
+        keep_rate=float(arrays["keep_rate"]),
+        history=History(np.asarray(arrays["uniform_in_a_row"])),
+        carried=experience(arrays, "carried"),
+    )
+    if "ahead" not in arrays:
+        return stream, None
+    metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["ahead"]["numbers"]).tobytes())
+    return stream, Collected(experience(arrays["ahead"], "experience"), metrics, num_kept, num_evaluated)
 
 
 def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunState:
@@ -214,8 +199,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         return RunState(models, progress, _first_stream(run), engine.state())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
-    ahead = restore_collected(run, arrays["ahead"]) if "ahead" in arrays else None
-    return RunState(models, progress, restore_stream(run, arrays), engine.state(), ahead)
+    stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
+    return RunState(models, progress, stream, engine.state(), ahead)
 
 
 def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
@@ -236,44 +221,3 @@ def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
             f"the run has {wanted[0]}, {wanted[1]}: go on with those, or begin in a new workdir with model.path set to "
             "this one"
         )
-
-
-def stream_arrays(state: StreamState) -> dict[str, Any]:
-    """`state` as NumPy arrays for a checkpoint."""
-    arrays: dict[str, Any] = {
-        "next_prompt": np.array(state.next_prompt),
-        "keep_rate": np.array(state.keep_rate),
-        "uniform_in_a_row": state.history.uniform_in_a_row,
-    }
-    if state.carried is not None:
-        arrays["carried"] = to_arrays(state.carried)
-    return arrays
-
-
-def restore_stream(run: Run, arrays: dict[str, Any]) -> StreamState:
-    """The inverse of `stream_arrays`."""
-    carried = arrays.get("carried")
-    return StreamState(
-        next_prompt=int(arrays["next_prompt"]),
-        keep_rate=float(arrays["keep_rate"]),
-        history=History(np.asarray(arrays["uniform_in_a_row"])),
-        carried=None if carried is None else from_arrays(carried, run.problems.train_set, run.sampler.tokenizer),
-    )
-
-
-def collected_arrays(collected: Collected) -> dict[str, Any]:
-    """`collected` as NumPy arrays, nested by name, for a checkpoint."""
-    text = json.dumps([collected.metrics, collected.num_kept, collected.num_evaluated])
-    arrays: dict[str, Any] = {"numbers": np.frombuffer(text.encode(), np.uint8)}
-    if collected.experience is not None:
-        arrays["experience"] = to_arrays(collected.experience)
-    return arrays
-
-
-def restore_collected(run: Run, arrays: Mapping[str, Any]) -> Collected:
-    """The inverse of `collected_arrays`."""
-    metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["numbers"]).tobytes())
-    experience = arrays.get("experience")
-    if experience is not None:
-        experience = from_arrays(experience, run.problems.train_set, run.sampler.tokenizer)
-    return Collected(experience, metrics, num_kept, num_evaluated)

@@ -19,6 +19,7 @@ import numpy as np
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.config.derived import gen_batch_size, prompts_at_once
+from dapo_jax.data.collected import Collected
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import hinted_prompts
@@ -26,25 +27,20 @@ from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
 from dapo_jax.learner.batch import make_batch, penalize_kl
+from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices, update_critic, update_policy
+from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices
 from dapo_jax.monitor import filter_log, statistics
 from dapo_jax.monitor.bars import RoundsShown
 from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
-from dapo_jax.progress import Progress, is_finite, recomputes
+from dapo_jax.progress import Progress, advance, is_finite, recomputes
 from dapo_jax.rollout.sampling import BASELINE, TRAIN, Sampling
 from dapo_jax.run import Run
-from dapo_jax.settings import update_settings
-from dapo_jax.state import RunState, advance
-from dapo_jax.step_metrics import (
-    Collected,
-    collect,
-    experience_histograms,
-    performance_metrics,
-    sample_texts,
-)
+from dapo_jax.settings import update_settings, updates_of_step
+from dapo_jax.state import RunState
+from dapo_jax.step_metrics import collect, performance_metrics, step_row
 
 logger = logging.getLogger("dapo_jax.train")
 
@@ -154,15 +150,8 @@ def train_step(
         mesh=run.learner.mesh,
         num_devices=run.num_devices,
     )
-    row = {
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "samples": [],
-        "histograms": histograms,
-    }
-    if batch.experience is not None:
-        rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
-        row["samples"] = sample_texts(batch.experience, rows, tokenizer, wanted=config.monitor.num_samples)
-        row["histograms"] |= experience_histograms(batch.experience)
+    rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
+    row = step_row(batch, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
     progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
     return RunState(models, progress, stream, run.sampler.engine.state(), ahead)
 
@@ -190,7 +179,7 @@ def train_on(
         sequence_lengths(batch)[: experience.finished.size],
         tokens_of_devices(batch, update_settings(run.config, run.learner.mesh, "actor", step)),
     )
-    models, wait = update(run, models, batch, step)
+    models, wait = update(run.learner, models, batch, updates_of_step(run.config, run.learner.mesh, step))
 
     def finish() -> tuple[dict[str, float], Histograms]:
         metrics, histograms = wait()
@@ -248,41 +237,3 @@ def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarr
         )
         rewards = run.rewards.shape(greedy(), prompts).scores["seq_reward"].astype(np.float32)
     return np.repeat(rewards, experience.finished.shape[1], axis=1)
-
-
-def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
-    """Begins all optimizer steps: the critic's, then after trainer.critic_warmup the policy's (equation 8).
-
-    The second part of the result waits for them and returns metrics and histograms.
-    """
-    learner, mesh, pace = run.learner, run.learner.mesh, run.learner.pace
-    parts: list[tuple[str, Finish, dict[str, float]]] = []
-    if learner.critic is not None:
-        assert models.critic is not None
-        settings = update_settings(run.config, mesh, "critic", step)
-        with run.monitor.stage("update_critic"):
-            critic, finish = update_critic(learner.critic, models.critic, batch, settings, mesh, pace)
-        models = dataclasses.replace(models, critic=critic)
-        parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
-    if step > run.config.trainer.critic_warmup:
-        learner.decode_weights.drop()
-        settings = update_settings(run.config, mesh, "actor", step)
-        with run.monitor.stage("update_actor"):
-            actor, finish = update_policy(learner.actor, models.actor, batch, settings, mesh, pace)
-        models = dataclasses.replace(models, actor=actor)
-        known = {"actor/lr": settings.learning_rate}
-        if run.config.actor.use_kl_loss:
-            known["actor/kl_coef"] = run.config.actor.kl_loss_coef
-        parts.append(("update_actor", finish, known))
-
-    def finish_all() -> tuple[dict[str, float], Histograms]:
-        metrics: dict[str, float] = {}
-        histograms: Histograms = {}
-        for name, finish, known in parts:
-            with run.monitor.stage(name):
-                found, distributions = finish()
-            metrics |= found | known
-            histograms |= distributions
-        return metrics, histograms
-
-    return models, finish_all

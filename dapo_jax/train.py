@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -38,7 +38,7 @@ from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
-from dapo_jax.progress import Progress
+from dapo_jax.progress import Progress, with_quality
 from dapo_jax.reports import options, results, summary
 from dapo_jax.run import Run, check_processes, describe, open_run
 from dapo_jax.settings import chosen_attention, learning_rate_plan, warn_of_warm_up
@@ -94,11 +94,13 @@ def _train(config: Config, workdir: Workdir) -> Models:
                 if is_first():
                     rewind_log(config.workdir, state.progress.log_bytes)
                 with open_records(config, state.progress if origin else None, workdir.upload) as records:
-                    records.describe(options(config), results(run))
+                    records.describe(options(config), results(run.problems.task_sets))
                     state = run_steps(run, checkpoints, records, stop, state)
                     run.monitor.console.close()
                     if is_first():
-                        run.monitor.console.final_table(summary(run, state.progress))
+                        seconds = run.monitor.timers.totals
+                        table = summary(run.config, run.problems.task_sets, state.progress, seconds)
+                        run.monitor.console.final_table(table)
         except Stopped as reason:
             logger.warning("%s", reason)
             raise
@@ -170,45 +172,34 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
 
 def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState) -> RunState:
     """Evaluates, records and saves the step that has just been trained, each if it is due."""
-    trainer, progress, params = run.config.trainer, state.progress, state.models.actor.params
+    trainer, progress = run.config.trainer, state.progress
+    step, total = progress.step, trainer.total_training_steps
     row = progress.unrecorded
     assert row is not None
-    step, total = progress.step, trainer.total_training_steps
     metrics = dict(row["metrics"])
-    if step == 0 or is_due(step, trainer.test_freq, total):
-        metrics |= evaluate(run.held_out, run.learner.decode_weights, params)
-        alarms, memory = raise_evaluation_alarms(
+    evaluated = step == 0 or is_due(step, trainer.test_freq, total)
+    if evaluated:
+        metrics |= evaluate(run.held_out, run.learner.decode_weights, state.models.actor.params)
+        found, memory = raise_evaluation_alarms(
             mean_accuracy(metrics), progress.alarms, run.config.monitor.alarms, step
         )
-        metrics |= alarms
+        metrics |= found
         progress = dataclasses.replace(progress, alarms=memory)
-    quality = best_metric(run.config, metrics)
-    if quality is None and trainer.best_metric and is_due(step, trainer.test_freq, total):
-        logger.warning(
-            "trainer.best_metric=%s is no metric of step %d, which has %s",
-            trainer.best_metric,
-            step,
-            ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*",
-        )
-    better = max if trainer.best_metric_mode == "max" else min
-    best_of = f"{trainer.best_metric_mode} {trainer.best_metric}"
-    if progress.best_of not in ("", best_of):  # one of another metric says nothing
-        progress = dataclasses.replace(progress, best=None, best_step=0)
-    progress = dataclasses.replace(progress, best_of=best_of, unrecorded=None)
-    if quality is not None and (progress.best is None or better(quality, progress.best) != progress.best):
-        progress = dataclasses.replace(progress, best=quality, best_step=step)
-    if step:  # nothing has been trained on before
+    quality = metrics.get(trainer.best_metric) if trainer.best_metric else mean_accuracy(metrics)
+    if quality is None and trainer.best_metric and evaluated:
+        known = ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*"
+        logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step, known)
+    progress = with_quality(progress, quality, metric=trainer.best_metric, mode=trainer.best_metric_mode)
+    if step:  # step 0 trains on nothing
         with run.monitor.stage("write"):
             records.write_samples(step, row["samples"])
             records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
-    progress = dataclasses.replace(progress, log_bytes=log_bytes(run.config.workdir))
+    progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.state())
     saved_before = checkpoints.latest_step() == step  # when the run was stopped in the middle of this
-    due = saved_before or is_due(step, trainer.save_freq, total)
-    if trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes:
-        due = True
-    if step and due:
+    minutes = trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes
+    if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):
         save_state(run, checkpoints, state, metric=quality, replace=True)
     return state
 
@@ -241,12 +232,6 @@ def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> str:
         f"in the update of step {step + 1}: {lost} lost; the same command goes on "
         f"{f'after step {saved}' if saved else 'from the beginning'}"
     )
-
-
-def best_metric(config: Config, metrics: Mapping[str, float]) -> float | None:
-    """trainer.best_metric of a step, None if it was not measured."""
-    name = config.trainer.best_metric
-    return metrics.get(name) if name else mean_accuracy(metrics)
 
 
 def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) -> None:

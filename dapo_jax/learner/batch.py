@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.algorithms.advantages import ESTIMATORS, keep_samples
+from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.kept_samples import keep_samples
 from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.rollout_correction import (
     importance_weights,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from small_run import small_config
 
-from dapo_jax import step as step_module
+from dapo_jax.learner import learner as learner_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.train import train
@@ -17,9 +17,9 @@ ONE_STEP = {"trainer.total_training_steps": 1, "trainer.val_before_train": False
 
 def trained_batch(directory, monkeypatch):
     """The batch that the policy of a run of one step is updated with, and the metrics of the step."""
-    batches, update = [], step_module.update_policy
+    batches, update = [], learner_module.update_policy
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "update_policy", lambda *args: (batches.append(args[2]), update(*args))[1])
+        patch.setattr(learner_module, "update_policy", lambda *args: (batches.append(args[2]), update(*args))[1])
         train(small_config(directory, **ONE_STEP))
     return batches[0], read_metrics(directory)[-1]
 
