@@ -193,7 +193,7 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
 
 
 def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> PromptSet:
-    prompts, _ = tokenize_prompts(
+    return tokenize_prompts(
         rows,
         tokenizer,
         max_prompt_length=config.data.max_prompt_length,
@@ -202,7 +202,6 @@ def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> Pr
         system_prompt=config.data.system_prompt,
         chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
     )
-    return prompts
 
 
 def reward_function(config: Config) -> str:

@@ -27,8 +27,8 @@ from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
-from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
+from dapo_jax.rollout.wave_programs import WaveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +123,10 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
 
 def engine_settings(
     config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
-) -> EngineSettings:
+) -> WaveSettings:
     """The settings of the sampler's engine."""
     on_cpu = platform(mesh) == "cpu"
-    return EngineSettings(
+    return WaveSettings(
         arch=arch,
         mesh=mesh,
         eos_ids=eos_ids,

@@ -16,8 +16,9 @@ from dapo_jax.learner.critic import CriticSettings, build_critic, critic_archite
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import UpdateSettings, update_policy
-from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.wave_programs import WaveSettings
+from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.settings import loss_options
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
@@ -93,7 +94,7 @@ def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TR
         lookahead=0,
         seed=0,
     )
-    return Engine(EngineSettings(**{**settings, **changes})).generate(
+    return WaveEngine(WaveSettings(**{**settings, **changes})).generate(
         actor.decode_weights(state.params),
         prompts,
         numbers,

@@ -18,7 +18,7 @@ LAYERS = [
     ("learner", "rollout", "dynamic_sampling", "checkpoint", "progress"),
     (
         *("command", "from_verl", "run", "step", "step_metrics", "state", "reports", "base_models", "other_runs"),
-        *("problems", "settings", "meshes", "held_out", "evaluate", "export", "train", "prompt_stream"),
+        *("problems", "settings", "meshes", "held_out", "evaluate", "export", "train"),
         *("preflight",),
     ),
 ]

@@ -8,7 +8,7 @@ from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.preflight.programs import CACHE, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
-from dapo_jax.rollout import engine
+from dapo_jax.rollout import waves
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.train import train
 
@@ -36,7 +36,7 @@ def programs_of(config, **changes):
 def texts_of_a_run(config) -> set[tuple[str, str]]:
     """The lowered text of what a run of one step calls."""
     seen = set()
-    call, get, start_wave = trainable.WithFrozen.__call__, Programs.get, engine.start_wave
+    call, get, start_wave = trainable.WithFrozen.__call__, Programs.get, waves.start_wave
 
     def called(self, *arguments):
         seen.add(("learner", self.lower(*arguments).as_text()))
@@ -53,7 +53,7 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
-        patch.setattr(engine, "start_wave", started)
+        patch.setattr(waves, "start_wave", started)
         train(config)
     return seen
 

@@ -17,10 +17,11 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout import wave_programs
-from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.rollout import waves as waves_module
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
+from dapo_jax.rollout.wave_programs import WaveSettings
+from dapo_jax.rollout.waves import WaveEngine
 
 DATA = Path(__file__).parents[1] / "models" / "data"
 ARCH = dataclasses.replace(shapes.ARCH, num_layers=1)
@@ -35,7 +36,7 @@ def host_params(dtype="float32"):
     )
 
 
-def make_engine(mesh=None, **changes) -> Engine:
+def make_engine(mesh=None, **changes) -> WaveEngine:
     values = dict(
         arch=ARCH,
         mesh=mesh or one_device_mesh(),
@@ -50,11 +51,11 @@ def make_engine(mesh=None, **changes) -> Engine:
         lookahead=0,
         seed=0,
     )
-    made.append(Engine(EngineSettings(**{**values, **changes})))
+    made.append(WaveEngine(WaveSettings(**{**values, **changes})))
     return made[-1]
 
 
-made: list[Engine] = []
+made: list[WaveEngine] = []
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def sample(engine, *, params=None, prompts=PROMPTS, sampling=None, num_samples=S
 def reference():
     """One wave of all rows with the whole cache from the start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "rungs", lambda rows, smallest: [rows])
+        patch.setattr(waves_module, "rungs", lambda rows, smallest: [rows])
         patch.setattr(wave_programs, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
         return sample(make_engine())
 
@@ -111,7 +112,7 @@ def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
 
 @pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_devices_choose_their_own_survivors(shape, monkeypatch):
-    monkeypatch.setattr(engine_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
+    monkeypatch.setattr(waves_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
     engine = make_engine(mesh_of(shape), chunk_length=32)
     assert_same(sample(engine), reference())
     assert len({rows for rows, *_ in shapes_of(engine)}) >= 3
@@ -121,21 +122,21 @@ def test_waves_of_any_size_give_the_same_tokens():
     whole = {"smallest_rows": 1000, "chunk_length": 30}  # rows that stay
     assert_same(sample(make_engine(max_num_seqs=20, **whole)), reference())
     engine = make_engine(max_num_seqs=0, **whole)
-    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.state(), "free_bytes": np.array(6e5)})
     assert_same(sample(engine), reference())
     assert max(rows for rows, *_ in shapes_of(engine)) < len(PROMPTS) * SAMPLES  # several waves
 
 
 def test_a_restored_engine_sizes_its_waves_as_before():
     engine, again = (make_engine(max_num_seqs=0, smallest_rows=1000, chunk_length=30) for _ in range(2))
-    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.state(), "free_bytes": np.array(6e5)})
     sample(engine)
-    again.restore(engine.to_arrays())
+    again.restore(engine.state())
     sample(engine)
     sample(again)
     rows = lambda shapes: [shape[0] for shape in shapes]  # noqa: E731
     assert set(rows(shapes_of(again))) <= set(rows(shapes_of(engine)))
-    found, expected = again.to_arrays(), engine.to_arrays()
+    found, expected = again.state(), engine.state()
     assert found.keys() == expected.keys() and len(found) == 3  # one purpose
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values)
@@ -146,14 +147,14 @@ def test_short_answers_of_one_purpose_do_not_make_waves_of_another_larger():
     engine.history(EVALUATE).add(np.ones(64, np.int64))
     assert engine.history(EVALUATE).alive(1) == 0.0 and engine.history(TRAIN).alive(LENGTH - 1) == 1.0
     again = make_engine(max_num_seqs=0)
-    again.restore(engine.to_arrays())
+    again.restore(engine.state())
     assert again.history(EVALUATE).alive(1) == 0.0 and not again.history(TRAIN).known
 
 
 def test_the_memory_for_keys_and_values_is_the_present_share_of_the_present_devices(monkeypatch):
     measured = []
-    monkeypatch.setattr(engine_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
-    saved = {**make_engine(max_num_seqs=0).to_arrays(), "free_bytes": np.array(6e5)}
+    monkeypatch.setattr(waves_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
+    saved = {**make_engine(max_num_seqs=0).state(), "free_bytes": np.array(6e5)}
 
     def rows(shape, share):
         engine = make_engine(mesh_of(shape), max_num_seqs=0, smallest_rows=1000, chunk_length=30, memory_share=share)
@@ -204,7 +205,7 @@ def test_what_is_compiled_ahead_is_what_is_called(lookahead, monkeypatch):
 
 
 def test_decoding_copies_no_cache():
-    """Each cache is donated and written in place: beside them a chunk needs less than the caches take."""
+    """Each cache is donated and written in place: a chunk needs less memory besides them than they take."""
     engine = make_engine(max_num_seqs=96, chunk_length=89)
     sample(engine)
     (rows, _, _, window), program = next((key, found.result()) for key, found in engine.programs._found.items())
@@ -214,15 +215,15 @@ def test_decoding_copies_no_cache():
 
 
 def test_every_response_is_reported_once_when_it_ends():
-    told, ended_then = [], []
+    reported, ended_then = [], []
 
     def on_finished(rows, rollout):
-        told.append(rows)
+        reported.append(rows)
         ended_then.append(rollout.mask[rows].sum(axis=1))
 
     rollout = sample(make_engine(), on_finished=on_finished)
-    rows = np.concatenate(told)
-    assert sorted(rows) == list(range(len(PROMPTS) * SAMPLES)) and len(told) > 5
+    rows = np.concatenate(reported)
+    assert sorted(rows) == list(range(len(PROMPTS) * SAMPLES)) and len(reported) > 5
     np.testing.assert_array_equal(np.concatenate(ended_then), rollout.mask.sum(axis=1)[rows])
     assert all(np.max(early) <= np.max(late) for early, late in itertools.pairwise(ended_then))
 

@@ -8,8 +8,8 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
+from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.prompt_stream import policies
 from dapo_jax.train import train
 
 FILTER = "algorithm.filter_groups"
@@ -18,8 +18,8 @@ BATCHES = ("data/prompts_consumed", "dynamic_sampling/trained_tokens", "critic/s
 
 def test_the_log_speaks_of_the_rule_that_the_config_has(tmp_path):
     changes = {f"{FILTER}.rule": "mean_range", f"{FILTER}.filter_low": 0.2}
-    assert policies(small_config(tmp_path, **changes)).words.kept == "0.2<mean<0.99"
-    assert policies(small_config(tmp_path)).words.dropped == "std=0"
+    assert rule_words(small_config(tmp_path, **changes).algorithm.filter_groups).kept == "0.2<mean<0.99"
+    assert rule_words(small_config(tmp_path).algorithm.filter_groups).dropped == "std=0"
 
 
 SCHEDULES = [
