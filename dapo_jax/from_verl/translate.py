@@ -14,9 +14,9 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, freeze, type_problems, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.from_verl import defaults
-from dapo_jax.from_verl.options import converted, find, flag, is_off, ours_of
 from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
-from dapo_jax.from_verl.values import TRACKERS, parsed
+from dapo_jax.verl.options import converted, find, flag, is_off, ours_of
+from dapo_jax.verl.values import TRACKERS, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")

@@ -8,8 +8,8 @@ from verl_keys import TRAINER, lines_of
 
 from dapo_jax.command.command_line import read_config
 from dapo_jax.config.values import DEFAULTS
-from dapo_jax.from_verl.options import BY_KEY, STARS, TABLE, expanded, find, hint, is_off, ours_of
-from dapo_jax.from_verl.table import EASYR1, HERE
+from dapo_jax.verl.options import BY_KEY, STARS, TABLE, expanded, find, hint, is_off, ours_of
+from dapo_jax.verl.table import EASYR1, HERE
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.py")
 KEYS = {**{key: None for keys in TRAINER.values() for key in keys}, **dict.fromkeys(lines_of("dapo_scripts"))}

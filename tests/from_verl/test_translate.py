@@ -14,10 +14,10 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat
 from dapo_jax.from_verl.__main__ import main
-from dapo_jax.from_verl.options import converted, find
 from dapo_jax.from_verl.shell_scripts import Script
-from dapo_jax.from_verl.table import HERE
 from dapo_jax.from_verl.translate import BASE, command, config_file, overrides, remarks, translate
+from dapo_jax.verl.options import converted, find
+from dapo_jax.verl.table import HERE
 
 PUBLISHED = ("run_dapo_qwen2.5_32b", "test_dapo_7b_math")
 SCRIPT = """#!/usr/bin/env bash

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_jax.from_verl.values import (
+from dapo_jax.verl.values import (
     Values,
     advantage_estimator,
     at_most_off,

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dapo_jax.errors import InputError
-from dapo_jax.from_verl.table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
-from dapo_jax.from_verl.values import as_type_of, parsed
+from dapo_jax.verl.table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
+from dapo_jax.verl.values import as_type_of, parsed
 
 PREFIXES = ("actor_rollout_ref.", "worker.")  # our names lack them
 OFF = (None, False, 0, "", "null", {}, [], ())  # values of an option that ask for nothing
