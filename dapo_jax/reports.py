@@ -1,6 +1,7 @@
 """Host: what is reported of a whole run."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from dapo_jax.config.sections import Config
 from dapo_jax.held_out import mean_accuracy
 from dapo_jax.monitor.console import Value
 from dapo_jax.monitor.records import flatten, read_metrics
+from dapo_jax.problems import TaskSet
 from dapo_jax.progress import Progress
-from dapo_jax.run import Run
 
 
 def options(config: Config) -> dict[str, Any]:
@@ -18,24 +19,25 @@ def options(config: Config) -> dict[str, Any]:
     return flatten(dataclasses.asdict(config))
 
 
-def results(run: Run) -> list[str]:
+def results(task_sets: Sequence[TaskSet]) -> list[str]:
     """The metrics by which runs are compared: the held-out accuracy of each task set."""
     return [
         f"eval/{name}/acc/mean@{task.options.n * max(map(len, problems))}"
-        for task in run.problems.task_sets
+        for task in task_sets
         for name, problems in task.by_name()
     ]
 
 
-def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
-    """The table at the end of a run; seconds per stage are those since it was started."""
-    workdir = Path(run.config.workdir)
+def summary(
+    config: Config, task_sets: Sequence[TaskSet], progress: Progress, seconds: Mapping[str, float]
+) -> list[tuple[str, Value]]:
+    """The table at the end of a run. `seconds` are those of each stage since the command was started."""
+    workdir = Path(config.workdir)
     accuracies = {row["step"]: mean_accuracy(row) for row in read_metrics(workdir)}
     evaluated = [step for step, accuracy in accuracies.items() if accuracy is not None and step > 0]
-    problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in run.problems.task_sets)
+    problems = ", ".join(f"{len(task.prompts)} x {task.options.n}" for task in task_sets)
     logdir = workdir if workdir.parent == Path(".") else workdir.parent  # there a run has the name of its directory
     tensorboard = [("TensorBoard", f"tensorboard --logdir {logdir}")]
-    seconds = dict(sorted(run.monitor.timers.totals.items(), key=lambda item: -item[1]))
     return [
         ("held-out accuracy before", accuracies.get(0)),
         ("held-out accuracy after", accuracies[evaluated[-1]] if evaluated else None),
@@ -46,7 +48,7 @@ def summary(run: Run, progress: Progress) -> list[tuple[str, Value]]:
         ("tokens trained", progress.tokens_trained),
         ("groups kept", progress.groups_kept),
         ("groups dropped", progress.groups_dropped),
-        ("seconds per stage", seconds),
-        *(tensorboard if "tensorboard" in run.config.trainer.logger else []),
-        ("checkpoints", checkpoint_dir(run.config)),
+        ("seconds per stage", dict(sorted(seconds.items(), key=lambda item: -item[1]))),
+        *(tensorboard if "tensorboard" in config.trainer.logger else []),
+        ("checkpoints", checkpoint_dir(config)),
     ]

@@ -195,6 +195,12 @@ def update_settings(config: Config, mesh: Mesh, name: str, step: int) -> UpdateS
     )
 
 
+def updates_of_step(config: Config, mesh: Mesh, step: int) -> dict[str, UpdateSettings]:
+    """`update_settings` of each network that training step `step` updates."""
+    networks = [name for name in trained(config) if name != "actor" or step > config.trainer.critic_warmup]
+    return {name: update_settings(config, mesh, name, step) for name in networks}
+
+
 def rows_of_a_prompt(config: Config, arch: Architecture, mesh: Mesh) -> int:
     """How many samples of a group share one prompt in training."""
     if not config.actor.share_prompts or attention_kernel(config, arch, mesh) is not None:

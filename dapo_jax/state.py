@@ -1,4 +1,4 @@
-"""Host: a run between two steps: where it begins, and how it is saved and restored."""
+"""Host: the state of a run between two steps: where it starts, and how it is saved and restored."""
 
 import dataclasses
 import json
@@ -10,45 +10,41 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.algorithms.kl import adapted_coefficient
 from dapo_jax.checkpoint import Checkpoints, Origin, saved_steps
 from dapo_jax.command.option_uses import PUT_BACK
 from dapo_jax.command.warnings import warnings
-from dapo_jax.config.derived import checkpoint_dir, trains_on_older_samples
+from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import from_values
-from dapo_jax.data.experience import from_arrays, to_arrays
+from dapo_jax.data.collected import Collected
+from dapo_jax.data.experience import Experience, from_arrays, to_arrays
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.dynamic_sampling.accumulation import StreamState
 from dapo_jax.dynamic_sampling.schedule import History
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.monitor.alarms import raise_alarms
 from dapo_jax.monitor.records import config_differences, recorded_config
 from dapo_jax.other_runs import find_checkpoint, is_own
 from dapo_jax.parallel.processes import check_agreement, is_first
-from dapo_jax.progress import Progress, first_coefficient, is_finite, recomputes, resumed_coefficient
-from dapo_jax.rewards.scoring import sequence_kl
+from dapo_jax.progress import Progress, first_coefficient, resumed_coefficient
 from dapo_jax.run import Run
-from dapo_jax.step_metrics import Collected
 
 logger = logging.getLogger(__name__)
-
-MISMATCH_K3 = 1e-3  # old_logprob=auto recomputes beyond either of these two
-MISMATCH_CLIPFRAC = 5e-3
 
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a run has to know to go on as if it had never stopped."""
+    """Everything that a run needs to resume as if it had never stopped."""
 
     models: Models
     progress: Progress
     stream: StreamState
-    engine: dict[str, Any]  # what the sampling engine has learnt by now; it learns while the next step samples
+    engine: dict[str, Any]  # what the rollout engine has learnt so far; it keeps learning as it samples
     ahead: Collected | None = None  # with trainer.rollout_ahead: what the next step trains on
 
     def is_whole(self) -> bool:
-        """Whether its arrays are still there: the first optimizer step of the next update takes their memory."""
+        """Whether its arrays still exist: the first optimizer step of the next update donates them."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.models))
 
 
@@ -63,7 +59,7 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
     if latest is not None and config.trainer.resume_mode == "disable":
         raise InputError(
             f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
-            "choose another workdir, or resume_mode=auto to go on"
+            "choose another workdir, or resume_mode=auto to resume"
         )
     other, total = config.trainer.resume_from_path, config.trainer.total_training_steps
     if latest is not None:
@@ -73,7 +69,7 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
         origin = find_checkpoint(other) if other else None
     if other and is_own(other, config):
         raise InputError(
-            f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to go on "
+            f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to resume "
             "from one of its earlier checkpoints"
         )
     if origin is not None and origin.step > total > 0:  # -1: known once the prompts are read
@@ -85,16 +81,16 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
         values = dataclasses.asdict(config)
         if latest is not None:
             for line in config_differences(config.workdir, values):
-                logger.warning("going on with another config: %s", line)
+                logger.warning("resuming with a changed config: %s", line)
         for line in PUT_BACK.get():
-            logger.info("%s", line)  # the command has told it on the console, before there was a log
+            logger.info("%s", line)  # the console has shown it already, before the log was open
         for line in warnings(config):
             logger.warning("%s", line)
     return origin
 
 
 def _check_not_moved(config: Config) -> None:
-    """Raises ValueError if the run has checkpoints where it does not look for them any more."""
+    """Raises ValueError if the run saved its checkpoints in another directory than the config now names."""
     recorded = recorded_config(config.workdir)
     before = checkpoint_dir(from_values(recorded | {"workdir": config.workdir})) if recorded else ""
     if before and before != checkpoint_dir(config) and saved_steps(before):
@@ -124,61 +120,50 @@ def _first_stream(run: Run) -> StreamState:
     )
 
 
-def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
-    """The progress after a training step."""
-    mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
-        metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
-    )
-    older_policy = trains_on_older_samples(config)
-    mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
-    falls_back = mismatch and config.actor.old_logprob == "auto"
-    if falls_back and not recomputes(config, progress):
-        logger.warning(
-            "sampling and training log-probabilities differ (k3 %.2e, clipped %.2e): old log-probabilities are "
-            "recomputed from the next step on; model.dtype=float32 avoids the difference",
-            metrics["rollout_corr/k3_kl"],
-            metrics.get("rollout_corr/first_clipfrac", 0.0),
-        )
-    if falls_back:
-        progress = dataclasses.replace(progress, recompute_logprobs=True, recompute_dtype=config.model.dtype)
-    kl_coef = progress.kl_coef
-    if config.algorithm.use_kl_in_reward and batch.experience is not None:
-        kl = sequence_kl(batch.experience)
-        metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
-        control = config.algorithm.kl_ctrl
-        if control.type == "adaptive":
-            kl_coef = adapted_coefficient(
-                kl_coef,
-                kl,
-                target_kl=control.target_kl,
-                horizon=control.horizon,
-                num_sequences=batch.experience.finished.size,
-            )
-    compared = {name: value for name, value in metrics.items() if not (older_policy and name == "rollout_corr/k3_kl")}
-    alarms, memory = raise_alarms(compared, progress.alarms, config.monitor.alarms, progress.step + 1)
-    metrics |= alarms
-    return dataclasses.replace(
-        progress,
-        step=progress.step + 1,
-        kl_coef=kl_coef,
-        groups_kept=progress.groups_kept + batch.num_kept,
-        groups_dropped=progress.groups_dropped + batch.num_evaluated - batch.num_kept,
-        tokens_generated=progress.tokens_generated + int(metrics["dynamic_sampling/generated_tokens"]),
-        tokens_trained=progress.tokens_trained + int(metrics["dynamic_sampling/trained_tokens"]),
-        nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
-        alarms=memory,
-    )
-
-
 def save_state(
     run: Run, checkpoints: Checkpoints, state: RunState, *, metric: float | None = None, replace: bool = False
 ) -> None:
     """Begins to write `state`; `metric` is how good it is, None if that was not measured."""
-    arrays = {**stream_arrays(state.stream), "engine": state.engine}
-    if state.ahead is not None:
-        arrays["ahead"] = collected_arrays(state.ahead)
     with run.monitor.stage("save_checkpoint"):
-        checkpoints.save(state.models, state.progress, arrays, metric=metric, replace=replace)
+        checkpoints.save(state.models, state.progress, saved_arrays(state), metric=metric, replace=replace)
+
+
+def saved_arrays(state: RunState) -> dict[str, Any]:
+    """What is saved of `state` besides models and progress: NumPy arrays, nested by name."""
+    stream, ahead = state.stream, state.ahead
+    arrays: dict[str, Any] = {
+        "next_prompt": np.array(stream.next_prompt),
+        "keep_rate": np.array(stream.keep_rate),
+        "uniform_in_a_row": stream.history.uniform_in_a_row,
+        "engine": state.engine,
+    }
+    if stream.carried is not None:
+        arrays["carried"] = to_arrays(stream.carried)
+    if ahead is not None:
+        numbers = json.dumps([ahead.metrics, ahead.num_kept, ahead.num_evaluated])
+        groups = {} if ahead.experience is None else {"experience": to_arrays(ahead.experience)}
+        arrays["ahead"] = {"numbers": np.frombuffer(numbers.encode(), np.uint8), **groups}
+    return arrays
+
+
+def restored_arrays(
+    arrays: Mapping[str, Any], prompts: PromptSet, tokenizer: Tokenizer
+) -> tuple[StreamState, Collected | None]:
+    """The stream, and the batch that was sampled ahead, of `saved_arrays`; the engine restores its own."""
+
+    def experience(arrays: Mapping[str, Any], name: str) -> Experience | None:
+        return from_arrays(arrays[name], prompts, tokenizer) if name in arrays else None
+
+    stream = StreamState(
+        next_prompt=int(arrays["next_prompt"]),
+        keep_rate=float(arrays["keep_rate"]),
+        history=History(np.asarray(arrays["uniform_in_a_row"])),
+        carried=experience(arrays, "carried"),
+    )
+    if "ahead" not in arrays:
+        return stream, None
+    metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["ahead"]["numbers"]).tobytes())
+    return stream, Collected(experience(arrays["ahead"], "experience"), metrics, num_kept, num_evaluated)
 
 
 def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunState:
@@ -199,7 +184,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     if not own:
         progress = dataclasses.replace(progress, log_bytes=0)  # of this run's log
     progress = resumed_coefficient(run.config, progress)
-    logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
+    logger.warning("resuming after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     engine = run.sampler.engine
     engine.restore(arrays["engine"])
     prompts = run.problems.train_set.checksum()
@@ -215,8 +200,8 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         return RunState(models, progress, _first_stream(run), engine.to_arrays())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
-    ahead = restore_collected(run, arrays["ahead"]) if "ahead" in arrays else None
-    return RunState(models, progress, restore_stream(run, arrays), engine.to_arrays(), ahead)
+    stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
+    return RunState(models, progress, stream, engine.to_arrays(), ahead)
 
 
 def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
@@ -227,54 +212,13 @@ def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
     if measured != config.algorithm.use_kl_in_reward:
         raise InputError(
             f"the checkpoint holds groups that were sampled with algorithm.use_kl_in_reward={measured}, and the run "
-            f"has {not measured}: go on with that, or begin in a new workdir with model.path set to this one"
+            f"has {not measured}: restore that value, or start in a new workdir with model.path set to this one"
         )
     wanted = config.rollout.n, config.data.max_response_length
     if tuple(groups["responses"].shape[1:]) != wanted:
         n, length = groups["responses"].shape[1:]
         raise InputError(
             f"the checkpoint holds groups that were sampled with rollout.n={n}, data.max_response_length={length}, and "
-            f"the run has {wanted[0]}, {wanted[1]}: go on with those, or begin in a new workdir with model.path set to "
+            f"the run has {wanted[0]}, {wanted[1]}: restore those, or start in a new workdir with model.path set to "
             "this one"
         )
-
-
-def stream_arrays(state: StreamState) -> dict[str, Any]:
-    """`state` as NumPy arrays for a checkpoint."""
-    arrays: dict[str, Any] = {
-        "next_prompt": np.array(state.next_prompt),
-        "keep_rate": np.array(state.keep_rate),
-        "uniform_in_a_row": state.history.uniform_in_a_row,
-    }
-    if state.carried is not None:
-        arrays["carried"] = to_arrays(state.carried)
-    return arrays
-
-
-def restore_stream(run: Run, arrays: dict[str, Any]) -> StreamState:
-    """The inverse of `stream_arrays`."""
-    carried = arrays.get("carried")
-    return StreamState(
-        next_prompt=int(arrays["next_prompt"]),
-        keep_rate=float(arrays["keep_rate"]),
-        history=History(np.asarray(arrays["uniform_in_a_row"])),
-        carried=None if carried is None else from_arrays(carried, run.problems.train_set, run.sampler.tokenizer),
-    )
-
-
-def collected_arrays(collected: Collected) -> dict[str, Any]:
-    """`collected` as NumPy arrays, nested by name, for a checkpoint."""
-    text = json.dumps([collected.metrics, collected.num_kept, collected.num_evaluated])
-    arrays: dict[str, Any] = {"numbers": np.frombuffer(text.encode(), np.uint8)}
-    if collected.experience is not None:
-        arrays["experience"] = to_arrays(collected.experience)
-    return arrays
-
-
-def restore_collected(run: Run, arrays: Mapping[str, Any]) -> Collected:
-    """The inverse of `collected_arrays`."""
-    metrics, num_kept, num_evaluated = json.loads(np.asarray(arrays["numbers"]).tobytes())
-    experience = arrays.get("experience")
-    if experience is not None:
-        experience = from_arrays(experience, run.problems.train_set, run.sampler.tokenizer)
-    return Collected(experience, metrics, num_kept, num_evaluated)

@@ -18,32 +18,28 @@ import numpy as np
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
+from dapo_jax.data.collected import Collected
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
 from dapo_jax.learner.batch import make_batch, penalize_kl
+from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices, update_critic, update_policy
+from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices
 from dapo_jax.monitor import filter_log, statistics
 from dapo_jax.monitor.bars import RoundsShown
 from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
-from dapo_jax.progress import Progress, is_finite, recomputes
+from dapo_jax.progress import Progress, advance, is_finite, recomputes
 from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
 from dapo_jax.rollout.sampling import BASELINE, TRAIN, Sampling
 from dapo_jax.run import Run
-from dapo_jax.settings import update_settings
-from dapo_jax.state import RunState, advance
-from dapo_jax.step_metrics import (
-    Collected,
-    collect,
-    experience_histograms,
-    performance_metrics,
-    sample_texts,
-)
+from dapo_jax.settings import update_settings, updates_of_step
+from dapo_jax.state import RunState
+from dapo_jax.step_metrics import collect, performance_metrics, step_row
 
 logger = logging.getLogger("dapo_jax.train")
 
@@ -53,7 +49,7 @@ KeepBatch = Callable[[int, dict[str, np.ndarray]], None]  # (step, arrays)
 def sample_batch(
     run: Run, weights: Any, stream: StreamState, progress: Progress, step: int
 ) -> tuple[Collected, StreamState]:
-    """What `step` will train on, sampled with decoding `weights`, and the stream after it.
+    """Samples what `step` will train on with decoding `weights`; also returns the stream after it.
 
     Args:
         progress: of the policy whose weights they are.
@@ -82,7 +78,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
-        """Starts to sample the prompts of these numbers. The result waits, and marks the groups to keep."""
+        """Samples the prompts with these numbers. The result waits for the verdicts and marks the groups to keep."""
         shown.begin()
         rows = [problems.order.row(number) for number in numbers]
         verified = run.sampler.start(
@@ -124,7 +120,7 @@ def train_step(
     stream: StreamState,
     start: float,
 ) -> RunState:
-    """The run after all updates on `batch`; with trainer.rollout_ahead the next one is sampled meanwhile.
+    """All updates on `batch`; with trainer.rollout_ahead the next batch is sampled meanwhile.
 
     Args:
         stream: as it is after `batch`.
@@ -134,7 +130,7 @@ def train_step(
     step = progress.step + 1
     ahead, weights = None, None
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
-        weights = run.learner.decode_weights(state.models.actor.params)  # before the update takes their memory
+        weights = run.learner.decode_weights(state.models.actor.params)  # before the update donates them
     models, finish = train_on(run, state.models, batch.experience, progress, step, keep_batch=records.write_batch)
     if weights is not None:  # other devices sample while these train
         ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
@@ -148,15 +144,8 @@ def train_step(
         mesh=run.learner.mesh,
         num_devices=run.num_devices,
     )
-    row = {
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "samples": [],
-        "histograms": histograms,
-    }
-    if batch.experience is not None:
-        rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
-        row["samples"] = sample_texts(batch.experience, rows, tokenizer, wanted=config.monitor.num_samples)
-        row["histograms"] |= experience_histograms(batch.experience)
+    rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
+    row = step_row(batch, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
     progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
     return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
 
@@ -172,8 +161,8 @@ def train_on(
 ) -> tuple[Models, Finish]:
     """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
 
-    The updates are begun; the second part of the result waits for them and returns metrics and histograms. A batch
-    whose loss or gradient is not finite goes to `keep_batch`.
+    Only starts the updates: the second result waits for them and returns metrics and histograms. A batch whose loss or
+    gradient is not finite goes to `keep_batch`.
     """
     if experience is None:
         return models, lambda: ({}, {})
@@ -184,12 +173,12 @@ def train_on(
         sequence_lengths(batch)[: experience.finished.size],
         tokens_of_devices(batch, update_settings(run.config, run.learner.mesh, "actor", step)),
     )
-    models, wait = update(run, models, batch, step)
+    models, wait = update(run.learner, models, batch, updates_of_step(run.config, run.learner.mesh, step))
 
     def finish() -> tuple[dict[str, float], Histograms]:
         metrics, histograms = wait()
-        metrics |= batch_metrics  # with recomputed log-probabilities, which compares them with the sampler's
-        if recomputed:  # there, the first optimizer step compares the training pass with itself
+        metrics |= batch_metrics  # if recomputed, they compare the sampler's log-probabilities with the training pass's
+        if recomputed:  # then the first optimizer step compares the training pass with itself
             metrics.pop("rollout_corr/first_clipfrac", None)
         histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
         if not is_finite(metrics):
@@ -242,41 +231,3 @@ def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarr
         )
         rewards = run.rewards.shape(greedy(), prompts).scores["seq_reward"].astype(np.float32)
     return np.repeat(rewards, experience.finished.shape[1], axis=1)
-
-
-def update(run: Run, models: Models, batch: Batch, step: int) -> tuple[Models, Finish]:
-    """Begins all optimizer steps: the critic's, then after trainer.critic_warmup the policy's (equation 8).
-
-    The second part of the result waits for them and returns metrics and histograms.
-    """
-    learner, mesh, pace = run.learner, run.learner.mesh, run.learner.pace
-    parts: list[tuple[str, Finish, dict[str, float]]] = []
-    if learner.critic is not None:
-        assert models.critic is not None
-        settings = update_settings(run.config, mesh, "critic", step)
-        with run.monitor.stage("update_critic"):
-            critic, finish = update_critic(learner.critic, models.critic, batch, settings, mesh, pace)
-        models = dataclasses.replace(models, critic=critic)
-        parts.append(("update_critic", finish, {"critic/lr": settings.learning_rate}))
-    if step > run.config.trainer.critic_warmup:
-        learner.decode_weights.drop()
-        settings = update_settings(run.config, mesh, "actor", step)
-        with run.monitor.stage("update_actor"):
-            actor, finish = update_policy(learner.actor, models.actor, batch, settings, mesh, pace)
-        models = dataclasses.replace(models, actor=actor)
-        known = {"actor/lr": settings.learning_rate}
-        if run.config.actor.use_kl_loss:
-            known["actor/kl_coef"] = run.config.actor.kl_loss_coef
-        parts.append(("update_actor", finish, known))
-
-    def finish_all() -> tuple[dict[str, float], Histograms]:
-        metrics: dict[str, float] = {}
-        histograms: Histograms = {}
-        for name, finish, known in parts:
-            with run.monitor.stage(name):
-                found, distributions = finish()
-            metrics |= found | known
-            histograms |= distributions
-        return metrics, histograms
-
-    return models, finish_all

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.config.sections import Config, DataConfig
+from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience, Outcomes
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.rows import PromptRow
@@ -18,21 +18,11 @@ from dapo_jax.dynamic_sampling.rounds import filtered_counts
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.monitor import statistics
-from dapo_jax.monitor.tensorboard import histogram
+from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
 from dapo_jax.rewards.scoring import final_rewards
 from dapo_jax.settings import compute_dtype
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What a training step trains on, and what is logged of how it came about."""
-
-    experience: Experience | None  # the groups; None if the step is skipped
-    metrics: dict[str, float]
-    num_kept: int  # groups that passed the filter
-    num_evaluated: int  # groups that were sampled
 
 
 def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collected:
@@ -57,7 +47,7 @@ def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder)
         "data/prompts_consumed": accepted.state.next_prompt,
         "data/epoch": order.epoch(accepted.state.next_prompt),
         "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
-        "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # carried groups' were told before
+        "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # not those of carried groups
         "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
         "experience_pipeline/filtered_count": sum(
             int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds
@@ -260,3 +250,25 @@ def sample_texts(
         }
         for (group, sample), kind in chosen.items()
     ]
+
+
+def step_row(
+    collected: Collected,
+    metrics: Mapping[str, float],
+    histograms: Histograms,
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    *,
+    num_samples: int,
+) -> dict[str, Any]:
+    """What is recorded of a training step: metrics, histograms and the texts of `num_samples` responses.
+
+    Args:
+        metrics, histograms: of the whole step.
+        rows: of the training problems.
+    """
+    row = {"metrics": {name: float(value) for name, value in metrics.items()}, "samples": [], "histograms": histograms}
+    if (experience := collected.experience) is not None:
+        row["samples"] = sample_texts(experience, rows, tokenizer, wanted=num_samples)
+        row["histograms"] = histograms | experience_histograms(experience)
+    return row

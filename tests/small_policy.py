@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch, Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
@@ -21,6 +22,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.mesh import AXES, make_mesh
 from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.settings import loss_options
 
 ARCH = Architecture(
     family="llama",
@@ -43,6 +45,7 @@ EOS, PAD = (2, 3), 2  # pad equals one of the two end-of-sequence tokens
 LENGTH = 9
 OPTIMIZER = OptimizerSettings(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
 LOSS_OPTIONS = {
+    **loss_options(Config().actor),
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.28,
     "clip_ratio_c": 10.0,

@@ -28,31 +28,31 @@ def test_operations_of_a_forward_pass():
         assert forward_flops(arch, np.array([[5], [7]])) == expected
 
 
-def run_with(kind: str, **changes) -> Any:
+def config_and_mesh(kind: str, **changes) -> Any:
     platform = {"NVIDIA": "gpu", "TPU": "tpu"}.get(kind.split()[0], "cpu")
     device = SimpleNamespace(device_kind=kind, platform=platform, compute_capability="9.0" if platform == "gpu" else "")
     mesh = SimpleNamespace(devices=np.array([device, device]), size=2)
-    return SimpleNamespace(config=small_config("unused", **changes), mesh=mesh)
+    return small_config("unused", **changes), mesh
 
 
 def test_utilisation_is_of_the_peak_of_all_training_devices():
-    peak = limits_of(run_with("NVIDIA H200").mesh.devices.flat[0]).flops
+    peak = limits_of(config_and_mesh("NVIDIA H200")[1].devices.flat[0]).flops
     assert peak == 989e12
-    found = utilisation(run_with("NVIDIA H200"), ROW)
+    found = utilisation(*config_and_mesh("NVIDIA H200"), ROW)
     assert found == {"perf/mfu/actor": pytest.approx(3 * 2e12 / (3 * 2 * peak))}
-    found = utilisation(run_with("NVIDIA H200", **{"actor.ppo_epochs": 2, "model.lora.rank": 4}), ROW)
+    found = utilisation(*config_and_mesh("NVIDIA H200", **{"actor.ppo_epochs": 2, "model.lora.rank": 4}), ROW)
     assert found == {"perf/mfu/actor": pytest.approx(4 * 2e12 / (3 * 2 * peak))}
-    found = utilisation(run_with("NVIDIA H200", **{"model.dtype": "float32"}), ROW)
+    found = utilisation(*config_and_mesh("NVIDIA H200", **{"model.dtype": "float32"}), ROW)
     assert found == {"perf/mfu/actor": pytest.approx(3 * 2e12 / (3 * 2 * 67e12))}
     more = {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0}
-    found = utilisation(run_with("TPU v5 lite"), ROW | more)
+    found = utilisation(*config_and_mesh("TPU v5 lite"), ROW | more)
     assert found["perf/mfu/actor_infer"] == pytest.approx(2e12 / (0.5 * 2 * 197e12))
     assert found["perf/mfu/critic"] == pytest.approx(6e12 / (2 * 197e12))
 
 
 def test_utilisation_is_left_out_where_peak_or_work_is_unknown():
-    assert utilisation(run_with("cpu"), ROW) == {}
-    assert utilisation(run_with("NVIDIA H200"), {"timing_s/update_actor": 3.0}) == {}
+    assert utilisation(*config_and_mesh("cpu"), ROW) == {}
+    assert utilisation(*config_and_mesh("NVIDIA H200"), {"timing_s/update_actor": 3.0}) == {}
 
 
 def test_memory_is_what_devices_and_host_tell(monkeypatch):
@@ -74,6 +74,5 @@ def test_memory_is_what_devices_and_host_tell(monkeypatch):
 def test_before_and_after_are_of_the_untrained_and_the_trained_policy(tmp_path, measured, before, after):
     rows = [{"step": step} | ({"eval/a/acc/mean@4": measured[step]} if step in measured else {}) for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run: Any = SimpleNamespace(config=small_config(tmp_path), task_sets=[], timers=SimpleNamespace(totals={}))
-    table = dict(summary(run, Progress()))
+    table = dict(summary(small_config(tmp_path), [], Progress(), {}))
     assert (table["held-out accuracy before"], table["held-out accuracy after"]) == (before, after)

@@ -12,8 +12,9 @@ from dapo_jax.command.validation import validate
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, move, weight_sharding
+from dapo_jax.progress import advance
 from dapo_jax.run import open_run
-from dapo_jax.state import advance, first_state
+from dapo_jax.state import first_state
 from dapo_jax.step import sample_batch, train_on
 from dapo_jax.train import train
 

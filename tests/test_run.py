@@ -11,16 +11,15 @@ from safetensors.numpy import load_file, save_file
 from small_run import small_config
 
 from dapo_jax.base_models import load_policy, load_reference, read_model
+from dapo_jax.data.collected import Collected
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
 from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.progress import Progress, recomputes
+from dapo_jax.progress import Progress, advance, recomputes
 from dapo_jax.run import init_models
 from dapo_jax.settings import actor_settings, critic_settings
-from dapo_jax.state import advance
-from dapo_jax.step_metrics import Collected
 
 DATA = Path(__file__).parent / "models" / "data"
 LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_run import small_config
 
-from dapo_jax import settings
+from dapo_jax import meshes, settings
 from dapo_jax.base_models import read_model
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
@@ -119,7 +119,7 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
     chosen = settings.attention_kernel(config, arch, mesh_of(device))
     assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
     assert (rows_of_a_prompt(config, arch, mesh_of(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
-    notes = settings.device_notes(config, arch, mesh_of(device))
+    notes = meshes.device_notes(config, arch, mesh_of(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
 
@@ -141,17 +141,17 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attent
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
     message = "model.dtype=auto is float32: Tesla T4 has no fast products of bfloat16"
-    assert message in settings.device_notes(config, arch, mesh_of("T4"))
+    assert message in meshes.device_notes(config, arch, mesh_of("T4"))
     for device in ("cpu", "tpu", "A100"):
-        assert message not in settings.device_notes(config, arch, mesh_of(device))
+        assert message not in meshes.device_notes(config, arch, mesh_of(device))
 
 
 def test_a_note_says_how_much_of_a_gpu_jax_may_take(monkeypatch):
     monkeypatch.setenv(FRACTION, "0.8")
     config, arch = configured(model__attention="xla")
-    (note,) = settings.device_notes(config, arch, mesh_of("A100"))
+    (note,) = meshes.device_notes(config, arch, mesh_of("A100"))
     assert note == "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
-    assert not settings.device_notes(config, arch, mesh_of("tpu"))
+    assert not meshes.device_notes(config, arch, mesh_of("tpu"))
 
 
 def test_compiler_options_of_a_run_come_before_those_of_the_platform():
@@ -170,6 +170,6 @@ def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     for device, message in {"cpu": "needs devices with a memory", "A100": "absent GPUs"}.items():
         mesh = mesh_of(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
-            settings.check_memory(config, mesh)
-    settings.check_memory(config, mesh_of("A100 that is here"))
-    settings.check_memory(small_config("unused"), mesh_of("A100"))
+            meshes.check_memory(config, mesh)
+    meshes.check_memory(config, mesh_of("A100 that is here"))
+    meshes.check_memory(small_config("unused"), mesh_of("A100"))

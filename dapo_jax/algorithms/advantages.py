@@ -6,13 +6,12 @@ ESTIMATORS names every estimator. All of them take
     mask       [B, R] bool, response tokens; the result is 0 elsewhere
     group_ids  [B] int32 in [0, num_groups), the prompt of each row; rows with another id are padding
 
-and return (advantages, returns), [B, R] each: returns are what a value function would be fitted to. What an
-estimator needs beyond that, arrays (`values`, `reward_baselines`, ...) or options of config.algorithm, are the
-other parameters of its function, by name. To add one: write the function, and its line in ESTIMATORS.
+and return (advantages, returns), [B, R] each: returns are what a value function would be fitted to. Whatever else an
+estimator needs, arrays (`values`, `reward_baselines`, ...) or options of config.algorithm, is a parameter of that name.
+To add one: write the function, and its line in ESTIMATORS.
 
-Deviation from verl: a group of several equal scores gets exactly 0 from every estimator that compares within the group
-and does not whiten; there the rounding of the mean can leave a difference, which grpo's division by a tiny deviation
-blows up.
+Difference from verl: estimators that compare within a group and do not whiten give exactly 0 to a group of several
+equal scores. In verl a rounding error of the mean can remain, which grpo then divides by a tiny deviation.
 """
 
 import math
@@ -21,6 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.algorithms.groups import Groups
 from dapo_jax.errors import InputError
 
 EPSILON = 1e-6
@@ -44,7 +44,7 @@ def grpo(
     Args:
         norm_adv_by_std_in_grpo: False leaves out the division (Dr. GRPO, arXiv:2503.20783).
     """
-    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    groups, scores = Groups(group_ids, num_groups), _scores(rewards, mask)
     centred = groups.centred(scores)
     scaled = centred / (groups.deviation(scores) + EPSILON) if norm_adv_by_std_in_grpo else centred
     return _same_for_every_token(scaled, mask)
@@ -63,7 +63,7 @@ def grpo_passk(
     It is divided by the group's sample standard deviation + 1e-6 if `norm_adv_by_std_in_grpo`. Ties and groups of
     one response get 0.
     """
-    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    groups, scores = Groups(group_ids, num_groups), _scores(rewards, mask)
     best = scores == groups.highest(scores)
     alone = groups.sum(best.astype(scores.dtype)) == 1
     second = groups.highest(jnp.where(best, -jnp.inf, scores))
@@ -78,7 +78,7 @@ def rloo(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_group
 
     The only response of a group gets its score.
     """
-    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    groups, scores = Groups(group_ids, num_groups), _scores(rewards, mask)
     return _same_for_every_token(groups.centred(scores) * groups.count / jnp.maximum(groups.count - 1, 1), mask)
 
 
@@ -87,7 +87,7 @@ def opo(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups
 
     The only response of a group gets its score.
     """
-    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    groups, scores = Groups(group_ids, num_groups), _scores(rewards, mask)
     lengths = jnp.sum(mask, axis=-1, dtype=jnp.float32)
     baseline = groups.sum(lengths * scores) / jnp.maximum(groups.sum(lengths), 1)
     centred = scores - jnp.where(groups.single, 0.0, baseline)
@@ -99,7 +99,7 @@ def gpg(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, num_groups
 
     The only response of a group gets its score.
     """
-    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    groups, scores = Groups(group_ids, num_groups), _scores(rewards, mask)
     scale = jnp.sum(groups.real) / jnp.maximum(jnp.sum((scores != 0) & groups.real), 1)
     return _same_for_every_token(scale * groups.centred(scores), mask)
 
@@ -117,7 +117,7 @@ def reinforce_plus_plus_baseline(
 
     The only response of a group keeps its score before whitening.
     """
-    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    groups, scores = Groups(group_ids, num_groups), _scores(rewards, mask)
     centred = groups.centred(scores)
     values = jnp.where(mask, whiten(jnp.broadcast_to(centred[:, None], mask.shape), mask), 0.0)
     return values, values
@@ -182,15 +182,18 @@ def cpo(
 ) -> Estimates:
     """GRPO's advantages plus what a hint would have changed about each token (CPO).
 
-    With l the log-probability of a token and l' that after a prompt which also holds the reference solution:
-    kl = exp(l') (l' - l), ratio = exp(l' - l) clamped to [1 / cpo_lambda, cpo_lambda], uncertainty = entropy / log V,
-    and the difficulty of a group 1 if all its scores are positive, -1 if none is, else 0. Added is, by `wrap_method`:
+    With l the log-probability of a token, and l' its log-probability after a prompt that also holds the reference
+    solution: kl = exp(l') (l' - l), ratio = exp(l' - l) clamped to [1 / cpo_lambda, cpo_lambda], uncertainty =
+    entropy / log V. The difficulty of a group is 1 if all its scores are positive, -1 if none is, else 0.
+    `wrap_method` names what is added:
 
         mi                         mi_alpha kl
         mi_clamp_unify_difficulty  alpha ratio kl, alpha = pos_alpha, mi_alpha or neg_alpha at difficulty 1, 0 or -1
         negonly_mi3                neg_alpha ratio kl (1 - uncertainty), unless the difficulty is 1
         seq_kl                     kl_alpha times the sum of kl over the response, for each of its tokens
         negonly_seq_kl             the same, unless the difficulty is 1
+
+    Its fifteen parameters are arrays and the options of algorithm.cpo, which `chosen` passes by name.
 
     Args:
         logprobs, hint_logprobs: [B, R] under the policy that sampled, after the prompt without and with the hint.
@@ -202,7 +205,7 @@ def cpo(
     advantages, _ = grpo(
         rewards, mask, group_ids, num_groups=num_groups, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
     )
-    groups, scores = _Groups(group_ids, num_groups), _scores(rewards, mask)
+    groups, scores = Groups(group_ids, num_groups), _scores(rewards, mask)
     all_positive = (groups.lowest(scores) > 0)[:, None]
     none_positive = (groups.highest(scores) <= 0)[:, None]
     difference = jnp.where(mask, hint_logprobs - logprobs, 0.0)
@@ -241,98 +244,12 @@ ESTIMATORS: dict[str, Callable[..., Estimates]] = {
 }
 
 
-def keep_samples(
-    advantages: jax.Array,
-    scores: jax.Array,
-    group_ids: jax.Array,
-    *,
-    num_groups: int,
-    keep_pos_ratio: float,
-    keep_neg_ratio: float,
-    compute_new_adv: bool,
-    norm_adv_by_std_in_grpo: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Of each group, the best responses with a positive and the worst with a negative advantage.
-
-    ceil(ratio * count) of each sign are kept, ties in row order; an advantage of 0 is always kept.
-
-    Args:
-        advantages, scores: [B] one number a response.
-        compute_new_adv: normalise the kept advantages anew, with the mean and sample standard deviation of the kept
-            scores of the group; 0 if those are all equal. Groups with fewer than two kept samples stay as they are.
-        norm_adv_by_std_in_grpo: as for `grpo`.
-
-    Returns:
-        advantages [B], 0 where not kept, and kept [B] bool.
-    """
-    groups = _Groups(group_ids, num_groups)
-    kept = jnp.ones_like(advantages, bool)
-    for sign, ratio in ((1, keep_pos_ratio), (-1, keep_neg_ratio)):
-        chosen = sign * advantages > 0
-        order = jnp.lexsort((jnp.arange(len(scores)), -sign * scores, ~chosen, group_ids))
-        position = jnp.zeros_like(order).at[order].set(jnp.arange(len(scores)))
-        rank = position - groups.lowest(position)
-        # A millionth less, so that 0.3 of 10 stays 3 in float32.
-        limit = jnp.ceil(ratio * (1 - 1e-6) * groups.sum(chosen.astype(jnp.float32)))
-        kept &= ~chosen | (rank < limit)
-    if compute_new_adv:
-        count = groups.sum(kept.astype(scores.dtype))
-        mean = groups.sum(jnp.where(kept, scores, 0.0)) / jnp.maximum(count, 1)
-        centred = scores - mean
-        variance = groups.sum(jnp.where(kept, jnp.square(centred), 0.0)) / jnp.maximum(count - 1, 1)
-        highest = groups.highest(jnp.where(kept, scores, -jnp.inf))
-        equal = highest == groups.lowest(jnp.where(kept, scores, jnp.inf))
-        scaled = centred / (jnp.sqrt(variance) + EPSILON) if norm_adv_by_std_in_grpo else centred
-        renewed = jnp.where(equal, 0.0, scaled)
-        dropped_some = count < groups.count
-        advantages = jnp.where(dropped_some & (count >= 2), renewed, advantages)
-    return jnp.where(kept, advantages, 0.0), kept
-
-
 def whiten(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """`values` shifted and scaled to mean 0 and sample variance 1 over the tokens of `mask` (1e-8 is added to it)."""
+    """`values` shifted and scaled to mean 0 and sample variance 1 (+ 1e-8) over the tokens of `mask`."""
     count = jnp.sum(mask)
     mean = jnp.sum(values, where=mask) / jnp.maximum(count, 1)
     variance = jnp.sum(jnp.square(values - mean), where=mask) / jnp.maximum(count - 1, 1)
     return (values - mean) * jax.lax.rsqrt(variance + 1e-8)
-
-
-class _Groups:
-    """Statistics of each row's group, [B] -> [B]."""
-
-    def __init__(self, group_ids: jax.Array, num_groups: int) -> None:
-        self.ids, self.num_groups = group_ids, num_groups
-        self.real = (group_ids >= 0) & (group_ids < num_groups)  # not padding
-        self.count = self.sum(jnp.ones_like(group_ids, jnp.float32))
-        self.single = self.count == 1
-
-    def _over(self, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
-        return reduce(values, self.ids, self.num_groups)[self.ids]
-
-    def sum(self, values: jax.Array) -> jax.Array:
-        return self._over(jax.ops.segment_sum, values)
-
-    def highest(self, values: jax.Array) -> jax.Array:
-        return self._over(jax.ops.segment_max, values)
-
-    def lowest(self, values: jax.Array) -> jax.Array:
-        return self._over(jax.ops.segment_min, values)
-
-    def mean(self, values: jax.Array) -> jax.Array:
-        return self.sum(values) / self.count
-
-    def centred(self, values: jax.Array) -> jax.Array:
-        """Distance from the group's mean: exactly 0 among equals, the value itself if it is alone."""
-        return jnp.where(self.uniform(values), 0.0, values - jnp.where(self.single, 0.0, self.mean(values)))
-
-    def deviation(self, values: jax.Array) -> jax.Array:
-        """Sample standard deviation; 1 for a group of one."""
-        variance = self.sum(jnp.square(values - self.mean(values))) / jnp.maximum(self.count - 1, 1)
-        return jnp.where(self.single, 1.0, jnp.sqrt(variance))
-
-    def uniform(self, values: jax.Array) -> jax.Array:
-        """Several values, all equal."""
-        return ~self.single & (self.highest(values) == self.lowest(values))
 
 
 def _scores(rewards: jax.Array, mask: jax.Array) -> jax.Array:

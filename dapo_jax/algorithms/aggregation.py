@@ -1,7 +1,7 @@
 """Device: from the loss of each token to one number, exact however a mini-batch is split.
 
-Every mode is a weighted sum over tokens. The weights of a mini-batch are made before it is split, and go with their
-tokens, so that the sums of micro-batches and of devices add up to the loss of the mini-batch:
+Every mode is a weighted sum over tokens. The weights are computed for the whole mini-batch before it is split, so that
+the sums over micro-batches and devices add up to the loss of the mini-batch:
 
     token-mean               sum of all token losses / number of tokens (DAPO, equation 8)
     seq-mean-token-sum       mean over sequences of the sum over tokens
@@ -24,28 +24,23 @@ def token_weights(
     group_ids: jax.Array,
     mode: str,
     *,
-    num_tokens: jax.Array | float | None = None,
-    num_sequences: jax.Array | float | None = None,
+    num_sequences: float | None = None,
     scale_factor: float = 1.0,
 ) -> jax.Array:
     """Weight [B, R] of each token's loss; the loss of the mini-batch is sum(weights * token_loss).
 
     Args:
         mask: [B, R] bool, tokens to train on in a whole mini-batch.
-        group_ids: [B] int32, the prompt of each row: numbers less than B apart, of rows that hold a token.
-        num_tokens: what token-mean divides by; None = the tokens of `mask`.
-        num_sequences: what the sequence modes divide by; None = the rows of `mask` that hold a token.
+        group_ids: [B] int32, the prompt of each row; rows that hold a token have numbers less than B apart.
+        num_sequences: what the sequence modes divide by; None: the rows of `mask` that hold a token.
         scale_factor: the constant of seq-mean-token-sum-norm, in tokens.
 
     Raises:
         ValueError: an unknown mode.
     """
     lengths = jnp.sum(mask, axis=-1, dtype=jnp.float32)
-    if num_tokens is None:
-        num_tokens = jnp.sum(lengths)
-    if num_sequences is None:
-        num_sequences = jnp.sum(lengths > 0)
-    per_sequence = mask / jnp.maximum(num_sequences, 1)
+    num_tokens = jnp.sum(lengths)
+    per_sequence = mask / jnp.maximum(jnp.sum(lengths > 0) if num_sequences is None else num_sequences, 1)
     if mode == "token-mean":
         return mask / jnp.maximum(num_tokens, 1)
     if mode == "seq-mean-token-sum":
@@ -63,5 +58,5 @@ def token_weights(
 
 
 def weighted_sum(token_loss: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:
-    """sum(weights * token_loss) over the tokens of `mask`; what stands elsewhere, even NaN, does not count."""
+    """sum(weights * token_loss) over the tokens of `mask`; values elsewhere, even NaN, do not count. All [B, R]."""
     return jnp.sum(weights * jnp.where(mask, token_loss, 0.0))

@@ -1,4 +1,4 @@
-"""Host: calling the paper's functions, whose parameters say what they need."""
+"""Host: passes to the paper's functions what their parameters name."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -8,8 +8,8 @@ Divergence", 2020):
     k3, low_var_kl  exp(y - x) - (y - x) - 1  unbiased, never negative; clamped to [-10, 10]
     abs             |x - y|, `magnitude`
 
-A "+" behind the name keeps the value and takes the gradient of k2, which is the one of the KL divergence itself:
-the gradients of k1 and k3 are not (arXiv:2506.09477).
+A trailing "+" keeps the value and takes the gradient of k2, which is that of the KL divergence itself; the gradients
+of k1 and k3 are not (arXiv:2506.09477).
 """
 
 import jax
@@ -54,8 +54,8 @@ def _estimate(logprobs: jax.Array, ref_logprobs: jax.Array, estimator: str) -> j
 def magnitude(difference: jax.Array) -> jax.Array:
     """|difference| of two log-probabilities, without a gradient up to `ROUNDING`.
 
-    There its sign is that of a rounding error, and the gradient, 1 or -1 however small the difference is, would depend
-    on how the batch is divided. Two passes over one policy that agree to the bit have none in verl either.
+    Below that, the sign is rounding noise, and so the gradient, 1 or -1 however small the difference, would depend on
+    how the batch is sharded. In verl, too, two passes over one policy that agree to the bit have no gradient.
     """
     value = jnp.abs(difference)
     return jnp.where(value > ROUNDING, value, jax.lax.stop_gradient(value))

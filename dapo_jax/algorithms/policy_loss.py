@@ -2,20 +2,20 @@
 
 LOSSES names every loss. All of them take
 
-    logprobs, old_logprobs  [B, R] of the sampled tokens, under the current policy and the one that the ratio is to
+    logprobs, old_logprobs  [B, R] of the sampled tokens, under the current policy and the ratio's denominator
     advantages              [B, R], not differentiated
     mask                    [B, R] bool, tokens to train on
 
-and return the loss [B, R] of each token and its metrics. What a loss needs beyond that are the other parameters of
-its function, by name: options of config.actor, or `selected`, which SELECTIONS computes from the whole mini-batch.
-To add one: write the function, and its line in LOSSES.
+and return the loss [B, R] of each token and its metrics. Whatever else a loss needs is a parameter of that name: an
+option of config.actor, or `selected`, which token_selection.py computes from the whole mini-batch. To add one: write
+the function, and its line in LOSSES.
 
 With r = exp(logprobs - old_logprobs), A the advantage and clip(r) = r within [1 - clip_ratio_low, 1 +
 clip_ratio_high]. A sequence here is the tokens of one row that `mask` marks.
 
-Deviations from verl: every loss goes through config.actor.loss_agg_mode; there gspo and sapo (in some versions) fix
-seq-mean-token-mean, and geo_mean takes a mean over each micro-batch. clip_cov and kl_cov take means, counts and choices
-over the whole mini-batch, as their paper does over the batch, not over each micro-batch.
+Differences from verl: config.actor.loss_agg_mode applies to every loss; verl fixes seq-mean-token-mean for gspo and (in
+some versions) sapo, and averages geo_mean over each micro-batch. clip_cov and kl_cov compute means, counts and the
+selected tokens over the whole mini-batch, as their paper does over the batch; verl does over each micro-batch.
 """
 
 from collections.abc import Callable
@@ -209,7 +209,7 @@ def kl_cov(
 ) -> TokenLoss:
     """The unclipped loss -A r; selected tokens pay ppo_kl_coef |logprobs - old_logprobs| (arXiv:2505.22617, eq. 12).
 
-    The gradient of that is 0 where the two are equal but for rounding (`kl.magnitude`).
+    The penalty's gradient is 0 where the two are equal up to rounding (`kl.magnitude`).
 
     `ppo_kl_abs` is the mean of |logprobs - old_logprobs| (verl calls it ppo_kl).
 
@@ -234,73 +234,6 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
 }
 
 
-def clip_cov_selection(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    noise: jax.Array,
-    *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_cov_ratio: float,
-    clip_cov_lb: float,
-    clip_cov_ub: float,
-) -> jax.Array:
-    """Tokens [B, R] whose gradient `clip_cov` detaches, drawn from a whole mini-batch.
-
-    max(1, floor(clip_cov_ratio * tokens)) of those whose covariance lies between the bounds, those with the smallest
-    noise; tokens that the ratio's clip already stops are not drawn.
-
-    Args:
-        noise: [B, R] uniform draws in [0, 1).
-    """
-    covariance = _covariance(logprobs, advantages, mask)
-    ratio = jnp.exp(logprobs - old_logprobs)
-    is_clipped = -advantages * jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) > -advantages * ratio
-    candidates = mask & ~is_clipped & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
-    return _smallest(jnp.where(candidates, noise, jnp.inf), _share(mask, clip_cov_ratio)) & candidates
-
-
-def kl_cov_selection(
-    logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    noise: jax.Array,
-    *,
-    kl_cov_ratio: float,
-) -> jax.Array:
-    """Tokens [B, R] that `kl_cov` penalises: the max(1, floor(kl_cov_ratio * tokens)) of highest covariance."""
-    covariance = _covariance(logprobs, advantages, mask)
-    return _smallest(jnp.where(mask, -covariance, jnp.inf), _share(mask, kl_cov_ratio)) & mask
-
-
-SELECTIONS: dict[str, Callable[..., jax.Array]] = {"clip_cov": clip_cov_selection, "kl_cov": kl_cov_selection}
-
-
 def _sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Mean [B] over the tokens of each row; 0 for a row without any."""
     return jnp.sum(jnp.where(mask, values, 0.0), axis=-1) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
-
-
-def _covariance(logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> jax.Array:
-    """Each token's term of the covariance of advantage and log-probability over the mask (arXiv:2505.22617, eq. 9)."""
-    count = jnp.maximum(jnp.sum(mask), 1)
-
-    def centred(values):
-        return values - jnp.sum(values, where=mask) / count
-
-    return centred(advantages) * centred(logprobs)
-
-
-def _share(mask: jax.Array, ratio: float) -> jax.Array:
-    """floor(ratio * tokens), at least 1. A millionth more, so that 0.0002 of 5000 stays 1 in float32."""
-    return jnp.maximum(jnp.floor(ratio * (1 + 1e-6) * jnp.sum(mask)), 1)
-
-
-def _smallest(values: jax.Array, count: jax.Array) -> jax.Array:
-    """True at the `count` smallest entries; ties go to the first."""
-    order = jnp.argsort(values, axis=None, stable=True)
-    ranks = jnp.zeros_like(order).at[order].set(jnp.arange(values.size))
-    return (ranks < count).reshape(values.shape)

@@ -1,11 +1,11 @@
-"""Device: what makes up for a sampler whose log-probabilities differ from the training forward pass.
+"""Device: corrections for a sampler whose log-probabilities differ from those of the training forward pass.
 
 With d = old_logprobs - rollout_logprobs of each sampled token (training pass before the update, and sampler):
 
 - importance weights multiply each token's loss: exp(d) ("token") or exp(sum of d over the response) ("sequence"),
   truncated at a threshold (TIS, arXiv:2505.24298; Yao et al., "Your Efficient RL Framework Secretly Brings You
   Off-Policy RL Training", 2025) or set to 0 outside a band "low_high" (IcePop);
-- rejection takes tokens or whole responses out of the loss by the size of k1 = -d, k2 = d^2 / 2 or
+- rejection leaves tokens or whole responses out of the loss by the size of k1 = -d, k2 = d^2 / 2 or
   k3 = exp(d) - d - 1.
 """
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from dapo_jax.errors import InputError
 
 MAX_LOG_RATIO = 20.0
-OUTLIER = 0.05  # nats between two log-probabilities of a token, beyond which they are counted
+OUTLIER = 0.05  # nats; larger differences between two log-probabilities of a token are counted
 WEIGHTS = ("token", "sequence")
 CRITERIA = (
     *(f"token_k{k}" for k in (1, 2, 3)),
@@ -31,7 +31,7 @@ Metrics = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class Band:
-    """What is let through: truncated at `high` only, or kept between `low` and `high`."""
+    """The accepted values: truncated at `high` if `low` is None, else only those between `low` and `high`."""
 
     low: float | None
     high: float
@@ -70,11 +70,11 @@ def importance_weights(
         batch_normalize: divide by the mean weight, over tokens or over responses.
 
     Returns:
-        The weights, and `rollout_is_*`, which describe them before they are divided by their mean:
-        {mean,max,min,std,eff_sample_size} over tokens, seq_{mean,max,min,std,max_deviation} over responses, of the mean
-        weight of each, with its distance from 1. Of the weights before truncation are the shares beyond the threshold,
-        ratio_fraction_{high,low} (of a sequence's weights over responses, and so are then max and min),
-        seq_fraction_{high,low} over responses, and with a band oob_ratio, over tokens.
+        The weights, and metrics `rollout_is_*` of the weights before they are divided by their mean:
+        {mean,max,min,std,eff_sample_size} over tokens; seq_{mean,max,min,std,max_deviation} over responses, of the mean
+        weight of each and its distance from 1. From the weights before truncation come the shares beyond the threshold:
+        ratio_fraction_{high,low} over tokens (over responses with rollout_is=sequence, as are max and min then),
+        seq_fraction_{high,low} over responses and, with a band, oob_ratio over tokens.
     """
     log_ratio = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0)
     if rollout_is == "sequence":
@@ -97,7 +97,7 @@ def importance_weights(
 def _weight_metrics(
     raw: jax.Array, weights: jax.Array, mask: jax.Array, threshold: Band, *, of_responses: bool
 ) -> Metrics:
-    """`of_responses`: the weights are the same at all tokens of a response."""
+    """`of_responses`: all tokens of a response have the same weight."""
     low = 1 / threshold.high if threshold.low is None else threshold.low
     real = jnp.any(mask, axis=-1)
     metrics = _spread("rollout_is", weights, mask)
@@ -131,10 +131,10 @@ def rejection_mask(
 
     Returns:
         The mask, and `rollout_rs_{masked,seq_masked}_fraction`: tokens that are left out, and responses that lose one.
-        For each criterion `rollout_rs_{criterion}_*`: the same two, {mean,std} of its values over tokens, std with what
-        is beyond a threshold put there; {max,min,fraction_high,fraction_low} over what it judges, tokens or responses;
-        seq_{mean,max,min,std,max_deviation,fraction_high,fraction_low} over responses, of their mean value, with its
-        distance from 0.
+        For each criterion `rollout_rs_{criterion}_*`: the same two; {mean,std} of its values over tokens, std of the
+        values clipped to the thresholds; {max,min,fraction_high,fraction_low} over the tokens or responses that it
+        judges; seq_{mean,max,min,std,max_deviation,fraction_high,fraction_low} over responses, of their mean value and
+        its distance from 0.
     """
     difference = jnp.clip(jnp.where(mask, old_logprobs - rollout_logprobs, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept, metrics = mask, {}
@@ -218,7 +218,7 @@ def mismatch_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask:
 def probability_metrics(old_logprobs: jax.Array, rollout_logprobs: jax.Array, mask: jax.Array) -> Metrics:
     """verl's comparison of the two by probability: |difference| over tokens, and Pearson's correlation coefficient.
 
-    The coefficient is 0 where one of the two does not vary.
+    The coefficient is 0 if one of the two does not vary.
     """
     training, rollout = jnp.exp(old_logprobs), jnp.exp(rollout_logprobs)
     difference = jnp.abs(training - rollout)
@@ -261,7 +261,7 @@ def _masked_fractions(name: str, kept: jax.Array, mask: jax.Array) -> Metrics:
 
 
 def _row_means(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean [B] of each row; 0 of a row without a token."""
+    """The mean [B] of each row; 0 for a row without a token."""
     return jnp.sum(values, axis=-1, where=mask) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
 
 

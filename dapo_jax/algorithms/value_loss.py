@@ -9,7 +9,7 @@ from dapo_jax.data.containers import Mean
 def clipped_value_loss(
     values: jax.Array, old_values: jax.Array, returns: jax.Array, mask: jax.Array, *, cliprange_value: float
 ) -> tuple[jax.Array, dict[str, Mean]]:
-    """Half the larger squared error of the value and of the value held near the old one (PPO; arXiv:2005.12729).
+    """Half the larger squared error of the value and of the value clipped around the old one (PPO; arXiv:2005.12729).
 
         loss = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values

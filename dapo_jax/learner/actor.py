@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import kl_penalty
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import OUTLIER
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.data.containers import Batch, Max, Mean
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.learner.optimizer import OptimizerSettings
@@ -25,7 +26,7 @@ from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import cast_matrices, init_params, weight_table
 from dapo_jax.parallel.sharding import replicated
 
-RATIO_STEP, RATIO_BUCKETS = 0.01, 201  # importance ratios are counted rounded to a step: 0, 0.01 ... 2 and above
+RATIO_STEP, RATIO_BUCKETS = 0.01, 201  # ratios are counted by multiples of the step: 0, 0.01 ... 2 and above
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Actor:
     """The compiled functions of a policy on a mesh."""
 
     trainable: Trainable  # of all weights, or of the adapters
-    decode_weights: WithFrozen  # params -> weights for rollout/, cast and re-laid
+    decode_weights: WithFrozen  # params -> weights for rollout/, cast and resharded
     logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [B, R], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
 
@@ -117,8 +118,8 @@ def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> 
 def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
     """How many ratios [B, R] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
 
-    The last bucket also has all above it. What is not a number is in none. A bucket's number is split into two digits,
-    and a product of two small matrices counts the pairs: of float32, since GPUs multiply no booleans.
+    The last bucket also counts all ratios above it; NaN is in none. A bucket's number is split into two digits, and a
+    product of two small matrices counts the pairs; they are float32, since GPUs multiply no booleans.
     """
     bucket = jnp.minimum(jnp.round(ratio / RATIO_STEP), RATIO_BUCKETS - 1)
     base = math.ceil(math.sqrt(RATIO_BUCKETS))
@@ -151,7 +152,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
     """Compiles (on first use) the functions of a policy sharded over `mesh`.
 
     Args:
-        frozen: with settings.lora, the weights that the adapters are added to, in the dtype of matrix products.
+        frozen: with settings.lora, the weights that have the adapters, in the dtype of matrix products.
     """
     arch, lora = settings.arch, settings.lora
     trainable = build_trainable(

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.learner.trainable import WithFrozen
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.layers import unstacked
 from dapo_jax.models.lora import Lora, merged
 from dapo_jax.models.weights import cast_matrices, weight_shardings, weight_table
 from dapo_jax.parallel.sharding import DECODE_RULES
@@ -17,7 +18,7 @@ from dapo_jax.parallel.sharding import DECODE_RULES
 def build_decode_weights(
     arch: Architecture, dtype: Any, mesh: Mesh, lora: Lora | None = None, frozen: Any = None
 ) -> WithFrozen:
-    """Compiles (on first use) params -> weights for rollout/: cast to `dtype`, re-laid over `mesh`, layers unstacked.
+    """Compiles (on first use) params -> weights for rollout/: cast to `dtype`, resharded over `mesh`, layers unstacked.
 
     Args:
         lora, frozen: adapters, and the weights that they are added to, in the dtype of matrix products.
@@ -55,10 +56,9 @@ class LatestWeights:
 
 
 def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """`params` with "layers" as a list of one pytree a layer, as decoding wants them."""
+    """`params` with "layers" as a list of one pytree per layer, as decoding takes them."""
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(num_layers)]
-    return {**params, "layers": layers}
+    return {**params, "layers": unstacked(params["layers"], num_layers)}
 
 
 def _unstacked_shardings(shardings: dict[str, Any], arch: Architecture) -> dict[str, Any]:

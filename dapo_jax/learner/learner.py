@@ -1,5 +1,6 @@
 """Host: the networks that are trained, and what passes over their batches depend on."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from jax.sharding import Mesh
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.config.sections import ActorConfig, AlgorithmConfig
+from dapo_jax.data.containers import Batch
 from dapo_jax.learner.actor import Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.learner.update import OnMicroBatch
+from dapo_jax.learner.update import Finish, OnMicroBatch, UpdateSettings, update_critic, update_policy
+from dapo_jax.monitor.tensorboard import Histograms
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.sharding import replicated
 
@@ -53,3 +56,41 @@ def build_estimator(algorithm: AlgorithmConfig, vocab_size: int, mesh: Mesh) -> 
     static = ("num_groups",) if needs(function, "num_groups") else ()
     bound = functools.partial(function, **chosen(function, options))
     return jax.jit(bound, static_argnames=static, out_shardings=replicated(mesh))
+
+
+def update(
+    learner: Learner, models: Models, batch: Batch, settings: Mapping[str, UpdateSettings]
+) -> tuple[Models, Finish]:
+    """Begins all optimizer steps: the critic's, then the policy's (DAPO, equation 8).
+
+    The second part of the result waits for them and returns metrics and histograms.
+
+    Args:
+        settings: of the "actor" and of the "critic", each if it is updated.
+    """
+    waits: list[tuple[str, Finish, dict[str, float]]] = []
+    if (of_critic := settings.get("critic")) is not None:
+        assert learner.critic is not None and models.critic is not None
+        with learner.stage("update_critic"):
+            critic, wait = update_critic(learner.critic, models.critic, batch, of_critic, learner.mesh, learner.pace)
+        models = dataclasses.replace(models, critic=critic)
+        waits.append(("update_critic", wait, {"critic/lr": of_critic.learning_rate}))
+    if (of_actor := settings.get("actor")) is not None:
+        learner.decode_weights.drop()
+        with learner.stage("update_actor"):
+            actor, wait = update_policy(learner.actor, models.actor, batch, of_actor, learner.mesh, learner.pace)
+        models = dataclasses.replace(models, actor=actor)
+        kl_coef = {"actor/kl_coef": learner.options.kl_loss_coef} if learner.options.use_kl_loss else {}
+        waits.append(("update_actor", wait, {"actor/lr": of_actor.learning_rate, **kl_coef}))
+
+    def finish() -> tuple[dict[str, float], Histograms]:
+        metrics: dict[str, float] = {}
+        histograms: Histograms = {}
+        for name, wait, known in waits:
+            with learner.stage(name):
+                found, distributions = wait()
+            metrics |= found | known
+            histograms |= distributions
+        return metrics, histograms
+
+    return models, finish

@@ -1,7 +1,7 @@
-"""Host: a mini-batch in pieces that fit a forward and backward pass: of a number of rows, or of a number of tokens.
+"""Host: splits a mini-batch into micro-batches, which fit a forward and backward pass, by rows or by tokens.
 
-Which rows are in a mini-batch never depends on their lengths; which of them go together in a micro-batch may, as
-each piece is a sum. Every device gets equally many rows of equal width.
+Which rows a mini-batch holds never depends on their lengths; which of them share a micro-batch may, as the loss is a
+sum over micro-batches. Every device gets equally many rows of equal width.
 """
 
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from dapo_jax.data.padding import bucket
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How rows are divided among forward and backward passes."""
+    """How rows are split into forward and backward passes."""
 
-    num_shards: int  # devices that rows are divided over
+    num_shards: int  # devices that rows are sharded over
     rows_per_device: int
     max_tokens_per_device: int | None = None  # prompts and responses with their padding; None: by rows
 
     def split(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
         """Each micro-batch, with rows of padding appended, and the numbers of its rows.
 
-        Rows that share a prompt stay together. By tokens, the longest responses come first, and responses lose the
-        columns that are padding for all of the micro-batch.
+        Rows that share a prompt stay together. By tokens, the longest responses come first, and columns that are
+        padding in every row of a micro-batch are cut off.
         """
         units, length = len(batch.prompts), batch.mask.shape[1]
         sharing = len(batch.mask) // units

@@ -13,14 +13,14 @@ from flax import struct
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW (arXiv:1711.05101); every parameter decays, as in PyTorch and so in verl."""
+    """AdamW (arXiv:1711.05101); every parameter decays, as in PyTorch and verl."""
 
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     grad_clip: float  # global norm
-    moments_dtype: Any = jnp.float32  # in which the moments are kept
-    offload: bool = False  # keep the moments in the host's memory between updates
+    moments_dtype: Any = jnp.float32  # of the stored moments
+    offload: bool = False  # keep the moments in host memory between updates
 
 
 @struct.dataclass
@@ -30,7 +30,7 @@ class TrainState:
     params: Any  # float32
     moments: Any  # optax state
     updates: Any  # scalar int32, optimizer steps taken
-    skipped: Any  # scalar int32, optimizer steps refused because of a gradient that was not finite
+    skipped: Any  # scalar int32, optimizer steps skipped because a gradient was not finite
 
 
 @struct.dataclass
@@ -78,10 +78,10 @@ def apply_gradients(
 
 
 def _rounded(moments: Any, updates: jax.Array) -> Any:
-    """The moments in bfloat16, each rounded up or down at random so that its expectation stays.
+    """The moments in bfloat16, each rounded up or down at random so that its expectation is exact.
 
-    Rounded to the nearest, the second moment would stop moving: a step changes it by a thousandth, less than half of
-    what two neighbours in bfloat16 differ by.
+    Rounded to nearest, the second moment would stop moving: a step changes it by a thousandth, less than half the gap
+    between neighbouring bfloat16 values.
     """
     leaves, structure = jax.tree.flatten(moments)
     key = jax.random.fold_in(jax.random.key(0), updates)
@@ -102,7 +102,7 @@ def learning_rate(
 ) -> float:
     """Learning rate of training step `step`, from 1: linear warm-up from lr / warmup_steps, then the scheduler.
 
-    All mini-batches of a training step share it. Before step 1 it is 0: nothing is trained.
+    All mini-batches of a training step share it. Before step 1, where nothing is trained, it is 0.
     """
     if step < 1:
         return 0.0

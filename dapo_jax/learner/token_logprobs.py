@@ -37,7 +37,7 @@ def response_logprobs(
         hidden, tokens = chunk
         logits = transformer.logits(params, hidden) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        is_chosen = tokens[..., None] == jnp.arange(logits.shape[-1])  # a gather would not stay on a divided vocabulary
+        is_chosen = tokens[..., None] == jnp.arange(logits.shape[-1])  # a gather would not keep the vocabulary sharded
         chosen = jnp.sum(logits, axis=-1, where=is_chosen)
         log_probabilities = logits - normalizer[..., None]
         if not entropy_gradient:

@@ -1,4 +1,4 @@
-"""Device: what a policy and a value function share: sharded parameters, gradients in pieces, optimizer steps."""
+"""Device: what a policy and a value function share: sharded parameters, accumulated gradients, optimizer steps."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_grad
 from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
-HOST = "pinned_host"  # JAX's name of the host's memory
+HOST = "pinned_host"  # JAX's name of host memory
 Metrics = dict[str, Any]  # Mean or Max, see containers.py
 # (params, what is not trained, micro-batch) -> its share of the loss, metrics
 Loss = Callable[[Any, Any, Batch], tuple[jax.Array, Metrics]]
@@ -64,50 +64,15 @@ def build_trainable(
     Args:
         table: the weights that are trained.
         init: seed -> fresh params.
-        frozen: arrays that the loss reads beside them, or their shapes for lowering alone.
+        frozen: arrays that the loss reads besides the params, or their shapes for lowering alone.
         compiler_options: XLA's, of `accumulate`.
     """
-    shardings = weight_shardings(table, mesh, TRAIN_RULES)
-    whole, rows = replicated(mesh), batch_sharding(mesh)
+    shardings, whole = weight_shardings(table, mesh, TRAIN_RULES), replicated(mesh)
     abstract_params = unflatten((weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32)) for weight in table)
     abstract_state = jax.eval_shape(lambda params: init_state(params, optimizer), abstract_params)
-    moment_shardings = optax.tree_map_params(
-        lambda params: init_state(params, optimizer).moments,
-        lambda _, sharding: sharding,
-        abstract_state.moments,
-        shardings,
-        transform_non_params=lambda _: whole,
-    )
-    kept = jax.tree.map(
-        lambda x: x.with_memory_kind(HOST) if optimizer.offload and x is not whole else x, moment_shardings
-    )
-    state_shardings = TrainState(params=shardings, moments=kept, updates=whole, skipped=whole)
-
-    def accumulate(params, frozen, gradients, batch):
-        (loss, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
-        spoilt = jnp.where(jnp.isfinite(loss), 0.0, jnp.nan)  # so that the update is skipped
-        gradients = jax.tree.map(lambda old, new: old + (new + spoilt), gradients, new)
-        return gradients, {name: part.across("data") for name, part in metrics.items()}
-
-    # Copies of the parameters add up what their own rows give; what all of them give is added once, before the step.
-    accumulate = jax.shard_map(
-        accumulate,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data"), PartitionSpec("data")),
-        out_specs=(PartitionSpec("data"), PartitionSpec()),
-        axis_names={"data"},
-        check_vma=False,
-    )
-    copies = mesh.shape["data"]
+    state_shardings, moment_shardings = _state_shardings(abstract_state, shardings, optimizer, mesh)
     gradient_shardings = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("data", *x.spec)), shardings)
-
-    accumulate = jax.jit(
-        accumulate,
-        in_shardings=(shardings, None, gradient_shardings, rows),
-        out_shardings=(gradient_shardings, whole),
-        donate_argnums=2,
-        compiler_options=dict(compiler_options or {}),
-    )
+    copies = mesh.shape["data"]
 
     def apply(state, gradients, rate):
         if optimizer.offload:
@@ -124,7 +89,16 @@ def build_trainable(
             lambda params: jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), x.dtype), params),
             out_shardings=gradient_shardings,
         ),
-        accumulate=WithFrozen(accumulate, frozen),
+        accumulate=WithFrozen(
+            jax.jit(
+                _accumulation(loss_fn, mesh),
+                in_shardings=(shardings, None, gradient_shardings, batch_sharding(mesh)),
+                out_shardings=(gradient_shardings, whole),
+                donate_argnums=2,
+                compiler_options=dict(compiler_options or {}),
+            ),
+            frozen,
+        ),
         apply=jax.jit(
             apply,
             in_shardings=(state_shardings, gradient_shardings, whole),
@@ -136,4 +110,43 @@ def build_trainable(
             abstract_state,
             state_shardings,
         ),
+    )
+
+
+def _state_shardings(
+    abstract_state: TrainState, shardings: Any, optimizer: OptimizerSettings, mesh: Mesh
+) -> tuple[TrainState, Any]:
+    """Where the state lies between updates, and where its moments lie during one."""
+    whole = replicated(mesh)
+    moments = optax.tree_map_params(
+        lambda params: init_state(params, optimizer).moments,
+        lambda _, sharding: sharding,
+        abstract_state.moments,
+        shardings,
+        transform_non_params=lambda _: whole,
+    )
+    kept = jax.tree.map(lambda x: x.with_memory_kind(HOST) if optimizer.offload and x is not whole else x, moments)
+    return TrainState(params=shardings, moments=kept, updates=whole, skipped=whole), moments
+
+
+def _accumulation(loss_fn: Loss, mesh: Mesh) -> Callable[..., tuple[Any, Metrics]]:
+    """(params, what is not trained, gradients, micro-batch) -> gradients with the micro-batch's added, metrics.
+
+    Each copy of the parameters along "data" adds up the gradients of its own rows. They are summed over the copies
+    once, before the optimizer step.
+    """
+
+    def accumulate(params, frozen, gradients, batch):
+        (loss, metrics), new = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
+        spoilt = jnp.where(jnp.isfinite(loss), 0.0, jnp.nan)  # so that the update is skipped
+        gradients = jax.tree.map(lambda old, new: old + (new + spoilt), gradients, new)
+        return gradients, {name: part.across("data") for name, part in metrics.items()}
+
+    return jax.shard_map(
+        accumulate,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data"), PartitionSpec("data")),
+        out_specs=(PartitionSpec("data"), PartitionSpec()),
+        axis_names={"data"},
+        check_vma=False,
     )

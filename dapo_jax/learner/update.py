@@ -22,16 +22,16 @@ from dapo_jax.parallel.processes import settle
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put, replicated
 from dapo_jax.parallel.stopping import unpaced
 
-# what is of use in the first optimizer step alone
+# of use in the first optimizer step only
 MISMATCH = ("logprob_abs_diff", "logprob_abs_diff_max", "logprob_k3", "logprob_outliers", "ratio", "squared_ratio")
 Finish = Callable[[], tuple[dict[str, float], Histograms]]  # waits for an update: its metrics and histograms
-OnMicroBatch = Callable[[Any], None]  # is given what a micro-batch results in
+OnMicroBatch = Callable[[Any], None]  # is called with the result of a micro-batch
 jitted_token_weights = jax.jit(token_weights, static_argnames=("mode", "scale_factor"))
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How a batch is passed over."""
+    """How a batch is split into optimizer steps and passes."""
 
     learning_rate: float
     mini_batch_rows: int  # responses per optimizer step
@@ -47,9 +47,9 @@ def update_policy(
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the policy on `batch` (NumPy arrays; whole groups in prompt order).
 
-    The result's second part waits for them. In the first optimizer step the parameters are still those that sampled,
-    unless that was done ahead: there the difference between the two log-probabilities is the mismatch between sampling
-    and training. The histogram `actor/ratio` is of all optimizer steps, and of the tokens that are trained on.
+    The second result waits for them. In the first optimizer step the parameters are still those that sampled (unless
+    sampling runs ahead), so the difference between the two log-probabilities is the mismatch between sampling and
+    training. The histogram `actor/ratio` counts the trained tokens of all optimizer steps.
 
     Args:
         pace: is called after each micro-batch, and may raise to end the update.
@@ -79,7 +79,7 @@ def update_policy(
 def update_critic(
     critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[TrainState, Finish]:
-    """Begins all optimizer steps of the critic on `batch`; as for the policy, but there are no histograms."""
+    """Begins all optimizer steps of the critic on `batch`, like `update_policy` but without histograms."""
     state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh, pace)
     return state, lambda: (_summary("critic", fetch(steps)), {})
 
@@ -137,7 +137,7 @@ def _in_pieces(
     mesh: Mesh,
     pace: OnMicroBatch,
 ) -> Any:
-    """The result of `function`, arrays [B, R], computed a micro-batch at a time; 0 behind a micro-batch's width."""
+    """The result of `function`, arrays [B, R], computed one micro-batch at a time; 0 beyond a micro-batch's width."""
     rows, pieces = [], []
     for numbers, piece in micro_batches.split(batch):
         if not piece.mask.any():  # padding alone
@@ -165,15 +165,16 @@ def _optimizer_steps(
     pace: OnMicroBatch,
     prepare: Callable[[TrainState, Batch], Batch] | None = None,
 ) -> tuple[TrainState, list[tuple[Metrics, jax.Array]]]:
-    """One step a mini-batch that has a token to train on: the new state, and each step's metrics and gradient norm,
-    still on the devices.
+    """One optimizer step per mini-batch that has a token to train on.
 
-    Mini-batch j is the j-th run of consecutive rows; which rows it holds never depends on their lengths.
+    Returns the new state, and each step's metrics and gradient norm, still on the devices.
+
+    Mini-batch j is the j-th slice of consecutive rows; which rows it holds never depends on their lengths.
     """
     steps = []
     for _ in range(settings.epochs):
         for mini_batch in mini_batches(batch, settings.mini_batch_rows):
-            if not mini_batch.loss_mask.any():  # nothing to learn from: momentum alone is no reason to move
+            if not mini_batch.loss_mask.any():  # nothing to learn: momentum alone must not move the weights
                 continue
             if prepare is not None:
                 mini_batch = prepare(state, mini_batch)
@@ -213,7 +214,7 @@ def _merge(first: Metrics, second: Metrics) -> Metrics:
 
 
 def _policy_summary(steps: list[tuple[Metrics, Any]], *, clips: bool) -> dict[str, float]:
-    """`clips`: whether the clipped share of the first step compares sampling and training."""
+    """`clips`: whether the first step's clipped share compares sampling with training."""
     summary, first = _summary("actor", steps), steps[0][0]
     for name in MISMATCH:
         del summary[f"actor/{name}"]
@@ -230,7 +231,7 @@ def _policy_summary(steps: list[tuple[Metrics, Any]], *, clips: bool) -> dict[st
 def _summary(prefix: str, steps: list[tuple[Metrics, Any]]) -> dict[str, float]:
     """Token means over all optimizer steps; sums (of count 0) and norms are averaged over the steps.
 
-    Of no steps there are the counts alone.
+    Without steps, only the counts.
     """
     norms = np.array([norm for _, norm in steps])
     counts = {

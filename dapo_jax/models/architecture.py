@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.errors import InputError
+from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL, Family
 from dapo_jax.models.model_files import read_object
 
 
@@ -17,6 +18,15 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The kind of a layer. Windows and experts are not implemented yet: `Architecture` refuses them."""
+
+    window: int | None = None  # tokens that a token attends to, itself included; None: all tokens up to itself
+    rotary: bool = True  # False: queries and keys carry no position
+    experts: int = 0  # 0: one dense feed-forward network
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,13 @@ class Architecture:
     qk_norm: bool = False
     rope_scaling: Llama3RopeScaling | None = None
     initializer_range: float = 0.02
-    scalar_head: bool = False  # one number a token instead of the vocabulary's scores
+    scalar_head: bool = False  # one number per token instead of the vocabulary's scores
+    pattern: tuple[Layer, ...] = (Layer(),)  # kinds of consecutive layers, repeated from the first to the last
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The kind of each of the L layers."""
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -47,20 +63,14 @@ class Architecture:
             )
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even, for rotary embeddings")
+        for layer in self.pattern:
+            if layer.window is not None or layer.experts:
+                raise InputError(f"{layer}: only full attention and dense feed-forward networks are supported")
 
-
-# Start of the Hugging Face architecture name -> (family, qkv_bias, qk_norm)
-FAMILIES = {
-    "Llama": ("llama", False, False),
-    "Mistral": ("mistral", False, False),
-    "Qwen2": ("qwen2", True, False),
-    "Qwen3": ("qwen3", False, True),
-}
-LANGUAGE_MODEL, REWARD_MODEL = "ForCausalLM", "ForSequenceClassification"  # and its end
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 REQUIRED = (*SIZES, "rms_norm_eps")
-TYPES = {  # of the keys that are not null, beside the sizes
+TYPES = {  # of the keys besides the sizes, where they are not null
     "a positive number": ("rms_norm_eps", "rope_theta"),
     "a number from 0": ("initializer_range",),
     "an object": ("rope_parameters", "rope_scaling", "id2label"),
@@ -87,11 +97,14 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     mistyped = _mistyped(hf)
     if mistyped:
         raise InputError("; ".join(mistyped))
-    known = {name + task: name for name in FAMILIES for task in (LANGUAGE_MODEL, REWARD_MODEL)}
+    known = {
+        family.hf_name + task: name for name, family in FAMILIES.items() for task in (LANGUAGE_MODEL, REWARD_MODEL)
+    }
     names = hf.get("architectures") or []
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
         raise InputError(f"architectures={names} is not supported: choose one of {sorted(known)}")
-    family, qkv_bias, qk_norm = FAMILIES[known[names[0]]]
+    name = known[names[0]]
+    family = FAMILIES[name]
     scalar_head = names[0].endswith(REWARD_MODEL)
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or rope
@@ -102,7 +115,7 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     if problems:
         raise InputError(f"{names[0]} with " + "; ".join(problems))
     return Architecture(
-        family=family,
+        family=name,
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         intermediate_size=hf["intermediate_size"],
@@ -113,8 +126,8 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
         rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
         rms_norm_eps=hf["rms_norm_eps"],
         tie_embeddings=bool(hf.get("tie_word_embeddings")),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         rope_scaling=_llama3_scaling(scaling) if _rope_type(scaling) == "llama3" else None,
         initializer_range=hf.get("initializer_range", 0.02),
         scalar_head=scalar_head,
@@ -180,14 +193,14 @@ def _unsupported_rope(scaling: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _unsupported(hf: dict[str, Any], family: str) -> list[str]:
+def _unsupported(hf: dict[str, Any], family: Family) -> list[str]:
     problems = [f"no {name}" for name in REQUIRED if hf.get(name) is None]
     if hf.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={hf['hidden_act']!r}: only 'silu' is supported")
     for name in ("attention_bias", "mlp_bias"):
         if hf.get(name):
             problems.append(f"{name}=true: only the query, key and value biases of Qwen2 are supported")
-    window_used = hf.get("use_sliding_window", family == "mistral")
+    window_used = hf.get("use_sliding_window", family.window_by_default)
     if hf.get("sliding_window") is not None and window_used:
         problems.append(f"sliding_window={hf['sliding_window']}: only full attention is supported")
     if any(kind != "full_attention" for kind in hf.get("layer_types") or []):

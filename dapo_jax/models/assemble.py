@@ -43,8 +43,8 @@ def assemble(
     Args:
         template: the tensor name of a weight, with {layer} in it if there is one tensor per layer.
         place: puts one whole leaf on the devices.
-        unused: name and expected shape of tensors that may be there and are not read.
-        problems: what the caller has already found wrong with the tensors.
+        unused: name and expected shape of tensors that the file may hold and that are not read.
+        problems: what the caller has found wrong with the tensors.
 
     Raises:
         ValueError: `problems`, and each missing, unknown or misshapen tensor, up to ten together; or a tensor with a
@@ -64,7 +64,7 @@ def assemble(
         for weight in names:
             stored = {name: tensors[name] for name in names[weight]}
             placed = jax.block_until_ready(place(weight, _read_leaf(source, weight, stored)))
-            gc.collect(generation=0)  # only now does JAX let go of the copy on the host
+            gc.collect(generation=0)  # only this makes JAX free its copy on the host
             yield weight, placed
 
     return unflatten(leaves())

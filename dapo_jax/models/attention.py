@@ -1,7 +1,7 @@
 """Device: grouped-query attention (arXiv:2305.13245), over a whole sequence or behind a shared prompt.
 
 Sizes: B rows, T query tokens, N query heads, K key-value heads, G = N // K, H head size, Q prompts, P prompt width,
-W width of a row's own keys. Operands of products are in the dtype of keys and values, all else is float32.
+W width of a row's own keys. Operands of products are in the dtype of keys and values, everything else is float32.
 """
 
 import functools
@@ -19,8 +19,8 @@ MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives 
 def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """einsum with both operands in the dtype of `weight` and a float32 result, in the backward pass too.
 
-    Left to itself, JAX would multiply a float32 cotangent with a bfloat16 operand that it widens to float32.
-    Each subscript stands in at least two of the three arrays.
+    On its own, JAX would widen a bfloat16 operand to float32 and multiply it by the float32 cotangent.
+    Each subscript appears in at least two of the three arrays.
     """
     return _matmul(subscripts, x, weight)
 
@@ -44,7 +44,7 @@ def _backward(subscripts: str, saved: Any, cotangent: jax.Array) -> tuple[jax.Ar
     x, weight, x_like = saved
     inputs, output = subscripts.split("->")
     of_x, of_weight = inputs.split(",")
-    # Behind the barrier a CPU does not compute them anew, column by column, where they are transposed operands.
+    # Without the barrier, a CPU recomputes transposed operands for every column of the product.
     x, cotangent = jax.lax.optimization_barrier((x, cotangent.astype(weight.dtype)))
     to_x = _product(f"{output},{of_weight}->{of_x}", cotangent, weight)
     to_weight = _product(f"{of_x},{output}->{of_weight}", x, cotangent)
@@ -80,8 +80,8 @@ def shared_prompt_attention(
 ) -> jax.Array:
     """Attention to a prompt that B // Q consecutive rows share, and to the row's own keys, in one softmax.
 
-    The prompt's keys and values exist and are read once for all rows that share them. Keys lie so that each product
-    runs along the last dimension of what it reads: for one query token that is faster on a CPU.
+    The prompt's keys and values are stored and read once for all rows that share them. Keys are laid out so that each
+    product reads along the last dimension, which is faster on a CPU for one query token.
 
     Args:
         query: [B, T, N, H].

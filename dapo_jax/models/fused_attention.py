@@ -1,4 +1,4 @@
-"""Device: causal attention in one fused kernel, which never holds the scores: cuDNN's on a GPU, splash on a TPU.
+"""Device: causal attention in a fused kernel that never stores the scores: cuDNN's on a GPU, splash on a TPU.
 
 Sizes: B rows, T tokens, N query heads, K key-value heads, H head size.
 """
@@ -30,10 +30,10 @@ def fused_attention(
     implementation: str,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention` under a causal mask, for right-padded rows. No padding acts on a real token, nor its cotangent.
+    """`attention` under a causal mask, for right-padded rows. Padding affects no real token and no gradient of one.
 
-    Under the mesh of `jax.set_mesh` rows lie over ("data", "fsdp") and heads over "tensor", which must divide B and K.
-    Inside a shard_map over some of these axes, one with check_vma=False, the remaining axes divide its local arrays.
+    Under the mesh of `jax.set_mesh`, rows are sharded over ("data", "fsdp") and heads over "tensor", which must divide
+    B and K. Inside a shard_map over some of these axes (with check_vma=False), the other axes shard its local arrays.
 
     Args:
         query: [B, T, N, H], key, value: [B, T, K, H]; query head n reads key-value head n // (N // K).
@@ -53,14 +53,14 @@ def fused_attention(
     if implementation == "cudnn" and query.dtype not in (jnp.bfloat16, jnp.float16):
         raise InputError(
             f"query.dtype={query.dtype} must be bfloat16 or float16 with implementation='cudnn': "
-            "cast the weights to bfloat16, or take another implementation"
+            "cast the weights to bfloat16, or choose another implementation"
         )
     kernel = kernels[implementation]
     return _on_each_device(_exact(kernel) if query.dtype == jnp.float32 else kernel, query, key, value, lengths)
 
 
 def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
-    """Why a kernel can not run on `device`, as "needs ..."; empty if it can."""
+    """Why a kernel cannot run on `device`, as "needs ..."; empty if it can."""
     needed = next(platform for platform, kernel in KERNELS.items() if kernel == implementation)
     if device.platform != needed:
         return f"needs a {needed.upper()}, and JAX has {device.platform}"
@@ -78,7 +78,7 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
 
 
 def _exact(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`kernel` with products of float32, in the backward pass too; TPUs would round their operands to bfloat16."""
+    """`kernel` with float32 products, in the backward pass too; TPUs would round the operands to bfloat16."""
 
     @jax.custom_vjp
     def attend(*arrays: jax.Array) -> jax.Array:
@@ -98,9 +98,9 @@ def _exact(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _on_each_device(kernel: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Runs `kernel` on the rows and heads of each device: the compiler can not divide what it can not look into."""
+    """Runs `kernel` on the rows and heads of each device: the compiler cannot shard a kernel."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already divided by the others
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
     if not axes:
         return kernel(*arrays)
     rows = tuple(axis for axis in BATCH_AXES if axis in axes)
@@ -112,9 +112,9 @@ def _on_each_device(kernel: Callable[..., jax.Array], *arrays: jax.Array) -> jax
 
 
 def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
-    """cuDNN leaves what it likes on padding, and has no row without keys: zeros go in there and come out.
+    """Padding is zeroed before and after: cuDNN leaves any value there, and it takes no row without keys.
 
-    To train it wants an even number of tokens.
+    Its backward pass needs an even number of tokens.
     """
     length = query.shape[1]
     query, key, value = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (query, key, value))
@@ -131,7 +131,7 @@ def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Arra
 
 
 def _splash(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, *, interpret: bool) -> jax.Array:
-    """Splash attention scales nothing, wants whole blocks of tokens, and keeps padding to itself as a segment."""
+    """Splash attention does not scale the scores and needs whole blocks of tokens; padding is a segment of its own."""
     _, length, heads, size = query.shape
     blocks = -(-length // MAX_BLOCK)
     block = -(-length // (blocks * LANES)) * LANES

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.errors import InputError
-from dapo_jax.models.architecture import FAMILIES, Architecture, is_positive_number, is_size
+from dapo_jax.models.architecture import Architecture, is_positive_number, is_size
 from dapo_jax.models.assemble import Place, StoredTensor, assemble
+from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.gguf_layout import check_layout
 from dapo_jax.models.model_files import unreadable
 
-# general.architecture -> name in FAMILIES; Mistral is stored as llama
-ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# general.architecture -> name in FAMILIES
+ARCHITECTURES = {family.gguf_name: name for name, family in FAMILIES.items() if family.gguf_name is not None}
 
 SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
 OPTIONAL_SIZES = ("attention.head_count_kv", "attention.key_length")
@@ -48,7 +49,7 @@ def read_gguf_architecture(path: str | Path) -> Architecture:
     name = read_metadata(path, "general.").get("architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise InputError(f"{path}: general.architecture={name!r} must be one of {sorted(ARCHITECTURES)}")
-    family, qkv_bias, qk_norm = FAMILIES[ARCHITECTURES[name]]
+    family = FAMILIES[ARCHITECTURES[name]]
     values = read_metadata(path, f"{name}.")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     problems = _unsupported(values, tensors)
@@ -57,7 +58,7 @@ def read_gguf_architecture(path: str | Path) -> Architecture:
     hidden_size, num_heads = values["embedding_length"], values["attention.head_count"]
     try:
         return Architecture(
-            family=family,
+            family=ARCHITECTURES[name],
             vocab_size=int(tensors["token_embd.weight"].shape[-1]),
             hidden_size=hidden_size,
             intermediate_size=values["feed_forward_length"],
@@ -68,8 +69,8 @@ def read_gguf_architecture(path: str | Path) -> Architecture:
             rope_theta=values.get("rope.freq_base", 10000.0),
             rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
             tie_embeddings="output.weight" not in tensors,
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
         )
     except ValueError as error:
         raise InputError(f"{path}: {error}: choose a supported model, or download it again") from error
@@ -88,7 +89,7 @@ def _unsupported(values: dict[str, Any], tensors: Container[str]) -> list[str]:
         problems.append("tensor token_embd.weight is missing")
     for key in (*SIZES, *OPTIONAL_SIZES):
         value = values.get(key, 1)
-        if not (is_size(value) or isinstance(value, list)):  # a list is told already
+        if not (is_size(value) or isinstance(value, list)):  # a list is reported above
             problems.append(f"{key}={value!r}: must be a positive integer")
     for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
         if not is_positive_number(values.get(key, 1.0)):
@@ -114,8 +115,8 @@ def load_gguf(path: str | Path, arch: Architecture, place: Place) -> dict[str, A
 
     ValueError names tensors that are missing, unknown, misshapen, or of a type that gguf cannot dequantise.
     """
-    # For llama only, the converter of llama.cpp interleaves the two halves of each head's query and key rows.
-    interleaved = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads} if arch.family == "llama" else {}
+    heads_of = {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads}
+    interleaved = heads_of if FAMILIES[arch.family].gguf_interleaved else {}
     tensors = {}
     for tensor in open_gguf(path).tensors:
         heads = interleaved.get(tensor.name.removesuffix(".weight").rpartition(".")[2])
@@ -125,7 +126,7 @@ def load_gguf(path: str | Path, arch: Architecture, place: Place) -> dict[str, A
 
 
 def gguf_context_length(path: str | Path) -> int | None:
-    """How many tokens the model takes, where the file says it."""
+    """The context length in tokens; None if the file does not say."""
     values = read_metadata(path, "")
     return next((value for name, value in values.items() if name.endswith(".context_length") and is_size(value)), None)
 
@@ -145,7 +146,7 @@ def read_metadata(path: str | Path, prefix: str) -> dict[str, Any]:
 
 
 def open_gguf(path: str | Path) -> Any:
-    """A reader of the file. Its metadata takes seconds to read, so the last one is kept until the file changes."""
+    """A reader of the file. Its metadata takes seconds to read, so the last reader is cached until the file changes."""
     path = Path(path)
     return _open(path, path.stat().st_mtime_ns if path.exists() else 0)
 

@@ -1,4 +1,4 @@
-"""Host: whether the parts of a GGUF file lie where its counts and lengths say; a reader believes them."""
+"""Host: checks the counts and lengths in the header of a GGUF file, which readers trust."""
 
 import mmap
 import struct
@@ -9,15 +9,15 @@ from dapo_jax.errors import InputError
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by the type of a value
 STRING, ARRAY = 8, 9
-MAX_ELEMENTS = 2**24  # of one array of metadata: a reader makes an object of each
+MAX_ELEMENTS = 2**24  # of one array of metadata: a reader creates an object for each
 MAX_DIMENSIONS = 4
 
 
 def check_layout(path: Path) -> None:
-    """Walks over the header of a GGUF file (version 2 or 3, little-endian).
+    """Walks through the header of a GGUF file (version 2 or 3, little-endian).
 
     Raises:
-        ValueError: a length points behind the end, or a type is unknown.
+        ValueError: a length points past the end, or a type is unknown.
     """
     with path.open("rb") as file:
         size = path.stat().st_size

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from dapo_jax.models.architecture import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL, Architecture
-
-NAMES = {kind: name for name, kind in FAMILIES.items()}
+from dapo_jax.models.architecture import Architecture, Layer
+from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL
 
 
 def hf_config(
@@ -18,10 +17,12 @@ def hf_config(
     bos_id: int | None,
     max_position_embeddings: int,
 ) -> dict[str, Any]:
-    """The config of which `architecture_from_hf` makes `arch`, as transformers 4 spells it; 5 reads that too."""
-    name = NAMES[arch.family, arch.qkv_bias, arch.qk_norm]
+    """The config that `architecture_from_hf` reads as `arch`, in the spelling of transformers 4, which 5 reads too."""
+    family = FAMILIES[arch.family]
+    described = family.qkv_bias, family.qk_norm, (Layer(),)
+    assert described == (arch.qkv_bias, arch.qk_norm, arch.pattern), f"{arch} is not of its family"
     config = {
-        "architectures": [name + (REWARD_MODEL if arch.scalar_head else LANGUAGE_MODEL)],
+        "architectures": [family.hf_name + (REWARD_MODEL if arch.scalar_head else LANGUAGE_MODEL)],
         "model_type": arch.family,
         "torch_dtype": dtype,
         "vocab_size": arch.vocab_size,
@@ -44,8 +45,8 @@ def hf_config(
     }
     if arch.rope_scaling is not None:
         config["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(arch.rope_scaling)}
-    if arch.family == "mistral":
-        config["sliding_window"] = None  # Hugging Face's default is a window
+    if family.window_by_default:
+        config["sliding_window"] = None
     if arch.scalar_head:
         config["id2label"] = {"0": "LABEL_0"}
     return config

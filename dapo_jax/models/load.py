@@ -17,12 +17,12 @@ def read_model_architecture(path: str | Path) -> Architecture:
 
 
 def load_params(path: str | Path, arch: Architecture, place: Place) -> dict[str, Any]:
-    """The float32 parameters of the model at `path`, each leaf handed to `place` as soon as it is whole."""
+    """The float32 parameters of the model at `path`, each leaf handed to `place` as soon as it is complete."""
     return load_gguf(path, arch, place) if is_gguf(path) else load_safetensors(path, arch, place)
 
 
 def context_length(path: str | Path) -> int | None:
-    """Tokens of a text that the model at `path` was made for; None where its files do not say."""
+    """The context length in tokens of the model at `path`; None if its files do not say."""
     if is_gguf(path):
         return gguf_context_length(path)
     length = read_object(Path(path) / "config.json").get("max_position_embeddings")

@@ -1,6 +1,6 @@
-"""Device: low-rank adapters (LoRA, arXiv:2106.09685): a matrix W acts as W + alpha / rank * A B, and W stays as it is.
+"""Device: low-rank adapters (LoRA, arXiv:2106.09685): W acts as W + alpha / rank * A B, and only A and B are trained.
 
-Sizes: L layers, r rank. A and B are leaves beside their matrix: `query_lora_a` [L, D, r], `query_lora_b` [L, r, N, H].
+Sizes: L layers, r rank. A and B are leaves next to their matrix: `query_lora_a` [L, D, r], `query_lora_b` [L, r, N, H].
 """
 
 import math
@@ -39,12 +39,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What A B is multiplied with."""
+        """The factor of A B."""
         return self.alpha / self.rank
 
 
 def adapter_table(arch: Architecture, lora: Lora) -> list[Weight]:
-    """The adapters' weights, under PEFT's names; they are all that is trained."""
+    """The adapters' weights, under PEFT's names; nothing else is trained."""
     return [adapter for weight in _targets(arch, lora) for adapter in _adapters(weight, lora.rank)]
 
 
@@ -54,7 +54,7 @@ def _targets(arch: Architecture, lora: Lora) -> Iterator[Weight]:
 
 
 def _inputs(weight: Weight) -> int:
-    """How many of a matrix' dimensions, after the layer's, are inputs."""
+    """How many of a matrix's dimensions, after that of the layers, are inputs."""
     outputs, inputs = weight.hf_shape
     return next(i for i in range(1, len(weight.shape)) if math.prod(weight.shape[1 : i + 1]) == inputs)
 
@@ -85,7 +85,7 @@ def _adapters(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 
 
 def init_adapters(arch: Architecture, lora: Lora, seed: int) -> dict[str, Any]:
-    """Fresh float32 adapters: A uniform in ±1 / sqrt(inputs), as in PEFT, B zero, so that the model is the same."""
+    """Fresh float32 adapters: A uniform in ±1 / sqrt(inputs), as in PEFT, B zero, so that nothing changes yet."""
 
     def leaf(index: int, weight: Weight) -> jax.Array:
         if weight.initializer == "zeros":
@@ -98,7 +98,7 @@ def init_adapters(arch: Architecture, lora: Lora, seed: int) -> dict[str, Any]:
 
 
 def with_adapters(base: dict[str, Any], adapters: dict[str, Any], lora: Lora, dtype: Any) -> dict[str, Any]:
-    """`base` with the adapters beside their matrices, in the dtype of products and scaled, as `adapted` wants them."""
+    """`base` with the adapters next to their matrices, scaled and in the dtype of products, as `adapted` takes them."""
     layers = {
         name: (leaf * lora.scale if name.endswith(B) else leaf).astype(dtype)
         for name, leaf in adapters.get("layers", {}).items()
@@ -121,7 +121,7 @@ def adapted(subscripts: str, x: jax.Array, layer: dict[str, Any], name: str) -> 
 
 
 def merged(base: dict[str, Any], adapters: dict[str, Any], lora: Lora) -> dict[str, Any]:
-    """`base` with scale * A B added to each target, in float32 and then in the base's dtype: no adapters are left."""
+    """`base` with scale * A B added to each target, in float32 and then in the base's dtype, without adapters."""
     layers = dict(base["layers"])
     for target in lora.targets:
         name = TARGETS[target]

@@ -1,4 +1,4 @@
-"""Host: the files of a model directory: their JSON, and what is said of a file that cannot be read."""
+"""Host: the files of a model directory: their JSON, and the error for a file that cannot be read."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path | epath.Path, error: Exception) -> InputError:
-    """The error for a file that its format's reader rejects, with the cure."""
+    """The error for a file that its format's reader rejects, with the fix."""
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             return InputError(f"{path} is a Git LFS pointer, not the file itself: run 'git lfs pull'")

@@ -1,4 +1,4 @@
-"""Device: which results of a layer are saved for the backward pass, and which it computes again."""
+"""Device: which results of a layer are saved for the backward pass, and which it recomputes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax import checkpoint_policies as policies
 
-ATTENDED = "attended"  # the result of attention, and what else its kernel keeps for the backward pass
-ATTENTION = ("query", "key", "value", ATTENDED)  # names that are given to results of a layer
+ATTENDED = "attended"  # the result of attention, and what its kernel saves for the backward pass
+ATTENTION = ("query", "key", "value", ATTENDED)  # names of results of a layer
 CUDNN = "dot_product_attention_fwd_wrapper"  # JAX's name of cuDNN's attention, whose results have no names
 
 
@@ -15,7 +15,7 @@ def _of_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name == CUDNN
 
 
-# name -> what is kept of each layer; None keeps everything
+# name -> what is saved of each layer; None saves everything
 POLICIES: Mapping[str, Any] = {
     "none": None,
     "full": policies.nothing_saveable,  # its input only
@@ -23,11 +23,11 @@ POLICIES: Mapping[str, Any] = {
         policies.save_only_these_names(*ATTENTION), _of_attention
     ),
     "dots": policies.dots_with_no_batch_dims_saveable,  # results of products with weights
-    "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),  # the same, in the host's memory
+    "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),  # the same, in host memory
 }
 
 
 def rematerialized(layer_step: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """`layer_step` with what the policy does not keep computed again in the backward pass (arXiv:1604.06174)."""
+    """`layer_step`, which recomputes in the backward pass what the policy does not save (arXiv:1604.06174)."""
     kept = POLICIES[policy]
     return layer_step if kept is None else jax.checkpoint(layer_step, policy=kept)

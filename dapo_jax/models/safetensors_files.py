@@ -55,11 +55,11 @@ def _weight_files(directory: Path) -> list[Path]:
         )
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(name == Path(str(name)).name for name in names.values()):
-        raise InputError(f"{index} must have a weight_map from tensors to files beside it: download it again")
+        raise InputError(f"{index} must have a weight_map from tensors to files in its directory: download it again")
     files = [directory / name for name in sorted(set(names.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise InputError(f"{index} names files that are not there: {missing}: download them into {directory}")
+        raise InputError(f"{index} names files that do not exist: {missing}: download them into {directory}")
     return files
 
 

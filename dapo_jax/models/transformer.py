@@ -1,4 +1,4 @@
-"""Device: the forward pass of Llama, Mistral, Qwen2 and Qwen3; one block serves training, prefill and decode.
+"""Device: passes over a decoder-only transformer: training, prefill and decoding, all by `run_layers`.
 
 Sizes: B rows, T tokens, D hidden, N query heads, K key-value heads, G = N // K, H head size, V vocabulary;
 for decoding Q prompts with B // Q samples each, P prompt width, W width of the generated part.
@@ -12,19 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
-from dapo_jax.models.lora import adapted
-from dapo_jax.models.remat import rematerialized
+from dapo_jax.models.layers import KeyValue, Params, block, rms_norm, rotary, run_layers, unstacked
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
 
-Params = dict[str, Any]
-KeyValue = tuple[jax.Array, jax.Array]
 AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -39,7 +34,7 @@ class LayerCache:
 
     @property
     def window(self) -> int:
-        """W, tokens of each row that there is room for."""
+        """W, the number of tokens that each row has room for."""
         return self.value.shape[2]
 
 
@@ -55,12 +50,12 @@ def forward(
     """Hidden states [B, T, D] float32 after the final norm, under causal attention.
 
     Args:
-        params: weights; "layers" stacked in one pytree (scanned) or a list of pytrees (unrolled).
+        params: weights, with "layers" as `run_layers` takes them.
         tokens, positions: [B, T] int32.
-        mask: [B, T] bool, True on real tokens; padding may stand anywhere.
-        remat: what the backward pass finds kept, a name of models/remat.py's POLICIES.
+        mask: [B, T] bool, True on real tokens; padding may be anywhere.
+        remat: what is saved for the backward pass, a name of models/remat.py's POLICIES.
     """
-    hidden, _ = _run_layers(params, tokens, positions, mask, arch, remat=remat, keep_cache=False)
+    hidden, _ = _causal_pass(params, tokens, positions, mask, arch, remat=remat, keep_cache=False)
     return hidden
 
 
@@ -92,24 +87,23 @@ def forward_responses(
     prompt_rotation = rotary(positions_of(prompt_mask), arch)
     rotation = rotary(prompt_lengths[:, None] + jnp.arange(length), arch)
 
-    def layer_step(hidden, layer):
+    def step(kind, hidden, layer, _):
         layer = _gathered(layer, arch)
 
         def attend_prompt(query, key, value):
             return attention(query, key, value, prompt_visible), _cached(key, value)
 
-        prompt, shared = block(hidden[0], layer, prompt_rotation, attend_prompt, arch)
+        prompt, shared = block(kind, hidden[0], layer, prompt_rotation, attend_prompt, arch)
 
         def attend(query, key, value):
             key, value = _cached(key, value)
             return shared_prompt_attention(query, key, value, visible, shared[0], shared[1], prompt_mask), None
 
-        response, _ = block(hidden[1], layer, rotation, attend, arch)
+        response, _ = block(kind, hidden[1], layer, rotation, attend, arch)
         return (constrain_residual(prompt), constrain_residual(response)), None
 
-    layer_step = rematerialized(layer_step, remat)
     hidden = constrain_residual(embed(params, prompts)), constrain_residual(embed(params, responses[:, :length]))
-    (prompt, response), _ = jax.lax.scan(layer_step, hidden, params["layers"])
+    (prompt, response), _ = run_layers(step, hidden, params["layers"], arch, remat=remat)
     first = jnp.repeat(prompt[:, -1:], samples, axis=0)
     hidden = jnp.concatenate([first, response], axis=1)[:, : responses.shape[1]]
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
@@ -126,10 +120,10 @@ def forward_contiguous(
     attention_kernel: AttentionKernel,
     remat: str = "none",
 ) -> jax.Array:
-    """What `forward_responses` returns, with rows laid out as kernels want them: prompt and response without a gap.
+    """What `forward_responses` returns, with rows as kernels take them: each prompt directly before its response.
 
     Args:
-        prompts, prompt_mask: [B, P], left-padded: one a row.
+        prompts, prompt_mask: [B, P], left-padded: one per row.
         attention_kernel: (query, key, value, lengths) -> [B, T, N, H], see models/fused_attention.py.
     """
     width, length = prompts.shape[1], max(responses.shape[1] - 1, 1)  # the last token predicts nothing
@@ -144,21 +138,20 @@ def forward_contiguous(
     def attend(query, key, value):
         return attention_kernel(query, key, value, lengths), None
 
-    def layer_step(x, layer):
-        x, _ = block(x, _gathered(layer, arch), rotation, attend, arch)
+    def step(kind, x, layer, _):
+        x, _ = block(kind, x, _gathered(layer, arch), rotation, attend, arch)
         return constrain_residual(x), None
 
-    x, _ = jax.lax.scan(rematerialized(layer_step, remat), constrain_residual(embed(params, tokens)), params["layers"])
+    x, _ = run_layers(step, constrain_residual(embed(params, tokens)), params["layers"], arch, remat=remat)
     hidden = shift_left(x, jnp.maximum(prompt_lengths - 1, 0), most=width)[:, : responses.shape[1]]
     return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
 
 
 def prefill(params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture) -> tuple[jax.Array, list[KeyValue]]:
     """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values as a LayerCache has them."""
-    hidden, cache = _run_layers(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
-    if not isinstance(cache, list):
-        cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(arch.num_layers)]
-    return hidden[:, -1], cache
+    hidden, caches = _causal_pass(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
+    caches = caches if isinstance(caches, list) else unstacked(caches, arch.num_layers)
+    return hidden[:, -1], caches
 
 
 def decode(
@@ -170,9 +163,10 @@ def decode(
     index: jax.Array,
     arch: Architecture,
 ) -> tuple[jax.Array, list[LayerCache]]:
-    """Hidden states [B, D] of one token a row, and the caches with that token written.
+    """Hidden states [B, D] of one token per row, and the caches with that token written.
 
     Args:
+        params: weights, layers as a list.
         tokens, positions: [B] int32.
         prompt_mask: [Q, P] bool, True on real prompt tokens.
         index: scalar, how many tokens each row has sampled before this one.
@@ -180,19 +174,19 @@ def decode(
     x = embed(params, tokens[:, None])
     rotation = rotary(positions[:, None], arch)
     visible = (jnp.arange(caches[0].window) <= index)[None, None]
-    new_caches = []
-    for layer, cache in zip(params["layers"], caches, strict=True):
 
-        def attend(query, key, value, cache=cache):
-            cache = _write(cache, key, value, index)
+    def step(kind, x, layer, cache):
+        def attend(query, key, value):
+            new = _write(cache, key, value, index)
             attended = shared_prompt_attention(
-                query, cache.key, cache.value, visible, cache.prompt_key, cache.prompt_value, prompt_mask
+                query, new.key, new.value, visible, new.prompt_key, new.prompt_value, prompt_mask
             )
-            return attended, cache
+            return attended, new
 
-        x, cache = block(x, layer, rotation, attend, arch)
-        new_caches.append(cache)
-    return rms_norm(x, params["final_norm"], arch.rms_norm_eps)[:, 0], new_caches
+        return block(kind, x, layer, rotation, attend, arch)
+
+    x, caches = run_layers(step, x, params["layers"], arch, caches=caches)
+    return rms_norm(x, params["final_norm"], arch.rms_norm_eps)[:, 0], caches
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
@@ -221,62 +215,28 @@ def positions_of(mask: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
-def _run_layers(params, tokens, positions, mask, arch, *, remat, keep_cache) -> tuple[jax.Array, Any]:
+def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) -> tuple[jax.Array, Any]:
+    """The hidden states of `forward`, and with `keep_cache` each layer's keys and values."""
     x = constrain_rows(embed(params, tokens))
     rotation = rotary(positions, arch)
     visible = causal(mask.shape[1], mask)
 
-    def layer_step(x, layer):
+    def step(kind, x, layer, _):
         def attend(query, key, value):
             cache = _cached(key, value) if keep_cache else None
             return attention(query, key, value, visible), cache
 
-        x, cache = block(x, layer, rotation, attend, arch)
+        x, cache = block(kind, x, layer, rotation, attend, arch)
         return constrain_rows(x), cache
 
-    layer_step = rematerialized(layer_step, remat)
-    if isinstance(params["layers"], list):
-        cache = []
-        for layer in params["layers"]:
-            x, layer_cache = layer_step(x, layer)
-            cache.append(layer_cache)
-    else:
-        x, cache = jax.lax.scan(layer_step, x, params["layers"])
-    return rms_norm(x, params["final_norm"], arch.rms_norm_eps), cache
+    x, caches = run_layers(step, x, params["layers"], arch, remat=remat)
+    return rms_norm(x, params["final_norm"], arch.rms_norm_eps), caches
 
 
 def _gathered(layer: Params, arch: Architecture) -> Params:
-    """The weights of a layer whole over fsdp; adapters, which are small, as they lie."""
+    """The weights of a layer, gathered over fsdp; adapters, which are small, stay as they are."""
     axes = {weight.path[1]: weight.axes[1:] for weight in weight_table(arch) if weight.stacked}
     return {name: gather_weight(leaf, axes[name]) if name in axes else leaf for name, leaf in layer.items()}
-
-
-def block(
-    x: jax.Array,
-    layer: Params,
-    rotation: KeyValue,
-    attend: Callable[..., tuple[jax.Array, Any]],
-    arch: Architecture,
-) -> tuple[jax.Array, Any]:
-    """One transformer layer, [B, T, D] -> [B, T, D], and what `attend` returns beside its result."""
-    normed = rms_norm(x, layer["attention_norm"], arch.rms_norm_eps)
-    query = adapted("btd,dnh->btnh", normed, layer, "query")
-    key = adapted("btd,dkh->btkh", normed, layer, "key")
-    value = adapted("btd,dkh->btkh", normed, layer, "value")
-    if arch.qkv_bias:
-        query, key, value = query + layer["query_bias"], key + layer["key_bias"], value + layer["value_bias"]
-    if arch.qk_norm:
-        query = rms_norm(query, layer["query_norm"], arch.rms_norm_eps)
-        key = rms_norm(key, layer["key_norm"], arch.rms_norm_eps)
-    dtype = layer["query"].dtype
-    query, key = rotate(query, rotation).astype(dtype), rotate(key, rotation).astype(dtype)
-    query, key, value = map(checkpoint_name, (query, key, value.astype(dtype)), ("query", "key", "value"))
-    attended, cache = attend(query, key, value)
-    x = x + adapted("btnh,nhd->btd", attended, layer, "output")
-    normed = rms_norm(x, layer["mlp_norm"], arch.rms_norm_eps)
-    gate = jax.nn.silu(adapted("btd,df->btf", normed, layer, "gate"))
-    up = adapted("btd,df->btf", normed, layer, "up")
-    return x + adapted("btf,fd->btd", gate * up, layer, "down"), cache
 
 
 def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array) -> LayerCache:
@@ -293,9 +253,9 @@ def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
 
 
 def shift_left(x: jax.Array, columns: jax.Array, *, most: int) -> jax.Array:
-    """Row b of [B, T, ...] moved to the left by columns[b], 0..most; what leaves a row comes back on its right.
+    """Row b of [B, T, ...] moved to the left by columns[b], 0..most; what leaves a row wraps around to its right.
 
-    A power of two at a time: a TPU gathers slowly, adds up what was gathered more slowly, and takes long to compile it.
+    By one power of two at a time: on a TPU a gather is slow, its gradient is slower, and both take long to compile.
     """
     for bit in range(most.bit_length()):
         moves = (columns >> bit & 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
@@ -309,35 +269,5 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     found = lookup(table, tokens).astype(jnp.float32)
     if table.dtype == dtype:
         return found
-    # unlike two casts, this is never left out by a compiler
+    # unlike two casts, no compiler removes this
     return jax.lax.reduce_precision(found, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last dimension, in float32 (arXiv:1910.07467)."""
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale
-
-
-def rotary(positions: jax.Array, arch: Architecture) -> KeyValue:
-    """Cosine and sine [B, T, H // 2] float32 of the rotary embedding (arXiv:2104.09864)."""
-    angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(arch)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotary_frequencies(arch: Architecture) -> np.ndarray:
-    """Angular frequency of each pair of dimensions, [H // 2] float32, with Llama 3's scaling if it is set."""
-    frequencies = arch.rope_theta ** -(np.arange(0, arch.head_dim, 2, dtype=np.float64) / arch.head_dim)
-    scaling = arch.rope_scaling
-    if scaling is not None:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        smooth = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
-        frequencies = frequencies * (smooth + (1 - smooth) / scaling.factor)
-    return frequencies.astype(np.float32)
-
-
-def rotate(x: jax.Array, rotation: KeyValue) -> jax.Array:
-    """Applies the rotary embedding to [B, T, heads, H]; dimension i is paired with i + H // 2."""
-    cosine, sine = (part[:, :, None] for part in rotation)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

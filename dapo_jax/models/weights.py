@@ -121,7 +121,7 @@ def unflatten(leaves: Iterable[tuple[Weight, Any]]) -> dict[str, Any]:
 
 
 def weight_shardings(table: Sequence[Weight], mesh: Mesh, rules: Rules) -> dict[str, Any]:
-    """Where each weight of `table` lies on the mesh under `rules`, with the parameters' structure."""
+    """The sharding of each weight of `table` under `rules`, with the parameters' structure."""
     return unflatten((weight, weight_sharding(weight, mesh, rules)) for weight in table)
 
 
@@ -129,7 +129,7 @@ def cast_matrices(params: dict[str, Any], arch: Architecture, dtype: Any, *, tab
     """`params` with the operands of matrix products in `dtype`; norms and biases stay float32.
 
     Args:
-        tables: whether the two tables of tokens are cast too, or left to where they are used.
+        tables: whether to cast the two tables of tokens too; else they are rounded where they are used.
     """
     flat: Any = traverse_util.flatten_dict(params)
 

@@ -33,8 +33,8 @@ def write_safetensors(
 ) -> None:
     """Writes `params` as `directory`/`name`.safetensors, or as shards of at most `max_shard_bytes` and their index.
 
-    Every process must call it, for arrays that are divided over processes; process 0 writes. The host holds one leaf
-    and one file at a time. A file has its name only once it is whole, and the index comes last.
+    Every process must call it, since arrays may be sharded over processes; process 0 writes. The host holds one leaf
+    and one file at a time. A file gets its name once it is complete; the index comes last.
 
     Args:
         table: the weights that `params` consists of.
@@ -101,20 +101,20 @@ def _tensors(
 
 
 def _as_stored(weight: Weight, leaf: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """A leaf as Hugging Face's tensors; copies, so that none of them keeps the leaf."""
+    """A leaf as Hugging Face's tensors; copies, so that none of them keeps the leaf alive."""
     for part in leaf if weight.stacked else [leaf]:
         stored = part.reshape(weight.hf_shape[::-1]).T if weight.transposed else part.reshape(weight.hf_shape)
         yield stored.astype(dtype, order="C")
 
 
 def _whole(leaf: Any) -> np.ndarray:
-    """The leaf on the host. JAX keeps what it has fetched as long as the fetched array lives, hence the copy."""
+    """The leaf on the host. JAX caches what it fetches as long as the array lives, hence the copy."""
     return fetch(leaf.copy())
 
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes `path` if nothing goes wrong."""
+    """A temporary file, renamed to `path` if nothing goes wrong."""
     partial = path.with_name(path.name + ".partial")
     partial.touch()
     mode = partial.stat().st_mode

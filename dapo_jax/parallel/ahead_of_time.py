@@ -1,4 +1,4 @@
-"""Host: programs compiled for hardware this machine may lack, and what is known of them, kept from run to run."""
+"""Host: compiles programs for hardware that this machine may lack, and caches what is known of them."""
 
 import gzip
 import hashlib
@@ -21,19 +21,19 @@ COMPILERS = "jax jaxlib libtpu jax-cuda12-pjrt jax-cuda13-pjrt nvidia-cudnn-cu12
 
 @dataclass(frozen=True)
 class Compiled:
-    """What is known of a compiled program."""
+    """The optimised text of a compiled program, and its memory."""
 
-    text: str  # the optimised program, of one device
+    text: str  # of one device
     bytes: float  # in a device's memory during a call: arguments, results, temporaries, code
 
 
 def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "") -> Compiled:
-    """Compiles `lowered` for the devices of `mesh`, unless the same compiler has done so before.
+    """Compiles `lowered` for the devices of `mesh`, or returns what the same compiler made of it before.
 
-    JAX's own cache cannot read what was compiled for absent devices.
+    JAX's own cache cannot read programs compiled for absent devices.
 
     Args:
-        directory: where results are kept, unless CACHE names another; "" keeps none.
+        directory: where results are cached, unless CACHE names another; "": nowhere.
     """
     directory = os.environ.get(CACHE, directory)
     path = Path(directory).expanduser() / "ahead_of_time" / _key(lowered, mesh) if directory else None
@@ -56,7 +56,7 @@ def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "
 def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
     """Differs wherever the compiled program might."""
     devices = mesh.devices.flat
-    options: Any = lowered._lowering  # no public name gives the options that the function was jitted with
+    options: Any = lowered._lowering  # no public name has the options that the function was jitted with
     known = {
         "program": lowered.as_text(),
         "options": dict(options._compiler_options_kvs),

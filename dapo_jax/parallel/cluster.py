@@ -1,7 +1,7 @@
-"""Host: where the other processes of a run are: what the environment says of them, and whether they answer.
+"""Host: finds the other processes of a run: what the environment says about them, and whether they answer.
 
-JAX looks for Open MPI, Slurm, TPUs and Kubernetes; the first that it finds decides. `find_cluster` looks before it
-does: JAX treats a cluster of one process like one of several, and asks servers that a single host need not have.
+JAX looks for Open MPI, Slurm, TPUs and Kubernetes, in this order, and takes the first that it finds. `find_cluster`
+looks first: JAX treats a cluster of one process like one of several, and asks servers that a single host may lack.
 """
 
 import errno
@@ -23,18 +23,18 @@ REACH_TIMEOUT_S = 5
 
 
 class Cluster(NamedTuple):
-    """What the environment says of the processes of a run."""
+    """What the environment says about the processes of a run."""
 
-    num_processes: int | None  # 1 = this process is alone; None = not said, JAX may know
-    evidence: str  # what says it, as NAME=value; "" = nothing
+    num_processes: int | None  # 1: this process is alone; None: unknown, JAX may find out
+    evidence: str  # where the number comes from, as NAME=value; "": nowhere
 
 
 def find_cluster(environment: Mapping[str, str]) -> Cluster:
     """The first kind of cluster that the environment names, in JAX's order.
 
     Args:
-        environment: `os.environ` after JAX has been imported, which sets TPU_SKIP_MDS_QUERY where there is no TPU.
-            Without that variable, and without names of TPU hosts, Google's metadata server is asked.
+        environment: `os.environ` after the import of JAX, which sets TPU_SKIP_MDS_QUERY on hosts without a TPU. Without
+            that variable and without names of TPU hosts, Google's metadata server is asked.
     """
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return _cluster(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
@@ -56,9 +56,9 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster:
 
 
 def check_address(coordinator: str, *, listens: bool) -> None:
-    """Raises ValueError unless the address is HOST:PORT, and the port is free where this process is to listen.
+    """Raises ValueError unless the address is HOST:PORT and, if this process listens, its port is free.
 
-    JAX crashes on a port that is taken, and two runs with one port end each other.
+    JAX crashes on a port that is in use, and two runs on one port end each other.
 
     Args:
         coordinator: the address of process 0.
@@ -70,7 +70,7 @@ def check_address(coordinator: str, *, listens: bool) -> None:
     if not listens:
         return
     with socket.socket(socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that has just been left is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
         try:
             probe.bind(("", port))
         except OSError as error:
@@ -99,12 +99,12 @@ def waiting_for() -> str:
 
 
 def jax_client() -> Any:
-    """JAX's client of the service that process 0 runs for all; None if there is none."""
+    """JAX's client of the service that process 0 runs; None if none runs."""
     return getattr(_jax_state(), "client", None)
 
 
 def _jax_state() -> Any:
-    """What JAX knows of the processes. No public name has it."""
+    """What JAX knows about the processes. No public name has it."""
     try:
         from jax._src.distributed import global_state
     except ImportError:
@@ -113,7 +113,7 @@ def _jax_state() -> Any:
 
 
 def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:
-    """The hosts of a Cloud TPU VM, as its metadata server says; None where that knows of no TPU."""
+    """The hosts of a Cloud TPU VM, from its metadata server; None if that knows of no TPU."""
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     try:
         workers = _metadata(server, "worker-network-endpoints")

@@ -1,4 +1,4 @@
-"""Host: how programs are compiled, and that they are kept from run to run."""
+"""Host: XLA's options, and the compilation cache."""
 
 import os
 import threading
@@ -14,19 +14,19 @@ import jax
 OVERLAP: Mapping[str, Mapping[str, bool]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_enable_while_loop_double_buffering": True,  # two layers in a turn, so that they overlap too
+        "xla_gpu_enable_while_loop_double_buffering": True,  # two layers per iteration, so that they overlap too
     }
 }
 
 _LOWERED, _COMPILED = (  # events of JAX
     f"/jax/core/compile/{name}_duration" for name in ("jaxpr_to_mlir_module", "backend_compile")
 )
-CACHE = "JAX_COMPILATION_CACHE_DIR"  # JAX's; where it is set, it comes first
+CACHE = "JAX_COMPILATION_CACHE_DIR"  # JAX's; it takes precedence
 
 
 @contextmanager
 def compilation_shown(show: Callable[[str], None]) -> Iterator[None]:
-    """Calls `show` with what is being compiled, and with "" when nothing is any more."""
+    """Calls `show` with what is being compiled, and with "" when that is done."""
     under_way: set[int] = set()  # threads
     compiled = 0
 
@@ -50,6 +50,6 @@ def compilation_shown(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def keep_compiled(directory: str) -> None:
-    """Keeps programs that took a second or more to compile in `directory`, or where CACHE says; "" keeps none."""
+    """Caches programs that took a second or more to compile in `directory`, or where CACHE says; "": nowhere."""
     if directory and CACHE not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(directory).expanduser()))

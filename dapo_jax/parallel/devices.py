@@ -1,4 +1,4 @@
-"""Host: what accelerators can do at most, and devices that are not in this machine."""
+"""Host: peak figures of accelerators, and devices that this machine lacks."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one JAX device; a figure that is not known is None."""
+    """Of one JAX device; None: unknown."""
 
     name: str
     memory: float | None  # bytes
@@ -31,7 +31,7 @@ class Limits:
     float32_flops: float | None = None  # FLOP/s of products of float32; None: six bfloat16 products each, as on TPUs
 
     def of_dtype(self, dtype: str) -> "Limits":
-        """With the FLOP/s of products of float32 in `flops`, if that is `dtype`."""
+        """With the FLOP/s of float32 products in `flops`, if that is `dtype`."""
         if dtype != "float32":
             return self
         return replace(self, flops=self.float32_flops or (self.flops and self.flops / 6))
@@ -67,7 +67,7 @@ LIMITS = {
 
 
 def limits_of(device: Any) -> Limits:
-    """What `device` can do: by its `device_kind`, or for a TPU the longest beginning of it that LIMITS has."""
+    """The limits of `device`, by its `device_kind`, or for a TPU by the longest prefix of it in LIMITS."""
     kind = device.device_kind
     names = [name for name in LIMITS if kind == name or (name.startswith("TPU") and kind.startswith(name))]
     if not names:
@@ -76,7 +76,7 @@ def limits_of(device: Any) -> Limits:
 
 
 def multiplies_bfloat16(device: Any) -> bool:
-    """Whether products of bfloat16 are the fast ones: not on CPUs, nor on NVIDIA's GPUs before Ampere (T4, V100)."""
+    """Whether bfloat16 products are the fast ones: not on CPUs, nor on NVIDIA GPUs before Ampere (T4, V100)."""
     generation = cuda_generation(device)
     return device.platform != "cpu" if generation is None else generation >= 8
 
@@ -115,7 +115,7 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
         return slice_devices(topology)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         if failed_platform(error) is not None:
-            raise  # the command says what is missing
+            raise  # the command reports what is missing
         if name in ("gpu", "tpu"):
             raise InputError(
                 f"--topology={name} means the devices of this machine, and {missing_for(name)}; for devices that are "
@@ -139,7 +139,7 @@ def _gpus(topology: str) -> Sequence[Any]:
         raise InputError(
             f"--topology={topology} must be {name}:GPUS or {name}:HOSTSxGPUS: give, for example, {name}:8 or {name}:2x8"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a GPU of this machine is not touched
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # leaves the GPUs of this machine alone
     jax.config.update("jax_platforms", "cpu")
     hosts, _, per_host = shape.rpartition("x")
     try:
@@ -163,5 +163,5 @@ def _start_cpu(num_devices: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:  # JAX has been started: the devices are those that there are
+    except RuntimeError:  # JAX has started already, with the devices that it has
         pass

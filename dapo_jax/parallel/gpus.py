@@ -1,11 +1,11 @@
-"""Host: NVIDIA GPUs to compile for without having one, and what each can do at most."""
+"""Host: NVIDIA GPUs to compile for without having one, and their peak figures."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One model of GPU: what XLA's compiler asks of it, and its speed."""
+    """One GPU model: what XLA's compiler needs to know, and its speed."""
 
     kind: str  # JAX's device_kind
     capability: tuple[int, int]  # CUDA compute capability
@@ -24,7 +24,7 @@ class Gpu:
 
     @property
     def target_config(self) -> str:
-        """XLA's GpuTargetConfigProto as text: what the compiler knows of an absent GPU."""
+        """XLA's GpuTargetConfigProto as text: what the compiler knows about an absent GPU."""
         major, minor = self.capability
         per_core, per_block = self.shared_memory
         accelerated = " feature_extension: ACCELERATED_FEATURES" if major in (9, 10) else ""

@@ -13,7 +13,7 @@ from dapo_jax.parallel.processes import gather
 
 
 def idle_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
-    """A warning if JAX has fewer GPUs on this host than there are; None if it has them all.
+    """A warning if JAX has only some of this host's GPUs; None if it has them all.
 
     Every process must call it.
     """
@@ -30,7 +30,7 @@ def idle_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def gpus_of_host(environment: Mapping[str, str], num_processes: int) -> dict[str, int]:
-    """How many GPUs this host has for the run, by what says so.
+    """How many GPUs this host has for the run, by where the number comes from.
 
     Args:
         num_processes: of the run on this host.

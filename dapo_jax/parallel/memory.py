@@ -1,4 +1,4 @@
-"""Host: how much memory the devices have left, and how much of a GPU's JAX takes."""
+"""Host: how much memory the devices have free, and how much of a GPU's memory JAX takes."""
 
 import os
 from pathlib import Path
@@ -9,17 +9,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's name of the share of a GPU's memory that it takes when it starts
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the share of a GPU's memory that JAX takes when it starts
 
 
 def reserve_gpu_memory(fraction: float) -> None:
     """Lets JAX take this share of each GPU's memory, unless the environment names one. Call it before JAX is used."""
-    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses to be given both names
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both names together
         os.environ.setdefault(FRACTION, str(fraction))
 
 
 def free_bytes(mesh: Mesh) -> float:
-    """Bytes that every device of the mesh has left: the same number on every process."""
+    """Bytes that every device of the mesh has free: the same number on every process."""
     local = [_free_bytes(device) for device in mesh.local_devices]
     if jax.process_count() == 1:
         return min(local)
@@ -34,13 +34,13 @@ def _free_bytes(device: Any) -> float:
 
 
 def used_host_bytes() -> float | None:
-    """What this host's processes use of its memory; None if it does not say (it is not Linux)."""
+    """How much memory this host's processes use; None where /proc/meminfo does not exist."""
     found = _host_bytes()
     return found["MemTotal"] - found["MemAvailable"] if {"MemTotal", "MemAvailable"} <= set(found) else None
 
 
 def _free_host_bytes() -> float:
-    """What Linux says it can give; elsewhere, 4 GiB."""
+    """Available memory according to Linux; elsewhere, 4 GiB."""
     return _host_bytes().get("MemAvailable", 4.0 * 2**30)
 
 

@@ -17,10 +17,10 @@ BATCH_AXES = ("data", "fsdp")  # rows of prompts, responses and training batches
 def make_mesh(
     data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None, *, in_order: bool = False
 ) -> Mesh:
-    """A mesh over all devices, or over those given. `data=-1` takes what the other axes leave.
+    """A mesh over all devices, or over those given. `data=-1` is what the other axes leave.
 
     Args:
-        in_order: lay them out as they come, and not by how they are connected: for a part of a slice.
+        in_order: lay the devices out in the given order, not by how they are connected: for part of a slice.
 
     Raises ValueError if the product of the axes is not the number of devices.
     """
@@ -33,7 +33,7 @@ def make_mesh(
         return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     try:
         return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-    except NotImplementedError as error:  # a slice whose sides do not make up the axes
+    except NotImplementedError as error:  # no way to build the axes from the slice's sides
         raise InputError(
             f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor} cannot be laid out on this slice: choose axes "
             f"that are products of its sides ({error})"
@@ -41,7 +41,7 @@ def make_mesh(
 
 
 def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:
-    """The message for axes that do not make up the devices, with values that do."""
+    """The message for axes that do not multiply to the number of devices, with values that do."""
     count, platform = len(devices), devices[0].platform
     here = f"{count} ({platform})"
     if data == -1:
@@ -64,10 +64,10 @@ def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:
 
 
 def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
-    """The devices that train and those that sample at the same time; each process gives as many of its own.
+    """The devices that train and those that sample meanwhile; each process gives equally many of its own.
 
     Args:
-        sampling: how many sample, over all processes; 0 = a half.
+        sampling: how many sample, over all processes; 0: half of them.
         tensor: size of the "tensor" axis of both meshes, which lies within a process.
 
     Raises ValueError if the devices cannot be divided so.
@@ -86,7 +86,7 @@ def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
 
 
 def _fitting_split(sampling: int, tensor: int, own: int, processes: int) -> str:
-    """What would fit, for the message of `split_devices`."""
+    """The nearest valid split, for the message of `split_devices`."""
     fitting = [one * processes for one in range(tensor, own, tensor) if (own - one) % tensor == 0]
     if fitting:
         return f"set trainer.rollout_devices={nearest(fitting, sampling or own * processes // 2)}"
@@ -94,10 +94,10 @@ def _fitting_split(sampling: int, tensor: int, own: int, processes: int) -> str:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Over how many devices rows are divided."""
+    """How many devices rows are sharded over."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def platform(mesh: Mesh) -> str:
-    """What the devices are: cpu, gpu or tpu. They need not be this machine's."""
+    """The platform of the devices, which this machine may lack: cpu, gpu or tpu."""
     return mesh.devices.flat[0].platform

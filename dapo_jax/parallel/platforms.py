@@ -1,4 +1,4 @@
-"""Host: what is missing where JAX does not find the devices that it was asked for, or leaves a GPU unused."""
+"""Host: explains why JAX does not find the devices that it should use, or leaves a GPU unused."""
 
 import importlib.util
 import os
@@ -18,9 +18,9 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def start_failure(error: BaseException) -> str | None:
-    """Why JAX could not start the devices of JAX_PLATFORMS, with the cure; None for any other error.
+    """Why JAX could not start the devices of JAX_PLATFORMS, with the fix; None for any other error.
 
-    The process is to end: JAX is asked what it sees without JAX_PLATFORMS.
+    Call it only before the process ends: it restarts JAX without JAX_PLATFORMS to see which devices that finds.
     """
     failed, asked = failed_platform(error), _asked()
     if failed is None:
@@ -42,7 +42,7 @@ def failed_platform(error: BaseException) -> str | None:
 
 
 def missing_for(platform: str) -> str:
-    """Why JAX has no device of this machine of "gpu" (or "cuda", "rocm") or "tpu", with the cure."""
+    """Why JAX has no "gpu" (or "cuda", "rocm") or "tpu" on this machine, with the fix."""
     if platform in ("gpu", "cuda", "rocm"):
         return _missing_for_gpus(nvidia_driver())
     if platform == "tpu":
@@ -51,7 +51,7 @@ def missing_for(platform: str) -> str:
 
 
 def unused_gpu() -> str | None:
-    """A warning if this machine has an NVIDIA GPU and JAX, to which nothing else was said, has none."""
+    """A warning if this machine has an NVIDIA GPU that JAX does not use, and nobody chose that."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     if hidden or _asked() or jax.default_backend() != "cpu" or (driver := nvidia_driver()) is None:
         return None
@@ -59,7 +59,7 @@ def unused_gpu() -> str | None:
 
 
 def nvidia_smi(*arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str] | None:
-    """NVIDIA's own program, run to its end; None if it is not here or does not answer."""
+    """Runs NVIDIA's nvidia-smi; None if it is not installed or does not answer."""
     command = ["nvidia-smi", *arguments]
     try:
         return subprocess.run(
@@ -70,7 +70,7 @@ def nvidia_smi(*arguments: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def nvidia_driver() -> tuple[str, str] | None:
-    """The GPUs of this machine ("" if not known) and the version of their driver; None without a driver."""
+    """The GPUs of this machine ("" if unknown) and the version of their driver; None without a driver."""
     listed = nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader")
     lines = listed.stdout.splitlines() if listed is not None and listed.returncode == 0 else []
     rows = [line.rsplit(", ", 1) for line in lines if ", " in line]
@@ -84,7 +84,7 @@ def nvidia_driver() -> tuple[str, str] | None:
 
 
 def _asked() -> str:
-    """The platforms that JAX was told to use; "" if it chooses."""
+    """The platforms that JAX must use; "" if it may choose."""
     return jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,6 +1,7 @@
-"""Host: the processes of a run: how they find each other, what they tell each other, and how they end together.
+"""Host: the processes of a run: how they find each other, exchange values, and end together.
 
-Every process runs the same loop. What they decide on is replicated or gathered here, never a clock or a race.
+Every process runs the same loop. Decisions rest on values that are replicated or gathered here, never on a clock or a
+race.
 """
 
 import json
@@ -23,9 +24,9 @@ from jax.experimental import multihost_utils
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, jax_client, waiting_for
 
-JOIN_TIMEOUT_S = 300  # processes wait so long for each other
-QUIET_S = 10  # after which a process says whom it waits for
-FAILURE = "dapo_jax/failure"  # where the first process that fails tells the others, in JAX's key-value store
+JOIN_TIMEOUT_S = 300  # how long processes wait for each other
+QUIET_S = 10  # after which a process reports what it waits for
+FAILURE = "dapo_jax/failure"  # key in JAX's key-value store where the first process that fails says why
 LOST = "UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED"  # how errors of a lost connection begin
 SHORTEST = 1024  # bytes that a message between processes is padded to
 CURE = (
@@ -36,29 +37,28 @@ CURE = (
 
 
 class SharedFailure(RuntimeError):
-    """A failure that all processes of a run meet at the same point: what they do then, they do together."""
+    """A failure that all processes of a run meet at the same point, and handle together."""
 
 
 @contextmanager
 def joined_processes(
     *, coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int
 ) -> Iterator[None]:
-    """The processes of a run find each other; if one fails, it ends at once and the others learn of it.
+    """Joins the processes of a run; if one fails, it ends at once and the others learn why.
 
-    To be entered before JAX is used. TPU pods, Slurm, Open MPI and indexed jobs of Kubernetes say themselves which
-    processes there are; where nothing says that there are several, this process is alone. Where some are missing after
-    JOIN_TIMEOUT_S, this process ends with a message and exit code 2.
+    Enter it before using JAX. TPU pods, Slurm, Open MPI and indexed Kubernetes jobs name the processes themselves; if
+    nothing names several, this process is alone. If some are missing after JOIN_TIMEOUT_S, this process ends with a
+    message and exit code 2.
 
     Args:
-        coordinator: host:port of process 0; "" = found by JAX.
-        num_processes: 0 = found by JAX; 1 = this process is alone, whatever the environment says.
-        process_id: -1 = found by JAX.
-        heartbeat_timeout_s: without a sign of life after which a process counts as dead.
+        coordinator: host:port of process 0; "": JAX finds it.
+        num_processes: 0: JAX finds it; 1: this process is alone, whatever the environment says.
+        process_id: -1: JAX finds it.
+        heartbeat_timeout_s: how long a process may be silent before it counts as dead.
 
     Raises:
-        ValueError: only some of the three are given, and nothing else says the rest; the environment names processes
-            that cannot be joined; the coordinator is no address, or its port is taken; or the three are given and JAX
-            is in use already.
+        ValueError: only some of the three are given, and the environment lacks the rest; it names processes that cannot
+            be joined; the coordinator is no address, or its port is in use; or the three are given after JAX started.
     """
     if not _join(coordinator, num_processes, process_id, heartbeat_timeout_s):
         yield
@@ -71,12 +71,12 @@ def joined_processes(
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes records and speaks."""
+    """Whether this is process 0, which writes records and prints."""
     return jax.process_index() == 0
 
 
 def gather(value: Any) -> list[Any]:
-    """What each process gives here, in the order of the processes. `value` is plain data as JSON has it.
+    """The `value` of each process, in the order of the processes. It is plain data, as in JSON.
 
     Every process must call it.
     """
@@ -90,7 +90,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def _padded(length: int) -> int:
-    """The next power of two from SHORTEST: JAX compiles for each length that is sent, and keeps the program."""
+    """The next power of two, at least SHORTEST: JAX compiles and keeps a program for each length."""
     return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
@@ -101,16 +101,16 @@ def any_process(*values: bool) -> list[bool]:
 
 
 def settle(arrays: Any) -> None:
-    """On CPUs of several processes, waits for `arrays`; elsewhere does nothing.
+    """Waits for `arrays` with several processes on CPUs; elsewhere does nothing.
 
-    There, collectives of several programs that run at once can wait for each other without end.
+    There, collectives of programs that run at the same time can deadlock.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(arrays)
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
-    """Raises ValueError unless every process gives the same values; it names the first that differs."""
+    """Raises ValueError, which names the first value that differs, unless every process gives the same values."""
     found = gather(dict(values))
     for name in found[0]:
         shown = [of_process.get(name) for of_process in found]
@@ -123,7 +123,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
 
 
 def check_shared(directory: str) -> None:
-    """Raises ValueError unless a file that process 0 writes into `directory` is there for all processes."""
+    """Raises ValueError unless all processes see a file that process 0 writes into `directory`."""
     if jax.process_count() == 1:
         return
     token = epath.Path(directory) / f"shared_{gather(time.time_ns())[0]}"
@@ -142,10 +142,10 @@ def check_shared(directory: str) -> None:
 
 
 def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int) -> bool:
-    """Whether there are processes to join; then they have."""
+    """Joins the other processes; False if this process is alone."""
     if jax.distributed.is_initialized():
-        return False  # by the caller, who ends them too
-    # JAX's service for preemptions would take SIGTERM and do nothing: the signal has to end the process.
+        return False  # by the caller, which ends them too
+    # JAX's preemption service would swallow SIGTERM, which must end the process.
     jax.config.update("jax_enable_preemption_service", False)
     given = {"coordinator": bool(coordinator), "num_processes": num_processes > 0, "process_id": process_id >= 0}
     cluster = Cluster(num_processes or None, "") if any(given.values()) else find_cluster(os.environ)
@@ -153,8 +153,8 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
         return False
     if coordinator:
         check_address(coordinator, listens=process_id == 0)
-    # With all of it given, JAX would still ask TPU and Kubernetes servers, for nothing. Slurm and Open MPI say which
-    # GPU is this process's.
+    # With all three given, JAX would still ask TPU and Kubernetes servers, for nothing. Slurm and Open MPI say which
+    # GPU belongs to this process.
     launched = "SLURM_STEP_NODELIST" in os.environ or "OMPI_MCA_orte_hnp_uri" in os.environ
     try:
         with _limited_wait(cluster):
@@ -163,12 +163,12 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
                 num_processes if given["num_processes"] else None,
                 process_id if given["process_id"] else None,
                 cluster_detection_method="deactivate" if all(given.values()) and not launched else None,
-                initialization_timeout=JOIN_TIMEOUT_S + 30,  # JAX aborts then, without saying whom it waited for
+                initialization_timeout=JOIN_TIMEOUT_S + 30,  # JAX aborts then, without saying what it waited for
                 heartbeat_timeout_seconds=heartbeat_timeout_s,
             )
-    except Exception as error:  # the search runs code of several clusters, which raises anything
+    except Exception as error:  # the search runs code for several clusters, which may raise anything
         nothing_found = "coordinator_address should be defined" in str(error)
-        in_use = "must be called before" in str(error)  # a command that a program calls, not a process of its own
+        in_use = "must be called before" in str(error)  # the command was called by a program that uses JAX
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if not any(given.values()):
             if in_use or nothing_found and cluster.num_processes is None:
@@ -195,7 +195,7 @@ def _refusal(cluster: Cluster, reason: str) -> str:
 def _limited_wait(cluster: Cluster) -> Iterator[None]:
     """Ends this process with a message once the body, JAX's search for the others, has run for JOIN_TIMEOUT_S.
 
-    JAX itself would abort it. A thread does so, because JAX does not return to Python before.
+    JAX itself would abort the process. A thread watches, because JAX does not return to Python meanwhile.
     """
     joined = threading.Event()
 
@@ -205,7 +205,7 @@ def _limited_wait(cluster: Cluster) -> Iterator[None]:
         if not joined.wait(JOIN_TIMEOUT_S - QUIET_S):
             reason = f"after {JOIN_TIMEOUT_S} s, {waiting_for()}"
             print(f"dapo_jax: {_refusal(cluster, reason)}", file=sys.stderr, flush=True)
-            os._exit(2)  # as a command does whose input is wrong
+            os._exit(2)  # like a command with wrong input
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -215,7 +215,7 @@ def _limited_wait(cluster: Cluster) -> Iterator[None]:
 
 
 def is_jax_failure(error: BaseException | None) -> bool:
-    """Whether JAX could not run a program. What is fetched from one whose connection is lost raises ValueError."""
+    """Whether JAX could not run a program. Fetching from one that lost its connection raises ValueError."""
     if isinstance(error, ValueError):
         return re.match(rf"({LOST}): ", str(error)) is not None
     return isinstance(error, jax.errors.JaxRuntimeError)
@@ -224,14 +224,14 @@ def is_jax_failure(error: BaseException | None) -> bool:
 def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
     """Ends this process without waiting for the others, which would wait for this one.
 
-    A SystemExit has told its reason, and carries the error behind it as its cause.
+    A SystemExit has been reported, and has the underlying error as its cause.
     """
     cause = error.__cause__ if isinstance(error, SystemExit) else error
     failure = None
-    if is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause):  # most often another process has ended
+    if is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause):  # most often because another process ended
         print(
-            f"dapo_jax: process {jax.process_index()} cannot go on: {str(cause).partition(chr(10))[0]}\n"
-            "dapo_jax: most often another process has ended: what it has told, or JAX has noticed, is below",
+            f"dapo_jax: process {jax.process_index()} cannot continue: {str(cause).partition(chr(10))[0]}\n"
+            "dapo_jax: most often another process has ended: its message, or JAX's, is below",
             file=sys.stderr,
             flush=True,
         )
@@ -255,20 +255,20 @@ def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
 
 
 def _tell_others(cause: BaseException) -> None:
-    """Tells the other processes that this one fails, unless another has."""
+    """Reports to the other processes that this one failed, unless another did before."""
     client = jax_client()
     if client is None:
         return
     reason = str(cause).partition("\n")[0] or type(cause).__name__
-    with suppress(jax.errors.JaxRuntimeError):  # another has failed before, or process 0 has ended
+    with suppress(jax.errors.JaxRuntimeError):  # another failed before, or process 0 has ended
         client.key_value_set(FAILURE, f"process {jax.process_index()} has failed: {reason}")
 
 
 def _failure_of_another(limit_s: float) -> str | None:
-    """What the first process that failed has told the others; None if none has.
+    """What the first process that failed reported to the others; None if none did.
 
-    One that was killed tells nothing. JAX's service notices it within `limit_s`, and ends this process with a message
-    that names it.
+    A process that was killed reports nothing. JAX's service notices it within `limit_s`, and ends this process with a
+    message that names it.
     """
     client = jax_client()
     if client is None:

@@ -1,4 +1,4 @@
-"""Device: where each array lies on the mesh. One rule per logical axis; no silent replica."""
+"""Device: how each array is sharded over the mesh: one rule per logical axis, and no silent replicas."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ TRAIN_RULES: Rules = {
     "rank": None,
     "layers": None,
 }
-# Decoding keeps whole weights beside each share of the rows, split over tensor only.
+# Decoding keeps the weights whole with each share of the rows, sharded over tensor only.
 DECODE_RULES: Rules = {**TRAIN_RULES, "embed": None}
 
 
@@ -53,7 +53,7 @@ def _spec(axes: Sequence[str], rules: Rules) -> PartitionSpec:
 
 
 def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarray], jax.Array]:
-    """A function that puts a whole host array, known to every process, on the mesh as its weight is sharded."""
+    """A function that puts a weight's host array, which every process holds whole, on the mesh."""
 
     def place(weight: LogicalWeight, array: np.ndarray) -> jax.Array:
         return put(array, weight_sharding(weight, mesh, rules))
@@ -62,7 +62,7 @@ def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarra
 
 
 def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: dict[str, int], rules: Rules) -> list[str]:
-    """One line per dimension that its mesh axis does not divide, with the cure."""
+    """One line per dimension that its mesh axis does not divide, with the fix."""
     common: dict[str, int] = {}  # the largest divisor of all dimensions along a mesh axis
     found: dict[tuple[str, str], str] = {}
     for weight in table:
@@ -91,9 +91,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Inside jit: lays `x` over the mesh of `jax.set_mesh` as `spec` says; without a mesh, nothing.
+    """Inside jit: shards `x` by `spec` over the mesh of `jax.set_mesh`; without a mesh, does nothing.
 
-    Inside a shard_map, `x` is what one place along the mapped axes holds, and the other axes divide it.
+    Inside a shard_map, `x` is the part at one place along the mapped axes, and the other axes shard it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -107,7 +107,7 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def shards_left() -> int:
-    """Inside jit: over how many devices of the mesh of `jax.set_mesh` rows are divided; not counting a shard_map's."""
+    """Inside jit: how many devices of the mesh of `jax.set_mesh` shard rows, not counting a shard_map's axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(size for axis, size in mesh.shape.items() if axis in BATCH_AXES and axis not in mesh.manual_axes)
 
@@ -118,9 +118,9 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
-    """Inside jit: the residual stream [B, T, D] between two layers, rows over the batch axes and D over tensor.
+    """Inside jit: shards the residual stream [B, T, D] between two layers, rows over the batch axes and D over tensor.
 
-    So what a layer keeps for the backward pass is divided too. A D that "tensor" does not divide stays whole.
+    So what a layer saves for the backward pass is sharded too. A D that "tensor" does not divide stays whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     divided = not mesh.empty and x.shape[-1] % mesh.shape["tensor"] == 0
@@ -130,7 +130,7 @@ def constrain_residual(x: jax.Array) -> jax.Array:
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Inside jit: rows [B, T, D] of `table` [V, D] for tokens [B, T], on the devices of the tokens' rows.
 
-    Each device along "tensor" looks for the tokens in its share of the vocabulary, and the others add nothing.
+    Each device along "tensor" looks up the tokens in its share of the vocabulary, and the results are added.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["tensor"] == 1:
@@ -150,7 +150,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def move(tree: Any, mesh: Mesh) -> Any:
-    """Copies arrays to other devices of the same processes: onto `mesh`, divided along the same axes.
+    """Copies arrays to other devices of the same processes: onto `mesh`, sharded along the same axes.
 
     Raises ValueError if a process lacks a part that one of its devices has to hold.
     """
@@ -178,9 +178,9 @@ def _extent(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], .
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_weight(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Inside jit: a weight whole over fsdp, as a product wants it; its gradient is divided over fsdp again.
+    """Inside jit: a weight gathered over fsdp, as a product needs it; its gradient is sharded over fsdp again.
 
-    Left to itself, XLA may cut the product instead, and add up one partial result a device in memory.
+    On its own, XLA may split the product instead, and hold a partial result per device in memory.
 
     Args:
         axes: logical axis of each dimension.
@@ -210,7 +210,7 @@ def put(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def put_rows(tree: Any, mesh: Mesh) -> Any:
-    """Host arrays with zero rows appended until the batch shards divide them, divided over the batch axes."""
+    """Host arrays with zero rows appended until the batch shards divide them, sharded over the batch axes."""
 
     def pad(array: np.ndarray) -> np.ndarray:
         missing = -array.shape[0] % num_batch_shards(mesh)
@@ -220,7 +220,7 @@ def put_rows(tree: Any, mesh: Mesh) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Device arrays as NumPy arrays, whole on every process: what other processes hold of them is gathered."""
+    """Device arrays as NumPy arrays, whole on every process: parts on other processes are gathered."""
 
     def whole(array: Any) -> Any:
         if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):

@@ -1,4 +1,4 @@
-"""Host: slices of TPUs that are not there: their names in Google Cloud and in libtpu, and their devices."""
+"""Host: absent TPU slices: their names in Google Cloud and in libtpu, and their devices."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from dapo_jax.errors import InputError
 
-# Google's name of a generation -> libtpu's, how many the number in the name counts of a chip, the sides of a slice.
+# Google's name of a generation -> libtpu's, cores per chip if the name counts cores (else 1), sides of a slice.
 # v4-32 and v5p-32 have 32 cores, on 16 chips; v5litepod-32 and v6e-32 have 32 chips.
 GENERATIONS = {
     "v4": ("v4", 2, 3),
@@ -21,7 +21,7 @@ GENERATIONS = {
 }
 SLICES = {name for name, _, _ in GENERATIONS.values()}
 QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1",  # it would ask a metadata server what machine this is
+    "TPU_SKIP_MDS_QUERY": "1",  # it would ask a metadata server which machine this is
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it opens no chip
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # of this machine; without one it prints a warning
@@ -31,9 +31,9 @@ QUIET = {
 
 
 def libtpu_name(topology: str) -> str:
-    """The name of a slice with its sides, "v5p:2x2x4", of Google's with a number, "v5p-32"; others as they are.
+    """libtpu's name of a slice, "v5p:2x2x4", from Google's, "v5p-32"; other names unchanged.
 
-    Raises ValueError for a number that no slice has, with the next ones that there are.
+    Raises ValueError for a number that no slice has, with the nearest that exist.
     """
     found = re.fullmatch(rf"({'|'.join(GENERATIONS)})-(\d+)", topology)
     if not found:
@@ -57,17 +57,17 @@ def slice_devices(topology: str) -> Sequence[Any]:
     """The chips of a slice such as "v5e:4x4" as JAX's devices."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # JAX itself must not look for the TPU
+    jax.config.update("jax_platforms", "cpu")  # JAX itself must not look for a TPU
     options: dict[str, Any] = {}
     if topology.startswith("v4:"):
-        options["chip_config_name"] = "megacore"  # one device is a chip, as JAX has it on a v4
+        options["chip_config_name"] = "megacore"  # one device is a chip, as in JAX on a v4
     if re.fullmatch(r"\w+:1(x1)*", topology):
         options["chips_per_host_bounds"] = (1, 1, 1)  # hosts of larger slices have four chips
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
 
 
 def _sides(chips: int, dimensions: int) -> str:
-    """As equal as powers of two can be, the largest last; a 3D slice of 4 chips is 2x2x1."""
+    """Powers of two, as equal as possible, the largest last; a 3D slice of 4 chips is 2x2x1."""
     power = chips.bit_length() - 1
     sides = sorted(2 ** ((power + index) // dimensions) for index in range(dimensions))
     if dimensions == 3 and chips == 4:

@@ -1,4 +1,4 @@
-"""Host: a run that is asked to stop does so at its next safe point, in all processes at the same one."""
+"""Host: stops a run at its next safe point after a signal, the same one in all processes."""
 
 import os
 import signal
@@ -15,22 +15,22 @@ import jax
 from dapo_jax.parallel.processes import any_process
 
 IN_FLIGHT = 2  # micro-batches that the host is ahead of the devices
-_REPEATED_S = 1.0  # the same request arrives twice within it
-_CHECKS_PER_AGREEMENT = 8  # with several processes, which have to ask each other
-_LONG_S = 0.5  # between two checks: then each of them asks
+_REPEATED_S = 1.0  # a signal within it repeats the same request
+_CHECKS_PER_AGREEMENT = 8  # with several processes, which must ask each other
+_LONG_S = 0.5  # between two checks: then every check asks
 
 
 class Stopped(BaseException):
-    """The run was asked to stop by a signal, and has stopped at a safe point. It is no error."""
+    """A signal asked the run to stop, and it stopped at a safe point. This is no error."""
 
 
 class StopRequest:
     """SIGTERM (schedulers, the maintenance of cloud machines) and SIGINT (Ctrl-C) ask a run to stop.
 
-    The first is remembered until a safe point. A second one, a second later or more (launchers send one twice), ends
-    the process at once, by that signal. Before the first safe point there is nothing to save: SIGTERM then stops one
-    process there and then and ends one of several, and SIGINT stays with the command. Outside the main thread, where
-    Python hears no signals, nothing asks.
+    The first is remembered until a safe point. A second one, at least a second later (launchers send one twice), ends
+    the process at once, by that signal. Before the first safe point there is nothing to save: SIGTERM then stops a
+    single process at once and kills one of several, and SIGINT is left to the command. Outside the main thread Python
+    receives no signals, so nothing asks.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class StopRequest:
 
     @contextmanager
     def safe(self, patience: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
-        """Inside, `check` may raise: what is under way can be thrown away.
+        """Inside, `check` may raise: work in progress can be discarded.
 
         Args:
-            patience: seconds after the signal before which `check` does not raise, as things stand when it is called.
+            patience: how many seconds after the signal `check` may raise, asked at each check.
         """
         self._hear(signal.SIGINT)
         self._set_up, self._patience = True, patience
@@ -66,10 +66,10 @@ class StopRequest:
             self._patience = None
 
     def check(self, *, agree: bool = False) -> None:
-        """A possible safe point, which all processes reach equally often.
+        """A possible safe point, which every process reaches equally often.
 
         Args:
-            agree: ask the other processes now, not only where that costs next to nothing.
+            agree: ask the other processes now, not only when that is cheap.
 
         Raises:
             Stopped: inside of `safe`, once a process was asked to stop.
@@ -88,7 +88,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._receive)
 
     def _agree(self, asked: bool) -> bool:
-        """Whether some process was asked to stop; all of them choose the same number of checks until they ask again."""
+        """Whether some process was asked to stop; all processes ask again after the same number of checks."""
         now = time.monotonic()
         asked, long = any_process(asked, now - self._agreed_at >= _LONG_S * self._checks)
         self._interval = 1 if long else _CHECKS_PER_AGREEMENT
@@ -108,7 +108,7 @@ class StopRequest:
 
 
 class Pace:
-    """Keeps the host at most IN_FLIGHT micro-batches ahead of the devices, so that it can stop between two of them."""
+    """Keeps the host at most IN_FLIGHT micro-batches ahead of the devices, so that it can stop between two."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         """
@@ -119,7 +119,7 @@ class Pace:
         self._in_flight: deque[Any] = deque()
 
     def __call__(self, result: Any) -> None:
-        """After a micro-batch has been dispatched whose `result` no later one is given to overwrite."""
+        """Call it after dispatching a micro-batch, with a `result` that no later one overwrites."""
         self._in_flight.append(result)
         if len(self._in_flight) > IN_FLIGHT:
             jax.block_until_ready(self._in_flight.popleft())
@@ -127,4 +127,4 @@ class Pace:
 
 
 def unpaced(result: Any) -> None:
-    """In the place of a Pace where devices sample while others train: the host must not wait."""
+    """Replaces a Pace where some devices sample while others train: the host must not wait."""

@@ -39,7 +39,7 @@ class Costs:
     flops: float = 0.0  # of products; a multiplication and an addition are two
     bytes: float = 0.0  # read from and written to the device's main memory
     collectives: tuple[Collective, ...] = ()
-    unknown: tuple[str, ...] = ()  # what could not be counted: loops without a fixed number of turns, kernels
+    unknown: tuple[str, ...] = ()  # what could not be counted: loops without a fixed number of iterations, kernels
 
     @property
     def sent(self) -> float:
@@ -78,7 +78,7 @@ class _Counter:
         self.computations, self.hosts, self.total = computations, hosts, total
 
     def visit(self, name: str, times: float, *, fused: bool = False) -> None:
-        """Adds a computation that runs `times` times; what is fused is not written to memory."""
+        """Adds a computation that runs `times` times; fused results are not written to memory."""
         for instruction in self.computations[name].values():
             op = instruction.op.removesuffix("-start")
             if op in COLLECTIVES:
@@ -159,8 +159,8 @@ class _Counter:
     def _bytes(self, instruction: Instruction, name: str) -> float:
         """What the instruction reads and writes in main memory: of what it slices or updates, only that part.
 
-        What is asynchronous counts where it starts, as if it were not. `X-start` gives what X takes, what X gives and
-        counters on the chip; but a copy's start its destination and its source, an all-reduce's its result alone.
+        Asynchronous operations count where they start. `X-start` returns X's operands, X's results and counters on the
+        chip; but that of a copy returns its destination and its source, and that of an all-reduce its result alone.
         """
         op, operands, results = instruction.op, self._operands(instruction, name), instruction.shapes
         if op in FREE or op.endswith("-done"):
@@ -229,7 +229,7 @@ def _constant(value: Instruction | None) -> int | None:
 
 
 def _step(counter: Instruction, body: Mapping[str, Instruction]) -> int:
-    """What a turn adds to the counter, an element of the loop's tuple; more than 1 where XLA has unrolled the body."""
+    """What an iteration adds to the counter in the loop's tuple; more than 1 where XLA has unrolled the body."""
     place = re.search(r"index=(\d+)", counter.attributes)
     root = next(one for one in body.values() if one.is_root)
     value = body.get(root.operands[int(place[1])]) if place else None

@@ -1,4 +1,4 @@
-"""Host: FLOPs of the products in a compiled program: of XLA's own, and of the kernels that contain some."""
+"""Host: FLOPs of the products in a compiled program: XLA's own, and those inside kernels."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 
 
 def product_flops(instruction: Instruction, operands: Sequence[Shape]) -> float | None:
-    """FLOPs of a dot, a convolution or a custom call; None for a kernel of products that is not known."""
+    """FLOPs of a dot, a convolution or a custom call; None for an unknown kernel of products."""
     if instruction.op == "custom-call":
         return _kernel_flops(instruction, operands)
     left, right = operands[:2]
@@ -40,7 +40,7 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape]) -> float 
 
 
 def _splash(part: str, operands: Sequence[Shape]) -> float:
-    """FLOPs of JAX' splash attention under a causal mask, which leaves out the blocks above the diagonal."""
+    """FLOPs of JAX's splash attention under a causal mask, which leaves out the blocks above the diagonal."""
     blocks = next(shape.sizes[-1] for shape in operands if shape.kind == "s8")  # [.., query blocks, key blocks]
     query = max((shape.sizes for shape in operands if shape.kind in ("bf16", "f16")), key=math.prod)
     length = query[-2]

@@ -94,7 +94,7 @@ def _shape(match: re.Match[str]) -> Shape:
 
 
 def first_group(attributes: str, num_devices: int) -> list[int]:
-    """The devices of a collective's first group; all of them where the text does not list any."""
+    """The devices of a collective's first group; all of them if the text lists none."""
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
     if mesh:  # mesh['data'=1,'fsdp'=4] {'fsdp'}; a part of an axis is written 'fsdp':(before)size
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}

@@ -40,7 +40,7 @@ class OursStep(Ours):
     """dapo_jax."""
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.state import advance
+        from dapo_jax.progress import advance
         from dapo_jax.step import sample_batch, train_on
 
         start, step = time.perf_counter(), self.progress.step + 1

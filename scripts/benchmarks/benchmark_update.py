@@ -144,11 +144,14 @@ class Ours:
         self.batch: Any = None
 
     def __call__(self, case: str) -> tuple[int, float]:
-        from dapo_jax.step import update
+        from dapo_jax.learner.learner import update
+        from dapo_jax.settings import updates_of_step
 
         self.batch = self.batch or self._make_batch()
+        learner = self.run.learner
+        settings = updates_of_step(self.run.config, learner.mesh, MANY // 2)
         start = time.perf_counter()
-        self.models, finish = update(self.run, self.models, self.batch, step=MANY // 2)
+        self.models, finish = update(learner, self.models, self.batch, settings)
         finish()
         self.jax.block_until_ready(self.models)
         return num_tokens(self.args), time.perf_counter() - start

@@ -11,10 +11,12 @@ from accelerators.programs import Parts, Program, step
 
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.kl import PENALTIES
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import default_config, freeze
+from dapo_jax.models import families
 
 H100, V5E = "h100:8", "v5e:2x4"
 LLAMA = {
@@ -39,12 +41,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+SIZES = {"qwen3": {"head_dim": 128}}  # of a family, where they are not Llama's
 FAMILIES: Mapping[str, dict[str, Any]] = {  # config.json of each
-    "llama": LLAMA,
+    **{
+        name: {
+            **LLAMA,
+            "architectures": [f"{family.hf_name}ForCausalLM"],
+            "sliding_window": None,
+            **SIZES.get(name, {}),
+        }
+        for name, family in families.FAMILIES.items()
+    },
     "llama3": {**LLAMA, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
-    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": None},
-    "qwen2": {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
-    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "head_dim": 128},
 }
 
 

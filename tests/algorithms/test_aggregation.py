@@ -17,15 +17,20 @@ def aggregate(loss, mask, mode, **counts):
 
 @pytest.mark.parametrize("case", CASES)
 def test_modes_equal_the_reference(case):
-    loss, mask = jnp.array(case["loss"]), jnp.array(case["mask"]) > 0
-    value = aggregate(
-        loss,
-        mask,
+    """The reference is given the size of the mini-batch where the rows are only a part of it."""
+    loss, mask, params = np.array(case["loss"]), np.array(case["mask"]) > 0, case["params"]
+    rows, columns = mask.shape
+    others = params.get("batch_num_tokens", mask.sum()) - mask.sum()
+    whole = np.zeros((rows + 1, max(columns, int(others))), bool)
+    whole[:rows, :columns], whole[rows, : int(others)] = mask, True
+    weights = token_weights(
+        whole,
+        np.arange(rows + 1),
         case["mode"],
-        num_tokens=case["params"].get("batch_num_tokens"),
-        num_sequences=case["params"].get("global_batch_size"),
-        scale_factor=case["params"].get("loss_scale_factor", mask.shape[1]),
+        num_sequences=params.get("global_batch_size"),
+        scale_factor=params.get("loss_scale_factor", columns),
     )
+    value = weighted_sum(loss, weights[:rows, :columns], mask)
     np.testing.assert_allclose(value, case["value"], rtol=1e-5, atol=1e-5)
 
 

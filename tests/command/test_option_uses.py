@@ -10,7 +10,8 @@ from config_problems import assert_one, config_with, problems
 
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS, cpo
 from dapo_jax.algorithms.aggregation import MODES, token_weights
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.command.option_uses import CPO_READS, MEASURED, USES, VERIFIED, put_back, unread, without_switched_off
 from dapo_jax.command.validation import BOUNDS, validate
 from dapo_jax.config.sections import Config, PolicyLossConfig
@@ -52,6 +53,7 @@ OTHER_RULES = {  # validate has a rule of their own for where they are not read,
     "actor.share_prompts",
 }
 
+LOSS = "actor.policy_loss.loss_mode"
 FILES = {"data.task": "files", "data.train_files": ("a.parquet",)}
 GAE = {"algorithm.adv_estimator": "gae"}
 NOTHING_MEASURED = {"data.arithmetic.num_heldout": 0}
@@ -108,18 +110,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trainer.rollout_ahead=1": ({}, {"trainer.rollout_ahead": 1}),
     "trainer.rollout_ahead=0": ({"trainer.rollout_ahead": 1}, {}),
     "a temperature above 0": ({"evaluate.temperature": 0.0}, {}),
-    **{
-        f"actor.policy_loss.loss_mode={' or '.join(modes)}": (
-            {"actor.policy_loss.loss_mode": "gpg"},
-            {"actor.policy_loss.loss_mode": modes[0]},
-        )
-        for modes in (
-            ["vanilla"],
-            ["clip_cov"],
-            ["kl_cov"],
-            ["sapo"],
-            ["vanilla", "gspo", "cispo", "geo_mean", "clip_cov"],
-        )
+    **{  # which losses read an option, their signatures say: see FUNCTIONS
+        use.setting: ({LOSS: "gpg"}, {LOSS: use.setting.removeprefix(f"{LOSS}=").partition(" or ")[0]})
+        for use in USES
+        if use.setting.startswith(f"{LOSS}=")
     },
     **{
         f"algorithm.cpo.wrap_method={' or '.join(methods)}": (
@@ -248,7 +242,7 @@ def test_only_k1_has_a_lower_bound(criterion):
 
 FUNCTIONS = {  # option -> the functions that may have it as a parameter, by the value of their key
     "algorithm.adv_estimator": (ESTIMATORS,),
-    "actor.policy_loss.loss_mode": (LOSSES, SELECTIONS),
+    LOSS: (LOSSES, SELECTIONS),
 }
 
 

@@ -8,7 +8,8 @@ import pytest
 
 import dapo_jax
 from dapo_jax.algorithms.advantages import ESTIMATORS
-from dapo_jax.algorithms.policy_loss import LOSSES, SELECTIONS
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch_size, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import default_config, freeze

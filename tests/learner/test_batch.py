@@ -13,10 +13,12 @@ from dapo_jax import train as train_module
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.learner.learner import update
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
 from dapo_jax.run import open_run
-from dapo_jax.step import train_on, training_batch, update
+from dapo_jax.settings import updates_of_step
+from dapo_jax.step import train_on, training_batch
 from dapo_jax.train import train
 
 pytestmark = pytest.mark.slow
@@ -231,7 +233,7 @@ def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked
     with open_run(small_config(config.workdir, **changes)) as run:
         models = run.learner.init_models()
         batch, _ = training_batch(run, chosen, models, recompute=False, kl_coef=0.0)
-        metrics, _ = update(run, models, batch, 1)[1]()
+        metrics, _ = update(run.learner, models, batch, updates_of_step(run.config, run.learner.mesh, 1))[1]()
     total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
     sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
     assert metrics["actor/pg_loss"] == pytest.approx(total / sequences, rel=1e-3, abs=1e-6)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.models.architecture import Llama3RopeScaling, architecture_from_hf, read_architecture
+from dapo_jax.models.families import FAMILIES
 
 DATA = Path(__file__).parent / "data"
 LLAMA = {
@@ -86,7 +87,7 @@ def test_what_is_not_supported_is_an_error(change, message):
         architecture_from_hf(LLAMA | change)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", [family.hf_name for family in FAMILIES.values()])
 def test_a_sequence_classification_model_differs_by_its_scalar_head_alone(family):
     language = architecture_from_hf(LLAMA | {"architectures": [f"{family}ForCausalLM"]})
     scoring = architecture_from_hf(LLAMA | ONE_LABEL | {"architectures": [f"{family}ForSequenceClassification"]})

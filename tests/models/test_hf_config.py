@@ -7,13 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.models.architecture import (
-    FAMILIES,
-    Architecture,
-    Llama3RopeScaling,
-    architecture_from_hf,
-    read_architecture,
-)
+from dapo_jax.models.architecture import Architecture, Llama3RopeScaling, architecture_from_hf, read_architecture
+from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_config import hf_config
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import init_params, weight_table
@@ -25,7 +20,6 @@ SCALING = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
 
 def architecture(family, **changes):
     """One in which no value is the default of Hugging Face or of `Architecture`, nor can be had from another."""
-    _, qkv_bias, qk_norm = next(kind for kind in FAMILIES.values() if kind[0] == family)
     arch = Architecture(
         family=family,
         vocab_size=96,
@@ -38,20 +32,17 @@ def architecture(family, **changes):
         rope_theta=5000.0,
         rms_norm_eps=0.125,
         tie_embeddings=False,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        qkv_bias=FAMILIES[family].qkv_bias,
+        qk_norm=FAMILIES[family].qk_norm,
         initializer_range=0.25,
     )
     return dataclasses.replace(arch, **changes)
 
 
 ARCHITECTURES = {
-    "llama": architecture("llama"),
+    **{family: architecture(family) for family in FAMILIES},
     "llama_tied": architecture("llama", tie_embeddings=True),
     "llama_scaled": architecture("llama", rope_scaling=SCALING),
-    "mistral": architecture("mistral"),
-    "qwen2": architecture("qwen2"),
-    "qwen3": architecture("qwen3"),
     "reward_model": architecture("qwen2", scalar_head=True),
 }
 

@@ -135,7 +135,7 @@ def test_a_directory_without_weights_is_an_error(tmp_path):
 def test_a_missing_shard_is_an_error(tmp_path, tensors):
     shard(tmp_path, tensors)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"not there: \['model-00002-of-00003.safetensors'\]: download them"):
+    with pytest.raises(ValueError, match=r"do not exist: \['model-00002-of-00003.safetensors'\]: download them"):
         load(tmp_path)
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.models.architecture import Llama3RopeScaling
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.models.transformer import (
@@ -17,9 +16,6 @@ from dapo_jax.models.transformer import (
     logits,
     positions_of,
     prefill,
-    rotary,
-    rotary_frequencies,
-    rotate,
     shift_left,
 )
 from dapo_jax.models.weights import cast_matrices
@@ -220,32 +216,6 @@ def test_gradients_through_bfloat16_weights_follow_those_in_float32():
 def test_positions_count_real_tokens():
     mask = jnp.array([[False, False, True, True], [True, False, True, False], [False] * 4])
     assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
-
-
-def test_llama3_scaling_follows_the_formula():
-    arch = dataclasses.replace(model("llama_tied")[0], head_dim=8, rope_theta=1e4)
-    np.testing.assert_allclose(rotary_frequencies(arch), [1, 0.1, 0.01, 0.001], rtol=1e-6)
-    # Over 100 positions the four frequencies make 15.915, 1.5915, 0.15915 and 0.015915 turns. More than 4:
-    # unchanged. Fewer than 1: divided by 8. Between: (1.59155 - 1) / (4 - 1) = 0.197183 of the way, that is
-    # 0.1 * (0.197183 + 0.802817 / 8) = 0.0297535.
-    scaled = dataclasses.replace(arch, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 100))
-    np.testing.assert_allclose(rotary_frequencies(scaled), [1, 0.0297535, 0.00125, 0.000125], rtol=1e-5)
-
-
-def test_rotation_pairs_the_halves_and_keeps_only_relative_positions():
-    arch, _ = model("llama_tied")
-    quarter = (jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))  # cosine and sine of a quarter turn
-    assert rotate(jnp.array([[[[2.0, 3.0]]]]), quarter).tolist() == [[[[-3.0, 2.0]]]]
-    query, key = np.random.default_rng(0).normal(size=(2, 1, 1, 1, arch.head_dim)).astype(np.float32)
-
-    @jax.jit
-    def product(query_position, key_position):
-        query_rotation, key_rotation = (rotary(x[None, None], arch) for x in (query_position, key_position))
-        return jnp.sum(rotate(query, query_rotation) * rotate(key, key_rotation))
-
-    products = [float(product(*jnp.array(positions))) for positions in ((9, 4), (105, 100), (4, 9))]
-    assert products[0] == pytest.approx(products[1], abs=1e-4)
-    assert products[0] != pytest.approx(products[2], abs=1e-2)
 
 
 def test_shift_left_moves_each_row_by_its_own_number_of_columns():

@@ -1,0 +1,95 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_policy
+
+from dapo_jax.models.architecture import Layer, Llama3RopeScaling
+from dapo_jax.models.layers import rotary, rotary_frequencies, rotate, unstacked
+from dapo_jax.models.transformer import LayerCache, decode, forward, forward_responses, prefill
+from dapo_jax.models.weights import init_params
+
+ARCH = dataclasses.replace(small_policy.ARCH, num_layers=3, head_dim=24)
+NO_ROTARY = Layer(rotary=False)
+jit_forward, jit_responses = jax.jit(forward, static_argnums=4), jax.jit(forward_responses, static_argnums=5)
+jit_prefill, jit_decode = jax.jit(prefill, static_argnums=3), jax.jit(decode, static_argnums=6)
+
+
+def of_pattern(*pattern):
+    arch = dataclasses.replace(ARCH, pattern=pattern)
+    return arch, init_params(arch, 0)
+
+
+def listed(params):
+    return params | {"layers": unstacked(params["layers"], ARCH.num_layers)}
+
+
+def test_a_pattern_of_kinds_repeats_until_the_last_layer():
+    assert ARCH.layers == (Layer(), Layer(), Layer())
+    assert of_pattern(Layer(), NO_ROTARY)[0].layers == (Layer(), NO_ROTARY, Layer())
+
+
+@pytest.mark.parametrize("kind", [Layer(window=4), Layer(experts=2)])
+def test_kinds_of_layers_that_are_not_implemented_are_refused(kind):
+    with pytest.raises(ValueError, match="only full attention and dense feed-forward networks are supported"):
+        of_pattern(Layer(), kind)
+
+
+@pytest.mark.parametrize("pattern", [(Layer(),), (NO_ROTARY,), (Layer(), NO_ROTARY)], ids=["all", "none", "some"])
+def test_layers_are_the_same_scanned_unrolled_behind_a_prompt_and_decoded(pattern):
+    """Decoding is fed the tokens one by one."""
+    arch, params = of_pattern(*pattern)
+    tokens = np.random.default_rng(0).integers(0, ARCH.vocab_size, (2, 6), np.int32)
+    positions, mask = np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6)), np.ones((2, 6), bool)
+    expected = jit_forward(params, tokens, positions, mask, arch)
+    np.testing.assert_allclose(jit_forward(listed(params), tokens, positions, mask, arch), expected, atol=1e-5)
+    responses = jit_responses(params, tokens[:, :2], mask[:, :2], tokens[:, 2:], mask[:, 2:], arch)
+    np.testing.assert_allclose(responses, expected[:, 1:-1], atol=1e-5)
+
+    first, keys_and_values = jit_prefill(params, tokens[:, :2], mask[:, :2], arch)
+    np.testing.assert_allclose(first, expected[:, 1], atol=1e-5)
+    own = np.zeros((2, arch.num_kv_heads, 4, arch.head_dim), np.float32)
+    caches = [LayerCache(key, value, own.swapaxes(2, 3), own) for key, value in keys_and_values]
+    for i in range(2, 6):
+        hidden, caches = jit_decode(
+            listed(params), tokens[:, i], positions[:, i], mask[:, :2], caches, np.int32(i - 2), arch
+        )
+        np.testing.assert_allclose(hidden, expected[:, i], atol=1e-5)
+
+
+def test_each_layer_without_rotary_embedding_ignores_positions():
+    tokens, mask = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), bool)
+    positions = np.arange(8, dtype=np.int32)[None]
+    changes = []
+    for pattern in ((NO_ROTARY,), (NO_ROTARY, NO_ROTARY, Layer()), (Layer(),)):
+        arch, params = of_pattern(*pattern)
+        near, far = (jit_forward(params, tokens, factor * positions, mask, arch) for factor in (1, 3))
+        changes.append(np.abs(near - far).max())
+    assert changes[0] == 0 < 1e-2 < changes[1] < changes[2]
+
+
+def test_llama3_scaling_follows_the_formula():
+    arch = dataclasses.replace(ARCH, head_dim=8, rope_theta=1e4)
+    np.testing.assert_allclose(rotary_frequencies(arch), [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    # Over 100 positions the four frequencies make 15.915, 1.5915, 0.15915 and 0.015915 turns. More than 4:
+    # unchanged. Fewer than 1: divided by 8. Between: (1.59155 - 1) / (4 - 1) = 0.197183 of the way, that is
+    # 0.1 * (0.197183 + 0.802817 / 8) = 0.0297535.
+    scaled = dataclasses.replace(arch, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 100))
+    np.testing.assert_allclose(rotary_frequencies(scaled), [1, 0.0297535, 0.00125, 0.000125], rtol=1e-5)
+
+
+def test_rotation_pairs_the_halves_and_keeps_only_relative_positions():
+    quarter = (jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))  # cosine and sine of a quarter turn
+    assert rotate(jnp.array([[[[2.0, 3.0]]]]), quarter).tolist() == [[[[-3.0, 2.0]]]]
+    query, key = np.random.default_rng(0).normal(size=(2, 1, 1, 1, ARCH.head_dim)).astype(np.float32)
+
+    @jax.jit
+    def product(query_position, key_position):
+        query_rotation, key_rotation = (rotary(x[None, None], ARCH) for x in (query_position, key_position))
+        return jnp.sum(rotate(query, query_rotation) * rotate(key, key_rotation))
+
+    products = [float(product(*jnp.array(positions))) for positions in ((9, 4), (105, 100), (4, 9))]
+    assert products[0] == pytest.approx(products[1], abs=1e-4)
+    assert products[0] != pytest.approx(products[2], abs=1e-2)
