@@ -49,7 +49,7 @@ WITH_A_PLUS = (  # options that a script adds to the trainer's config with +, an
 )
 
 
-def test_an_entry_names_options_that_there_are_and_says_something_where_there_is_none():
+def test_an_entry_names_existing_options_or_explains_why_there_are_none():
     for entry in TABLE:
         assert set(expanded(entry.ours) if entry.ours else ()) <= set(DEFAULTS), entry.verl
         assert entry.ours or entry.note, entry.verl

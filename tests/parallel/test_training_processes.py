@@ -237,7 +237,7 @@ def test_processes_export_what_one_exports(tmp_path, logs, two):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
-def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
+def test_a_run_resumes_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
     shutil.copytree(two[0], tmp_path / "run")
     more = {"trainer.total_training_steps": 5, "mesh.fsdp": 4}
     trained(tmp_path / "run", logs, processes=1, devices=8, **more)
@@ -246,7 +246,7 @@ def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, 
     assert rows[5]["rollout_corr/logprob_abs_diff"] < 1e-4 and rows[5]["actor/skipped_updates"] == 0
 
 
-def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two):
+def test_a_process_that_is_killed_ends_the_others_and_a_restart_resumes(tmp_path, logs, two):
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
     for killed in (1, 0):
         ended = finish(start(tmp_path, logs, gets=Signal(signal.SIGKILL, process=killed, step=4), **where))
