@@ -4,7 +4,7 @@
 
 measures config.model.path (a Hugging Face directory, a .gguf file, or the workdir of a run: its newest checkpoint) on
 the held-out problems and on evaluate.tasks. With --step or --all-steps: checkpoints of that run, or of config.workdir
-if it is no run. It needs no data to train on. docs/evaluation.md has the options and what is written.
+if model.path is not a run. It needs no training data. docs/evaluation.md describes options and output.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -61,18 +61,18 @@ METRICS, GENERATIONS = "metrics.json", "generations.jsonl"  # of the command's o
 def bench(config: Config, output: str | Path, *, step: int | None = None, all_steps: bool = False) -> list[dict]:
     """Measures one model, or checkpoints of a run, and writes metrics and generations to the directory `output`.
 
-    Of checkpoints, TensorBoard is given the metrics as curves over their steps. Every process must call it; process 0
-    writes. A directory that is there is whole; until then it is OUTPUT.partial.
+    For checkpoints, TensorBoard gets the metrics as curves over training steps. Every process must call it; process 0
+    writes. The directory is OUTPUT.partial until it is complete.
 
     Args:
         step: of a checkpoint to measure.
         all_steps: measure all checkpoints, in their order.
 
     Returns:
-        One dict a model: model (path), step (None if it is no checkpoint), metrics (`bench/...`, `time/bench`).
+        One dict per model: model (path), step (None unless it is a checkpoint), metrics (`bench/...`, `time/bench`).
 
     Raises:
-        ValueError: the config, the model or the problems do not fit together, there is no such checkpoint, or
+        ValueError: the config, the model or the problems do not fit together, the checkpoint does not exist, or
             `output` holds another evaluation.
     """
     validate(config, training=False)
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     which.add_argument("--step", type=int, help="training step of the checkpoint to measure")
     which.add_argument("--all-steps", action="store_true", help="measure all checkpoints of the run")
     parser.add_argument("--output", help="directory to write, new or empty; WORKDIR/evaluation (_step_N) unless given")
-    parser.add_argument("--if-missing", action="store_true", help="do nothing where OUTPUT is there")
+    parser.add_argument("--if-missing", action="store_true", help="do nothing if OUTPUT exists")
     given, rest = parser.parse_known_args(arguments)
     checkpoints = given.step is not None or given.all_steps
     with command(["evaluate", *rest], functools.partial(as_in_the_run, checkpoints=checkpoints)) as config:

@@ -23,26 +23,26 @@ MISMATCH_CLIPFRAC = 5e-3
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, beside its parameters. Random draws have addresses, so no generator is saved."""
+    """Where a run is, besides its parameters. Random draws have addresses, so no generator is saved."""
 
     step: int = 0  # training steps done
     recompute_logprobs: bool = False  # whether old_logprob=auto has fallen back to recomputing
-    recompute_dtype: str = ""  # the model.dtype with which it has
+    recompute_dtype: str = ""  # the model.dtype with which it fell back
     kl_coef: float = 0.0  # of the KL divergence in the reward
-    kl_coef_of: str = ""  # the options that it began with
+    kl_coef_of: str = ""  # the options that it started from
     groups_kept: int = 0
     groups_dropped: int = 0
     tokens_generated: int = 0
     tokens_trained: int = 0
     prompts: str = ""  # checksum of the training prompts
-    stream: str = ""  # checksum of what is saved beside the models
-    nonfinite_in_a_row: int = 0  # last steps whose loss or gradient was not finite
-    log_bytes: int = -1  # of train.log that belong to the steps done; -1 = not known
+    stream: str = ""  # checksum of what is saved besides the models
+    nonfinite_in_a_row: int = 0  # latest steps in a row whose loss or gradient was not finite
+    log_bytes: int = -1  # of train.log that belong to finished steps; -1 = not known
     alarms: dict[str, float] = field(default_factory=dict)  # what the next step is compared with, see monitor/alarms.py
     best: float | None = None  # trainer.best_metric at its best
-    best_step: int = 0  # when it was
+    best_step: int = 0  # its step
     best_of: str = ""  # the metric that it is, and whether more or less is better
-    unrecorded: dict[str, Any] | None = None  # metrics and samples of the step, as long as they are not recorded
+    unrecorded: dict[str, Any] | None = None  # metrics and samples of the step until they are recorded
 
 
 def recomputes(config: Config, progress: Progress) -> bool:
@@ -61,30 +61,30 @@ def is_finite(metrics: Mapping[str, float]) -> bool:
 
 
 def first_coefficient(config: Config, progress: Progress) -> Progress:
-    """`progress` with the coefficient of the KL divergence that the config begins with."""
+    """`progress` with the initial KL coefficient of the config."""
     return dataclasses.replace(progress, kl_coef=config.algorithm.kl_ctrl.kl_coef, kl_coef_of=kl_coef_of(config))
 
 
 def resumed_coefficient(config: Config, progress: Progress) -> Progress:
-    """`progress` with the coefficient to go on with: the saved one if it was adapted as the config says."""
+    """`progress` with the KL coefficient to resume with: the saved one if it was adapted from the same options."""
     if config.algorithm.kl_ctrl.type == "adaptive" and progress.kl_coef_of in ("", kl_coef_of(config)):
         return progress
     return first_coefficient(config, progress)
 
 
 def kl_coef_of(config: Config) -> str:
-    """What a coefficient of the KL divergence has been adapted from, and how."""
+    """The options that a KL coefficient was adapted from."""
     control = config.algorithm.kl_ctrl
     return f"{control.type} {control.kl_coef} {config.algorithm.use_kl_in_reward}"
 
 
 def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
-    """The progress after a training step."""
+    """The progress after a training step; adds KL and alarm metrics to `metrics`."""
     mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
         metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
     older_policy = trains_on_older_samples(config)
-    mismatch = mismatch and not older_policy  # then the two differ because an older policy sampled
+    mismatch = mismatch and not older_policy  # then they differ because an older policy sampled
     falls_back = mismatch and config.actor.old_logprob == "auto"
     if falls_back and not recomputes(config, progress):
         logger.warning(

@@ -58,7 +58,7 @@ from dapo_jax.settings import (
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[], None]  # is called where the run may be asked to stop, and may raise
+Check = Callable[[], None]  # called where a run may stop; raises to stop it
 
 
 @dataclass(frozen=True)

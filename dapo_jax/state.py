@@ -1,4 +1,4 @@
-"""Host: a run between two steps: where it begins, and how it is saved and restored."""
+"""Host: the state of a run between two steps: where it starts, and how it is saved and restored."""
 
 import dataclasses
 import json
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a run has to know to go on as if it had never stopped."""
+    """Everything that a run needs to resume as if it had never stopped."""
 
     models: Models
     progress: Progress
     stream: StreamState
-    engine: dict[str, Any]  # what the sampling engine has learnt by now; it learns while the next step samples
+    engine: dict[str, Any]  # what the rollout engine has learnt so far; it keeps learning as it samples
     ahead: Collected | None = None  # with trainer.rollout_ahead: what the next step trains on
 
     def is_whole(self) -> bool:
-        """Whether its arrays are still there: the first optimizer step of the next update takes their memory."""
+        """Whether its arrays still exist: the first optimizer step of the next update donates them."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.models))
 
 
@@ -59,7 +59,7 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
     if latest is not None and config.trainer.resume_mode == "disable":
         raise InputError(
             f"workdir={config.workdir} holds a checkpoint of step {latest} and trainer.resume_mode=disable: "
-            "choose another workdir, or resume_mode=auto to go on"
+            "choose another workdir, or resume_mode=auto to resume"
         )
     other, total = config.trainer.resume_from_path, config.trainer.total_training_steps
     if latest is not None:
@@ -69,7 +69,7 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
         origin = find_checkpoint(other) if other else None
     if other and is_own(other, config):
         raise InputError(
-            f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to go on "
+            f"trainer.resume_from_path={other} is in workdir={config.workdir} itself: choose a new workdir to resume "
             "from one of its earlier checkpoints"
         )
     if origin is not None and origin.step > total > 0:  # -1: known once the prompts are read
@@ -81,16 +81,16 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
         values = dataclasses.asdict(config)
         if latest is not None:
             for line in config_differences(config.workdir, values):
-                logger.warning("going on with another config: %s", line)
+                logger.warning("resuming with a changed config: %s", line)
         for line in PUT_BACK.get():
-            logger.info("%s", line)  # the command has told it on the console, before there was a log
+            logger.info("%s", line)  # the console has shown it already, before the log was open
         for line in warnings(config):
             logger.warning("%s", line)
     return origin
 
 
 def _check_not_moved(config: Config) -> None:
-    """Raises ValueError if the run has checkpoints where it does not look for them any more."""
+    """Raises ValueError if the run saved its checkpoints in another directory than the config now names."""
     recorded = recorded_config(config.workdir)
     before = checkpoint_dir(from_values(recorded | {"workdir": config.workdir})) if recorded else ""
     if before and before != checkpoint_dir(config) and saved_steps(before):
@@ -184,7 +184,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
     if not own:
         progress = dataclasses.replace(progress, log_bytes=0)  # of this run's log
     progress = resumed_coefficient(run.config, progress)
-    logger.warning("going on after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
+    logger.warning("resuming after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
     engine = run.sampler.engine
     engine.restore(arrays["engine"])
     prompts = run.problems.train_set.checksum()
@@ -212,13 +212,13 @@ def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
     if measured != config.algorithm.use_kl_in_reward:
         raise InputError(
             f"the checkpoint holds groups that were sampled with algorithm.use_kl_in_reward={measured}, and the run "
-            f"has {not measured}: go on with that, or begin in a new workdir with model.path set to this one"
+            f"has {not measured}: restore that value, or start in a new workdir with model.path set to this one"
         )
     wanted = config.rollout.n, config.data.max_response_length
     if tuple(groups["responses"].shape[1:]) != wanted:
         n, length = groups["responses"].shape[1:]
         raise InputError(
             f"the checkpoint holds groups that were sampled with rollout.n={n}, data.max_response_length={length}, and "
-            f"the run has {wanted[0]}, {wanted[1]}: go on with those, or begin in a new workdir with model.path set to "
+            f"the run has {wanted[0]}, {wanted[1]}: restore those, or start in a new workdir with model.path set to "
             "this one"
         )

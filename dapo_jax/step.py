@@ -49,7 +49,7 @@ KeepBatch = Callable[[int, dict[str, np.ndarray]], None]  # (step, arrays)
 def sample_batch(
     run: Run, weights: Any, stream: StreamState, progress: Progress, step: int
 ) -> tuple[Collected, StreamState]:
-    """What `step` will train on, sampled with decoding `weights`, and the stream after it.
+    """Samples what `step` will train on with decoding `weights`; also returns the stream after it.
 
     Args:
         progress: of the policy whose weights they are.
@@ -78,7 +78,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
-        """Starts to sample the prompts of these numbers. The result waits, and marks the groups to keep."""
+        """Samples the prompts with these numbers. The result waits for the verdicts and marks the groups to keep."""
         shown.begin()
         rows = [problems.order.row(number) for number in numbers]
         verified = run.sampler.start(
@@ -120,7 +120,7 @@ def train_step(
     stream: StreamState,
     start: float,
 ) -> RunState:
-    """The run after all updates on `batch`; with trainer.rollout_ahead the next one is sampled meanwhile.
+    """All updates on `batch`; with trainer.rollout_ahead the next batch is sampled meanwhile.
 
     Args:
         stream: as it is after `batch`.
@@ -130,7 +130,7 @@ def train_step(
     step = progress.step + 1
     ahead, weights = None, None
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
-        weights = run.learner.decode_weights(state.models.actor.params)  # before the update takes their memory
+        weights = run.learner.decode_weights(state.models.actor.params)  # before the update donates them
     models, finish = train_on(run, state.models, batch.experience, progress, step, keep_batch=records.write_batch)
     if weights is not None:  # other devices sample while these train
         ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
@@ -161,8 +161,8 @@ def train_on(
 ) -> tuple[Models, Finish]:
     """Advantages of the accepted groups (equation 9), then all updates on them; without groups, nothing.
 
-    The updates are begun; the second part of the result waits for them and returns metrics and histograms. A batch
-    whose loss or gradient is not finite goes to `keep_batch`.
+    Only starts the updates: the second result waits for them and returns metrics and histograms. A batch whose loss or
+    gradient is not finite goes to `keep_batch`.
     """
     if experience is None:
         return models, lambda: ({}, {})
@@ -177,8 +177,8 @@ def train_on(
 
     def finish() -> tuple[dict[str, float], Histograms]:
         metrics, histograms = wait()
-        metrics |= batch_metrics  # with recomputed log-probabilities, which compares them with the sampler's
-        if recomputed:  # there, the first optimizer step compares the training pass with itself
+        metrics |= batch_metrics  # if recomputed, they compare the sampler's log-probabilities with the training pass's
+        if recomputed:  # then the first optimizer step compares the training pass with itself
             metrics.pop("rollout_corr/first_clipfrac", None)
         histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
         if not is_finite(metrics):

@@ -47,7 +47,7 @@ def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder)
         "data/prompts_consumed": accepted.state.next_prompt,
         "data/epoch": order.epoch(accepted.state.next_prompt),
         "rollout/finished_task_count": sum(len(part.numbers) for part in sampled),
-        "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # carried groups' were told before
+        "reward/num_errors": sum(int(part.failed.sum()) for part in sampled),  # not those of carried groups
         "experience_pipeline/experience_count": 0 if trained is None else trained.finished.size,
         "experience_pipeline/filtered_count": sum(
             int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds

@@ -2,7 +2,7 @@
 
     python -m dapo_jax.train --config configs/tiny.py [--config.actor.optim.lr=1e-3 ...]
 
-Started again with the same workdir, it goes on after the last checkpoint as if it had not stopped.
+Rerun the same command to resume from the last checkpoint of its workdir; the result is that of an uninterrupted run.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -50,12 +50,12 @@ logger = logging.getLogger("dapo_jax.train")  # not "__main__", as the command i
 
 
 def train(config: Config) -> Models:
-    """Trains as `config` says and returns the last state of each model.
+    """Trains by `config` and returns the final state of each model.
 
     Raises:
         ValueError: the config, the model, the data or the mesh do not fit together.
-        RuntimeError: the run cannot go on, for example because too few groups pass the filter.
-        Stopped: a signal asked the run to stop; what could be saved is saved.
+        RuntimeError: the run cannot continue, for example because too few groups pass the filter.
+        Stopped: a signal asked the run to stop; it has saved what it could.
     """
     validate(config)
     if "wandb" in config.trainer.logger:
@@ -110,9 +110,13 @@ def _train(config: Config, workdir: Workdir) -> Models:
 
 
 def open_records(config: Config, progress: Progress | None, upload: Callable[[str], None]) -> RunRecords:
-    """The run's records, without rows of steps that are done again; `progress` that is resumed, None for a new run."""
+    """Opens the records and drops the rows of steps that will be repeated.
+
+    Args:
+        progress: where the run resumes; None for a new run.
+    """
     if is_first():
-        write_config(config.workdir, dataclasses.asdict(config))  # only now is it known that the run can begin
+        write_config(config.workdir, dataclasses.asdict(config))  # not earlier: only now can nothing refuse the run
         write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     trainer = config.trainer
@@ -128,10 +132,11 @@ def open_records(config: Config, progress: Progress | None, upload: Callable[[st
 
 
 def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: StopRequest, state: RunState) -> RunState:
-    """All steps that are left. A step that has not changed any weights can be thrown away: there the run can stop.
+    """Runs the remaining steps.
 
-    Once they have changed, it stops if the step takes longer than trainer.stop_patience_s. With trainer.rollout_ahead
-    no step is thrown away in the middle of its update: the devices that sample go on meanwhile.
+    A run that is asked to stop discards a step that has not changed any weights yet. Otherwise it finishes the step,
+    unless that takes longer than trainer.stop_patience_s. With trainer.rollout_ahead it always finishes the update,
+    because other devices sample meanwhile.
     """
     trainer, trained = run.config.trainer, False
 
@@ -144,7 +149,7 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
                 stop.check(agree=True)
                 if state.progress.unrecorded is not None:
                     state = conclude_step(run, checkpoints, records, state)
-                    if trained:  # not what an earlier start had trained: it has ended for that
+                    if trained:  # by this process: an earlier one has ended over its own step
                         check_finite(run.config, state.progress)
                 if state.progress.step == trainer.total_training_steps:
                     return state
@@ -163,7 +168,7 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
         except Stopped as reason:
             raise Stopped(f"{reason} {save_before_end(run, checkpoints, state)}") from reason
         except Exception as error:
-            if jax.process_count() == 1 or isinstance(error, SharedFailure):  # several write together
+            if jax.process_count() == 1 or isinstance(error, SharedFailure):  # saving takes all processes
                 logger.error("the run ends %s", save_before_end(run, checkpoints, state))
             raise
         trained = True
@@ -171,7 +176,7 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
 
 
 def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState) -> RunState:
-    """Evaluates, records and saves the step that has just been trained, each if it is due."""
+    """Evaluates, records and saves the step that was just trained, each if it is due."""
     trainer, progress = run.config.trainer, state.progress
     step, total = progress.step, trainer.total_training_steps
     row = progress.unrecorded
@@ -197,7 +202,7 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
     record(run, records, step, metrics)
     progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
-    saved_before = checkpoints.latest_step() == step  # when the run was stopped in the middle of this
+    saved_before = checkpoints.latest_step() == step  # by a run that stopped between update and record
     minutes = trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes
     if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):
         save_state(run, checkpoints, state, metric=quality, replace=True)
@@ -205,37 +210,37 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
 
 
 def check_finite(config: Config, progress: Progress) -> None:
-    """Raises RuntimeError after too many steps in a row whose loss or gradient was not finite."""
+    """Raises RuntimeError after trainer.max_nonfinite_steps steps in a row whose loss or gradient was not finite."""
     steps, most = progress.nonfinite_in_a_row, config.trainer.max_nonfinite_steps
     if steps >= most:
         raise SharedFailure(
             f"the loss or the gradient was not finite in {steps} steps in a row, up to step {progress.step} "
-            f"(trainer.max_nonfinite_steps={most}); the parameters are those before them, the batches are in "
-            f"{Path(config.workdir) / 'nonfinite'}: lower actor.optim.lr, look at the batches, or go on by the same "
-            "command"
+            f"(trainer.max_nonfinite_steps={most}); their updates were skipped, and their batches are in "
+            f"{Path(config.workdir) / 'nonfinite'}: lower actor.optim.lr, inspect the batches, or rerun the same "
+            "command to continue"
         )
 
 
 def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> str:
-    """Saves what a run has done when it ends early, and says what is lost and where the run goes on.
+    """Saves the state of a run that ends early, and says what is lost and where the run will resume.
 
-    In the middle of an update the state before it is gone, and the newest checkpoint is what there is.
+    During an update the state before it no longer exists, so only the newest checkpoint remains.
     """
     step = state.progress.step
     if state.is_whole():
         if step:
             save_state(run, checkpoints, state)
-        return f"after step {step}; the same command goes on from there"
+        return f"after step {step}; rerun the same command to resume from there"
     saved = checkpoints.latest_step() or 0
     lost = f"step {step + 1} is" if saved == step else f"steps {saved + 1} to {step + 1} are"
     return (
-        f"in the update of step {step + 1}: {lost} lost; the same command goes on "
+        f"in the update of step {step + 1}: {lost} lost; rerun the same command to resume "
         f"{f'after step {saved}' if saved else 'from the beginning'}"
     )
 
 
 def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) -> None:
-    """Writes a step's metrics everywhere: metrics.jsonl, TensorBoard, the console."""
+    """Writes a step's metrics to metrics.jsonl, the trackers and the console."""
     metrics |= run.monitor.timers.pop()
     metrics |= time_metrics(metrics) | utilisation(run.config, run.learner.mesh, metrics)
     records.write(step, metrics)
@@ -243,7 +248,7 @@ def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) 
 
 
 def is_due(step: int, frequency: int, total: int) -> bool:
-    """True every `frequency` steps and at the last; -1 means only at the last."""
+    """Whether `step` is a multiple of `frequency` or the last one; a frequency of -1 means only the last."""
     return step == total or (frequency > 0 and step % frequency == 0)
 
 

@@ -109,7 +109,7 @@ def test_prompts_are_read_from_a_bucket(bucket, suffix):
 def test_checkpoints_in_a_bucket(bucket, tmp_path):
     place = {"trainer.checkpoint_dir": f"{ADDRESS}/run/checkpoints", "trainer.save_freq": 1}
     train(small_config(tmp_path / "run", **place, **{"trainer.total_training_steps": 2}))
-    models = train(small_config(tmp_path / "run", **place))  # goes on
+    models = train(small_config(tmp_path / "run", **place))  # resumes
     assert saved_steps(f"{ADDRESS}/run/checkpoints")[-1] == 4 and (bucket / "run" / "checkpoints" / "4").is_dir()
     whole = train(small_config(tmp_path / "whole"))
     assert_same_policy(models, jax.device_get(whole.actor.params))
@@ -137,7 +137,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path):
     assert_same_policy(models, jax.device_get(whole.actor.params))
     assert rows_without_clock(folder) == rows_without_clock(tmp_path / "whole")
     assert len(events) == 2
-    assert "going on after step 2" in (folder / "train.log").read_text()
+    assert "resuming after step 2" in (folder / "train.log").read_text()
     trained = find_trained(address)
     assert trained is not None and trained.step == 4
     assert export(small_config(address, **place), tmp_path / "exported") == 4

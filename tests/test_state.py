@@ -79,8 +79,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("save_freq", "kept", "words"),
     [
-        (2, [2], "in the update of step 3: step 3 is lost; the same command goes on after step 2"),
-        (-1, [], "in the update of step 3: steps 1 to 3 are lost; the same command goes on from the beginning"),
+        (2, [2], "in the update of step 3: step 3 is lost; rerun the same command to resume after step 2"),
+        (-1, [], "in the update of step 3: steps 1 to 3 are lost; rerun the same command to resume from the beginning"),
     ],
 )
 def test_an_update_that_outlasts_the_patience_is_thrown_away(whole, tmp_path, monkeypatch, save_freq, kept, words):
@@ -152,7 +152,7 @@ def test_a_run_begins_as_another_run_was(whole, tmp_path):
     assert rows_without_clock(tmp_path / "branch") == rows[3:]
     longer = {"trainer.resume_from_path": str(folder), "trainer.total_training_steps": 5}
     train(small_config(tmp_path / "longer", **longer))
-    again = train(small_config(tmp_path / "longer", **longer))  # goes on from its own checkpoint
+    again = train(small_config(tmp_path / "longer", **longer))  # resumes from its own checkpoint
     assert [row["step"] for row in read_metrics(tmp_path / "longer")] == [5] and saved(tmp_path / "longer") == [5]
     assert saved(folder) == [2, 4] and int(again.actor.updates) == 10
 
@@ -225,7 +225,7 @@ def test_too_many_of_them_in_a_row_end_the_run(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match=r"not finite in 2 steps in a row, up to step 3 .*nonfinite: lower"):
             train(config)
     assert saved(tmp_path) == [3] and read_metrics(tmp_path)[-1]["step"] == 3
-    train(config)  # without the fault it goes on
+    train(config)  # without the fault it resumes
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
 
 

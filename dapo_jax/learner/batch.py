@@ -61,10 +61,31 @@ def make_batch(
         hinted: prompts [Q] that hold the reference solution, for an estimator that needs their log-probabilities.
         baselines: [Q, G] rewards of the most likely responses, for an estimator that needs them.
     """
-    algorithm, metrics = learner.algorithm, {"actor/recomputed_logprobs": float(recompute)}
-    estimator = ESTIMATORS[algorithm.adv_estimator]
     with learner.stage("batch"):
         batch = rows_of(learner, experience, num_groups=learner.num_groups)
+    batch, extra, metrics = add_forward_passes(learner, batch, models, recompute=recompute, hinted=hinted)
+    if baselines is not None:
+        extra["reward_baselines"] = rows_like(batch, baselines)
+    with learner.stage("adv"):
+        batch, found = add_advantages(learner, experience, batch, extra, kl_coef=kl_coef)
+    if learner.algorithm.overlong_filtering:
+        finished = rows_like(batch, experience.finished)
+        batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
+        found["actor/overlong_filtered"] = float(np.mean(~experience.finished))
+    if learner.actor.select is not None:
+        batch = dataclasses.replace(batch, noise=selection_noise(learner, experience, batch))
+    return batch, metrics | found
+
+
+def add_forward_passes(
+    learner: Learner, batch: Batch, models: Models, *, recompute: bool, hinted: list[list[int]] | None
+) -> tuple[Batch, dict[str, np.ndarray], Metrics]:
+    """Adds what forward passes find: old and reference log-probabilities, values, weights of the rollout correction.
+
+    The second result holds the arrays [B, R] that advantage estimators may need, by the name of their parameter.
+    """
+    metrics = {"actor/recomputed_logprobs": float(recompute)}
+    estimator = ESTIMATORS[learner.algorithm.adv_estimator]
     extra: dict[str, np.ndarray] = {}
     if recompute or needs(estimator, "entropy") or needs(estimator, "hint_logprobs"):
         with learner.stage("old_log_prob"):
@@ -85,29 +106,30 @@ def make_batch(
             pieces = learner.micro_batches["critic"]
             values = compute_values(learner.critic, models.critic.params, batch, pieces, learner.mesh, learner.pace)
         batch, extra["values"] = dataclasses.replace(batch, values=values), values
-    if baselines is not None:
-        extra["reward_baselines"] = rows_like(batch, baselines)
-    with learner.stage("adv"):
-        rewards = token_rewards(experience, batch, kl_coef)
-        advantages, returns = estimate_advantages(learner, rewards, batch, extra)
-        metrics |= statistics.advantage_metrics("advantages", advantages[batch.mask])
-        metrics |= statistics.advantage_metrics("returns", returns[batch.mask])
-        batch = dataclasses.replace(batch, advantages=advantages)
-        if learner.critic is not None:
-            batch = dataclasses.replace(batch, returns=returns)
-            metrics |= statistics.advantage_metrics("values", batch.values[batch.mask])
-            metrics["critic/vf_explained_var"] = statistics.explained_variance(
-                batch.values[batch.mask], returns[batch.mask]
-            )
-        if keeps_some(algorithm):
-            batch, kept = keep_some(learner, experience, batch)
-            metrics |= kept
-        if algorithm.overlong_filtering:
-            finished = rows_like(batch, experience.finished)
-            batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
-            metrics["actor/overlong_filtered"] = float(np.mean(~experience.finished))
-    if learner.actor.select is not None:
-        batch = dataclasses.replace(batch, noise=selection_noise(learner, experience, batch))
+    return batch, extra, metrics
+
+
+def add_advantages(
+    learner: Learner, experience: Experience, batch: Batch, extra: dict[str, np.ndarray], *, kl_coef: float
+) -> tuple[Batch, Metrics]:
+    """Adds advantages (DAPO, equation 9), returns for a critic, and the mask of samples that are kept.
+
+    Args:
+        extra: arrays [B, R] that estimators may need, by the name of their parameter.
+        kl_coef: of the KL divergence in the reward.
+    """
+    rewards = token_rewards(experience, batch, kl_coef)
+    advantages, returns = estimate_advantages(learner, rewards, batch, extra)
+    metrics = statistics.advantage_metrics("advantages", advantages[batch.mask])
+    metrics |= statistics.advantage_metrics("returns", returns[batch.mask])
+    batch = dataclasses.replace(batch, advantages=advantages)
+    if learner.critic is not None:
+        batch, values = dataclasses.replace(batch, returns=returns), batch.values[batch.mask]
+        metrics |= statistics.advantage_metrics("values", values)
+        metrics["critic/vf_explained_var"] = statistics.explained_variance(values, returns[batch.mask])
+    if keeps_some(learner.algorithm):
+        batch, kept = keep_some(learner, experience, batch)
+        metrics |= kept
     return batch, metrics
 
 
