@@ -167,7 +167,7 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
 def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     value = "offload" if option == "model.remat_policy" else True
     config = small_config("unused", **{option: value, "model.enable_gradient_checkpointing": True})
-    for device, message in {"cpu": "needs devices with a memory", "A100": "absent GPUs"}.items():
+    for device, message in {"cpu": "needs devices with their own memory", "A100": "absent GPUs"}.items():
         mesh = mesh_of(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
             meshes.check_memory(config, mesh)

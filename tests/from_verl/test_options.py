@@ -95,7 +95,7 @@ def test_the_name_comes_before_the_pattern_and_the_longer_pattern_first():
         ("--config.worker.rollout.n=8", "worker.rollout.n is rollout.n here: write --config.rollout.n=8"),
         ("--config.worker.actor.global_batch_size=8", "write --config.actor.ppo_mini_batch_size=8"),
         ("actor_rollout_ref.rollout.n=16", "write --config.rollout.n=16"),
-        ("+data.seed=3", "verl's data.seed is seed here (of every random draw): write --config.seed=3"),
+        ("+data.seed=3", "verl's data.seed is seed here (for every random draw): write --config.seed=3"),
         ("++rollout.n=3", "options are written --config.KEY=VALUE: write --config.rollout.n=3"),
         ("rollout.n=16", "options are written --config.KEY=VALUE: write --config.rollout.n=16"),
         ("nonsense=16", "options are written --config.KEY=VALUE, and there is no key nonsense"),
