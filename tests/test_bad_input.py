@@ -514,7 +514,7 @@ for key, value, rule in (
     model(f"{key}_mistyped", edited(CONFIG, **{key: value}), f"config.json: {key}={value!r} must be {rule}", AGAIN)
 model("heads_indivisible", edited(CONFIG, num_key_value_heads=3), "num_key_value_heads=3", "must be a multiple", AGAIN)
 model("without_weights", removed(WEIGHTS), "DIR/model holds neither model.safetensors nor", "convert other formats")
-model("shard_missing", with_index('{"weight_map": {"a": "b.safetensors"}}'), "are not there: ['b.safetensors']: downl")
+model("shard_missing", with_index('{"weight_map": {"a": "b.safetensors"}}'), "do not exist: ['b.safetensors']: downl")
 model("index_broken", with_index("{"), f"DIR/model/{INDEX}", DAMAGED, AGAIN)
 model("index_elsewhere", with_index('{"weight_map": {"a": "../b"}}'), f"{INDEX} must have a weight_map", AGAIN)
 RAW = (HF_MODEL / WEIGHTS).read_bytes()

@@ -64,7 +64,7 @@ def write_rows(path, source="arithmetic", prompts=("1 + 1 =", "2 + 0 =")):
     return str(path)
 
 
-def test_task_sets_are_read_beside_the_held_out_problems(tmp_path):
+def test_task_sets_are_read_with_the_held_out_problems(tmp_path):
     file = write_rows(tmp_path / "two.jsonl")
     tasks = {"one": {"files": file, "max_prompts": 1}, "twice": {"files": [file, file], "reward_function": "gsm8k"}}
     problems = read_problems(config_with(tasks), character_tokenizer())

@@ -30,13 +30,13 @@ def test_the_fewer_steps_of_epochs_and_steps_are_trained(epochs, given, steps):
     assert config.trainer.total_training_steps == steps
 
 
-def test_steps_that_end_before_the_epochs_are_told(caplog):
+def test_steps_that_end_before_the_epochs_cause_a_warning(caplog):
     config = small_config("unused", **{"trainer.total_epochs": 9, "trainer.total_training_steps": 4})
     settings.with_total_steps(config, 40, done=0)
     assert "total_training_steps=4 ends the run before trainer.total_epochs=9 (90 steps of 4 of 40" in caplog.text
 
 
-def test_a_warmup_as_long_as_the_epochs_is_told(caplog):
+def test_a_warmup_as_long_as_the_epochs_causes_a_warning(caplog):
     changes = {"algorithm.adv_estimator": "gae", "trainer.total_epochs": 1, "trainer.total_training_steps": -1}
     for warmup in (1, 2):
         settings.with_total_steps(small_config("unused", **changes, **{"trainer.critic_warmup": warmup}), 8, done=0)
@@ -167,7 +167,7 @@ def test_compiler_options_of_a_run_come_before_those_of_the_platform():
 def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     value = "offload" if option == "model.remat_policy" else True
     config = small_config("unused", **{option: value, "model.enable_gradient_checkpointing": True})
-    for device, message in {"cpu": "needs devices with a memory", "A100": "absent GPUs"}.items():
+    for device, message in {"cpu": "needs devices with their own memory", "A100": "absent GPUs"}.items():
         mesh = eight(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
             meshes.check_memory(config, mesh)

@@ -57,12 +57,8 @@ def preflight(
             "the devices that train, or those that sample"
         )
     arch = read_shape(config)
-    mesh_config = config.mesh
-    devices = devices_of(topology, max(mesh_config.data, 1) * mesh_config.fsdp * mesh_config.tensor)
-    mesh = make_mesh(mesh_config.data, mesh_config.fsdp, mesh_config.tensor, devices)
-    check_mesh(config, arch, mesh)
-    check_memory(config, mesh)
-    limits = limits_of(devices[0]).of_dtype(compute_dtype(config.model, mesh).name)
+    mesh = _mesh(config, arch, topology)
+    limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
     memory = usable_memory(config, mesh, limits)
     longest = config.data.max_response_length
     length = min(response_length or longest, longest)
@@ -98,6 +94,14 @@ def preflight(
         **totals(compiled, limits, memory),
         "advice": advise(config, arch, dict(mesh.shape), step, compiled, memory * USABLE, attention=attention),
     }
+
+
+def _mesh(config: Config, arch: Architecture, topology: str) -> Mesh:
+    data, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    mesh = make_mesh(data, fsdp, tensor, devices_of(topology, max(data, 1) * fsdp * tensor))
+    check_mesh(config, arch, mesh)
+    check_memory(config, mesh)
+    return mesh
 
 
 def _compile_all(programs: Sequence[Program], mesh: Mesh, cache: str, progress: Any) -> list[Compiled]:

@@ -49,7 +49,7 @@ WITH_A_PLUS = (  # options that a script adds to the trainer's config with +, an
 )
 
 
-def test_an_entry_names_options_that_there_are_and_says_something_where_there_is_none():
+def test_an_entry_names_existing_options_or_explains_why_there_are_none():
     for entry in TABLE:
         assert set(expanded(entry.ours) if entry.ours else ()) <= set(DEFAULTS), entry.verl
         assert entry.ours or entry.note, entry.verl
@@ -95,7 +95,7 @@ def test_the_name_comes_before_the_pattern_and_the_longer_pattern_first():
         ("--config.worker.rollout.n=8", "worker.rollout.n is rollout.n here: write --config.rollout.n=8"),
         ("--config.worker.actor.global_batch_size=8", "write --config.actor.ppo_mini_batch_size=8"),
         ("actor_rollout_ref.rollout.n=16", "write --config.rollout.n=16"),
-        ("+data.seed=3", "verl's data.seed is seed here (of every random draw): write --config.seed=3"),
+        ("+data.seed=3", "verl's data.seed is seed here (for every random draw): write --config.seed=3"),
         ("++rollout.n=3", "options are written --config.KEY=VALUE: write --config.rollout.n=3"),
         ("rollout.n=16", "options are written --config.KEY=VALUE: write --config.rollout.n=16"),
         ("nonsense=16", "options are written --config.KEY=VALUE, and there is no key nonsense"),

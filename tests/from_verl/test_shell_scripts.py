@@ -50,7 +50,7 @@ def test_nothing_is_run(tmp_path):
     assert script.skipped == [f"line 1: $(touch {target}) is not run", f"line 1: `touch {target}` is not run"]
 
 
-def test_what_a_shell_would_have_to_decide_is_left_out_and_said():
+def test_what_only_a_shell_could_decide_is_skipped_and_listed():
     text = """A=1
 if [ -f "$B" ]; then
     A=2

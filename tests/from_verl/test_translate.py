@@ -246,7 +246,7 @@ def test_a_share_of_the_steps_becomes_steps():
     assert "needs trainer.total_training_steps" in translate(share).lost[0]
 
 
-def test_what_is_refused_is_said(tmp_path):
+def test_refused_options_are_listed(tmp_path):
     result = translate({**given(PUBLISHED[0]), "actor_rollout_ref.actor.policy_loss.loss_mode": "dppo_tv"})
     assert any("actor.policy_loss.loss_mode='dppo_tv' must be one of" in line for line in result.problems)
 
@@ -290,7 +290,7 @@ def test_the_arguments_may_come_before_or_after_the_file(tmp_path, capsys):
         ("a='b", "line 1: the ' is not closed"),
     ],
 )
-def test_what_is_no_such_script_is_refused(tmp_path, capsys, text, message):
+def test_other_scripts_are_refused(tmp_path, capsys, text, message):
     if text is not None:
         (tmp_path / "run.sh").write_text(text)
     with pytest.raises(SystemExit) as end:

@@ -150,7 +150,7 @@ def test_a_cluster_that_jax_does_not_see_is_refused(monkeypatch):
         join(monkeypatch, environment, RuntimeError("Kubernetes API Error: 403 - Forbidden"))
 
 
-def test_one_process_starts_alone_if_it_is_told_to(monkeypatch):
+def test_one_process_starts_alone_on_request(monkeypatch):
     for environment in (environment for environment, _ in SEVERAL.values()):
         assert join(monkeypatch, environment, NoServer(), num_processes=1) is None
         assert join(monkeypatch, environment, NoServer(), num_processes=1, process_id=0, coordinator="h:1") is None

@@ -237,7 +237,7 @@ def test_processes_export_what_one_exports(tmp_path, logs, two):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
+def test_a_run_resumes_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
     shutil.copytree(two[0], tmp_path / "run")
     more = {"trainer.total_training_steps": 5, "mesh.fsdp": 4}
     trained(tmp_path / "run", logs, processes=1, devices=8, **more)
@@ -247,7 +247,7 @@ def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two):
+def test_a_process_that_is_killed_ends_the_others_and_a_restart_resumes(tmp_path, logs, two):
     mesh = {"mesh.fsdp": 2, "mesh.tensor": 2}
     where = {"processes": 2, "devices": 4, **mesh, "trainer.heartbeat_timeout_s": 10}
     for killed in (1, 0):

@@ -76,7 +76,7 @@ def check(report):
     assert stages["update"]["flops"] > 6 * layers * tokens
 
 
-def test_a_shape_stands_for_a_model_that_is_not_on_the_disk(tmp_path):
+def test_a_shape_replaces_a_model_that_is_not_on_the_disk(tmp_path):
     def arch(path):
         values = load_config("dapo_qwen2.5_7b_math")
         values.model.path = str(path)

@@ -88,7 +88,7 @@ def test_a_verifier_that_does_not_come_to_a_verdict_may_need_more_time_or_memory
 
 
 @pytest.mark.parametrize("truth", [{"a": 1}, ["34"], None, True])
-def test_a_built_in_verifier_refuses_what_is_no_text(truth):
+def test_a_built_in_verifier_refuses_ground_truths_that_are_not_text(truth):
     for name in ("gsm8k", "math_verify", "auto"):
         with pytest.raises(ValueError, match="row 2: ground_truth=.* must be text, because .* compares text .your own"):
             check_ground_truths([row("34"), row(truth, number=2)], name, InThisProcess(name))

@@ -117,7 +117,7 @@ def test_hugging_face_gives_the_same_scores(directory, scores):
         ({"vocab_size": 48}, "the tokenizer of reward.model.path=.* ids up to .* 48 embeddings"),
     ],
 )
-def test_what_is_no_reward_model_is_refused(tmp_path, changes, message):
+def test_other_models_are_refused(tmp_path, changes, message):
     config = config_with(write_reward_model(tmp_path, **changes))
     with pytest.raises(ValueError, match=message):
         load_scorer(config, jnp.dtype(jnp.float32), mesh_of((1, 1, 1)))
@@ -222,7 +222,7 @@ def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_model_beside_a_verifier_leaves_its_accuracy_alone(directory, tmp_path):
+def test_a_reward_model_does_not_change_the_accuracy(directory, tmp_path):
     once = {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
     train(small_config(tmp_path / "plain", **once))
     train(small_config(tmp_path / "both", **once, **{"reward.model.path": str(directory)}))

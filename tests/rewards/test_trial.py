@@ -41,7 +41,7 @@ def test_a_function_that_works_gives_its_verdicts(tmp_path, caplog):
         ("1.0 if solution else None", "not None"),  # even for only one of the responses
     ],
 )
-def test_a_result_that_is_no_verdict_is_refused(result, found, tmp_path):
+def test_an_invalid_result_is_refused(result, found, tmp_path):
     with pytest.raises(
         ValueError, match=rf"own.py:score' returns no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
     ):

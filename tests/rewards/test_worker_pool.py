@@ -165,7 +165,7 @@ def assert_it_costs_one_worker(pool, how, error):
         ),
     ],
 )
-def test_a_worker_turned_against_us_costs_its_sample_alone(pool, how, error):
+def test_a_subverted_worker_costs_only_its_sample(pool, how, error):
     assert_it_costs_one_worker(pool, how, error)
 
 
