@@ -53,7 +53,7 @@ def test_the_row_of_the_guide_is_a_row(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(" ".join(row.split()))
     [read] = read_prompt_files([str(file)])
-    verdict = VERIFIERS[verifier_for(read.data_source)](read.data_source, "It is 7.", read.ground_truth, {})
+    verdict = VERIFIERS[verifier_for(read.data_source)].score(read.data_source, "It is 7.", read.ground_truth, {})
     assert verdict["acc"] and read.extra_info == {"index": 0}
 
 

@@ -29,7 +29,7 @@ from dapo_jax.monitor.records import TRACKERS
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.places import address_problem, is_address
 from dapo_jax.problems import parse_tasks
-from dapo_jax.rewards.verifiers import NUMBERS
+from dapo_jax.rewards.verifiers import VERIFIERS
 
 CHOICES = {  # names of functions; all other choices are declared in config/sections.py
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
@@ -228,13 +228,13 @@ def _filter_problems(config: Config) -> Iterator[str]:
 def _metric_problems(config: Config) -> Iterator[str]:
     """A filter metric that the verifier never returns. What a function of your own returns is not known here."""
     groups, reward = config.algorithm.filter_groups, config.reward
-    if not groups.enable or reward.function not in NUMBERS:
+    if not groups.enable or reward.function not in VERIFIERS:
         return
     measured = {
         "reward_model": bool(reward.model.path),
         "overlong": reward.overlong_buffer.enable and reward.overlong_buffer.log,
     }
-    known = [*NUMBERS[reward.function], *(name for name in OWN_SCORES if measured.get(name, True))]
+    known = [*VERIFIERS[reward.function].numbers, *(name for name in OWN_SCORES if measured.get(name, True))]
     if groups.metric in known or (groups.metric == "acc" and reward.function == "none"):  # _algorithm_problems
         return
     close = [name for name in known if groups.metric.startswith(name)] or get_close_matches(groups.metric, known)

@@ -5,22 +5,11 @@ from collections.abc import Iterable
 
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
-from dapo_jax.rewards.verifiers import verifier_for
+from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
 MAX_ASKED = 1000  # ground truths for math_verify, which takes milliseconds each; other verifiers check all of them
 MAX_REPORTED = 10
-
-# Responses that state the ground truth in a form that the verifier reads; it must accept one of them. Left out: your
-# own function, whose form is unknown; `none`, which has no wrong answers; `reasoning_gym`, which generates its own.
-_FORMS = {
-    "arithmetic": ("{}",),
-    "gsm8k": ("#### {}",),
-    "gsm8k_flexible": ("{}",),
-    "math_dapo": ("Answer: {}", r"\boxed{{{}}}"),
-    "math_dapo_lenient": ("Answer: {}", r"\boxed{{{}}}"),
-    "math_verify": (r"\boxed{{{}}}",),
-}
 
 
 def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: VerifierPool) -> None:
@@ -34,9 +23,11 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
     problems, failed = [], False
     for row in rows:
         name = verifier_for(row.data_source) if function == "auto" else function
-        if name in _FORMS and not isinstance(row.ground_truth, str):
+        if name not in VERIFIERS or not VERIFIERS[name].forms:  # your own function's form is not known
+            continue
+        if not isinstance(row.ground_truth, str):
             no_text.setdefault(name, []).append(row)
-        elif name in _FORMS:
+        else:
             same.setdefault((name, row.ground_truth), []).append(row)
     for name, found in no_text.items():
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -51,15 +42,15 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
         ScoreRequest(row.data_source, form.format(truth), truth, row.extra_info)
         for name, truth in asked
         for row in same[name, truth][:1]
-        for form in _FORMS[name]
+        for form in VERIFIERS[name].forms
     ]
     verdicts = iter(verifiers.score(requests))
     for name, truth in asked:
-        found = [next(verdicts) for _ in _FORMS[name]]
+        found = [next(verdicts) for _ in VERIFIERS[name].forms]
         if not any(verdict.numbers["acc"] for verdict in found):
             reason = next((verdict.error for verdict in found if verdict.error), "")
             failed |= bool(reason)
-            reason = reason or f"which reads {found[0].pred!r} in {_FORMS[name][0].format(truth)[:60]!r}"
+            reason = reason or f"which reads {found[0].pred!r} in {VERIFIERS[name].forms[0].format(truth)[:60]!r}"
             problems += [
                 f"{row.origin}: ground_truth={truth[:60]!r} is not an answer that {name} accepts, {reason}"
                 for row in same[name, truth]

@@ -6,6 +6,7 @@ optionally "acc" (1 or 0, which the group filter compares), "pred" (the answer a
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from dapo_jax.errors import InputError
@@ -46,7 +47,7 @@ def verifier_for(data_source: str) -> str:
 
 def auto(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
     """The verdict of the data source's verifier."""
-    return VERIFIERS[verifier_for(data_source)](data_source, solution, ground_truth, extra_info)
+    return VERIFIERS[verifier_for(data_source)].score(data_source, solution, ground_truth, extra_info)
 
 
 def none(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
@@ -54,20 +55,28 @@ def none(data_source: str, solution: str, ground_truth: str, extra_info: dict[st
     return {"score": 0.0}
 
 
-VERIFIERS: dict[str, Verifier] = {
-    "none": none,
-    "arithmetic": arithmetic.score,
-    "math_dapo": math_dapo.score,
-    "math_dapo_lenient": math_dapo.score_lenient,
-    "gsm8k": gsm8k.score,
-    "gsm8k_flexible": gsm8k.score_flexible,
-    "math_verify": math_verifier.score,
-    "reasoning_gym": reasoning_gym.score,
-    "auto": auto,
-}
+@dataclass(frozen=True)
+class BuiltIn:
+    """One verifier of this package."""
 
-# The numbers that each returns.
-NUMBERS = {name: ("score",) if name == "none" else ("acc", "score") for name in VERIFIERS}
+    score: Verifier
+    forms: tuple[str, ...] = ()  # responses that state the ground truth as it is read; () = not checked at a start
+    wrong: float = 0.0  # the lowest score
+    numbers: tuple[str, ...] = ("acc", "score")  # what it returns, besides pred
+
+
+_MATH = ("Answer: {}", r"\boxed{{{}}}")
+VERIFIERS = {
+    "none": BuiltIn(none, numbers=("score",)),
+    "arithmetic": BuiltIn(arithmetic.score, ("{}",)),
+    "math_dapo": BuiltIn(math_dapo.score, _MATH, wrong=-1.0),
+    "math_dapo_lenient": BuiltIn(math_dapo.score_lenient, _MATH, wrong=-1.0),
+    "gsm8k": BuiltIn(gsm8k.score, ("#### {}",)),
+    "gsm8k_flexible": BuiltIn(gsm8k.score_flexible, ("{}",)),
+    "math_verify": BuiltIn(math_verifier.score, (r"\boxed{{{}}}",)),
+    "reasoning_gym": BuiltIn(reasoning_gym.score),  # generates its own ground truths
+    "auto": BuiltIn(auto),  # each problem's verifier is checked
+}
 
 
 def load_verifier(name: str) -> Verifier:
@@ -82,7 +91,7 @@ def load_verifier(name: str) -> Verifier:
     if name == "reasoning_gym":
         reasoning_gym.load()
     if name in VERIFIERS:
-        return VERIFIERS[name]
+        return VERIFIERS[name].score
     if "." not in name:
         raise InputError(
             f"reward.function={name!r} must be one of {', '.join(VERIFIERS)}, or the path of your own function, "
@@ -96,4 +105,4 @@ def wrong_score(name: str, data_source: str) -> float:
     if name == "auto":
         with suppress(ValueError):
             name = verifier_for(data_source)
-    return -1.0 if name in ("math_dapo", "math_dapo_lenient") else 0.0
+    return VERIFIERS[name].wrong if name in VERIFIERS else 0.0

@@ -62,7 +62,7 @@ def test_the_answers_of_the_library_are_right_and_others_wrong(library):
     train, _ = rows()
     for row in train:
         info = json.loads(json.dumps(row.extra_info))  # as a worker may get it
-        score = VERIFIERS[verifier_for(row.data_source)]
+        score = VERIFIERS[verifier_for(row.data_source)].score
         right = score(row.data_source, f"<answer>7</answer> so <answer> {row.ground_truth} </answer>", "", info)
         assert (right["score"], right["acc"], right["pred"]) == (1.0, True, row.ground_truth)
         assert score(row.data_source, row.ground_truth, "", info)["acc"]

@@ -105,8 +105,8 @@ def assert_verdict(numbers, pred):
 def test_every_text_gets_a_verdict_and_a_right_answer_after_it_is_right(text):
     with ends_within():
         for name in TEXT_VERIFIERS:
-            assert_verdict(*normalize_result(VERIFIERS[name]("", text, "34", {})))
-            assert VERIFIERS[name]("", text + RIGHT, "34", {})["acc"], name
+            assert_verdict(*normalize_result(VERIFIERS[name].score("", text, "34", {})))
+            assert VERIFIERS[name].score("", text + RIGHT, "34", {})["acc"], name
 
 
 @cases(200)
@@ -115,7 +115,7 @@ def test_any_ground_truth_gets_a_verdict_or_a_value_error(ground_truth):
     with ends_within():
         for name in TEXT_VERIFIERS:
             try:
-                assert_verdict(*normalize_result(VERIFIERS[name]("", RIGHT, ground_truth, {})))
+                assert_verdict(*normalize_result(VERIFIERS[name].score("", RIGHT, ground_truth, {})))
             except ValueError as error:
                 assert name == "arithmetic" and "must be a number" in str(error)
 

@@ -34,7 +34,7 @@ def test_auto_goes_by_the_data_source(data_source, name):
     solution = r"Answer: 34, so \boxed{0.25} #### 7"
     for ground_truth in ("34", "7", "0.25"):
         result = verifiers.auto(data_source, solution, ground_truth, {})
-        assert result == verifiers.VERIFIERS[name](data_source, solution, ground_truth, {})
+        assert result == verifiers.VERIFIERS[name].score(data_source, solution, ground_truth, {})
 
 
 def test_auto_names_an_unknown_data_source_and_the_cures():
@@ -43,7 +43,7 @@ def test_auto_names_an_unknown_data_source_and_the_cures():
 
 
 def test_a_dotted_path_is_your_own_function():
-    assert verifiers.load_verifier("dapo_jax.rewards.gsm8k.score") is verifiers.VERIFIERS["gsm8k"]
+    assert verifiers.load_verifier("dapo_jax.rewards.gsm8k.score") is verifiers.VERIFIERS["gsm8k"].score
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_gsm8k_asks_and_answers_as_verl(tmp_path, capsys):
     assert [row.ground_truth for row in train] == ["72", "10", "5", "1080"]  # the last is 1,080 in the file
     assert train[0].extra_info["solution"] == source[0]["answer"]
     for row, record in zip(train, source, strict=True):
-        verifier = VERIFIERS[verifier_for(row.data_source)]
+        verifier = VERIFIERS[verifier_for(row.data_source)].score
         assert verifier(row.data_source, record["answer"], row.ground_truth, row.extra_info)["acc"]
 
 
@@ -127,7 +127,7 @@ def test_competitions_are_written_once_with_answers_as_the_verifier_compares_the
     assert [row.extra_info["id"] for row in rows] == [str(record["id"]) for record in source]
     for row, record in zip(rows, source, strict=True):
         assert record["problem"] in row.prompt[0]["content"]
-        verifier = VERIFIERS[verifier_for(row.data_source)]
+        verifier = VERIFIERS[verifier_for(row.data_source)].score
         assert verifier(row.data_source, f"Answer: {row.ground_truth}", row.ground_truth, {})["acc"]
 
 

@@ -26,7 +26,7 @@ def test_the_worked_answer_is_right():
         "8 + 5 = 13, 13 + 6 = 19",
         "2 + 3 + 4 = ?",
     ]
-    verifier = VERIFIERS[verifier_for(row["data_source"])]
+    verifier = VERIFIERS[verifier_for(row["data_source"])].score
     answer = prepare_sums.worked_out((2, 3, 4))
     assert answer == "2 + 3 = 5, 5 + 4 = 9"
     assert verifier(row["data_source"], answer, row["reward_model"]["ground_truth"], {})["acc"]
