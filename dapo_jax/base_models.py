@@ -1,4 +1,4 @@
-"""Host: the language models that a run begins with: fresh, from a model's files, or from another run."""
+"""Host: the language models that a run starts from: random, from a model's files, or from another run."""
 
 import dataclasses
 import logging
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_model_paths(config: Config, *, training: bool = True) -> None:
-    """Raises one InputError with every option that names a model which does not exist.
+    """Raises one InputError with every option whose model does not exist.
 
     Args:
-        training: also those that only training needs.
+        training: also check the models that only training needs.
     """
     paths = {"model.path": config.model.path}
     paths |= {"reference.path": config.reference.path or ""} if training and uses_reference(config) else {}
@@ -46,8 +46,8 @@ def check_model_paths(config: Config, *, training: bool = True) -> None:
 
 
 def missing_model(option: str, path: str) -> str | None:
-    """What to do if there is nothing at `path`; None if there is."""
-    if place_of(path).exists() or find_trained(path) is not None:  # WORKDIR/checkpoints/STEP, wherever it lies
+    """What to do if `path` does not exist; None if it does."""
+    if place_of(path).exists() or find_trained(path) is not None:  # WORKDIR/checkpoints/STEP, local or not
         return None
     if not re.fullmatch(r"(?!models/|data/|runs/|\.)[\w.-]+/[\w.-]+", path):
         return f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file"
@@ -59,7 +59,7 @@ def missing_model(option: str, path: str) -> str | None:
 
 
 def context_warning(config: Config) -> str | None:
-    """What happens if prompts and responses exceed the context that the model was made for; None if they do not."""
+    """A warning if prompts and responses exceed the model's context; None if they do not."""
     path, data = first_model(config), config.data
     made_for = None if path == RANDOM else context_length(local_model(path))
     longest = data.max_prompt_length + data.max_response_length
@@ -73,16 +73,16 @@ def context_warning(config: Config) -> str | None:
 
 
 def first_model(config: Config) -> str:
-    """model.path, or, if that is another run, what that run began with."""
+    """model.path or, if that is another run, the model that it started from."""
     trained = find_trained(config.model.path)
     return config.model.path if trained is None else first_model(trained.config)
 
 
 def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture, Tokenizer]:
-    """`read_model` for a run, whose other models must exist too, and whose options must suit the model.
+    """`read_model` for a run: also checks that its other models exist and that its options suit the model.
 
     Raises:
-        ValueError: see `check_model_paths`, `read_model` and `check_stop_strings`.
+        InputError: see `check_model_paths`, `read_model` and `check_stop_strings`.
     """
     check_model_paths(config, training=training)
     arch, tokenizer = read_model(config)
@@ -96,7 +96,7 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
     """The architecture and the tokenizer of model.path.
 
     Raises:
-        ValueError: something is missing or damaged, or the two do not belong together.
+        InputError: a file is missing or damaged, or the two do not fit together.
     """
     trained = find_trained(config.model.path)
     if trained is not None:
@@ -125,14 +125,14 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
         raise InputError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
     if tokenizer.vocab_size > arch.vocab_size:
         raise InputError(
-            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, the model "
-            f"{arch.vocab_size} embeddings: they do not belong together"
+            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, but the model "
+            f"has {arch.vocab_size} embeddings: use the tokenizer that belongs to the model"
         )
     return arch, tokenizer
 
 
 def lora_of(config: Config) -> Lora | None:
-    """The adapters that are trained, None if all weights are."""
+    """The adapters to train; None to train all weights."""
     lora = config.model.lora
     return Lora(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None
 
@@ -146,41 +146,43 @@ def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
 
 
 def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
-    """What `actor.logprobs` takes as the reference policy: its weights in the dtype of products, or no adapters."""
+    """The reference policy for `actor.logprobs`: its weights in the dtype of products or, with LoRA, no adapters."""
     if lora_of(config) is not None:
         return {}
     path = config.reference.path or config.model.path
     if path == RANDOM:
         return freeze(load_base(config, arch, mesh))
     if config.reference.path is not None and _architecture(path) != arch:
-        raise InputError(f"reference.path={path} must have the architecture of model.path={config.model.path}")
+        raise InputError(
+            f"reference.path={path} must have the architecture of model.path={config.model.path}: choose another"
+        )
     return freeze(load_policy(path, arch, mesh, shown=shows_progress(config)))
 
 
 def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
-    """The float32 parameters of critic.model.path, sharded for training; with `score` if the file has a scalar head.
+    """The float32 parameters of critic.model.path, sharded for training; with `score` if the model has a scalar head.
 
     Args:
-        arch: of the policy. The critic's must be the same but for the head: both see the same tokens, and the mesh,
+        arch: the policy's. The critic's must be equal except for the head: both see the same tokens, and the mesh,
             kernels and micro-batches are chosen for it.
     """
     if find_trained(path) is not None:
         raise InputError(
-            f"critic.model.path={path} is a run's: name a model's files, such as those that dapo_jax.export writes"
+            f"critic.model.path={path} is a run: give a model's files, such as those that dapo_jax.export writes"
         )
     place = local_model(path)
     own = read_model_architecture(place)
     free = {"scalar_head": False, "tie_embeddings": arch.tie_embeddings, "initializer_range": arch.initializer_range}
     if dataclasses.replace(own, **free) != arch:
         raise InputError(
-            f"critic.model.path={path} must have the architecture of model.path but for the head: choose another, or "
-            "leave it empty for the policy's weights"
+            f"critic.model.path={path} must have the architecture of model.path, except for the head: choose another, "
+            "or leave it empty for the policy's weights"
         )
     return load_params(place, own, place_weight(mesh, TRAIN_RULES))
 
 
 def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = False) -> dict[str, Any]:
-    """The float32 parameters of the language model at `path`, sharded for training; `shown`: with a bar."""
+    """The float32 parameters of the language model at `path`, sharded for training; `shown`: show a progress bar."""
     trained = find_trained(path)
     if trained is not None:
         return load_trained(trained, arch, mesh)
@@ -195,10 +197,10 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = Fals
 
 
 def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
-    """What that run had trained, float32 and sharded for training: all weights, or its adapters alone.
+    """The weights or adapters that a run has trained, in float32, sharded for training.
 
     Raises:
-        ValueError: the checkpoint is of another model, or damaged.
+        InputError: the checkpoint belongs to another model, or is damaged.
     """
     lora = lora_of(trained.config)
     table = weight_table(arch) if lora is None else adapter_table(arch, lora)

@@ -126,7 +126,7 @@ def open_policy(config: Config) -> Iterator[_Policy]:
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh, training=False)
     warn_of_devices(config, mesh)
-    decode_weights = build_decode_weights(arch, compute_dtype(config, mesh), mesh)
+    decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
 
     def load(trained: Trained | None) -> Any:
         return load_trained(trained, arch, mesh) if trained else load_base(config, arch, mesh)

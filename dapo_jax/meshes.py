@@ -1,4 +1,4 @@
-"""Host: the meshes of a run, and whether the model and the batches fit them."""
+"""Host: a run's meshes, and checks that the model and the batches fit them."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from dapo_jax.settings import chosen_attention, compute_dtype, remat_policy
 
 
 def make_meshes(config: Config) -> tuple[Mesh, Mesh]:
-    """The mesh that trains and the one that samples. ValueError if the devices cannot be divided so."""
+    """The mesh to train on and the one to sample on. InputError if the devices cannot be divided like this."""
     shape = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     if not config.trainer.rollout_ahead:
         mesh = make_mesh(*shape)
@@ -32,7 +32,7 @@ def make_meshes(config: Config) -> tuple[Mesh, Mesh]:
 
 
 def check_mesh(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> None:
-    """Raises one ValueError with every dimension of weights, and to train of batches, that the mesh does not divide."""
+    """Raises one InputError with every dimension of weights and training batches that the mesh does not divide."""
     shape = dict(mesh.shape)
     problems = indivisible_weights(weight_table(arch), shape, TRAIN_RULES)
     problems += indivisible_weights(weight_table(arch), shape, DECODE_RULES)
@@ -50,7 +50,7 @@ def check_mesh(config: Config, arch: Architecture, mesh: Mesh, *, training: bool
 
 
 def _fitting_batches(config: Config, name: str, rows: int, micro: int, shards: int) -> str:
-    """Sizes that would fit: of a micro-batch, else of a mini-batch in the training batch, else of both batches."""
+    """Sizes that fit: for the micro-batch, else for the mini-batch, else for mini-batch and training batch."""
     if rows % shards == 0:
         fitting = nearest(divisors(rows // shards), micro_batch_size(config, name))
         return f"set {name}.ppo_micro_batch_size_per_device={fitting}"
@@ -63,19 +63,19 @@ def _fitting_batches(config: Config, name: str, rows: int, micro: int, shards: i
 
 
 def check_memory(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError if something is to lie in the host's memory and the devices do not reach it."""
+    """Raises InputError if an option offloads to host memory that the devices cannot reach."""
     offloaded = [f"{name}.optim.offload=True" for name in trained(config) if getattr(config, name).optim.offload]
-    if remat_policy(config) == "offload":
+    if remat_policy(config.model) == "offload":
         offloaded.append("model.remat_policy=offload")
     if not offloaded or (HOST in _memories(mesh) and platform(mesh) != "cpu"):
         return
     if platform(mesh) == "gpu":
         raise InputError(
-            f"{offloaded[0]} cannot be compiled for absent GPUs, whose host memory JAX does not know: leave it out "
-            "here, or compile on the GPUs with --topology=gpu"
+            f"{offloaded[0]} cannot be compiled for absent GPUs, because JAX does not know their host memory: leave it "
+            "out here, or compile on the GPUs with --topology=gpu"
         )
     raise InputError(
-        f"{offloaded[0]} needs devices with a memory of their own, and JAX has {platform(mesh)}: choose another value"
+        f"{offloaded[0]} needs devices with their own memory, but JAX has {platform(mesh)}: choose another value"
     )
 
 
@@ -84,11 +84,11 @@ def _memories(mesh: Mesh) -> set[str]:
 
 
 def device_notes(config: Config, arch: Architecture, mesh: Mesh) -> list[str]:
-    """What was chosen for these devices and differs from what most expect, a line each."""
-    device, dtype, lines = mesh.devices.flat[0], compute_dtype(config, mesh), []
+    """One line per choice for these devices that may surprise."""
+    device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
     if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
-        lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast products of bfloat16")
-    name, problem = chosen_attention(config, arch, mesh)
+        lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
+    name, problem = chosen_attention(config.model, arch, mesh)
     if problem:
         lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
     if device.platform == "gpu":

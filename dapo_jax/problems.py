@@ -1,6 +1,6 @@
-"""Host: the problems that a policy is trained on, and measured on: held-out ones, and those of evaluate.tasks.
+"""Host: the problems that a policy trains on and is evaluated on: the held-out ones, and those of evaluate.tasks.
 
-evaluate.tasks is a JSON object, as the names are the user's:
+evaluate.tasks is a JSON object, because its names are the user's:
 
     {"aime": {"files": "data/aime-2024.parquet", "n": 32}, "greedy": {"files": "data/gsm8k.parquet", "temperature": 0}}
 """
@@ -30,7 +30,7 @@ from dapo_jax.rewards.verifiers import verifier_for
 
 logger = logging.getLogger(__name__)
 
-_KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a default: what JSON gives for it
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # type of an option: its types in JSON, and their description
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     str: ((str,), "text"),
@@ -40,31 +40,31 @@ _KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # of a default: what JSON 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How a task set is sampled and judged. What is not given is as for the held-out problems."""
+    """How a task set is sampled and scored. Options that are not given are those of the held-out problems."""
 
     name: str  # of its metrics; "" = each problem's data_source
-    files: tuple[str, ...]  # parquet or JSONL; none for the held-out problems
+    files: tuple[str, ...]  # parquet or JSONL; empty for the held-out problems
     prompt_key: str
     n: int  # samples per problem
     temperature: float
     top_p: float
     top_k: int
-    max_prompts: int  # the first ones; -1 = all
-    batch_size: int  # problems sampled at a time; 0 = all
+    max_prompts: int  # only the first ones; -1 = all
+    batch_size: int  # problems sampled at once; 0 = all
     reward_function: str
 
 
 @dataclass(frozen=True)
 class TaskSet:
-    """Problems, as tokens, with what is done with them."""
+    """Tokenized problems and the options to evaluate them with."""
 
     options: TaskOptions
     prompts: PromptSet
 
     def by_name(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """The names of the metrics, each with its problems: the rows of every prompt.
+        """Metric names, each with its problems: for every distinct prompt, the indices of its rows.
 
-        A prompt that a file repeats is one problem with as many more samples.
+        A prompt that a file repeats is one problem with more samples.
         """
         names: dict[str, dict[tuple[str, str], list[int]]] = {}
         for index, row in enumerate(self.prompts.rows):
@@ -76,20 +76,20 @@ class TaskSet:
 
 @dataclass(frozen=True)
 class Problems:
-    """What a policy is trained on, and what it is measured on."""
+    """What a policy trains on, and what it is evaluated on."""
 
-    train_set: PromptSet  # empty where nothing is trained
+    train_set: PromptSet  # empty without training
     task_sets: tuple[TaskSet, ...]
     order: PromptOrder  # of the rows of train_set
-    function: str  # judges the responses to train_set
+    function: str  # the reward function for train_set
 
     def by_function(self) -> list[tuple[Sequence[PromptRow], str]]:
-        """The rows of each set with the name of the function that judges the responses; first those to train on."""
+        """The rows of each set with the name of its reward function; the training set first."""
         measured = [(task.prompts.rows, task.options.reward_function) for task in self.task_sets]
         return [(self.train_set.rows, self.function), *measured]
 
     def checksums(self) -> dict[str, str]:
-        """What all processes must have read alike, by what it is."""
+        """Checksums, by description, of the data that all processes must have read alike."""
         tasks = {
             f"the prompts of {task.options.name or 'evaluation'}": task.prompts.checksum() for task in self.task_sets
         }
@@ -97,7 +97,7 @@ class Problems:
 
 
 def held_out_options(config: Config) -> TaskOptions:
-    """Those of data.val_files or of the problems that a generated task holds out."""
+    """The options for data.val_files, or for the problems that a generated task holds out."""
     evaluate = config.evaluate
     return TaskOptions(
         name="",
@@ -114,14 +114,14 @@ def held_out_options(config: Config) -> TaskOptions:
 
 
 def parse_tasks(config: Config) -> list[TaskOptions]:
-    """The task sets of evaluate.tasks. ValueError naming the set, the option, the rule and the cure."""
+    """The task sets of evaluate.tasks. InputError with the set, the option, the rule and the fix."""
     text = config.evaluate.tasks
     try:
         given = json.loads(text)
     except ValueError as error:
         raise InputError(f"evaluate.tasks={text!r} must be JSON: {error}") from error
     if not isinstance(given, dict):
-        raise InputError(f"evaluate.tasks={text!r} must be a JSON object: task set -> its options")
+        raise InputError(f"evaluate.tasks={text!r} must be a JSON object from the name of a task set to its options")
     default = held_out_options(config)
     return [_parse(name, options, default) for name, options in given.items()]
 
@@ -133,7 +133,7 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
     known = [field.name for field in dataclasses.fields(TaskOptions) if field.name != "name"]
     for key, value in options.items():
         if key not in known:
-            raise InputError(f"{where}: {key!r} is no option: choose among {', '.join(known)}")
+            raise InputError(f"{where}: {key!r} is not an option: choose one of {', '.join(known)}")
         kinds, description = _KINDS[type(getattr(default, key))]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise InputError(f"{where}: {key}={value!r} must be {description}")
@@ -145,7 +145,7 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
 
 
 def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True) -> Problems:
-    """Problems to train on (none without `training`) and the task sets to evaluate on, as tokens."""
+    """The tokenized problems to train on (none without `training`) and the task sets to evaluate on."""
     data = config.data
     if data.task == "arithmetic":
         task = data.arithmetic
@@ -193,7 +193,7 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
 
 
 def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> PromptSet:
-    prompts, _ = tokenize_prompts(
+    return tokenize_prompts(
         rows,
         tokenizer,
         max_prompt_length=config.data.max_prompt_length,
@@ -202,23 +202,22 @@ def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> Pr
         system_prompt=config.data.system_prompt,
         chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
     )
-    return prompts
 
 
 def reward_function(config: Config) -> str:
-    """The verifier of a run. A worker that knows its task loads what it needs before the first sample."""
+    """The verifier for the training problems: `auto` is resolved if the task has only one, so that it loads early."""
     by_source = config.reward.function == "auto"
     return "reasoning_gym" if by_source and config.data.task == "reasoning_gym" else config.reward.function
 
 
 def _warn_of_data(config: Config, problems: Problems) -> None:
-    """Warns of fewer prompts than a batch takes, and of problems to evaluate on that are trained on."""
+    """Warns if there are fewer prompts than a batch needs, or if evaluation problems are also trained on."""
     train_set, task_sets = problems.train_set, problems.task_sets
     most = max(config.data.train_batch_size, gen_batch_size(config))
     if 0 < len(train_set) < most:
         option = "train_batch_size" if config.data.train_batch_size == most else "gen_batch_size"
         logger.warning(
-            "%d problems to train on, fewer than data.%s=%d: prompts repeat within a batch; lower it or give more",
+            "%d problems to train on, fewer than data.%s=%d: prompts repeat within a batch; lower it or add problems",
             len(train_set),
             option,
             most,
@@ -228,8 +227,8 @@ def _warn_of_data(config: Config, problems: Problems) -> None:
         shared = sum(prompt_identity(row.prompt) in trained for row in task.prompts.rows)
         if shared:
             logger.warning(
-                "%d of %d prompts of %s are also trained on: their accuracy is no measure of new problems; "
-                "take them out of one of the two",
+                "%d of %d prompts of %s are also trained on: their accuracy does not measure generalization; "
+                "remove them from one of the two",
                 shared,
                 len(task.prompts),
                 f"evaluate.tasks, {task.options.name!r}" if task.options.name else "data.val_files",

@@ -44,8 +44,8 @@ from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.rewards.scoring import load_scorer
 from dapo_jax.rewards.trial import check_rewards
 from dapo_jax.rewards.worker_pool import VerifierPool
-from dapo_jax.rollout.engine import Engine
 from dapo_jax.rollout.sampler import Sampler
+from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.settings import (
     actor_settings,
     compute_dtype,
@@ -172,7 +172,7 @@ def open_rewards(
             tokenizer=tokenizer,
             verifiers=verifiers,
             function=problems.function,
-            scorer=load_scorer(config, compute_dtype(config, mesh), mesh) if reward.model.path else None,
+            scorer=load_scorer(config, compute_dtype(config.model, mesh), mesh) if reward.model.path else None,
             overlong_buffer=reward.overlong_buffer,
             max_response_length=config.data.max_response_length,
             mesh=mesh,
@@ -186,7 +186,7 @@ def open_sampler(
     config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh, stage: Stage, check: Check = lambda: None
 ) -> Iterator[Sampler]:
     """An engine on `mesh`; what it compiles in the background ends with it."""
-    engine = Engine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh), check)
+    engine = WaveEngine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh), check)
     try:
         yield Sampler(tokenizer, engine, mesh, config.rollout.stop, stage)
     finally:
@@ -287,6 +287,6 @@ def describe(config: Config, arch: Architecture, problems: Problems, mesh: Mesh,
     measured = sum(len(task.prompts) for task in problems.task_sets)
     return (
         f"{config.model.path} ({arch.family}, {count_params(arch) / 1e6:.1f}M parameters, "
-        f"{compute_dtype(config, mesh).name}, {attention} attention) on {mesh.size} {platform(mesh)} device(s), mesh "
-        f"{shape}; {len(problems.train_set)} problems to train on, {measured} to evaluate on"
+        f"{compute_dtype(config.model, mesh).name}, {attention} attention) on {mesh.size} {platform(mesh)} device(s), "
+        f"mesh {shape}; {len(problems.train_set)} problems to train on, {measured} to evaluate on"
     )

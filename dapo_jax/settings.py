@@ -1,4 +1,4 @@
-"""Host: from the config to the settings of the compiled functions, as the model and the devices allow them."""
+"""Host: from the config to the settings of the compiled functions, for a model and its devices."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dapo_jax.base_models import lora_of
 from dapo_jax.command.warnings import NO_POLICY_STEP
 from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
-from dapo_jax.config.sections import ActorConfig, Config, CriticConfig
+from dapo_jax.config.sections import ActorConfig, Config, CriticConfig, ModelConfig, TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.choices import trained
@@ -27,21 +27,24 @@ from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
-from dapo_jax.rollout.engine import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
+from dapo_jax.rollout.wave_programs import WaveSettings
 
 logger = logging.getLogger(__name__)
 
 
 def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
-    """`config` with the number of training steps that trainer.total_epochs and total_training_steps allow.
+    """`config` with the number of training steps from trainer.total_epochs and total_training_steps.
 
-    An epoch is as many steps as it takes to train on `num_prompts` groups. So the number, on which learning rates
-    depend, is known before the first step; prompts that the filter drops make the run go through the rows more often
-    (metric data/epoch).
+    An epoch is the number of steps that train on `num_prompts` groups. So the total, on which learning rates depend,
+    is known before the first step. If the filter drops prompts, the run passes over the rows more often (metric
+    data/epoch).
+
+    Args:
+        done: training steps that a resumed run has behind it.
 
     Raises:
-        ValueError: there is no such step, or `done` and trainer.profile_steps go beyond the last.
+        InputError: the total is less than one step, than `done`, or than a step of trainer.profile_steps.
     """
     trainer, batch = config.trainer, config.data.train_batch_size
     if trainer.total_epochs is None:
@@ -49,14 +52,16 @@ def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
     steps, given = trainer.total_epochs * num_prompts // batch, trainer.total_training_steps
     name = f"trainer.total_epochs={trainer.total_epochs} ({steps} steps of {batch} of {num_prompts} prompts)"
     if 0 < given < steps:
-        logger.warning("trainer.total_training_steps=%d ends the run before %s: -1 leaves it to these", given, name)
+        logger.warning(
+            "trainer.total_training_steps=%d ends the run before %s: -1 leaves it to the epochs", given, name
+        )
         return config
     if steps < 1:
         raise InputError(f"{name} is less than one step: raise it, lower data.train_batch_size, or give more prompts")
     if steps < done:
-        raise InputError(f"{name} is less than the {done} steps that are done: raise it, or choose another workdir")
+        raise InputError(f"{name} is less than the {done} steps already done: raise it, or choose another workdir")
     if steps < max(trainer.profile_steps, default=1):
-        raise InputError(f"{name} must reach trainer.profile_steps={trainer.profile_steps}: raise it, or change these")
+        raise InputError(f"{name} must reach trainer.profile_steps={trainer.profile_steps}: raise it, or lower those")
     logger.info("%s", name)
     if trainer.critic_warmup >= steps:
         logger.warning("%s", NO_POLICY_STEP)
@@ -64,14 +69,14 @@ def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
 
 
 def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
-    """The part of the config that the compiled functions of the policy depend on."""
+    """The settings of the policy's compiled functions."""
     actor = config.actor
     return ActorSettings(
         arch=arch,
-        dtype=compute_dtype(config, mesh),
+        dtype=compute_dtype(config.model, mesh),
         temperature=config.rollout.temperature,
-        remat=remat_policy(config),
-        attention_kernel=attention_kernel(config, arch, mesh),
+        remat=remat_policy(config.model),
+        attention_kernel=attention_kernel(config.model, arch, mesh),
         chunk_size=actor.logprob_chunk_size,
         loss_mode=actor.policy_loss.loss_mode,
         loss_options=loss_options(actor),
@@ -80,26 +85,26 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         kl_loss_type=actor.kl_loss_type,
         optimizer=optimizer_settings(actor),
         lora=lora_of(config),
-        compiler_options=compiler_options(config, mesh),
+        compiler_options=compiler_options(config.trainer, mesh),
     )
 
 
 def loss_options(actor: ActorConfig) -> dict[str, float]:
-    """The options of the policy losses by name."""
+    """The options of the policy losses, by name."""
     clip = {name: getattr(actor, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
     return clip | {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
 
 
 def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSettings:
-    """The part of the config that the compiled functions of the value function depend on."""
+    """The settings of the critic's compiled functions."""
     return CriticSettings(
         arch=critic_architecture(arch),
-        dtype=compute_dtype(config, mesh),
-        remat=remat_policy(config),
-        attention_kernel=attention_kernel(config, arch, mesh),
+        dtype=compute_dtype(config.model, mesh),
+        remat=remat_policy(config.model),
+        attention_kernel=attention_kernel(config.model, arch, mesh),
         cliprange_value=config.critic.cliprange_value,
         optimizer=optimizer_settings(config.critic),
-        compiler_options=compiler_options(config, mesh),
+        compiler_options=compiler_options(config.trainer, mesh),
     )
 
 
@@ -118,10 +123,10 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
 
 def engine_settings(
     config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
-) -> EngineSettings:
-    """The part of the config that sampling depends on."""
+) -> WaveSettings:
+    """The settings of the sampler's engine."""
     on_cpu = platform(mesh) == "cpu"
-    return EngineSettings(
+    return WaveSettings(
         arch=arch,
         mesh=mesh,
         eos_ids=eos_ids,
@@ -131,14 +136,14 @@ def engine_settings(
         max_num_seqs=config.rollout.max_num_seqs,
         memory_share=config.rollout.kv_memory_share,
         chunk_length=config.rollout.decode_chunk_length,
-        smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # fewer rows are no faster on an accelerator
-        lookahead=0 if on_cpu else 1,  # a CPU decodes and looks with the same cores
+        smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # on an accelerator, fewer rows are not faster
+        lookahead=0 if on_cpu else 1,  # a CPU would decode and look ahead with the same cores
         seed=config.seed,
     )
 
 
 def learning_rate_of(config: Config, name: str, step: int) -> float:
-    """The learning rate of the "actor" or the "critic" in training step `step`, from 1."""
+    """The learning rate of the "actor" or the "critic" in training step `step`, counted from 1."""
     optim = getattr(config, name).optim
     waited = config.trainer.critic_warmup if name == "actor" else 0
     return learning_rate(
@@ -152,7 +157,7 @@ def learning_rate_of(config: Config, name: str, step: int) -> float:
 
 
 def learning_rate_plan(config: Config, *, done: int) -> str:
-    """One line: the policy's learning rate from the step after `done` on; empty if it stays the same."""
+    """One line on how the policy's learning rate changes after step `done`; empty if it is constant."""
     optim, last, waited = config.actor.optim, config.trainer.total_training_steps, config.trainer.critic_warmup
     first, warm = max(done, waited) + 1, min(waited + optim.lr_warmup_steps, last)
 
@@ -161,13 +166,13 @@ def learning_rate_plan(config: Config, *, done: int) -> str:
 
     falls = optim.lr_scheduler_type != "constant" and max(first, warm) < last
     if first < warm:
-        then = f", then falls to {at(last)} ({optim.lr_scheduler_type})" if falls else ", then stays there"
+        then = f", then falls to {at(last)} ({optim.lr_scheduler_type})" if falls else ", then stays constant"
         return f"learning rate: rises from {at(first)} to {at(warm)} (warm-up){then if warm < last else ''}"
     return f"learning rate: falls from {at(first)} to {at(last)} ({optim.lr_scheduler_type})" if falls else ""
 
 
 def warn_of_warm_up(config: Config) -> None:
-    """Warns of a warm-up that the run does not get to the end of."""
+    """Warns if the run ends before its warm-up does."""
     warm_up, steps = config.actor.optim.lr_warmup_steps, config.trainer.total_training_steps
     updates = steps - config.trainer.critic_warmup
     if 0 < updates < warm_up:
@@ -182,7 +187,7 @@ def warn_of_warm_up(config: Config) -> None:
 
 
 def update_settings(config: Config, mesh: Mesh, name: str, step: int) -> UpdateSettings:
-    """How training step `step` passes over its batch, for the "actor" or the "critic"."""
+    """How training step `step` updates the "actor" or the "critic" on its batch."""
     section: ActorConfig | CriticConfig = getattr(config, name)
     return UpdateSettings(
         learning_rate=learning_rate_of(config, name, step),
@@ -202,8 +207,8 @@ def updates_of_step(config: Config, mesh: Mesh, step: int) -> dict[str, UpdateSe
 
 
 def rows_of_a_prompt(config: Config, arch: Architecture, mesh: Mesh) -> int:
-    """How many samples of a group share one prompt in training."""
-    if not config.actor.share_prompts or attention_kernel(config, arch, mesh) is not None:
+    """How many samples of a group share one copy of the prompt in training."""
+    if not config.actor.share_prompts or attention_kernel(config.model, arch, mesh) is not None:
         return 1
     smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
     return sharing_rows(
@@ -225,40 +230,42 @@ def micro_batches(config: Config, mesh: Mesh, name: str = "actor") -> MicroBatch
     )
 
 
-def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """XLA's options for passes over the layers: those of the platform, and over them trainer.compiler_options."""
-    return {**OVERLAP.get(platform(mesh), {}), **json.loads(config.trainer.compiler_options)}
+def compiler_options(trainer: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
+    """XLA's options for passes over the layers: the platform's, overridden by trainer.compiler_options."""
+    return {**OVERLAP.get(platform(mesh), {}), **json.loads(trainer.compiler_options)}
 
 
-def compute_dtype(config: Config, mesh: Mesh) -> jnp.dtype:
-    """The dtype of matrix products; model.dtype=auto is what the devices multiply fast."""
-    if config.model.dtype != "auto":
-        return jnp.dtype(config.model.dtype)
+def compute_dtype(model: ModelConfig, mesh: Mesh) -> jnp.dtype:
+    """The dtype of matrix products; model.dtype=auto chooses a fast one for the devices."""
+    if model.dtype != "auto":
+        return jnp.dtype(model.dtype)
     return jnp.dtype(jnp.bfloat16 if multiplies_bfloat16(mesh.devices.flat[0]) else jnp.float32)
 
 
-def attention_kernel(config: Config, arch: Architecture, mesh: Mesh) -> AttentionKernel | None:
+def attention_kernel(model: ModelConfig, arch: Architecture, mesh: Mesh) -> AttentionKernel | None:
     """The fused kernel of model.attention; None for XLA's attention.
 
-    Raises ValueError where it can not run.
+    Raises:
+        InputError: see `chosen_attention`.
     """
-    name, _ = chosen_attention(config, arch, mesh)
+    name, _ = chosen_attention(model, arch, mesh)
     return None if name == "xla" else functools.partial(fused_attention, implementation=name)
 
 
-def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
-    """What computes the attention of training, xla, cudnn or splash, and why it is xla where a kernel was asked for.
+def chosen_attention(model: ModelConfig, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
+    """The implementation of attention in training (xla, cudnn or splash), and why it is xla if model.attention=fused.
 
-    Raises ValueError where a kernel that is asked for by name can not run.
+    Raises:
+        InputError: the kernel that model.attention names cannot run on these devices.
     """
-    asked, device = config.model.attention, mesh.devices.flat[0]
+    asked, device = model.attention, mesh.devices.flat[0]
     name = KERNELS.get(device.platform, "xla") if asked == "fused" else asked
-    problem = "" if name == "xla" else unfit(name, device, compute_dtype(config, mesh), arch.head_dim)
+    problem = "" if name == "xla" else unfit(name, device, compute_dtype(model, mesh), arch.head_dim)
     if problem and asked != "fused":
         raise InputError(f"model.attention={asked} {problem}: choose fused or xla, or other devices")
     return ("xla" if problem else name), problem
 
 
-def remat_policy(config: Config) -> str:
-    """What is saved of a layer for the backward pass, a name of models/remat.py's POLICIES."""
-    return config.model.remat_policy if config.model.enable_gradient_checkpointing else "none"
+def remat_policy(model: ModelConfig) -> str:
+    """What each layer saves for the backward pass: a name in models/remat.py's POLICIES."""
+    return model.remat_policy if model.enable_gradient_checkpointing else "none"

@@ -20,8 +20,7 @@ from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience, from_arrays, to_arrays
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
-from dapo_jax.dynamic_sampling.accumulation import StreamState
-from dapo_jax.dynamic_sampling.schedule import History
+from dapo_jax.dynamic_sampling.prompt_stream import History, StreamState
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor.records import config_differences, recorded_config
@@ -109,7 +108,7 @@ def first_state(run: Run) -> RunState:
         log_bytes=0,
     )
     progress = first_coefficient(run.config, progress)
-    return RunState(run.learner.init_models(), progress, _first_stream(run), run.sampler.engine.to_arrays())
+    return RunState(run.learner.init_models(), progress, _first_stream(run), run.sampler.engine.state())
 
 
 def _first_stream(run: Run) -> StreamState:
@@ -197,11 +196,11 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
             )
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
         progress = dataclasses.replace(progress, prompts=prompts, best=None, best_step=0, alarms={})
-        return RunState(models, progress, _first_stream(run), engine.to_arrays())
+        return RunState(models, progress, _first_stream(run), engine.state())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
-    return RunState(models, progress, stream, engine.to_arrays(), ahead)
+    return RunState(models, progress, stream, engine.state(), ahead)
 
 
 def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:

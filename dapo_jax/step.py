@@ -18,12 +18,14 @@ import numpy as np
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
+from dapo_jax.config.derived import gen_batch_size, prompts_at_once
 from dapo_jax.data.collected import Collected
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import hinted_prompts
-from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState, accumulate_groups
-from dapo_jax.dynamic_sampling.rounds import Round, filter_groups, keep_all
+from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups
+from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
+from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
 from dapo_jax.learner.batch import make_batch, penalize_kl
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
@@ -34,7 +36,6 @@ from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.progress import Progress, advance, is_finite, recomputes
-from dapo_jax.prompt_stream import filter_rule, policies, prompt_source
 from dapo_jax.rollout.sampling import BASELINE, TRAIN, Sampling
 from dapo_jax.run import Run
 from dapo_jax.settings import update_settings, updates_of_step
@@ -74,7 +75,6 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     config, groups, settings = run.config, run.config.algorithm.filter_groups, run.config.rollout
     problems, mesh, prompts = run.problems, run.sampler.mesh, run.problems.train_set
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
-    rule = filter_rule(config)
     shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
@@ -97,10 +97,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
             if config.algorithm.use_kl_in_reward:
                 experience = penalize_kl(run.learner, experience, kl_coef)
             with run.monitor.stage("filter"):
-                if groups.enable:
-                    round_ = filter_groups(experience, groups.metric, rule, mesh)
-                else:
-                    round_ = keep_all(experience)
+                round_ = filter_groups(experience, groups, mesh)
             shown.end(int(round_.keep.sum()))
             return round_
 
@@ -109,7 +106,16 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     if groups.enable:
         filter_log.log_start()
     with jax.set_mesh(mesh):
-        return accumulate_groups(sample_round, stream, prompt_source(run), policies(config), step=step)
+        return accumulate_groups(
+            sample_round,
+            stream,
+            PromptSource.of(problems.order, groups.skip_uniform, seed=config.seed),
+            groups,
+            target=config.data.train_batch_size,
+            gen_batch_size=gen_batch_size(config),
+            max_wave=prompts_at_once(config),
+            step=step,
+        )
 
 
 def train_step(
@@ -147,7 +153,7 @@ def train_step(
     rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
     row = step_row(batch, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
     progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
-    return RunState(models, progress, stream, run.sampler.engine.to_arrays(), ahead)
+    return RunState(models, progress, stream, run.sampler.engine.state(), ahead)
 
 
 def train_on(

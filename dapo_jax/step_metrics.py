@@ -176,7 +176,7 @@ def utilisation(config: Config, mesh: Mesh, metrics: Mapping[str, float]) -> dic
 
     An update is three forward passes an epoch; two with adapters, whose gradients alone are computed.
     """
-    peak = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config, mesh).name).flops
+    peak = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name).flops
     forward = metrics.get("perf/forward_tflop")
     if peak is None or forward is None:
         return {}

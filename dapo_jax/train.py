@@ -85,7 +85,7 @@ def _train(config: Config, workdir: Workdir) -> Models:
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 mesh = run.learner.mesh
-                attention, _ = chosen_attention(run.config, run.arch, mesh)
+                attention, _ = chosen_attention(run.config.model, run.arch, mesh)
                 logger.info("%s", describe(run.config, run.arch, run.problems, mesh, attention))
                 warn_of_warm_up(run.config)
                 if plan := learning_rate_plan(run.config, done=state.progress.step):
@@ -201,7 +201,7 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
             records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
     progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
-    state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.to_arrays())
+    state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.state())
     saved_before = checkpoints.latest_step() == step  # by a run that stopped between update and record
     minutes = trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes
     if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):

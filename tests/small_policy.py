@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
+from shapes import ARCH, one_device_mesh
 
 from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch, Rollout
@@ -14,30 +15,12 @@ from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings
-from dapo_jax.learner.update import (
-    UpdateSettings,
-    update_policy,
-)
-from dapo_jax.models.architecture import Architecture
-from dapo_jax.parallel.mesh import AXES, make_mesh
-from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.learner.update import UpdateSettings, update_policy
 from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.wave_programs import WaveSettings
+from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.settings import loss_options
 
-ARCH = Architecture(
-    family="llama",
-    vocab_size=64,
-    hidden_size=48,
-    intermediate_size=80,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_embeddings=False,
-    initializer_range=0.2,
-)
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11], [12, 13], [3, 3, 3], [20, 21, 22, 23], [2, 40]]
 NUMBERS = list(range(100, 108))
 SAMPLES = 4
@@ -57,14 +40,6 @@ LOSS_OPTIONS = {
     "tau_pos": 1.0,
     "tau_neg": 1.05,
 }
-
-
-def one_device_mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-def mesh_of(shape) -> Mesh:
-    return one_device_mesh() if shape == (1, 1, 1) else make_mesh(*shape)
 
 
 def actor_settings(**changes) -> ActorSettings:
@@ -119,7 +94,7 @@ def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TR
         lookahead=0,
         seed=0,
     )
-    return Engine(EngineSettings(**{**settings, **changes})).generate(
+    return WaveEngine(WaveSettings(**{**settings, **changes})).generate(
         actor.decode_weights(state.params),
         prompts,
         numbers,

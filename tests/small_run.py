@@ -1,11 +1,14 @@
 """A run of a random two-layer model that takes seconds, for the tests of whole runs."""
 
 import importlib.util
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from shapes import SMALL
 
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
@@ -25,30 +28,32 @@ def load_config(name: str) -> Any:
 
 
 def small_config(workdir: Any, **changes: Any) -> Config:
-    """Four steps on sums up to 4, where a random model is right often enough for the filter to keep groups.
-
-    What `changes` switch off has its default, as on the command line.
-    """
+    """Four steps on sums up to 4. What `changes` switch off has its default, as on the command line."""
     values = load_config("tiny")
     recipe = freeze(values)
-    small = {
-        "workdir": str(workdir),
-        "data.arithmetic.high": 4,
-        "data.arithmetic.num_heldout": 4,
-        "data.train_batch_size": 4,
-        "data.gen_batch_size": 8,
-        "actor.ppo_mini_batch_size": 2,
-        "actor.ppo_micro_batch_size_per_device": 4,
-        "trainer.total_training_steps": 4,
-        "trainer.test_freq": 2,
-        "trainer.save_freq": 2,
-        "algorithm.filter_groups.max_num_gen_batches": 0,
-        "reward.num_workers": 1,
-        "actor.optim.lr": 1e-3,
-    }
     with values.unlocked():
-        values.update_from_flattened_dict({**small, **changes})
+        values.update_from_flattened_dict({"workdir": str(workdir), **SMALL, **changes})
     return without_switched_off(recipe, freeze(values), changes)
+
+
+class Killed(BaseException):
+    """What ends a run as SIGKILL does: nothing catches it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def at_call(monkeypatch: Any, module: Any, name: str, number: int, action: Callable[[], Any]) -> None:
+    """Does `action` before the call of that number of a function of the module."""
+    original, calls = getattr(module, name), itertools.count(1)
+
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == number:
+            action()
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(module, name, function)
 
 
 def rows_without_clock(workdir: Any) -> list[dict]:

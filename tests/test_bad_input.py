@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from ends_within import ends_within
 from safetensors.numpy import load_file, save_file
+from shapes import BATCHES, SUMS
 from small_run import CONFIGS, small_config
 
 from dapo_jax import train
@@ -33,13 +34,9 @@ from dapo_jax.settings import actor_settings
 
 TINY = str(CONFIGS / "tiny.py")
 HF_MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"
-SUMS = {"data.arithmetic.high": 4, "data.arithmetic.num_heldout": 4}
-SMALL = {
-    "data.train_batch_size": 4,
-    "data.gen_batch_size": 8,
+RUN = {
+    **BATCHES,
     "data.max_prompt_length": 64,
-    "actor.ppo_mini_batch_size": 2,
-    "actor.ppo_micro_batch_size_per_device": 4,
     "trainer.total_training_steps": 4,
     "reward.num_workers": 1,
     "reward.function": "arithmetic",
@@ -77,7 +74,7 @@ def run(monkeypatch, capsys, arguments: list[str]) -> tuple[int, str]:
 
 
 def arguments_of(case: Case, directory: Path) -> list[str]:
-    options = {"workdir": "DIR/run", **SMALL, **({} if "data.task" in case.options else SUMS), **case.options}
+    options = {"workdir": "DIR/run", **RUN, **({} if "data.task" in case.options else SUMS), **case.options}
     given = case.arguments or ("--config", TINY, *(f"--config.{name}={value}" for name, value in options.items()))
     return [argument.replace("DIR", str(directory)) for argument in given]
 
@@ -350,13 +347,13 @@ prompts("half_a_character", lines(asking("\ud800")), r"row 1: prompt holds '\ud8
 prompts(
     "truth_that_no_answer_equals",
     lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-    "ground truths with which every response is wrong (1 rows)",
-    "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
+    "no response can match these ground truths (1 rows)",
+    "rows.jsonl row 2: ground_truth='five' is not an answer that arithmetic accepts",
 )
 prompts(
     "held_out_truth_that_no_answer_equals",
     lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-    "rows.jsonl row 2: ground_truth='five' is no answer that arithmetic accepts",
+    "rows.jsonl row 2: ground_truth='five' is not an answer that arithmetic accepts",
     data__task="arithmetic",
     data__train_files="()",
     evaluate__tasks='{"named": {"files": "DIR/rows.jsonl"}}',
@@ -517,7 +514,7 @@ for key, value, rule in (
     model(f"{key}_mistyped", edited(CONFIG, **{key: value}), f"config.json: {key}={value!r} must be {rule}", AGAIN)
 model("heads_indivisible", edited(CONFIG, num_key_value_heads=3), "num_key_value_heads=3", "must be a multiple", AGAIN)
 model("without_weights", removed(WEIGHTS), "DIR/model holds neither model.safetensors nor", "convert other formats")
-model("shard_missing", with_index('{"weight_map": {"a": "b.safetensors"}}'), "are not there: ['b.safetensors']: downl")
+model("shard_missing", with_index('{"weight_map": {"a": "b.safetensors"}}'), "do not exist: ['b.safetensors']: downl")
 model("index_broken", with_index("{"), f"DIR/model/{INDEX}", DAMAGED, AGAIN)
 model("index_elsewhere", with_index('{"weight_map": {"a": "../b"}}'), f"{INDEX} must have a weight_map", AGAIN)
 RAW = (HF_MODEL / WEIGHTS).read_bytes()
@@ -543,7 +540,7 @@ for value in (np.nan, np.inf):
 model("without_tokenizer", removed(TOKENIZER), "DIR/model has no tokenizer.json: save the model's fast tokenizer")
 for name, content in {"broken": b"{", "a_list": b"[]", "no_utf8": b"\xff", "empty_object": b"{}"}.items():
     model(f"tokenizer_{name}", replaced(TOKENIZER, content), f"DIR/model/{TOKENIZER}", DAMAGED, AGAIN)
-model("vocabulary_too_large", larger_vocabulary, "ids up to 399", "160 embeddings: they do not belong together")
+model("vocabulary_too_large", larger_vocabulary, "ids up to 399", "160 embeddings: use the tokenizer")
 model("settings_broken", replaced(SETTINGS, b"{"), f"DIR/model/{SETTINGS}", DAMAGED, AGAIN)
 model("settings_a_list", replaced(SETTINGS, b"[]"), f"DIR/model/{SETTINGS} must hold a JSON object", AGAIN)
 model(

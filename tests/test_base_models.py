@@ -1,4 +1,4 @@
-"""What is said of a model before it is read."""
+"""Checks on a model before it is read."""
 
 import dataclasses
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_every_model_that_is_missing_is_named_at_once(tmp_path):
     check_model_paths(small_config(tmp_path, **{"model.path": str(MODEL)}))
 
 
-def test_a_step_of_a_run_is_no_missing_model_where_its_checkpoints_are_elsewhere(tmp_path, monkeypatch):
+def test_a_step_of_a_run_is_found_if_its_checkpoints_are_elsewhere(tmp_path, monkeypatch):
     before = small_config(tmp_path / "run", **{"trainer.checkpoint_dir": str(tmp_path / "elsewhere")})
     (tmp_path / "run").mkdir()
     write_config(tmp_path / "run", dataclasses.asdict(before))

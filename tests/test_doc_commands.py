@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scripts.test_prepare_data import published_dapo
+from shapes import BATCHES, SUMS
 from test_data_guide import blocks
 
 from dapo_jax import evaluate, export, train
@@ -93,7 +94,7 @@ RUN_BY = {
 }
 
 # What a command line says -> what is run.
-SMALL = {
+SHORTENED = {
     "--config.trainer.total_training_steps": "2",
     "--config.trainer.profile_steps": "(2,)",
     "--step": "2",
@@ -102,21 +103,17 @@ SMALL = {
 }
 FILES = {name: "configs/tiny.py" for name in ("FILE", "mine.py", "configs/quickstart.py")} | {"WORKDIR": "runs/tiny"}
 TRAIN = [
-    f"--config.{option}"
-    for option in (
-        "trainer.total_training_steps=2",
-        "trainer.save_freq=1",
-        "trainer.test_freq=-1",
-        "trainer.val_before_train=False",
-        "data.arithmetic.high=4",
-        "data.arithmetic.num_heldout=4",
-        "data.train_batch_size=4",
-        "data.gen_batch_size=8",
-        "actor.ppo_mini_batch_size=2",
-        "actor.ppo_micro_batch_size_per_device=4",
-        "reward.num_workers=1",
-        "algorithm.filter_groups.max_num_gen_batches=0",
-    )
+    f"--config.{option}={value}"
+    for option, value in {
+        **SUMS,
+        **BATCHES,
+        "trainer.total_training_steps": 2,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+        "reward.num_workers": 1,
+        "algorithm.filter_groups.max_num_gen_batches": 0,
+    }.items()
 ]
 BENCHMARK = "--shape tiny --batch 8 --group 4 --prompt-length 4".split()
 
@@ -163,10 +160,10 @@ def small(command: str, number: int) -> list[str]:
     words = []
     for word in shlex.split(command):
         option, sign, value = word.partition("=")
-        if sign and option in SMALL:
-            word = f"{option}={SMALL[option]}"
-        elif words and words[-1] in SMALL:
-            word = SMALL[words[-1]]
+        if sign and option in SHORTENED:
+            word = f"{option}={SHORTENED[option]}"
+        elif words and words[-1] in SHORTENED:
+            word = SHORTENED[words[-1]]
         elif value in FILES:
             word = f"{option}={FILES[value]}"
         word = re.sub(r"\w+_ENV/bin/python", sys.executable, FILES.get(word, word))

@@ -9,7 +9,7 @@ from dapo_jax.settings import learning_rate_of, learning_rate_plan, warn_of_warm
 
 WARM = {"actor.optim.lr": 1e-6, "actor.optim.lr_warmup_steps": 20, "trainer.total_training_steps": 100}
 COSINE = {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}
-STAYS = "learning rate: rises from 5e-8 in step 1 to 1e-6 in step 20 (warm-up), then stays there"
+STAYS = "learning rate: rises from 5e-8 in step 1 to 1e-6 in step 20 (warm-up), then stays constant"
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ STAYS = "learning rate: rises from 5e-8 in step 1 to 1e-6 in step 20 (warm-up), 
         (WARM, 5, STAYS.replace("5e-8 in step 1 ", "3e-7 in step 6 ")),
         (WARM, 20, ""),
         (WARM | {"actor.optim.lr_warmup_steps": 0}, 0, ""),
-        (WARM | COSINE, 0, STAYS.replace("stays there", "falls to 1e-7 in step 100 (cosine)")),
+        (WARM | COSINE, 0, STAYS.replace("stays constant", "falls to 1e-7 in step 100 (cosine)")),
         (WARM | COSINE, 99, ""),
         (
             WARM | COSINE | {"actor.optim.lr_warmup_steps": 0},

@@ -37,8 +37,8 @@ def test_a_task_set_has_the_held_out_problems_options_unless_it_has_its_own():
         ({"a": {}}, "'a': files=None must be a path"),
         ({"a": {"files": [1]}}, "must be a path or a list of paths"),
         ({"a": {"files": 1}}, "files=1 must be a path"),
-        ({"a": {"files": "f", "N": 3}}, "'N' is no option: choose among files"),
-        ({"a": {"files": "f", "name": "b"}}, "'name' is no option"),
+        ({"a": {"files": "f", "N": 3}}, "'N' is not an option: choose one of files"),
+        ({"a": {"files": "f", "name": "b"}}, "'name' is not an option"),
         ({"a": {"files": "f", "n": "3"}}, "n='3' must be a whole number"),
         ({"a": {"files": "f", "n": True}}, "n=True must be a whole number"),
         ({"a": {"files": "f", "temperature": "hot"}}, "temperature='hot' must be a number"),
@@ -64,7 +64,7 @@ def write_rows(path, source="arithmetic", prompts=("1 + 1 =", "2 + 0 =")):
     return str(path)
 
 
-def test_task_sets_are_read_beside_the_held_out_problems(tmp_path):
+def test_task_sets_are_read_with_the_held_out_problems(tmp_path):
     file = write_rows(tmp_path / "two.jsonl")
     tasks = {"one": {"files": file, "max_prompts": 1}, "twice": {"files": [file, file], "reward_function": "gsm8k"}}
     problems = read_problems(config_with(tasks), character_tokenizer())

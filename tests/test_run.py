@@ -96,13 +96,15 @@ def test_a_critic_takes_the_scalar_head_of_its_files(tmp_path):
 def test_a_critic_of_another_architecture_or_of_a_run_is_refused(tmp_path):
     policy = write_reward_model(tmp_path / "policy", architectures=["LlamaForCausalLM"])
     wider = write_reward_model(tmp_path / "wider", intermediate_size=96)
-    with pytest.raises(ValueError, match="critic.model.path=.*wider must have the architecture of model.path but for"):
+    with pytest.raises(
+        ValueError, match="critic.model.path=.*wider must have the architecture of model.path, except for"
+    ):
         critic_of(policy, wider)
     config = {**dataclasses.asdict(small_config(tmp_path / "run")), "workdir": str(tmp_path / "run")}
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "3" / "_CHECKPOINT_METADATA").write_text("{}")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="critic.model.path=.*run is a run's: name a model's files"):
+    with pytest.raises(ValueError, match="critic.model.path=.*run is a run: give a model's files"):
         critic_of(policy, tmp_path / "run")
 
 
@@ -117,7 +119,7 @@ def test_a_sequence_classification_model_is_no_policy(tmp_path):
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     path = write_reward_model(tmp_path, architectures=["LlamaForCausalLM"], vocab_size=48)
-    with pytest.raises(ValueError, match="model 48 embeddings: they do not belong together"):
+    with pytest.raises(ValueError, match="has 48 embeddings: use the tokenizer"):
         read_model(small_config("unused", **{"model.path": str(path)}))
 
 

@@ -26,6 +26,7 @@ import plan_dynamic_sampling
 import pytest
 
 from dapo_jax.command import interrupts
+from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.monitor.filter_log import log_round, rule_words
 from dapo_jax.monitor.workdir import open_workdir
 
@@ -186,7 +187,7 @@ def test_log_and_metrics_are_summed_up_alike(tmp_path):
 
 @pytest.mark.parametrize("rule", ["std", "mean_range", "mixed"])
 def test_the_log_of_every_rule_is_read(tmp_path, rule):
-    words = rule_words(rule, std_threshold=0.0, filter_low=0.01, filter_high=0.99)
+    words = rule_words(FilterGroupsConfig(rule=rule))
     with open_workdir(tmp_path, detailed=False):
         for number, kept in enumerate((2, 6), start=1):
             log_round(

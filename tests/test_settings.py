@@ -24,19 +24,19 @@ def memories(*kinds):
     ("epochs", "given", "steps"), [(None, 7, 7), (3, -1, 7), (3, 100, 7), (3, 7, 7), (3, 6, 6), (1, -1, 2), (4, -1, 10)]
 )
 def test_the_fewer_steps_of_epochs_and_steps_are_trained(epochs, given, steps):
-    """Ten groups an epoch, four a step; an epoch's rest goes into the next one's batch."""
+    """Ten groups per epoch, four per step; the rest of an epoch joins the next one's batch."""
     changes = {"trainer.total_epochs": epochs, "trainer.total_training_steps": given}
     config = settings.with_total_steps(small_config("unused", **changes), 10, done=0)
     assert config.trainer.total_training_steps == steps
 
 
-def test_steps_that_end_before_the_epochs_are_told(caplog):
+def test_steps_that_end_before_the_epochs_cause_a_warning(caplog):
     config = small_config("unused", **{"trainer.total_epochs": 9, "trainer.total_training_steps": 4})
     settings.with_total_steps(config, 40, done=0)
     assert "total_training_steps=4 ends the run before trainer.total_epochs=9 (90 steps of 4 of 40" in caplog.text
 
 
-def test_a_warmup_as_long_as_the_epochs_is_told(caplog):
+def test_a_warmup_as_long_as_the_epochs_causes_a_warning(caplog):
     changes = {"algorithm.adv_estimator": "gae", "trainer.total_epochs": 1, "trainer.total_training_steps": -1}
     for warmup in (1, 2):
         settings.with_total_steps(small_config("unused", **changes, **{"trainer.critic_warmup": warmup}), 8, done=0)
@@ -47,7 +47,7 @@ def test_a_warmup_as_long_as_the_epochs_is_told(caplog):
     ("num_prompts", "done", "profiled", "bound"),
     [
         (3, 0, (), "is less than one step: raise it, lower data.train_batch_size"),
-        (8, 3, (), "is less than the 3 steps that are done: raise it, or choose another workdir"),
+        (8, 3, (), "is less than the 3 steps already done: raise it, or choose another workdir"),
         (8, 0, (1, 3), r"must reach trainer.profile_steps=\(1, 3\): raise it"),
     ],
 )
@@ -70,8 +70,8 @@ DEVICES = {
 }
 
 
-def mesh_of(device):
-    """Eight devices of a kind, which need not be here."""
+def eight(device):
+    """Eight devices of one kind, which may be absent."""
     axes = {"data": 8, "fsdp": 1, "tensor": 1}
     return cast(settings.Mesh, SimpleNamespace(devices=np.array([DEVICES[device]] * 8).reshape(8, 1, 1), shape=axes))
 
@@ -93,8 +93,8 @@ def configured(**changes) -> tuple[settings.Config, Architecture]:
     ],
 )
 def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
-    assert settings.compute_dtype(configured()[0], mesh_of(device)).name == chosen
-    assert settings.compute_dtype(configured(model__dtype="float32")[0], mesh_of(device)).name == "float32"
+    assert settings.compute_dtype(configured()[0].model, eight(device)).name == chosen
+    assert settings.compute_dtype(configured(model__dtype="float32")[0].model, eight(device)).name == "float32"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
     monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
     config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
     assert config.model.attention == "fused"
-    chosen = settings.attention_kernel(config, arch, mesh_of(device))
+    chosen = settings.attention_kernel(config.model, arch, eight(device))
     assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
-    assert (rows_of_a_prompt(config, arch, mesh_of(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
-    notes = meshes.device_notes(config, arch, mesh_of(device))
+    assert (rows_of_a_prompt(config, arch, eight(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
+    notes = meshes.device_notes(config, arch, eight(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
 
@@ -135,41 +135,41 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
     config, arch = configured(model__attention=attention, model__dtype="float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.attention_kernel(config, arch, mesh_of(device))
+        settings.attention_kernel(config.model, arch, eight(device))
 
 
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
-    message = "model.dtype=auto is float32: Tesla T4 has no fast products of bfloat16"
-    assert message in meshes.device_notes(config, arch, mesh_of("T4"))
+    message = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
+    assert message in meshes.device_notes(config, arch, eight("T4"))
     for device in ("cpu", "tpu", "A100"):
-        assert message not in meshes.device_notes(config, arch, mesh_of(device))
+        assert message not in meshes.device_notes(config, arch, eight(device))
 
 
 def test_a_note_says_how_much_of_a_gpu_jax_may_take(monkeypatch):
     monkeypatch.setenv(FRACTION, "0.8")
     config, arch = configured(model__attention="xla")
-    (note,) = meshes.device_notes(config, arch, mesh_of("A100"))
+    (note,) = meshes.device_notes(config, arch, eight("A100"))
     assert note == "JAX may take 0.8 of each GPU's memory: trainer.gpu_memory_fraction changes it"
-    assert not meshes.device_notes(config, arch, mesh_of("tpu"))
+    assert not meshes.device_notes(config, arch, eight("tpu"))
 
 
 def test_compiler_options_of_a_run_come_before_those_of_the_platform():
     name = "xla_gpu_enable_latency_hiding_scheduler"
     config, arch = configured(trainer__compiler_options=f'{{"{name}": false}}')
     expected = {**OVERLAP["gpu"], name: False}
-    assert settings.actor_settings(config, arch, mesh_of("A100")).compiler_options == expected
-    assert settings.critic_settings(config, arch, mesh_of("A100")).compiler_options == expected
-    assert settings.compiler_options(configured()[0], mesh_of("tpu")) == {}
+    assert settings.actor_settings(config, arch, eight("A100")).compiler_options == expected
+    assert settings.critic_settings(config, arch, eight("A100")).compiler_options == expected
+    assert settings.compiler_options(configured()[0].trainer, eight("tpu")) == {}
 
 
 @pytest.mark.parametrize("option", ["actor.optim.offload", "model.remat_policy"])
 def test_offloading_is_refused_where_the_hosts_memory_is_not_known(option):
     value = "offload" if option == "model.remat_policy" else True
     config = small_config("unused", **{option: value, "model.enable_gradient_checkpointing": True})
-    for device, message in {"cpu": "needs devices with a memory", "A100": "absent GPUs"}.items():
-        mesh = mesh_of(device)
+    for device, message in {"cpu": "needs devices with their own memory", "A100": "absent GPUs"}.items():
+        mesh = eight(device)
         with pytest.raises(ValueError, match=f"{option}={value} .*{message}"):
             meshes.check_memory(config, mesh)
-    meshes.check_memory(config, mesh_of("A100 that is here"))
-    meshes.check_memory(small_config("unused"), mesh_of("A100"))
+    meshes.check_memory(config, eight("A100 that is here"))
+    meshes.check_memory(small_config("unused"), eight("A100"))

@@ -38,7 +38,7 @@ def reached(config, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return None", "gives no verdict"),
+        ("return None", "returns no verdict"),
         ("return solution['answer']", "failed on all 8 made-up responses to a generated row"),
         ("return {'score': 1.0, 'seq_reward': 1.0}", "returns 'seq_reward', which is computed"),
         ("return {'score': 1.0, 'a/b': 1.0}", "returns 'a/b': in the names of metrics"),
@@ -56,7 +56,7 @@ def test_a_function_that_cannot_work_is_refused_before_the_first_step(body, mess
 
 def test_the_function_of_a_task_set_is_tried_too(tmp_path):
     tasks = {"named": {"files": rows_file(tmp_path, "a.jsonl", [1]), "reward_function": own_function(tmp_path, "pass")}}
-    with pytest.raises(ValueError, match="gives no verdict .*a.jsonl row 1"):
+    with pytest.raises(ValueError, match="returns no verdict .*a.jsonl row 1"):
         train(small_config(tmp_path / "run", **{"evaluate.tasks": json.dumps(tasks)}))
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from ends_within import ends_within
 from safetensors.numpy import load_file
-from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
+from small_run import CONFIGS, assert_same_policy, at_call, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
 from dapo_jax import train as train_module
@@ -22,30 +21,8 @@ from dapo_jax.learner import update as update_module
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
+from dapo_jax.rollout import sampler as sampler_module
 from dapo_jax.train import main, train
-
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The workdir, the parameters and the rows of a run of four steps that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("whole")
-    models = train(small_config(folder))
-    return folder, jax.device_get(models.actor.params), rows_without_clock(folder)
-
-
-def at_call(monkeypatch, module, name, number, action):
-    """Does `action` before the call of that number."""
-    original, calls = getattr(module, name), [0]
-
-    def function(*arguments, **keywords):
-        calls[0] += 1
-        if calls[0] == number:
-            action()
-        return original(*arguments, **keywords)
-
-    monkeypatch.setattr(module, name, function)
 
 
 def saved(folder) -> list[int]:
@@ -55,10 +32,13 @@ def saved(folder) -> list[int]:
 @pytest.mark.parametrize(
     ("module", "name", "number", "step"),
     [
-        (step_module, "sample_groups", 4, 3),  # while it samples for step 4
-        (step_module, "update", 3, 2),  # in step 3, before the first weights change: that step is thrown away
-        (update_module, "_loss_weights", 6, 3),  # between its two optimizer steps: it ends within the patience
         (train_module, "evaluate", 2, 2),  # while it evaluates step 2, which has no row yet
+        # while it samples for step 4
+        pytest.param(step_module, "sample_groups", 4, 3, marks=pytest.mark.slow),
+        # in step 3, before the first weights change: that step is thrown away
+        pytest.param(step_module, "update", 3, 2, marks=pytest.mark.slow),
+        # between its two optimizer steps: it ends within the patience
+        pytest.param(update_module, "_loss_weights", 6, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, monkeypatch, module, name, number, step):
@@ -76,6 +56,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, monkeypa
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save_freq", "kept", "words"),
     [
@@ -98,6 +79,7 @@ def test_an_update_that_outlasts_the_patience_is_thrown_away(whole, tmp_path, mo
     assert "Generated batch" in (tmp_path / "train.discarded.log").read_text()
 
 
+@pytest.mark.slow
 def test_checkpoints_are_at_most_so_many_minutes_apart(tmp_path, monkeypatch):
     often = {"trainer.save_freq": -1, "trainer.save_minutes": 1e-9, "trainer.max_ckpt_to_keep": 9}
     train(small_config(tmp_path / "often", **often))
@@ -106,6 +88,7 @@ def test_checkpoints_are_at_most_so_many_minutes_apart(tmp_path, monkeypatch):
     assert saved(tmp_path / "seldom") == [4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 75])
 def test_the_command_ends_with_the_chosen_code(tmp_path, monkeypatch, capsys, code):
     at_call(monkeypatch, step_module, "sample_groups", 1, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -130,6 +113,7 @@ def test_the_command_ends_with_the_chosen_code(tmp_path, monkeypatch, capsys, co
     assert "devices" in (tmp_path / "train.log").read_text() or "device(s)" in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_while_it_samples_keeps_its_steps(whole, tmp_path, monkeypatch):
     def fail():
         raise RuntimeError("too few groups")
@@ -144,6 +128,7 @@ def test_a_run_that_fails_while_it_samples_keeps_its_steps(whole, tmp_path, monk
     assert rows_without_clock(tmp_path) == whole[2]
 
 
+@pytest.mark.slow
 def test_a_run_begins_as_another_run_was(whole, tmp_path):
     folder, params, rows = whole
     before = {"trainer.resume_from_path": f"{folder}/checkpoints/2"}
@@ -157,6 +142,7 @@ def test_a_run_begins_as_another_run_was(whole, tmp_path):
     assert saved(folder) == [2, 4] and int(again.actor.updates) == 10
 
 
+@pytest.mark.slow
 def test_other_prompts_are_noticed(whole, tmp_path, caplog):
     other = {"data.arithmetic.high": 5}
     with pytest.raises(ValueError, match="the training prompts are not those that workdir=.* has trained on"):
@@ -167,6 +153,7 @@ def test_other_prompts_are_noticed(whole, tmp_path, caplog):
     assert read_metrics(tmp_path)[0]["data/prompts_consumed"] < whole[2][4]["data/prompts_consumed"]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
     folder, params, _ = whole
     adapters = {"model.lora.rank": 2, "actor.optim.lr": 1e-2, "trainer.total_training_steps": 2}
@@ -209,7 +196,8 @@ def spoil(monkeypatch, steps):
 
 def test_a_batch_that_is_not_finite_changes_nothing_and_is_kept(tmp_path, monkeypatch):
     spoil(monkeypatch, {2})
-    models = train(small_config(tmp_path))
+    limit = {"algorithm.filter_groups.max_num_gen_batches": 50}  # a policy of NaNs would sample forever
+    models = train(small_config(tmp_path, **limit))
     rows = read_metrics(tmp_path)
     assert [row.get("actor/skipped_updates") for row in rows] == [None, 0, 2, 0, 0]
     assert int(models.actor.updates) == 6 and all(np.isfinite(x).all() for x in jax.tree.leaves(models.actor.params))
@@ -218,6 +206,7 @@ def test_a_batch_that_is_not_finite_changes_nothing_and_is_kept(tmp_path, monkey
         assert np.isinf(batch["advantages"]).any() and batch["responses"].shape == batch["mask"].shape
 
 
+@pytest.mark.slow
 def test_too_many_of_them_in_a_row_end_the_run(tmp_path, monkeypatch):
     config = small_config(tmp_path, **{"trainer.max_nonfinite_steps": 2, "trainer.save_freq": -1})
     with monkeypatch.context() as patch:
@@ -237,6 +226,7 @@ def test_a_restart_sees_the_alarms_that_are_on(whole, tmp_path):
     assert progress["best"] is not None and progress["unrecorded"] is None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_the_middle_of_a_step_is_completed(whole, tmp_path, monkeypatch):
     config = small_config(tmp_path, **{"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 9})
     with monkeypatch.context() as patch:
@@ -253,11 +243,11 @@ def test_a_checkpoint_from_the_middle_of_a_step_is_completed(whole, tmp_path, mo
     assert rows_without_clock(tmp_path) == whole[2]
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_for_verdicts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "rewards" / "data"))
     slow = {"reward.function": "hostile_verifier.score_slowly", "reward.timeout_s": 600.0}
-    asking = threading.Timer(5, os.kill, (os.getpid(), signal.SIGTERM))  # by then everything is sampled
-    at_call(monkeypatch, step_module, "sample_groups", 1, asking.start)
+    at_call(monkeypatch, sampler_module, "wait", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with ends_within(), pytest.raises(Stopped):
         train(small_config(tmp_path, **slow, **{"trainer.val_before_train": False}))
 
@@ -281,6 +271,7 @@ def test_a_restart_that_would_lose_something_is_refused(whole, tmp_path, changes
     assert rows_without_clock(whole[0]) == whole[2] and saved(whole[0]) == [2, 4]
 
 
+@pytest.mark.slow
 def test_carried_groups_of_another_shape_are_refused(tmp_path):
     carry = {"algorithm.filter_groups.leftover": "carry", "data.gen_batch_size": 16, "trainer.save_freq": 1}
     train(small_config(tmp_path, **carry, **{"trainer.total_training_steps": 1}))
@@ -290,19 +281,25 @@ def test_carried_groups_of_another_shape_are_refused(tmp_path):
         train(small_config(tmp_path, **carry, **{"algorithm.use_kl_in_reward": True}))
 
 
+@pytest.mark.slow
 def test_the_best_accuracy_on_other_problems_is_forgotten(whole, tmp_path):
     def progress_in(folder: Path):
         return json.loads((folder / f"checkpoints/{saved(folder)[-1]}/progress/metadata").read_text())
 
     assert progress_in(whole[0])["best"] > 0
     hard = {"data.arithmetic.low": 300, "data.arithmetic.high": 320, "algorithm.filter_groups.enable": False}
-    branch = {"trainer.resume_from_path": str(whole[0]), "trainer.total_training_steps": 5, "data.gen_batch_size": 4}
+    branch = {
+        "trainer.resume_from_path": str(whole[0]),
+        "trainer.total_training_steps": 5,
+        "data.gen_batch_size": 4,
+    }
     train(small_config(tmp_path, **hard, **branch))
     progress, [row] = progress_in(tmp_path), read_metrics(tmp_path)
     assert progress["best"] == progress["alarms"]["best heldout"] == mean_accuracy(row) == 0
     assert row["alarm/heldout_drop"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_a_run_begins_with_is_pinned(tmp_path, elsewhere):
     """With checkpoints elsewhere a restart, and any export, took the frozen weights of the other run's newest."""

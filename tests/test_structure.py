@@ -15,12 +15,16 @@ LAYERS = [
     ("parallel", "monitor"),
     ("models", "data", "algorithms"),
     ("rewards",),
-    ("learner", "rollout", "dynamic_sampling", "checkpoint", "progress"),
-    (
-        *("command", "from_verl", "run", "step", "step_metrics", "state", "reports", "base_models", "other_runs"),
-        *("problems", "settings", "meshes", "held_out", "evaluate", "export", "train", "prompt_stream"),
-        *("preflight",),
-    ),
+    ("learner", "rollout", "dynamic_sampling", "progress"),
+    ("checkpoint", "problems", "verl"),
+    ("command", "other_runs"),
+    ("base_models",),
+    ("settings",),
+    ("meshes", "held_out"),
+    ("run", "reports", "step_metrics"),
+    ("state",),
+    ("step",),
+    ("train", "evaluate", "export", "preflight", "from_verl"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -1,6 +1,5 @@
 """Whole runs of a random two-layer model: resuming, records, filtering, refusals."""
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -8,54 +7,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from small_run import assert_same_policy, rows_without_clock, small_config
+from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
 from dapo_jax import train as train_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
 
-pytestmark = pytest.mark.slow
 
-
-@functools.cache
-def undisturbed(folder: str):
-    """Parameters and metrics of a run of four steps."""
-    models = train(small_config(folder))
-    return jax.device_get(models.actor.params), rows_without_clock(folder)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("reference"))
-    return folder, *undisturbed(folder)
-
-
-class Killed(BaseException):
-    pass
-
-
-def kill_after(monkeypatch, function: str, calls: int) -> None:
-    """Makes the run end as if killed at the given call of a stage of the loop."""
-    module = step_module if hasattr(step_module, function) else train_module
-    original, count = getattr(module, function), [0]
-
-    def dying(*arguments, **keywords):
-        count[0] += 1
-        if count[0] == calls:
-            raise Killed
-        return original(*arguments, **keywords)
-
-    monkeypatch.setattr(module, function, dying)
-
-
+@pytest.mark.slow
 def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monkeypatch):
     cosine = {"data.arithmetic.num_train": 12, "actor.optim.lr_scheduler_type": "cosine", "trainer.save_freq": 1}
     epochs = small_config(
         tmp_path / "epochs", **cosine, **{"trainer.total_epochs": 1, "trainer.total_training_steps": -1}
     )
     with monkeypatch.context() as patch:
-        kill_after(patch, "sample_groups", 2)
+        at_call(patch, step_module, "sample_groups", 2, kill)
         with pytest.raises(Killed):
             train(epochs)
     models = train(epochs)
@@ -64,11 +31,19 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
     assert rows_without_clock(tmp_path / "epochs") == rows_without_clock(tmp_path / "steps")
 
 
-@pytest.mark.parametrize(("function", "calls"), [("sample_groups", 4), ("update", 3), ("record", 5), ("is_due", 8)])
-def test_resume_equals_not_stopping(reference, tmp_path, monkeypatch, function, calls):
-    _, params, rows = reference
+@pytest.mark.parametrize(
+    ("module", "name", "number"),
+    [
+        (step_module, "update", 3),
+        pytest.param(step_module, "sample_groups", 4, marks=pytest.mark.slow),
+        pytest.param(train_module, "record", 5, marks=pytest.mark.slow),
+        pytest.param(train_module, "is_due", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_resume_equals_not_stopping(whole, tmp_path, monkeypatch, module, name, number):
+    _, params, rows = whole
     with monkeypatch.context() as patch:
-        kill_after(patch, function, calls)
+        at_call(patch, module, name, number, kill)
         with pytest.raises(Killed):
             train(small_config(tmp_path))
     models = train(small_config(tmp_path))
@@ -76,23 +51,24 @@ def test_resume_equals_not_stopping(reference, tmp_path, monkeypatch, function, 
     assert rows_without_clock(tmp_path) == rows
 
 
-def test_a_finished_run_started_again_changes_nothing(reference):
-    folder, params, rows = reference
+def test_a_finished_run_started_again_changes_nothing(whole):
+    folder, params, rows = whole
     models = train(small_config(folder))
     assert_same_policy(models, params)
     assert rows_without_clock(folder) == rows
 
 
-def test_the_round_size_changes_speed_but_not_the_batches(reference, tmp_path):
-    _, params, rows = reference
+@pytest.mark.slow
+def test_the_round_size_changes_speed_but_not_the_batches(whole, tmp_path):
+    _, params, rows = whole
     models = train(small_config(tmp_path, **{"data.gen_batch_size": 3}))
     assert_same_policy(models, params, 1e-5)
     for name in ("data/prompts_consumed", "dynamic_sampling/trained_tokens"):
         assert [row.get(name) for row in rows_without_clock(tmp_path)] == [row.get(name) for row in rows]
 
 
-def test_records_and_log_tell_the_same(reference):
-    folder, _, rows = reference
+def test_records_and_log_tell_the_same(whole):
+    folder, _, rows = whole
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     log = (Path(folder) / "train.log").read_text()
     kept = [int(count) for count in re.findall(r"Kept \(std>0\): (\d+) prompts", log)]
@@ -109,8 +85,9 @@ def test_records_and_log_tell_the_same(reference):
     assert len(list((Path(folder) / "samples").glob("*.jsonl"))) == 4
 
 
-def test_recomputed_logprobs_give_the_same_run_in_float32(reference, tmp_path):
-    _, params, _ = reference
+@pytest.mark.slow
+def test_recomputed_logprobs_give_the_same_run_in_float32(whole, tmp_path):
+    _, params, _ = whole
     models = train(small_config(tmp_path, **{"actor.old_logprob": "recompute"}))
     assert_same_policy(models, params, 1e-4)
     for row in rows_without_clock(tmp_path)[1:]:
@@ -118,6 +95,7 @@ def test_recomputed_logprobs_give_the_same_run_in_float32(reference, tmp_path):
         assert row["rollout_corr/log_ppl_abs_diff"] < 1e-4 and row["rollout_corr/k3_kl"] < 1e-6
 
 
+@pytest.mark.slow
 def test_the_limit_names_counts_and_ways_out(tmp_path):
     hopeless = {"data.arithmetic.low": 400, "data.arithmetic.high": 440}
     config = small_config(tmp_path, **hopeless, **{"algorithm.filter_groups.max_num_gen_batches": 2})
@@ -145,6 +123,7 @@ def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path, 
     assert row["reward/num_errors"] > 0 and row["rollout/score/min"] < 0
 
 
+@pytest.mark.slow
 def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp_path):
     truths = [{"a": [1], "b": None}, ["1"], None, True, "7"]
     (tmp_path / "rows.jsonl").write_text(
@@ -182,6 +161,7 @@ def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp
     assert samples and {sample["ground_truth"] for sample in samples} <= texts
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(tmp_path, monkeypatch):
     (tmp_path / "my_short_reward.py").write_text(
         "def score(data_source, solution, ground_truth, extra_info):\n"
@@ -199,12 +179,13 @@ def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(t
     assert honest["alarm/score_by_length"] == honest["reward/length_correlation"] == 0
 
 
-def test_resuming_needs_permission_and_another_config_is_named(reference, caplog):
-    folder, _, _ = reference
+def test_resuming_needs_permission_and_another_config_is_named(whole, caplog):
+    folder, _, _ = whole
     with pytest.raises(ValueError, match="resume_mode=disable"):
         train(small_config(folder, **{"trainer.resume_mode": "disable"}))
 
 
+@pytest.mark.slow
 def test_the_overlong_penalty_reaches_the_reward(tmp_path):
     changes = {
         "reward.overlong_buffer.enable": True,
@@ -219,6 +200,7 @@ def test_the_overlong_penalty_reaches_the_reward(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_a_batch_without_a_token_to_train_on_changes_nothing(tmp_path, estimator):
     """All answers are cut off, and left out of the loss for that."""
@@ -239,6 +221,7 @@ def test_a_batch_without_a_token_to_train_on_changes_nothing(tmp_path, estimator
         assert "actor/entropy" not in row and row["alarm/entropy_collapse"] == 0
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight_trains_like_any(tmp_path):
     changes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "trainer.total_training_steps": 1}
     models = train(small_config(tmp_path, **changes))
@@ -246,6 +229,7 @@ def test_a_mesh_of_eight_trains_like_any(tmp_path):
     assert query.addressable_shards[0].data.size * 4 == query.size
 
 
+@pytest.mark.slow
 def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path):
     changes = {
         "algorithm.filter_groups.enable": False,
@@ -262,6 +246,7 @@ def test_without_the_filter_one_round_is_trained_on_as_it_is(tmp_path):
     assert "Filter groups enabled" not in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_and_its_mismatch_is_small(tmp_path):
     train(small_config(tmp_path, **{"model.dtype": "bfloat16", "trainer.total_training_steps": 2}))
     for row in read_metrics(tmp_path)[1:]:
@@ -269,6 +254,7 @@ def test_bfloat16_trains_and_its_mismatch_is_small(tmp_path):
         assert 0 < row["rollout_corr/logprob_abs_diff"] and row["rollout_corr/k3_kl"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_of_one_shape_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, traced_policies):
     """Responses of one chunk: keep rates and samples change from step to step, shapes do not."""
     traced_policies.clear()
@@ -289,6 +275,7 @@ def test_a_run_of_one_shape_compiles_nothing_after_its_first_steps(tmp_path, mon
     assert after_step[1] > 0 and after_step[-1] == after_step[2], after_step  # after evaluation 0 and steps 1 and 2
 
 
+@pytest.mark.slow
 def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
     changes = {
         "model.lora.rank": 2,
@@ -302,7 +289,7 @@ def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
     }
     expected = train(small_config(tmp_path / "a", **changes))
     with monkeypatch.context() as patch:
-        kill_after(patch, "update", 3)
+        at_call(patch, step_module, "update", 3, kill)
         with pytest.raises(Killed):
             train(small_config(tmp_path / "b", **changes))
     models = train(small_config(tmp_path / "b", **changes))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Found = TypeVar("Found")
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 
 def wait_until(condition: Callable[[], Found], what: str = "what was waited for") -> Found:

@@ -20,16 +20,16 @@ def arithmetic_rows(
 ) -> tuple[list[PromptRow], list[PromptRow]]:
     """Training and held-out rows: distinct problems with both operands in [low, high].
 
-    A family is what may not be torn apart: a + b together with b + a, or a problem that has no second order.
-    Each family is drawn for one side only. The held-out rows do not depend on `num_train`.
+    A family is never split between training and held-out rows: a + b together with b + a, or a problem without a
+    second order. The held-out rows do not depend on `num_train`.
 
     Args:
         operators: some of "+-*", each once.
-        num_train: training problems, 0 for all that are not held out.
+        num_train: training problems; 0 = all that are not held out.
         template: the prompt, with the fields {a}, {operator} and {b}.
 
     Raises:
-        ValueError: on arguments out of range, or more problems asked for than there are.
+        ValueError: arguments out of range, or too few problems exist.
     """
     _check_arguments(operators, low, high, num_train, num_heldout, template)
     span = high - low + 1

@@ -10,8 +10,8 @@ import jinja2
 from dapo_jax.data.template_sandbox import Sandbox, time_limit
 from dapo_jax.errors import InputError
 
-# Today, as templates see it: a run that is started again tomorrow must have the same prompts. Llama's own
-# fall-back; its templates take another day as chat_template_kwargs={"date_string": ...}.
+# Today, as templates see it: the same run must have the same prompts tomorrow. It is the fall-back of Llama's own
+# templates, which take another day as chat_template_kwargs={"date_string": ...}.
 PROMPT_DATE = datetime.datetime(2024, 7, 26)
 
 
@@ -30,15 +30,15 @@ def render(
         chat_template_kwargs: further variables of the template (for example enable_thinking=False).
 
     Raises:
-        ValueError: if the template refuses the messages, is broken, reaches for Python, or takes or makes too much
-            (`template_sandbox`).
+        ValueError: the template refuses the messages, is broken, reaches for Python, or exceeds the limits of
+            template_sandbox.py.
     """
     variables = {"tools": None, "documents": None, **special_tokens, **chat_template_kwargs}
     variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
     try:
         with time_limit():
             return _compiled(template).render(variables)
-    except Exception as error:  # a template is a foreign program: anything can come out of it
+    except Exception as error:  # a template is a foreign program: it may raise anything
         roles = [message.get("role") for message in messages]
         raise InputError(
             f"the chat template failed on messages with roles {roles}: {type(error).__name__}: {error}. "

@@ -23,24 +23,25 @@ class Rollout:
     """G responses to each of Q prompts: row b answers prompt b // G."""
 
     responses: Array  # [B, R] int32, right-padded
-    mask: Array  # [B, R] bool, True on sampled tokens, end-of-sequence token included
-    logprobs: Array  # [B, R] float32, log-probability of each token when it was sampled; 0 on padding
+    mask: Array  # [B, R] bool, True on response tokens, end-of-sequence token included
+    logprobs: Array  # [B, R] float32, log-probability of each token when it was sampled; 0 where none was
     finished: Array  # [B] bool, False if cut off at R tokens
+    by_policy: Array = None  # [B, R] bool, False on response tokens that an environment wrote; None = all the policy's
 
 
 @struct.dataclass
 class Batch:
     """Rows to train on. Rows whose masks are all False are padding and change nothing.
 
-    S consecutive rows share a prompt: it stands once, and is run once. S divides the samples of a group.
-    Which of the last fields are there depends on the algorithm.
+    S consecutive rows share a prompt, which is stored and run once. S divides the samples of a group.
+    The algorithm decides which of the last fields are set.
     """
 
     prompts: Array  # [B // S, P] int32, left-padded
     prompt_mask: Array  # [B // S, P] bool
     responses: Array  # [B, R] int32, right-padded
     mask: Array  # [B, R] bool, True on response tokens
-    loss_mask: Array  # [B, R] bool, True on tokens to train on, a part of `mask`
+    loss_mask: Array  # [B, R] bool, True on tokens to train on, a subset of `mask`
     group_ids: Array  # [B] int32, the group of each row, ascending; of padding, the number of groups
     old_logprobs: Array  # [B, R] float32, the ratio's denominator
     advantages: Array  # [B, R] float32, 0 on padding
@@ -55,27 +56,27 @@ class Batch:
 
 @struct.dataclass
 class Mean:
-    """A mean that can be merged: the sum of some values and how many they are."""
+    """A mean that can be merged: a sum and a count."""
 
     total: jax.Array
     count: jax.Array
 
     @classmethod
     def of(cls, values: jax.Array, mask: jax.Array) -> "Mean":
-        """Mean of `values` where `mask` is True; what stands elsewhere, even NaN, does not count."""
+        """Mean of `values` where `mask` is True; values elsewhere, even NaN, do not count."""
         return cls(jnp.sum(values, where=mask, dtype=jnp.float32), jnp.sum(mask, dtype=jnp.float32))
 
     def merge(self, other: "Mean") -> "Mean":
         return Mean(self.total + other.total, self.count + other.count)
 
     def across(self, axis: str) -> "Mean":
-        """Inside a shard_map: merged over the places along `axis`."""
+        """Inside a shard_map: merged over the devices along `axis`."""
         return jax.lax.psum(self, axis)
 
 
 @struct.dataclass
 class Max:
-    """The largest of some values that are not negative, 0 without any."""
+    """The largest of some non-negative values, 0 if there are none."""
 
     value: jax.Array
 
@@ -88,5 +89,5 @@ class Max:
         return Max(jnp.maximum(self.value, other.value))
 
     def across(self, axis: str) -> "Max":
-        """Inside a shard_map: merged over the places along `axis`."""
+        """Inside a shard_map: merged over the devices along `axis`."""
         return jax.lax.pmax(self, axis)

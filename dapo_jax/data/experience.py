@@ -1,7 +1,8 @@
 """Host: groups of responses with what is known of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 
 OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
+SCORE = "score "  # precedes the name of a score in a checkpoint
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What is known of Q groups of G responses beside their tokens; all arrays are NumPy's."""
+    """What is known of Q groups of G responses, apart from their tokens; all arrays are NumPy's."""
 
     numbers: np.ndarray  # [Q] int64, prompt numbers
     rows: np.ndarray  # [Q] int64, rows of the prompt set
@@ -23,7 +25,7 @@ class Outcomes:
     lengths: np.ndarray  # [Q, G] int64, tokens
     scores: dict[str, np.ndarray]  # [Q, G] float64 each
     failed: np.ndarray  # [Q, G] bool, verification failed
-    error: str = ""  # the commonest of the failed verifications
+    error: str = ""  # the most frequent error of the failed verifications
 
     def score(self, name: str) -> np.ndarray:
         """The values [Q, G] of a score, NaN where there is none."""
@@ -32,22 +34,27 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Experience:
-    """Q groups of G responses of at most R tokens, in prompt order; all arrays are NumPy's."""
+    """Q groups of G responses of at most R tokens, in prompt order; all arrays are NumPy's.
+
+    Every field but `error` has one entry per group. Checkpoints hold the arrays and scores, except `failed`; prompts
+    and texts follow from rows and responses.
+    """
 
     numbers: np.ndarray  # [Q] int64, prompt numbers
     rows: np.ndarray  # [Q] int64, rows of the prompt set
-    prompts: list[list[int]]  # token ids
+    prompts: list[list[int]]  # [Q] token ids
     responses: np.ndarray  # [Q, G, R] int32
-    mask: np.ndarray  # [Q, G, R] bool
-    logprobs: np.ndarray  # [Q, G, R] float32
+    mask: np.ndarray  # [Q, G, R] bool, True on response tokens: they have lengths, rewards and penalties
+    logprobs: np.ndarray  # [Q, G, R] float32, when the token was sampled
     finished: np.ndarray  # [Q, G] bool
-    texts: list[list[str]]  # decoded responses
+    texts: list[list[str]]  # [Q][G] decoded responses
     scores: dict[str, np.ndarray]  # [Q, G] float64 each: acc, score and whatever else was measured
     versions: np.ndarray  # [Q] int64, training steps that the sampling policy had seen
     failed: np.ndarray  # [Q, G] bool, verification failed; False in what a checkpoint restores
+    by_policy: np.ndarray | None = None  # [Q, G, R] bool, True on tokens that the policy wrote; None = all of `mask`
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
-    answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None once groups are chosen
-    error: str = ""  # the commonest of the failed verifications; "" once groups are chosen
+    answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None = unknown
+    error: str = ""  # the most frequent error of the failed verifications; "" once groups are chosen
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -59,8 +66,13 @@ class Experience:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Response tokens."""
         return int(self.mask.sum())
+
+    @property
+    def policy_mask(self) -> np.ndarray:
+        """[Q, G, R] bool, True on response tokens that the policy wrote: those to train on."""
+        return self.mask if self.by_policy is None else self.mask & self.by_policy
 
     @property
     def outcomes(self) -> Outcomes:
@@ -69,7 +81,7 @@ class Experience:
         return Outcomes(self.numbers, self.rows, self.versions, lengths, self.scores, self.failed, self.error)
 
     def score(self, name: str) -> np.ndarray:
-        """The values [Q, G] of a score, NaN where there is none."""
+        """The values [Q, G] of a score, NaN where it was not measured."""
         return self.scores.get(name, np.full(self.finished.shape, np.nan))
 
     def with_scores(self, **scores: np.ndarray) -> "Experience":
@@ -78,24 +90,69 @@ class Experience:
 
     def select(self, groups: np.ndarray) -> "Experience":
         """The groups at these indices."""
-        return Experience(
-            self.numbers[groups],
-            self.rows[groups],
-            [self.prompts[group] for group in groups],
-            self.responses[groups],
-            self.mask[groups],
-            self.logprobs[groups],
-            self.finished[groups],
-            [self.texts[group] for group in groups],
-            {name: values[groups] for name, values in self.scores.items()},
-            self.versions[groups],
-            self.failed[groups],
-            None if self.kl is None else self.kl[groups],
-        )
+
+        def taken(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: taken(part) for name, part in value.items()}
+            if isinstance(value, list):
+                return [value[group] for group in groups]
+            return None if value is None else value[groups]
+
+        return Experience(**{name: taken(value) for name, value in self._by_group().items()})
+
+    def _by_group(self) -> dict[str, Any]:
+        """The fields with one entry per group."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "error"}
+
+
+def concatenate(parts: Sequence[Experience]) -> Experience:
+    """The groups of all parts, one after the other. A score that a part lacks is NaN there."""
+    if any(part.by_policy is not None for part in parts):
+        parts = [replace(part, by_policy=part.policy_mask) for part in parts]
+
+    def joined(values: list[Any]) -> Any:
+        if any(value is None for value in values):
+            return None
+        return list(chain.from_iterable(values)) if isinstance(values[0], list) else np.concatenate(values)
+
+    columns = {name: [getattr(part, name) for part in parts] for name in parts[0]._by_group()}
+    names = dict.fromkeys(name for scores in columns.pop("scores") for name in scores)
+    scores = {name: joined([part.score(name) for part in parts]) for name in names}
+    return Experience(scores=scores, **{name: joined(values) for name, values in columns.items()})
+
+
+def join(parts: Iterable[Experience | None]) -> Experience | None:
+    """The groups of all parts; None if there are none."""
+    present = [part for part in parts if part]
+    return concatenate(present) if present else None
+
+
+def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
+    """What a checkpoint holds of `experience`."""
+    values = experience._by_group()
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and name != "failed"}
+    return arrays | {SCORE + name: value for name, value in experience.scores.items()}
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokenizer: Tokenizer) -> Experience:
+    """The inverse of `to_arrays`, for groups of rows of `prompt_set`."""
+    arrays = {name: np.asarray(values) for name, values in arrays.items()}
+    scores = {name.removeprefix(SCORE): arrays.pop(name) for name in list(arrays) if name.startswith(SCORE)}
+    texts = [
+        [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in zip(*group, strict=True)]
+        for group in zip(arrays["responses"], arrays["mask"], strict=True)
+    ]
+    return Experience(
+        **arrays,  # pyright: ignore[reportArgumentType]
+        prompts=[prompt_set.tokens[row] for row in arrays["rows"]],
+        texts=texts,
+        scores=scores,
+        failed=np.zeros(arrays["finished"].shape, bool),
+    )
 
 
 def describe_failures(parts: Sequence[Outcomes]) -> str:
-    """How many verifications failed and their commonest error; "" if none did."""
+    """How many verifications failed and their most frequent error; "" if none did."""
     failed = sum(int(part.failed.sum()) for part in parts)
     if not failed:
         return ""
@@ -106,17 +163,17 @@ def describe_failures(parts: Sequence[Outcomes]) -> str:
 
 
 def total_failure(parts: Sequence[Outcomes], what: str) -> str | None:
-    """What happened and what to do if there are verdicts on `what` and every one is a failure; None otherwise."""
+    """What happened and what to do if every verdict on `what` is a failure; None otherwise, or without verdicts."""
     if not parts or not all(part.failed.all() for part in parts):
         return None
     return (
         f"{what}: {describe_failures(parts)}: correct it, and let it return its lowest score for a response that it "
-        "cannot read (for a time-out raise reward.timeout_s); then rerun the same command"
+        "cannot read (for a time-out, raise reward.timeout_s); then rerun the same command"
     )
 
 
 def check_score_names(names: Iterable[str]) -> None:
-    """Raises ValueError if a verifier returns a number under a name that has a meaning already."""
+    """Raises ValueError if a verifier returns a number under a name with a meaning of its own."""
     for name in names:
         if name in OWN_SCORES:
             raise InputError(
@@ -124,55 +181,5 @@ def check_score_names(names: Iterable[str]) -> None:
             )
         if "/" in name:
             raise InputError(
-                f"the reward function returns {name!r}: in the names of metrics / stands between parts, use _ in it"
+                f"the reward function returns {name!r}: / separates the parts of a metric's name, use _ instead"
             )
-
-
-def concatenate(parts: Sequence[Experience]) -> Experience:
-    """The groups of all parts, one after the other. A score that a part lacks is NaN there."""
-    names = {name: None for part in parts for name in part.scores}
-
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    return Experience(
-        join("numbers"),
-        join("rows"),
-        [prompt for part in parts for prompt in part.prompts],
-        join("responses"),
-        join("mask"),
-        join("logprobs"),
-        join("finished"),
-        [texts for part in parts for texts in part.texts],
-        {name: np.concatenate([part.score(name) for part in parts]) for name in names},
-        join("versions"),
-        join("failed"),
-        None if any(part.kl is None for part in parts) else join("kl"),
-    )
-
-
-def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
-    """What a checkpoint has to hold of `experience`; prompts and texts follow from rows and responses."""
-    names = ("numbers", "rows", "responses", "mask", "logprobs", "finished", "versions")
-    arrays = {name: getattr(experience, name) for name in names}
-    if experience.kl is not None:
-        arrays["kl"] = experience.kl
-    return {**arrays, **{f"score {name}": values for name, values in experience.scores.items()}}
-
-
-def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokenizer: Tokenizer) -> Experience:
-    """The inverse of `to_arrays`, for groups of rows of `prompt_set`."""
-    fields: dict[str, Any] = {
-        name: np.asarray(values) for name, values in arrays.items() if not name.startswith("score ")
-    }
-    texts = [
-        [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in zip(*group, strict=True)]
-        for group in zip(fields["responses"], fields["mask"], strict=True)
-    ]
-    return Experience(
-        **fields,
-        prompts=[prompt_set.tokens[row] for row in fields["rows"]],
-        texts=texts,
-        scores={name.removeprefix("score "): np.asarray(v) for name, v in arrays.items() if name.startswith("score ")},
-        failed=np.zeros(fields["finished"].shape, bool),
-    )

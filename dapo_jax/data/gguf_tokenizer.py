@@ -11,7 +11,7 @@ from dapo_jax.models.gguf_files import read_metadata
 
 CONTROL_TOKEN, USER_DEFINED_TOKEN = 3, 4  # values of tokenizer.ggml.token_type
 
-# How models cut text into words before BPE: their original patterns; "default" is what llama.cpp does then.
+# How models cut text into words before BPE: their original patterns; "default" is that of llama.cpp.
 PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = (
@@ -27,7 +27,7 @@ WORD_PATTERNS = {  # tokenizer.ggml.pre: patterns applied one after the other
     "llama3": (LLAMA3_WORDS,),
     "qwen2": (QWEN2_WORDS,),
 }
-LLAMA3 = ("llama-bpe", "llama3")  # take a whole word that is a token before trying merges, and begin with BOS
+LLAMA3 = ("llama-bpe", "llama3")  # take a word that is a token whole before trying merges, and begin with BOS
 
 
 def read_tokenizer_metadata(path: Path) -> dict[str, Any]:

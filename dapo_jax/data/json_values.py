@@ -1,4 +1,4 @@
-"""Host: values that JSON lacks."""
+"""Host: JSON for values that it has no type for."""
 
 import base64
 import datetime
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """What stands in JSON for a value that it lacks, as `encode_request` says. TypeError where nothing does."""
+    """The JSON value for one that JSON has no type for, as in `encode_request`. TypeError if none exists."""
     if isinstance(value, decimal.Decimal | uuid.UUID | datetime.timedelta):
         return str(value)
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date

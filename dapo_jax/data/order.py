@@ -1,4 +1,4 @@
-"""Host: which row the prompt of a given number is."""
+"""Host: the row of each prompt number."""
 
 import grain
 import numpy as np
@@ -9,7 +9,7 @@ from dapo_jax.errors import InputError
 class PromptOrder:
     """An endless order of rows: prompt number q lies in epoch q // num_rows; each epoch has every row once.
 
-    A pure function of (num_rows, seed, shuffle) and q: any prompt is found at once, and nothing is saved.
+    A pure function of (num_rows, seed, shuffle) and q: any prompt is found directly, and nothing is saved.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool):
@@ -18,7 +18,7 @@ class PromptOrder:
         self.num_rows = num_rows
         rows = grain.MapDataset.range(num_rows)
         if shuffle:
-            # grain permutes epoch e by its seed + e; hashed, or seed 1 would begin with epoch 1 of seed 0.
+            # grain permutes epoch e by its seed + e. Hash the seed, or seed 1 would begin with epoch 1 of seed 0.
             rows = rows.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
         self._rows = rows.repeat()
 
@@ -27,5 +27,5 @@ class PromptOrder:
         return self._rows[q]  # pyright: ignore[reportReturnType]
 
     def epoch(self, q: int) -> float:
-        """How often the rows have been gone through before prompt number `q`."""
+        """Passes over the rows before prompt number `q`."""
         return q / self.num_rows

@@ -1,4 +1,4 @@
-"""Host: what is said of a path that is no prompt file, and of raw data sets: how to make prompt files of them."""
+"""Host: what messages say about a path that is no prompt file, and how to turn raw data sets into prompt files."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ _CONVERSIONS[".tsv"] = _CONVERSIONS[".csv"]
 
 
 def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
-    """What is wrong with a path that is no file, or does not end in one of `suffixes`, and the cure."""
+    """What is wrong with a path that is no file, or does not end in one of `suffixes`, and the fix."""
     suffixes = list(suffixes)
     if path.is_dir():
         files = {suffix: sorted(file.name for file in path.iterdir() if file.suffix == suffix) for suffix in suffixes}
@@ -51,7 +51,7 @@ def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
 
 
 def describe_columns(record: Mapping[str, Any]) -> str:
-    """The columns that a row of another schema has, and the script for a data set that is known by them."""
+    """The columns of a row of another schema, and the script for the data set that they suggest."""
     columns = set(record)
     script = None
     if {"question", "answer"} <= columns and "####" in str(record["answer"]):

@@ -1,4 +1,4 @@
-"""Host: few shapes for many lengths, and rows of one width."""
+"""Host: padding of rows to one width, with few widths for many lengths."""
 
 from collections.abc import Sequence
 

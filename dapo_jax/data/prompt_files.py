@@ -21,29 +21,27 @@ from dapo_jax.models.model_files import unreadable
 from dapo_jax.places import is_address, place_of
 
 MAX_REPORTED_PROBLEMS = 10
-MAX_BAD_ROWS = 10_000  # of a file, after which the rest is not read
+MAX_BAD_ROWS = 10_000  # of a file: then the rest is not read
 
 logger = logging.getLogger(__name__)
 
 
-def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt", max_samples: int = -1) -> list[PromptRow]:
-    """The rows of all files, in order; only the first `max_samples` of them unless it is -1.
+def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt") -> list[PromptRow]:
+    """The rows of all files, in order.
 
     A row has `prompt` (text, or a list of {role, content}, which may be JSON text; `prompt_key` names another column),
     `data_source`, `reward_model.ground_truth` (text, a number, which becomes its shortest text, or any other JSON) and,
     optionally, `extra_info`.
 
     Raises:
-        ValueError: naming file, rows and field of what is wrong; or a missing, empty or unknown file.
+        ValueError: bad rows, by file, row and field; or a missing, empty or unknown file.
     """
-    if max_samples != -1 and max_samples < 1:
-        raise InputError(f"max_samples={max_samples} must be -1 (all rows) or at least 1: correct it")
     rows: list[PromptRow] = []
     problems: list[str] = []
     for path in (place_of(path) if is_address(path) else Path(path) for path in paths):
         bad_rows, num_read, num_parsed = _BadRows(path), 0, 0
         for number, record in read_records(path):
-            if len(rows) == max_samples or bad_rows.count >= MAX_BAD_ROWS:
+            if bad_rows.count >= MAX_BAD_ROWS:
                 break
             num_read += 1
             row, row_problems = read_row(record, prompt_key, f"{path} row {number}")
@@ -69,7 +67,7 @@ def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt", max_s
 
 @dataclass
 class _Fault:
-    """A kind of problem: the first row that has it, and how many rows do."""
+    """A kind of problem: the first row with it, and the number of such rows."""
 
     number: int
     record: Any
@@ -78,7 +76,7 @@ class _Fault:
 
 
 class _BadRows:
-    """What is wrong with the rows of a file; the same fault is listed once."""
+    """What is wrong with the rows of a file. The same fault is listed once."""
 
     def __init__(self, path: Path | epath.Path) -> None:
         self.path, self.count = path, 0
@@ -93,7 +91,7 @@ class _BadRows:
                 self._faults[problem.kind] = _Fault(number, record, problem.text)
 
     def lines(self, num_read: int) -> list[str]:
-        """One line a fault; and one of the columns that there are, if all rows lack one."""
+        """One line per fault; and one with the columns of the file, if all rows lack one."""
         lines, other_schema = [], None
         for fault in self._faults.values():
             line = f"{self.path} row {fault.number}"
@@ -107,7 +105,7 @@ class _BadRows:
 
 
 def read_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, decoded row) of one file; an undecodable line comes as its error."""
+    """(row number from 1, decoded row) of one file; an undecodable line becomes its error."""
     readers = {".parquet": _parquet_records, ".jsonl": _json_lines_records, ".json": _json_lines_records}
     if not path.is_file() or path.suffix not in readers:
         raise InputError(f"prompt file {path} {wrong_path(path, readers)}")
@@ -126,7 +124,7 @@ def _parquet_records(path: Path | epath.Path) -> Iterator[tuple[int, Any]]:
 
 
 def _records(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a batch. A ground truth in 32 or 16 bits is what was written: 0.1, not 0.10000000149."""
+    """The rows of a batch. A ground truth in 32 or 16 bits reads as it was written: 0.1, not 0.10000000149."""
     records = batch.to_pylist()
     column = batch.schema.field("reward_model").type if "reward_model" in batch.schema.names else pa.null()
     if pa.types.is_struct(column) and column.get_field_index("ground_truth") >= 0:

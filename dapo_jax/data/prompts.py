@@ -1,4 +1,4 @@
-"""Host: rows to token ids, with what becomes of prompts that are too long."""
+"""Host: rows to token ids; prompts that are too long are refused, dropped or cut."""
 
 import hashlib
 import json
@@ -29,25 +29,13 @@ class PromptSet:
         return len(self.rows)
 
     def checksum(self) -> str:
-        """Of all prompts in their order with what the verifier is told: equal where these are."""
+        """Equal for the same prompts, with the same data for the verifier, in the same order."""
         found = hashlib.sha256()
         for row, tokens in zip(self.rows, self.tokens, strict=True):
             found.update(np.array([len(tokens), *tokens], np.int32).tobytes())
-            told = [row.data_source, row.ground_truth, row.extra_info]
-            found.update(json.dumps(told, sort_keys=True, default=repr).encode() + b"\0")
+            verified = [row.data_source, row.ground_truth, row.extra_info]
+            found.update(json.dumps(verified, sort_keys=True, default=repr).encode() + b"\0")
         return found.hexdigest()
-
-
-@dataclass(frozen=True)
-class PromptReport:
-    """What `tokenize_prompts` met and did, in rows; lengths are before anything was dropped or cut."""
-
-    num_rows: int
-    num_duplicates: int  # same prompt and ground truth as an earlier row
-    num_overlong: int  # more than max_prompt_length tokens
-    num_filtered: int  # overlong and dropped
-    num_truncated: int  # overlong and cut
-    max_length: int  # tokens of the longest prompt
 
 
 def tokenize_prompts(
@@ -59,16 +47,18 @@ def tokenize_prompts(
     filter_overlong: bool,
     system_prompt: str | None,
     chat_template_kwargs: Mapping[str, Any],
-) -> tuple[PromptSet, PromptReport]:
+) -> PromptSet:
     """Tokenises all prompts; none of the result is empty or longer than `max_prompt_length` tokens.
+
+    Logs how many rows repeat another and how many were too long, dropped or cut.
 
     Args:
         truncation: what to do with a longer prompt: "error", or cut it on the "left", on the "right" or in
-            the "middle" (as verl, half of the limit is kept at each end, the odd token at the right).
+            the "middle" (like verl: half of the limit is kept at each end, the odd token on the right).
         filter_overlong: drop longer prompts instead.
 
     Raises:
-        ValueError: on a longer prompt with "error", an empty prompt, or if no prompt is left.
+        ValueError: a longer prompt with "error", an empty prompt, or no prompt is left.
     """
     if truncation not in TRUNCATIONS:
         raise InputError(f"truncation={truncation!r} must be one of {', '.join(TRUNCATIONS)}: correct it")
@@ -100,23 +90,19 @@ def tokenize_prompts(
             f"no prompt is left: {len(rows)} rows, {len(overlong)} of them longer than "
             f"max_prompt_length={max_prompt_length} and dropped: give rows or raise data.max_prompt_length"
         )
-    report = PromptReport(
-        num_rows=len(rows),
-        num_duplicates=duplicate_rows(rows),
-        num_overlong=len(overlong),
-        num_filtered=len(dropped),
-        num_truncated=len(overlong) - len(dropped),
-        max_length=max_length,
+    logger.info(
+        "prompts: %d rows, the longest of %d tokens; %d longer than max_prompt_length=%d: %d dropped, %d cut",
+        len(rows),
+        max_length,
+        len(overlong),
+        max_prompt_length,
+        len(dropped),
+        len(overlong) - len(dropped),
     )
-    logger.info("prompts: %s", report)
-    if report.num_duplicates:
-        logger.warning(
-            "%d of %d prompts repeat an earlier row's prompt and ground truth",
-            report.num_duplicates,
-            len(rows),
-        )
+    if duplicates := duplicate_rows(rows):
+        logger.warning("%d of %d prompts repeat an earlier row's prompt and ground truth", duplicates, len(rows))
     tokens = [truncate(encoded[index], max_prompt_length, truncation) for index in kept]
-    return PromptSet([rows[index] for index in kept], tokens), report
+    return PromptSet([rows[index] for index in kept], tokens)
 
 
 def hinted_prompts(
@@ -153,7 +139,7 @@ def _with_hint(row: PromptRow) -> tuple[dict, ...] | str:
 
 
 def truncate(tokens: list[int], limit: int, side: str) -> list[int]:
-    """`tokens` cut to `limit` on the "left", on the "right" or in the "middle"; as they are if they fit."""
+    """`tokens` cut to `limit` on the "left", on the "right" or in the "middle"; unchanged if they fit."""
     if len(tokens) <= limit:
         return tokens
     head = {"left": 0, "right": limit, "middle": limit // 2}[side]

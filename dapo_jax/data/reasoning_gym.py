@@ -1,7 +1,7 @@
 """Host: problems that the library reasoning-gym generates (Stojanovski et al., arXiv:2505.24760).
 
-A problem is a function of (data set, seed, index) alone. A row carries these three, and the verifier makes the problem
-again from them: what the library needs to score an answer often does not survive being written as JSON.
+A problem is a function of (data set, seed, index) alone. A row carries these three, and the verifier generates the
+problem from them again: what the library needs to score an answer often cannot be written as JSON.
 """
 
 import copy
@@ -18,17 +18,17 @@ import numpy as np
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 
-SOURCE_PREFIX = "reasoning_gym/"  # of data_source; the name of the data set follows
-# Their problems depend on Python's hash seed (reasoning-gym 0.1.25), so that another process makes others.
+SOURCE_PREFIX = "reasoning_gym/"  # of data_source, before the name of the data set
+# Their problems depend on Python's hash seed (reasoning-gym 0.1.25), so they differ from process to process.
 UNREPEATABLE = frozenset("isomorphic_strings knight_swap polynomial_multiplication ransom_note word_ladder".split())
-SIZE = 10_000  # of a data set; the few that make all of their problems at once have no more
-MAX_DRAWS = 20  # for each problem that is wanted, until a data set counts as too small
+SIZE = 10_000  # of a data set; the few that generate all of their problems at once have no more
+MAX_DRAWS = 20  # per problem, before a data set counts as too small
 
 
 def reasoning_gym_rows(
     datasets: Sequence[str], *, num_train: int, num_heldout: int, seed: int, template: str
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out rows, in which no question occurs twice.
+    """Training and held-out rows without repeated questions.
 
     The held-out rows do not depend on `num_train`.
 
@@ -44,7 +44,7 @@ def reasoning_gym_rows(
     if fields != {"question"}:
         raise InputError(f"template={template!r} must have the field {{question}} and no others: correct it")
     check_names(datasets)
-    library_seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) // 2  # it counts on: seed + index
+    library_seed = int(np.random.SeedSequence(seed).generate_state(1)[0]) // 2  # the library adds the index to it
     train, heldout = [], []
     for name in datasets:
         rows = _distinct_rows(name, library_seed, num_heldout + num_train, template)
@@ -54,17 +54,17 @@ def reasoning_gym_rows(
 
 
 def problem(name: str, seed: int, index: int) -> tuple[Any, dict[str, Any]]:
-    """The library's data set and its entry: `question`, `answer` and what scoring needs. IndexError at its end."""
+    """The library's data set and its entry: `question`, `answer` and what scoring needs. IndexError past its end."""
     return _dataset(name, seed), copy.deepcopy(_entry(name, seed, index))
 
 
 def digest(question: str) -> str:
-    """By which the verifier sees that it has made the same problem."""
+    """A hash by which the verifier checks that it has generated the same problem."""
     return hashlib.sha256(question.encode()).hexdigest()[:16]
 
 
 def load_library() -> Any:
-    """The module reasoning_gym. ValueError, with the cure, if it is not installed."""
+    """The module reasoning_gym. ValueError, with the fix, if it is not installed."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -75,7 +75,7 @@ def load_library() -> Any:
 
 
 def check_names(datasets: Sequence[str]) -> None:
-    """Raises ValueError if a name is none of the library's, or one whose problems cannot be made again."""
+    """Raises ValueError if a name is unknown to the library, or its problems cannot be generated again."""
     known = load_library().factory.DATASETS
     for name in datasets:
         if name not in known or name == "composite":
@@ -114,8 +114,8 @@ def _distinct_rows(name: str, seed: int, count: int, template: str) -> Iterator[
                 yield PromptRow((message,), SOURCE_PREFIX + name, str(entry["answer"]), extra_info)
     if len(seen) < count:
         raise InputError(
-            f"data.reasoning_gym.datasets: {name} has {len(seen)} different problems, and num_train + num_heldout = "
-            f"{count} are wanted: lower these"
+            f"data.reasoning_gym.datasets: {name} has {len(seen)} different problems, fewer than num_train + "
+            f"num_heldout = {count}: lower these"
         )
 
 

@@ -1,4 +1,4 @@
-"""Host: a record of a prompt file, in verl's schema, to a row, or to what is wrong with it."""
+"""Host: from a record of a prompt file, in verl's schema, to a row or to what is wrong with it."""
 
 import json
 import math
@@ -16,14 +16,14 @@ class Problem(NamedTuple):
     """What is wrong with a record."""
 
     kind: str  # the same for the same fault of another record
-    text: str  # field, value, rule and cure
+    text: str  # field, value, rule and fix
 
 
 def read_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | None, list[Problem]]:
     """The row, or None and what is wrong with the record.
 
     Args:
-        record: a decoded row of a file, or the error with which it could not be decoded.
+        record: a decoded row of a file, or the error of decoding it.
         origin: file and number of the row, for messages.
     """
     if isinstance(record, UnicodeDecodeError):
@@ -73,7 +73,7 @@ def read_row(record: Any, prompt_key: str, origin: str) -> tuple[PromptRow | Non
 
 
 def _messages(prompt: Any) -> Any:
-    """The chat messages that the text is the JSON of; else `prompt` as it is."""
+    """The chat messages in a prompt that is their JSON text; any other prompt unchanged."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         try:
             value = json.loads(prompt)
@@ -85,7 +85,7 @@ def _messages(prompt: Any) -> Any:
 
 
 def _ground_truth(reward_model: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The ground truth as text or plain JSON, and whether it may be one."""
+    """The ground truth as text or plain JSON, and whether it is valid."""
     value = reward_model.get("ground_truth")
     if isinstance(value, str):
         return value, value != ""
@@ -105,7 +105,7 @@ def _problem(field: str, value: Any, rule: str) -> Problem:
 
 
 def _shortest_text(number: float | Decimal) -> str:
-    """The number in digits, without a point or zeros that it does not need: what a verifier compares as text."""
+    """The number in digits, without a needless point or zeros: what a verifier compares as text."""
     text = f"{number if isinstance(number, Decimal) else Decimal(repr(number)):f}"
     if "." in text:
         text = text.rstrip("0").removesuffix(".")
@@ -113,7 +113,7 @@ def _shortest_text(number: float | Decimal) -> str:
 
 
 def _unfit(value: Any, nesting: int = 1) -> str | None:
-    """Why `value` cannot be handed on as text and plain data, None if it can."""
+    """Why `value` is not valid text or plain data; None if it is."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -1,4 +1,4 @@
-"""Host: one row of prompt data, whatever file or generator it came from."""
+"""Host: one row of prompt data, from a file or a generator."""
 
 import json
 from collections.abc import Iterable
@@ -23,12 +23,12 @@ class PromptRow:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Equal for rows with the same prompt and ground truth alone."""
+        """Equal only for rows with the same prompt and ground truth."""
         return prompt_identity(self.prompt), json.dumps(self.ground_truth, sort_keys=True)
 
 
 def prompt_identity(prompt: tuple[dict, ...] | str) -> str:
-    """A string that two prompts share only if they are the same."""
+    """A string that only equal prompts share."""
     return json.dumps(prompt, sort_keys=True, default=repr)
 
 

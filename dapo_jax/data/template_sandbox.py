@@ -1,7 +1,7 @@
 """Host: a sandbox for the Jinja templates of foreign models: no way to Python, and limits of time and size.
 
-Jinja's own sandbox keeps a template from Python's insides and from changing its input. It lets it loop for hours or
-make a text of gigabytes in one operation; so here everything that makes a large value of small ones asks first.
+Jinja's own sandbox keeps a template from Python's internals and from changing its input, but lets it loop for hours or
+build gigabytes of text in one operation. Here, whatever builds large values from small ones is checked first.
 """
 
 import functools
@@ -28,7 +28,7 @@ _SIZED = (str, bytes, list, tuple)
 # A width or precision of five digits, or one that is an argument: in %-formats and in brace formats.
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{5})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(?:\{|\d{5})")
-# What takes a size or makes a longer text, as methods of texts and numbers or as filters.
+# Methods of texts and numbers, and filters, that take a size or make a longer text.
 _GROWING = {
     "batch",
     "center",
@@ -50,10 +50,10 @@ _GROWING = {
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """TimeoutError in the body after TIME_LIMIT_S; a timer and handler that were there come back.
+    """Raises TimeoutError in the body after TIME_LIMIT_S; restores the timer and handler that were set before.
 
-    On the main thread alone, to which Python gives signals. Elsewhere the limits of size hold, and a template still
-    ends some day: Jinja has no loop without end, but nested ranges go on for long.
+    It works on the main thread alone, where Python delivers signals. On other threads only the size limits hold; a
+    template still ends there, since Jinja has no infinite loop, but nested ranges can take long.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -94,7 +94,7 @@ class _Generator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox; what would make too large a value is a SecurityError. What is random is not there."""
+    """Jinja's sandbox, in which an operation that makes too large a value is a SecurityError, and nothing is random."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -102,7 +102,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        del self.filters["random"], self.globals["lipsum"]  # a run that is started again must have the same prompts
+        del self.filters["random"], self.globals["lipsum"]  # the same run must have the same prompts
         self.filters["tojson"] = _to_json
         for name in self.filters.keys() & (_GROWING | {"format", "join", "replace"}):
             self.filters[name] = _asking_first(name, self.filters[name])
@@ -124,7 +124,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _asking_first(name: str, function: Callable[..., Any], *subject: Any) -> Callable[..., Any]:
-    """The filter or method, which checks its arguments before it does anything; `subject` is the method's own."""
+    """The filter or method with its arguments checked first; `subject` is the object of a method."""
 
     @functools.wraps(function)
     def ask(*arguments: Any, **options: Any) -> Any:

@@ -35,11 +35,11 @@ class Tokenizer:
         return 1 + max(self.backend.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; adds none, but knows the special tokens that stand in the text."""
+        """Token ids of `text`. Special tokens in the text are recognised; none are added."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`. An id beyond the vocabulary (a padded model may sample one) has no text."""
+        """The text of `ids`. An id beyond the vocabulary, which a padded model may sample, has no text."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def encode_prompt(
@@ -50,9 +50,9 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any],
         response: str | None = None,
     ) -> list[int]:
-        """Token ids of chat messages, up to where the answer begins, or of plain text as it is.
+        """Token ids of chat messages, up to the start of the answer, or of plain text.
 
-        `system_prompt` goes before messages that have no system message; None leaves that to the template.
+        `system_prompt` precedes messages without a system message; None leaves that to the template.
         Plain text gets neither template nor system prompt. A `response` ends the conversation.
         """
         if isinstance(prompt, str):
@@ -82,7 +82,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face directory or a GGUF file.
 
     Raises:
-        ValueError: if `path` is neither, or something that is needed is missing in it.
+        ValueError: `path` is neither, or lacks something.
     """
     path = Path(path)
     if path.is_dir():
@@ -108,7 +108,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def character_tokenizer() -> Tokenizer:
-    """One token a character, for tiny models that need no files. Messages are joined by newlines."""
+    """One token per character, for tiny models without files. Messages are joined by newlines."""
     special_tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     alphabet = string.digits + "+-*= " + string.ascii_lowercase + "?.,:\n"
     vocab = {token: index for index, token in enumerate([*special_tokens.values(), *alphabet])}
@@ -132,7 +132,7 @@ def _from_directory(directory: Path) -> Tokenizer:
         raise InputError(f"{directory} has no tokenizer.json: save the model's fast tokenizer there by AutoTokenizer")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more precise
+    except Exception as error:  # the library raises nothing more specific
         raise unreadable(file, error) from error
     backend.no_truncation()
     backend.no_padding()
@@ -145,7 +145,7 @@ def _from_directory(directory: Path) -> Tokenizer:
     eos_ids = _directory_eos_ids(directory, backend, special_tokens)
     pad_id = backend.token_to_id(special_tokens.get("pad_token", ""))
     add_bos = settings.get("add_bos_token")
-    if add_bos is None:  # then the post-processor of tokenizer.json decides
+    if add_bos is None:  # the post-processor of tokenizer.json decides
         first = backend.encode("").tokens[:1]
         add_bos = first != [] and first == [special_tokens.get("bos_token")]
     return Tokenizer(
@@ -165,7 +165,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _directory_eos_ids(
     directory: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]
 ) -> tuple[int, ...]:
-    """From the first file that says: generation_config.json, config.json, tokenizer_config.json."""
+    """From the first file that names them: generation_config.json, config.json, tokenizer_config.json."""
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(directory / name).get("eos_token_id")
         if eos not in (None, []):
@@ -180,7 +180,7 @@ def _directory_eos_ids(
 
 
 def _directory_chat_template(directory: Path, configured: Any) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's; of several named ones the default."""
+    """chat_template.jinja, else the template of tokenizer_config.json; the default one of several named."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:

@@ -1,12 +1,12 @@
 """Device: which groups have something to compare (DAPO, section 3.2, equation 11)."""
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.errors import InputError
 
 
@@ -34,22 +34,11 @@ def group_statistics(values: jax.Array, group_ids: jax.Array, *, num_groups: int
     return GroupStatistics(count, mean, std, lowest, highest)
 
 
-@dataclass(frozen=True)
-class FilterRule:
-    """Which groups are kept."""
-
-    name: str = "std"  # one of RULES
-    std_threshold: float = 0.0
-    filter_low: float = 0.01
-    filter_high: float = 0.99
-    keep_singletons: bool = True
-
-
 RULES = ("std", "mean_range", "mixed")
 
 
-def keep_groups(statistics: GroupStatistics, rule: FilterRule) -> jax.Array:
-    """True [Q] for groups that are kept. A group of one sample is kept if the rule says so, whatever its value.
+def keep_groups(statistics: GroupStatistics, options: FilterGroupsConfig) -> jax.Array:
+    """True [Q] for groups that are kept. A group of one sample is kept with `keep_singletons`, whatever its value.
 
         std         the population standard deviation is above std_threshold. At 0, max > min: a spread computed
                     through a rounded mean is not exactly 0 for equal values
@@ -59,13 +48,13 @@ def keep_groups(statistics: GroupStatistics, rule: FilterRule) -> jax.Array:
     Raises:
         ValueError: an unknown rule.
     """
-    if rule.name == "std":
+    if options.rule == "std":
         differ = statistics.max > statistics.min
-        kept = differ if rule.std_threshold == 0 else statistics.std > rule.std_threshold
-    elif rule.name == "mean_range":
-        kept = (rule.filter_low < statistics.mean) & (statistics.mean < rule.filter_high)
-    elif rule.name == "mixed":
+        kept = differ if options.std_threshold == 0 else statistics.std > options.std_threshold
+    elif options.rule == "mean_range":
+        kept = (options.filter_low < statistics.mean) & (statistics.mean < options.filter_high)
+    elif options.rule == "mixed":
         kept = (statistics.max > 0) & (statistics.min <= 0)
     else:
-        raise InputError(f"algorithm.filter_groups.rule={rule.name!r} must be one of {', '.join(RULES)}")
-    return jnp.where(statistics.count == 1, rule.keep_singletons, kept)
+        raise InputError(f"algorithm.filter_groups.rule={options.rule!r} must be one of {', '.join(RULES)}")
+    return jnp.where(statistics.count == 1, options.keep_singletons, kept)

@@ -1,4 +1,4 @@
-"""Host: one generation round: sample, verify, shape the reward, and mark the groups worth training on."""
+"""Host: the groups of one generation round, and which of them are worth training on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience, Outcomes
-from dapo_jax.dynamic_sampling.group_filter import FilterRule, group_statistics, keep_groups
+from dapo_jax.dynamic_sampling.group_filter import group_statistics, keep_groups
 from dapo_jax.errors import InputError
+from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.sharding import fetch, put_rows
 
-# The reward after the KL divergence, if there is one in the reward; else seq_reward.
+# Two names of the final reward: less the KL divergence if use_kl_in_reward subtracts it, else seq_reward.
 FINAL_REWARD = ("seq_final_reward", "token_level_rewards")
 
 
@@ -25,7 +27,7 @@ class Round:
 
     @property
     def verdicts(self) -> "Verdicts":
-        """What is kept of the round once the groups to train on are taken out of it."""
+        """What remains of the round once the groups to train on are taken out."""
         return Verdicts(self.experience.outcomes, self.keep, self.metric_std)
 
 
@@ -38,16 +40,18 @@ class Verdicts:
     metric_std: np.ndarray  # [Q] float32
 
 
-def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: Mesh) -> Round:
-    """Marks the groups that `rule` keeps by their `metric`.
+def filter_groups(experience: Experience, options: FilterGroupsConfig, mesh: Mesh) -> Round:
+    """Marks the groups that `options.rule` keeps by their metric; all of them without a filter.
 
-    A sample whose verification failed and that therefore lacks the metric counts like the lowest of its group; a group
-    that has none is not kept.
+    A sample that lacks the metric because its verification failed counts like the lowest of its group; a group without
+    any is not kept.
 
     Raises:
         ValueError: the metric was not measured for a sample whose verification succeeded.
     """
-    available = dict(experience.scores)
+    if not options.enable:
+        return Round(experience, np.ones(len(experience), bool), np.zeros(len(experience), np.float32))
+    available, metric = dict(experience.scores), options.metric
     if "seq_reward" in available:
         available |= dict.fromkeys(FINAL_REWARD, available.get("seq_final_reward", available["seq_reward"]))
     found = available.get(metric, np.full(experience.failed.shape, np.nan))
@@ -63,9 +67,9 @@ def filter_groups(experience: Experience, metric: str, rule: FilterRule, mesh: M
     filled = np.where(known, found, lowest[:, None])
     num_groups, num_samples = filled.shape
     values = put_rows(filled.astype(np.float32).reshape(-1), mesh)
-    group_ids = np.arange(values.shape[0], dtype=np.int32) // num_samples  # rows of padding come after the groups
+    group_ids = np.arange(values.shape[0], dtype=np.int32) // num_samples  # padding comes after the groups
     statistics = group_statistics(values, put_rows(group_ids, mesh), num_groups=int(group_ids[-1]) + 1)
-    keep, std = fetch((keep_groups(statistics, rule), statistics.std))
+    keep, std = fetch((keep_groups(statistics, options), statistics.std))
     return Round(experience, keep[:num_groups] & some, std[:num_groups])
 
 
@@ -74,10 +78,30 @@ def _lacks_some(values: np.ndarray, failed: np.ndarray) -> bool:
     return bool((np.isnan(values) & ~failed).any())
 
 
-def keep_all(experience: Experience) -> Round:
-    """The round of a run without a filter."""
-    groups = len(experience)
-    return Round(experience, np.ones(groups, bool), np.zeros(groups, np.float32))
+def log_newest(
+    rounds: Sequence[Verdicts],
+    options: FilterGroupsConfig,
+    *,
+    step: int,
+    num_accumulated: int,
+    target: int,
+    last: bool,
+) -> None:
+    """Logs the last of the rounds of a step; the numbers are as in `filter_log.log_round`."""
+    newest = rounds[-1]
+    filter_log.log_round(
+        step=step,
+        round_number=len(rounds),
+        num_prompts=len(newest.keep),
+        num_samples=newest.outcomes.lengths.shape[1],
+        metric=options.metric,
+        words=filter_log.rule_words(options),
+        num_kept=int(newest.keep.sum()),
+        mean_std=float(newest.metric_std.mean()),
+        num_accumulated=num_accumulated,
+        target=target,
+        last=last,
+    )
 
 
 def filtered_counts(rounds: Sequence[Verdicts]) -> dict[str, int]:

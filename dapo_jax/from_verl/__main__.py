@@ -1,9 +1,9 @@
-"""Host: the command that translates a training script of verl.
+"""Host: the command that translates verl's training scripts.
 
     python -m dapo_jax.from_verl SCRIPT.sh [ARGUMENTS OF THE SCRIPT] [--output run.py]
 
-Prints a command, and as comments what was left out and what has no equivalent; with --output it writes a config file.
-The script is read, never run: its variables have the values that the script and this shell's environment give them.
+Prints a command, with comments on options that were left out or have no equivalent; --output writes a config file
+instead. The script is read, never run: variables take their values from the script and from this shell's environment.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -26,7 +26,7 @@ from dapo_jax.from_verl.translate import command, config_file, overrides, remark
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dapo_jax.from_verl", description=(__doc__ or "").split("\n\n")[-1])
     parser.add_argument("script", help="a shell script that starts verl's trainer")
-    parser.add_argument("arguments", nargs="*", help='what the script would be given: its "$@"')
+    parser.add_argument("arguments", nargs="*", help="the script's own arguments")
     parser.add_argument("--output", help="write a config file instead of printing the command")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     chosen = parser.parse_intermixed_args(arguments[1:])
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str]) -> None:
         result = translate(overrides(script))
         about = list(remarks(result, script.skipped))
         head = [
-            f"# {chosen.script} for dapo_jax. What it does not set has verl's default; docs/coming_from_verl.md says",
-            "# what each option of verl is here, and what behaves differently.",
+            f"# {chosen.script} for dapo_jax. Options that it does not set have verl's defaults.",
+            "# docs/coming_from_verl.md lists the equivalent of each option and what behaves differently.",
         ]
         if chosen.output:
             _write(chosen.output, config_file(result.values, [*head, *about]))
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
         else:
             print("\n".join([*head, "", command(result.values), "", *about]))
         if result.problems:
-            raise InputError(f"the config has {len(result.problems)} problems, which are listed above")
+            raise InputError(f"the config has {len(result.problems)} problems, listed above: correct the options")
 
 
 def _text(path: str) -> str:
@@ -60,7 +60,7 @@ def _write(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(
-            f"--output={path} cannot be written ({error}): choose a file in a directory that is there"
+            f"--output={path} cannot be written ({error}): choose a file in an existing directory"
         ) from error
 
 

@@ -1,9 +1,9 @@
-"""Host: a config with the defaults of verl's trainer where they change what is learned, as a base for `from_verl`.
+"""Host: a config with verl's defaults for every option that changes the result, the base for `from_verl`.
 
     python -m dapo_jax.train --config dapo_jax/from_verl/defaults.py --config.model.path=DIRECTORY ...
 
-An option that a script of verl's does not set is then what it is there. What only changes speed, memory, records,
-checkpoints or evaluation keeps the default of dapo_jax.
+So options that a verl script does not set behave as in verl. Options that only change speed, memory, records,
+checkpoints or evaluation keep the defaults of dapo_jax.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Host: which commands of a shell script's `if` and `case` are carried out, where that can be known."""
+"""Host: decides which commands inside a shell script's `if` and `case` run, if that can be known."""
 
 import fnmatch
 import operator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapo_jax.from_verl.shell_words import Command
 
-UNKNOWN = "\0"  # in a word: what only a shell could say
+UNKNOWN = "\0"  # in a word: a part whose value only a shell could compute
 LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "{": "}"}
 NUMBERS = {
     "-eq": operator.eq,
@@ -24,11 +24,11 @@ class Block:
     """An `if`, a `case`, a loop or a function."""
 
     end: str  # the word that ends it
-    live: bool = False  # its commands are carried out
+    live: bool = False  # its commands run
     decided: bool = False  # a branch was taken, or none can be
     subject: str = ""  # of a case
     at_pattern: bool = False  # of a case: a pattern comes next
-    fits: bool = False  # of a case: one of the patterns before `)` fits
+    fits: bool = False  # of a case: a pattern before `)` matches
 
 
 class Blocks:
@@ -43,7 +43,7 @@ class Blocks:
         self._open: list[Block] = []
 
     def take(self, command: Command) -> tuple[list[str], str]:
-        """The words to carry out, without what belongs to a block; and a block that is left out, if one begins."""
+        """The words to run, without the keywords of blocks; and, if one starts here, a block that is skipped."""
         taken = self._take(list(command.words), command)
         block = self._open[-1] if self._open else None
         if block and block.end == "esac" and command.end.startswith(";;"):
@@ -115,7 +115,7 @@ class Blocks:
 
 
 def holds(words: Sequence[str]) -> bool | None:
-    """Whether `[ ... ]`, `[[ ... ]]` or `test` with expanded words holds; None where only a shell could say."""
+    """The truth of `[ ... ]`, `[[ ... ]]` or `test` with expanded words; None if only a shell could tell."""
     if words[:1] == ["!"]:
         inner = holds(words[1:])
         return None if inner is None else not inner

@@ -1,9 +1,8 @@
-"""Host: the commands of a shell script with their words expanded, without running anything.
+"""Host: expands the commands of a shell script without running anything.
 
-It reads what the scripts of a training run consist of: assignments, arrays, `export`, quotes, `${NAME:-default}`,
-`$((a * b))`, and `if` and `case` whose tests compare texts or numbers. What cannot be known without running something
-is not guessed: a command substitution leaves UNKNOWN in its word, and what lies within another `if`, a loop or a
-function is left out.
+It reads the usual contents of training scripts: assignments, arrays, `export`, quotes, `${NAME:-default}`,
+`$((a * b))`, and `if` and `case` that compare texts or numbers. It never guesses: a command substitution leaves
+UNKNOWN in its word, and any other `if`, a loop or a function is skipped.
 """
 
 import ast
@@ -27,21 +26,21 @@ OPERATORS = {
 
 
 class Script:
-    """A script, read once from its first line to its last.
+    """A script, read once from the first line to the last.
 
     Attributes:
-        commands: the expanded words of each command that is no assignment.
-        skipped: a line for each thing that was not carried out.
+        commands: the expanded words of each command that is not an assignment.
+        skipped: one line per part that was not evaluated.
     """
 
     def __init__(self, text: str, *, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> None:
-        """InputError where a quote or a bracket is not closed."""
+        """InputError if a quote or a bracket is not closed."""
         self.commands: list[list[str]] = []
         self.skipped: list[str] = []
         self._variables = {**environment, **{str(place): value for place, value in enumerate(arguments, 1)}}
         self._arrays: dict[str, list[str]] = {"@": list(arguments), "*": list(arguments)}
         self._line = 0
-        self._status: bool | None = None  # of the last command, where it is known
+        self._status: bool | None = None  # of the last command, if known
         blocks = Blocks(lambda word: " ".join(self._fields(word, split=False)))
         for command in commands(text):
             self._line = command.line
@@ -64,7 +63,7 @@ class Script:
                 else:
                     self._assign(match[1], match[3], append=bool(match[2]))
             return
-        while ASSIGNMENT.fullmatch(words[0]):  # the environment of this command alone
+        while ASSIGNMENT.fullmatch(words[0]):  # environment variables of this command only
             words.pop(0)
         if words[0] in ("[", "[[", "test") and command.end in ("&&", "||"):
             self._status = holds([" ".join(self._fields(word, split=False)) for word in words])
@@ -91,7 +90,7 @@ class Script:
         self.skipped.append(f"line {self._line}: {first}{' ...' if rest else ''}")
 
     def _fields(self, word: str, *, split: bool = True) -> list[str]:
-        """What a word becomes: one field, or as many as an array or an unquoted value has."""
+        """The fields that a word expands to: one, or more for an array or an unquoted value."""
         done: list[str] = []
         current: str | None = None
         at = 0
@@ -121,7 +120,7 @@ class Script:
         return done if current is None else [*done, current]
 
     def _quoted(self, text: str) -> list[str]:
-        """The fields of what stood between double quotes: one, but for the items of an array."""
+        """The fields of a double-quoted text: one, except for the items of an array."""
         fields, at = [""], 0
         while at < len(text):
             if text[at] == "\\" and text[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n"):
@@ -136,7 +135,7 @@ class Script:
                 fields[-1] += values[0]
                 fields += values[1:]
             elif text[at:end] == text:
-                return []  # "${ARRAY[@]}" of an empty array is no word at all
+                return []  # "${ARRAY[@]}" of an empty array is not even an empty word
             at = end
         return fields
 
@@ -173,12 +172,12 @@ class Script:
             if cure[-1] == "=":
                 self._variables[name] = values[0]
         elif absent and not items and name not in "@*" and name not in self._arrays and name.isidentifier():
-            self._skip(f"{name} is not set: it is read as empty")
+            self._skip(f"{name} is not set: read as empty")
             values = [""]
         return values
 
     def _number(self, expression: str) -> str:
-        """The value of an arithmetic expression of whole numbers."""
+        """The value of an integer expression."""
         text = "".join(self._quoted(expression))
         try:
             return str(self._value(ast.parse(text.strip(), mode="eval").body))
@@ -195,4 +194,4 @@ class Script:
             return -self._value(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
-        raise SyntaxError("not an expression of whole numbers")
+        raise SyntaxError("not an integer expression")

@@ -1,4 +1,4 @@
-"""Host: a shell script cut into its commands and their words, as written: nothing is expanded or run."""
+"""Host: splits a shell script into commands and words as written: nothing is expanded or run."""
 
 import re
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ ASSIGNS = re.compile(r"[A-Za-z_]\w*(\[\w*\])?\+?=$")
 class Command:
     """One simple command."""
 
-    words: tuple[str, ...]  # as written, quotes included; redirections are left out
+    words: tuple[str, ...]  # as written, with quotes, without redirections
     line: int  # from 1
-    before: str  # && or || that it follows, or nothing
-    end: str  # what ends it, such as ; or && or )
+    before: str  # the && or || that it follows, or ""
+    end: str  # the operator that ends it, such as ; or && or )
 
 
 def commands(text: str) -> Iterator[Command]:
-    """The commands of a script. InputError where a quote or a bracket is not closed."""
+    """The commands of a script. InputError if a quote or a bracket is not closed."""
     words: list[str] = []
     at, start, before = 0, 0, ""
     while at < len(text):
@@ -55,7 +55,7 @@ def commands(text: str) -> Iterator[Command]:
 
 
 def end_of_word(text: str, at: int) -> int:
-    """Where the word that begins at `at` ends."""
+    """Where the word that starts at `at` ends."""
     start = at
     while at < len(text) and (text[at] not in ENDS_WORD or (text[at] == "(" and ASSIGNS.match(text[start:at]))):
         at = end_of_part(text, at)
@@ -63,7 +63,7 @@ def end_of_word(text: str, at: int) -> int:
 
 
 def end_of_part(text: str, at: int) -> int:
-    """Where the quoted, substituted or single character that begins at `at` ends."""
+    """Where the quoted text, substitution or single character that starts at `at` ends."""
     if text[at] == "\\":
         return min(at + 2, len(text))
     if text[at] in "'`":
@@ -81,7 +81,7 @@ def end_of_part(text: str, at: int) -> int:
 
 
 def _end_of_bracket(text: str, start: int) -> int:
-    """Where the bracket at `start` ends, with all that it holds."""
+    """Where the bracket that opens at `start` closes."""
     at, end = start + 1, CLOSING[text[start]]
     while at < len(text) and text[at] != end:
         if text[at] == "#" and end == ")" and text[at - 1] in " \t\n(":

@@ -1,4 +1,4 @@
-"""Host: the options of a training script of verl, as the command of dapo_jax that does the same."""
+"""Host: translates the options of a verl training script into an equivalent dapo_jax command."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, freeze, type_problems, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.from_verl import defaults
-from dapo_jax.from_verl.options import converted, find, flag, is_off, ours_of
 from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
-from dapo_jax.from_verl.values import TRACKERS, parsed
+from dapo_jax.verl.options import converted, find, flag, is_off, ours_of
+from dapo_jax.verl.values import TRACKERS, parsed
 
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 TRAINER = re.compile(r"(.*[./])?(main_(?!eval|gen)\w+|\w+_main)(\.py)?")
 CONFIG_FILE = re.compile(r"--config-(name|path|dir)(=.*)?|-cn|-cp|-cd")
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # to another option
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # a reference to another option
 CLIP_RATIO = "actor_rollout_ref.actor.clip_ratio"
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
-ASSUMED = {  # verl's defaults that a conversion looks at
+ASSUMED = {  # verl's defaults that conversions read
     "trainer.n_gpus_per_node": 8,
     "trainer.nnodes": 1,
     "data.max_prompt_length": 512,
@@ -37,22 +37,22 @@ BASE = freeze(defaults.get_config())
 
 @dataclass
 class Translation:
-    """A run of verl in the words of dapo_jax."""
+    """A verl run as dapo_jax options."""
 
     values: dict[str, Any] = field(default_factory=dict)  # by our keys, on top of defaults.py
-    problems: list[str] = field(default_factory=list)  # why the config is refused as it is
-    lost: list[str] = field(default_factory=list)  # what has no equivalent and changes the run
-    by_hand: list[str] = field(default_factory=list)  # what has to be looked at
-    dropped: list[str] = field(default_factory=list)  # what is not needed here
+    problems: list[str] = field(default_factory=list)  # why validation refuses the config
+    lost: list[str] = field(default_factory=list)  # options without equivalent that change the run
+    by_hand: list[str] = field(default_factory=list)  # options to check by hand
+    dropped: list[str] = field(default_factory=list)  # options that are not needed
 
     def config(self) -> Config:
         return with_values(BASE, self.values)
 
 
 def overrides(script: Script) -> dict[str, str]:
-    """verl's options that the script's training command sets, as text. InputError: there is no such command.
+    """The options of the script's training command, as text. InputError if it has no such command.
 
-    A config file that it names is added to what the script skipped.
+    If the command names a config file, that is added to `script.skipped`.
     """
     for words in script.commands:
         at = next((place for place, word in enumerate(words) if TRAINER.fullmatch(word)), None)
@@ -60,19 +60,19 @@ def overrides(script: Script) -> dict[str, str]:
             found = [OVERRIDE.fullmatch(word) for word in words[at + 1 :]]
             if any(found):
                 script.skipped += [
-                    f"{word}: only the command's own options are translated, not those of a config file"
+                    f"{word}: only options on the command line are translated, not those in a config file"
                     for word in words[at + 1 :]
                     if CONFIG_FILE.fullmatch(word)
                 ]
                 return {match[1]: match[2] for match in found if match}
     raise InputError(
         "no command of the script starts verl's trainer with options: it must have one such as `python3 -m "
-        "verl.trainer.main_ppo data.train_files=...`, outside of if, for and functions"
+        "verl.trainer.main_ppo data.train_files=...`, outside if, for and functions"
     )
 
 
 def translate(given: Mapping[str, str]) -> Translation:
-    """verl's options in the words of dapo_jax.
+    """Translates verl's options.
 
     Args:
         given: verl's options by name, as text.
@@ -94,14 +94,14 @@ def translate(given: Mapping[str, str]) -> Translation:
         result.problems = [line.removeprefix("  - ") for line in lines[1:] or lines]
     if not result.config().algorithm.filter_groups.enable:
         result.by_hand.append(
-            "dynamic sampling is off, as in verl unless a script turns it on: set algorithm.filter_groups.enable=True "
-            "and algorithm.filter_groups.metric=acc"
+            "dynamic sampling is off, verl's default: to turn it on, set algorithm.filter_groups.enable=True and "
+            "algorithm.filter_groups.metric=acc"
         )
     problem = missing_model("model.path", str(result.values.get("model.path") or "."))
     if problem is not None and "hf download" in problem:
         result.by_hand.append(problem)
     result.by_hand.append(
-        "verl's ways that differ here: algorithm.filter_groups.leftover=discard, actor.old_logprob=recompute, "
+        "to behave exactly as verl, also set algorithm.filter_groups.leftover=discard, actor.old_logprob=recompute and "
         "actor.count_empty_sequences=True"
     )
     result.by_hand.sort()
@@ -109,7 +109,7 @@ def translate(given: Mapping[str, str]) -> Translation:
 
 
 def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's defaults of options that are read only with others, and of what is computed here."""
+    """verl's defaults for options that are read only with others, or whose value is computed here."""
     defaults: dict[str, Any] = {FSDP_SIZE: -1}
     if values.get("algorithm.filter_groups.enable"):
         defaults["algorithm.filter_groups.max_num_gen_batches"] = 0
@@ -120,22 +120,22 @@ def _defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_unknown(key: str, text: str, result: Translation) -> None:
-    """An option whose value the script does not say."""
+    """Records an option whose value cannot be read from the script."""
     entry, ours = find(key), " or ".join(ours_of(key))
     why = "is empty in the script" if not text else "needs a command to run" if UNKNOWN in text else f"is {text}"
     if ours:
         result.by_hand.append(f"{key} {why}: set {ours} by hand, or leave it at its default")
     elif text and (entry is None or entry.lost):
-        result.lost.append(f"{key} {why}: {entry.note if entry else 'no option of verl 0.7 or 0.9'}")
+        result.lost.append(f"{key} {why}: {entry.note if entry else 'not an option of verl 0.7 or 0.9'}")
 
 
 def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) -> None:
-    """Puts one option of verl where it belongs."""
+    """Translates one option and records the result."""
     entry, text = find(key), f"{key}={value}"
     if key.startswith("critic.") and values.get("algorithm.adv_estimator", "gae") != "gae":
         result.dropped.append(f"{text}: the advantage estimator needs no critic")
     elif entry is None:
-        result.lost.append(f"{text}: no option of verl 0.7 or 0.9")
+        result.lost.append(f"{text}: not an option of verl 0.7 or 0.9")
     elif not entry.ours:
         matters = entry.lost and not is_off(entry, value)
         (result.lost if matters else result.dropped).append(f"{text}: {entry.note}")
@@ -149,11 +149,13 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
         if entry.by_hand and value is not None:
             result.by_hand.append(f"{text}: {', '.join(ours_of(key))} is {entry.note}")
         elif key == CLIP_RATIO and not taken and value != 0.2:
-            result.by_hand.append(f"{text}: verl reads clip_ratio_low and clip_ratio_high instead, which are not null")
+            result.by_hand.append(
+                f"{text}: verl reads clip_ratio_low and clip_ratio_high instead, as they are not null"
+            )
         elif not taken and not entry.by_hand:
-            result.dropped.append(f"{text}: leaves {', '.join(ours_of(key))} as it is")
+            result.dropped.append(f"{text}: leaves {', '.join(ours_of(key))} unchanged")
         if key == "trainer.logger" and len(taken.get(key, ())) < len(value if isinstance(value, list) else [value]):
-            result.by_hand.append(f"{text}: the trackers here are {', '.join(TRACKERS)}")
+            result.by_hand.append(f"{text}: the available trackers are {', '.join(TRACKERS)}")
         if key == FSDP_SIZE and taken != {"mesh.fsdp": 1}:
             devices = values["trainer.n_gpus_per_node"] * values["trainer.nnodes"]
             axis = taken["mesh.fsdp"]
@@ -161,7 +163,7 @@ def _take(key: str, value: Any, values: Mapping[str, Any], result: Translation) 
 
 
 def _leave_out_unread(result: Translation) -> None:
-    """Takes out what nothing would read, which a run refuses."""
+    """Removes options that nothing would read, because a run refuses them."""
     config = result.config()
     if type_problems(config):
         return
@@ -173,7 +175,7 @@ def _leave_out_unread(result: Translation) -> None:
 
 
 def command(values: Mapping[str, Any]) -> str:
-    """The command line, an option a line."""
+    """The command, one option per line."""
     file = Path(defaults.__file__)
     file = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     options = [flag(key, value) for key, value in sorted(values.items())]
@@ -181,7 +183,7 @@ def command(values: Mapping[str, Any]) -> str:
 
 
 def config_file(values: Mapping[str, Any], comments: Sequence[str]) -> str:
-    """A config file that holds verl's defaults too."""
+    """A config file that also contains verl's defaults."""
     changed = {key: value for key, value in flat(BASE).items() if value != DEFAULTS[key]} | dict(values)
     lines = [f"    config.{key} = {value!r}" for key, value in sorted(changed.items()) if value != DEFAULTS[key]]
     return "\n".join(
@@ -201,13 +203,13 @@ def config_file(values: Mapping[str, Any], comments: Sequence[str]) -> str:
 
 
 def remarks(result: Translation, skipped: Sequence[str]) -> Iterator[str]:
-    """What the command does not say, as comments of a shell or of Python."""
+    """Notes on the translation, as comments for a shell or for Python."""
     parts = {
-        "REFUSED as it is: correct the options": result.problems,
-        "CHANGES THE RUN, and has no equivalent here": result.lost,
-        "Look at": result.by_hand,
-        "Not read from the script, which is not run": skipped,
-        "Left out, not needed here": result.dropped,
+        "REFUSED: correct these options": result.problems,
+        "CHANGES THE RUN: no equivalent here": result.lost,
+        "Check by hand": result.by_hand,
+        "Skipped, because the script is read and not run": skipped,
+        "Left out: not needed here": result.dropped,
     }
     for title, lines in parts.items():
         if lines:
@@ -216,7 +218,7 @@ def remarks(result: Translation, skipped: Sequence[str]) -> Iterator[str]:
 
 
 def _together(lines: Sequence[str]) -> list[str]:
-    """Each line once; what is said of several is said once."""
+    """Each line once; lines with the same note share it."""
     by_end: dict[str, list[str]] = {}
     for line in dict.fromkeys(lines):
         start, _, end = line.partition(": ")

@@ -155,7 +155,7 @@ def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Bat
         prompt_mask=prompt_mask,
         responses=flat(experience.responses),
         mask=flat(experience.mask),
-        loss_mask=flat(experience.mask),
+        loss_mask=flat(experience.policy_mask),
         group_ids=np.repeat(group_ids, num_samples),
         old_logprobs=flat(experience.logprobs),
         advantages=np.zeros((num_groups * num_samples, length), np.float32),

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dapo_jax.config.sections import FilterGroupsConfig
+
 LOGGER = __name__
 _LOGGER = logging.getLogger(LOGGER)
 
@@ -28,12 +30,13 @@ class RuleWords(NamedTuple):
 UNIFORM = RuleWords("std=0", "std>0")
 
 
-def rule_words(rule: str, *, std_threshold: float, filter_low: float, filter_high: float) -> RuleWords:
-    """The words for a rule of algorithm.filter_groups. Those of `std` always contain `std=0` and `std>0`."""
-    if rule == "std":
-        return RuleWords(f"std=0..{std_threshold:g}", f"std>{std_threshold:g}") if std_threshold else UNIFORM
-    if rule == "mean_range":
-        low, high = f"{filter_low:g}", f"{filter_high:g}"
+def rule_words(options: FilterGroupsConfig) -> RuleWords:
+    """The words of the rule; those of `std` always contain `std=0` and `std>0`."""
+    if options.rule == "std":
+        threshold = options.std_threshold
+        return RuleWords(f"std=0..{threshold:g}", f"std>{threshold:g}") if threshold else UNIFORM
+    if options.rule == "mean_range":
+        low, high = f"{options.filter_low:g}", f"{options.filter_high:g}"
         return RuleWords(f"mean<={low} or mean>={high}", f"{low}<mean<{high}")
     return RuleWords("not mixed", "mixed")
 

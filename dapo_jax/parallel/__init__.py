@@ -1,1 +1,1 @@
-"""The device mesh and how arrays lie on it."""
+"""The device mesh and how arrays are sharded over it."""

@@ -1,4 +1,4 @@
-"""Host: compiles programs for hardware that this machine may lack, and caches what is known of them."""
+"""Host: compiles programs for hardware this machine may lack, and caches the results between runs."""
 
 import gzip
 import hashlib
@@ -21,24 +21,24 @@ COMPILERS = "jax jaxlib libtpu jax-cuda12-pjrt jax-cuda13-pjrt nvidia-cudnn-cu12
 
 @dataclass(frozen=True)
 class Compiled:
-    """The optimised text of a compiled program, and its memory."""
+    """A compiled program, per device."""
 
-    text: str  # of one device
-    bytes: float  # in a device's memory during a call: arguments, results, temporaries, code
+    text: str  # the optimised program
+    bytes: float  # memory in use during a call: arguments, results, temporaries, code
 
 
 def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "") -> Compiled:
-    """Compiles `lowered` for the devices of `mesh`, or returns what the same compiler made of it before.
+    """Compiles `lowered` for the devices of `mesh`, or reads the cached result of the same compiler.
 
-    JAX's own cache cannot read programs compiled for absent devices.
+    JAX's own cache cannot read programs that were compiled for absent devices.
 
     Args:
-        directory: where results are cached, unless CACHE names another; "": nowhere.
+        directory: the cache, unless the environment variable CACHE names another; "" = no cache.
     """
     directory = os.environ.get(CACHE, directory)
     path = Path(directory).expanduser() / "ahead_of_time" / _key(lowered, mesh) if directory else None
     if path is not None and path.exists():
-        path.touch()  # scripts/test_accelerators.sh deletes what was not used for 30 days
+        path.touch()  # scripts/test_accelerators.sh deletes files unused for 30 days
         return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
     program = lowered.compile()
     taken, text = program.memory_analysis(), program.as_text()
@@ -54,9 +54,9 @@ def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "
 
 
 def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
-    """Differs wherever the compiled program might."""
+    """A cache key that changes with everything that may change the compiled program."""
     devices = mesh.devices.flat
-    options: Any = lowered._lowering  # no public name has the options that the function was jitted with
+    options: Any = lowered._lowering  # there is no public way to read the compiler options given to jit
     known = {
         "program": lowered.as_text(),
         "options": dict(options._compiler_options_kvs),

@@ -1,7 +1,7 @@
-"""Host: finds the other processes of a run: what the environment says about them, and whether they answer.
+"""Host: finds the other processes of a run from the environment, and checks whether they answer.
 
-JAX looks for Open MPI, Slurm, TPUs and Kubernetes, in this order, and takes the first that it finds. `find_cluster`
-looks first: JAX treats a cluster of one process like one of several, and asks servers that a single host may lack.
+JAX looks for Open MPI, Slurm, TPUs and Kubernetes and takes the first that it finds. `find_cluster` looks first,
+because JAX treats a cluster of one process like any other, and queries servers that a single host may not have.
 """
 
 import errno
@@ -17,24 +17,25 @@ from typing import Any, NamedTuple
 
 from dapo_jax.errors import InputError
 
-SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # of a step by srun
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")  # set by srun
 METADATA_TRIES, METADATA_TIMEOUT_S, METADATA_PAUSE_S = 3, 5, 1
 REACH_TIMEOUT_S = 5
 
 
 class Cluster(NamedTuple):
-    """What the environment says about the processes of a run."""
+    """The processes of a run according to the environment."""
 
-    num_processes: int | None  # 1: this process is alone; None: unknown, JAX may find out
-    evidence: str  # where the number comes from, as NAME=value; "": nowhere
+    num_processes: int | None  # 1 = this process is alone; None = unknown here, JAX may know
+    evidence: str  # the source, as NAME=value; "" = none
 
 
 def find_cluster(environment: Mapping[str, str]) -> Cluster:
     """The first kind of cluster that the environment names, in JAX's order.
 
+    Without TPU_SKIP_MDS_QUERY and names of TPU hosts, this queries Google's metadata server.
+
     Args:
-        environment: `os.environ` after the import of JAX, which sets TPU_SKIP_MDS_QUERY on hosts without a TPU. Without
-            that variable and without names of TPU hosts, Google's metadata server is asked.
+        environment: `os.environ` after importing JAX, which sets TPU_SKIP_MDS_QUERY if there is no TPU.
     """
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return _cluster(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
@@ -49,16 +50,16 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster:
     if "TPU_SKIP_MDS_QUERY" not in environment and (cluster := _tpu_vm(environment)):
         return cluster
     if "KUBERNETES_SERVICE_HOST" in environment:
-        # JAX joins the pods of an indexed job, and can join no others.
+        # JAX can join only the pods of an indexed job.
         indexed = "JOB_COMPLETION_INDEX" in environment
         return Cluster(None if indexed else 1, _evidence(environment, "JOB_COMPLETION_INDEX"))
     return Cluster(None, _evidence(environment, "JAX_COORDINATOR_ADDRESS"))
 
 
 def check_address(coordinator: str, *, listens: bool) -> None:
-    """Raises ValueError unless the address is HOST:PORT and, if this process listens, its port is free.
+    """Raises InputError unless the address is HOST:PORT and, on process 0, the port is free.
 
-    JAX crashes on a port that is in use, and two runs on one port end each other.
+    JAX crashes if the port is taken, and two runs that share a port end each other.
 
     Args:
         coordinator: the address of process 0.
@@ -70,19 +71,19 @@ def check_address(coordinator: str, *, listens: bool) -> None:
     if not listens:
         return
     with socket.socket(socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just released counts as free
         try:
             probe.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise InputError(
-                    f"trainer.coordinator={coordinator!r}: another program of this host listens on port {port}: choose "
-                    "another port in all processes, or end that program"
+                    f"trainer.coordinator={coordinator!r}: another program on this host listens on port {port}: choose "
+                    "another port for all processes, or end that program"
                 ) from error
 
 
 def waiting_for() -> str:
-    """What this process waits for while JAX joins the processes, with the address of process 0."""
+    """What this process is waiting for while JAX joins the processes, with the address of process 0."""
     state = _jax_state()
     address = getattr(state, "coordinator_address", None)
     process = getattr(state, "process_id", 0)
@@ -99,12 +100,12 @@ def waiting_for() -> str:
 
 
 def jax_client() -> Any:
-    """JAX's client of the service that process 0 runs; None if none runs."""
+    """JAX's client for the coordination service on process 0; None without one."""
     return getattr(_jax_state(), "client", None)
 
 
 def _jax_state() -> Any:
-    """What JAX knows about the processes. No public name has it."""
+    """JAX's record of the processes, which has no public name; None if it has moved."""
     try:
         from jax._src.distributed import global_state
     except ImportError:
@@ -113,7 +114,7 @@ def _jax_state() -> Any:
 
 
 def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:
-    """The hosts of a Cloud TPU VM, from its metadata server; None if that knows of no TPU."""
+    """The hosts of a Cloud TPU VM according to its metadata server; None if it has no TPU."""
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     try:
         workers = _metadata(server, "worker-network-endpoints")
@@ -125,8 +126,8 @@ def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:
             slices = found[1] if found else "1"
     except (OSError, http.client.HTTPException) as error:
         print(
-            f"dapo_jax: no metadata server answers at {server} ({error}), so this process starts alone; if it has "
-            "others, give trainer.coordinator, trainer.num_processes and trainer.process_id",
+            f"dapo_jax: no metadata server answers at {server} ({error}), so this process starts alone; if the run has "
+            "more processes, set trainer.coordinator, trainer.num_processes and trainer.process_id",
             file=sys.stderr,
             flush=True,
         )
@@ -136,7 +137,7 @@ def _tpu_vm(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _metadata(server: str, key: str) -> str | None:
-    """An attribute of this virtual machine; None if it has none of that name.
+    """An attribute of this virtual machine; None if it does not exist.
 
     Raises:
         OSError, HTTPException: the server does not answer.

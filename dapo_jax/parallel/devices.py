@@ -1,4 +1,4 @@
-"""Host: peak figures of accelerators, and devices that this machine lacks."""
+"""Host: peak figures of accelerators, and devices that this machine does not have."""
 
 import importlib.util
 import os
@@ -20,26 +20,26 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one JAX device; None: unknown."""
+    """The peak figures of one JAX device; None = unknown."""
 
     name: str
     memory: float | None  # bytes
     flops: float | None  # FLOP/s of dense bfloat16 products
-    bandwidth: float | None  # bytes/s of the memory
+    bandwidth: float | None  # bytes/s of its memory
     link: float | None  # bytes/s that a device sends in a collective along one mesh axis, both directions of a ring
     network: float | None = None  # bytes/s that a device sends to other hosts; None: links reach them too
-    float32_flops: float | None = None  # FLOP/s of products of float32; None: six bfloat16 products each, as on TPUs
+    float32_flops: float | None = None  # FLOP/s of float32 products; None: six bfloat16 products each, as on TPUs
 
     def of_dtype(self, dtype: str) -> "Limits":
-        """With the FLOP/s of float32 products in `flops`, if that is `dtype`."""
+        """These limits, with `flops` for products of `dtype`."""
         if dtype != "float32":
             return self
         return replace(self, flops=self.float32_flops or (self.flops and self.flops / 6))
 
     def speed(self, group: int, per_host: int) -> float:
-        """bytes/s that a device sends in a collective of `group` devices of which `per_host` share a host.
+        """bytes/s that a device sends in a collective of `group` devices, `per_host` of them on each host.
 
-        Rings through several hosts leave each once, shared out among the network cards of the group's devices there.
+        A ring through several hosts leaves each host once, over the network cards of the group's devices there.
         """
         assert self.link is not None
         if self.network is None or per_host == group:
@@ -48,12 +48,12 @@ class Limits:
 
     @property
     def is_known(self) -> bool:
-        """Whether a time can be estimated."""
+        """Whether the figures suffice to estimate a time."""
         return None not in (self.flops, self.bandwidth, self.link)
 
 
 # Sources: Google Cloud's "TPU architecture" pages, for links also https://jax-ml.github.io/scaling-book/tpus. A JAX
-# device is a chip, of TPU7x half a chip. GPUs: parallel/gpus.py.
+# device is one chip, on TPU7x half a chip. GPUs: parallel/gpus.py.
 LIMITS = {
     "TPU v4": Limits("TPU v4", 32 * GIB, 275e12, 1.23e12, 9e10),
     "TPU v5 lite": Limits("TPU v5e", 16 * GIB, 197e12, 0.82e12, 9e10),
@@ -67,7 +67,7 @@ LIMITS = {
 
 
 def limits_of(device: Any) -> Limits:
-    """The limits of `device`, by its `device_kind`, or for a TPU by the longest prefix of it in LIMITS."""
+    """The limits of `device` by its `device_kind`; for a TPU, by the longest prefix of it in LIMITS."""
     kind = device.device_kind
     names = [name for name in LIMITS if kind == name or (name.startswith("TPU") and kind.startswith(name))]
     if not names:
@@ -76,13 +76,13 @@ def limits_of(device: Any) -> Limits:
 
 
 def multiplies_bfloat16(device: Any) -> bool:
-    """Whether bfloat16 products are the fast ones: not on CPUs, nor on NVIDIA GPUs before Ampere (T4, V100)."""
+    """Whether bfloat16 products are fast: not on CPUs, nor on NVIDIA GPUs before Ampere (T4, V100)."""
     generation = cuda_generation(device)
     return device.platform != "cpu" if generation is None else generation >= 8
 
 
 def cuda_generation(device: Any) -> int | None:
-    """The first part of an NVIDIA GPU's compute capability: 7 (V100, T4), 8 (A100, L4), 9 (H100), 10; else None."""
+    """An NVIDIA GPU's major compute capability: 7 (V100, T4), 8 (A100, L4), 9 (H100), 10; None for other devices."""
     found = re.match(r"(\d+)\.\d+$", getattr(device, "compute_capability", ""))
     return int(found[1]) if found else None
 
@@ -91,12 +91,13 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
     """The devices to compile for. Nothing is allocated on them.
 
     Args:
-        topology: absent devices: "v5p:4x4x8" (any slice that libtpu knows) or the same as Google names it, "v5p-256";
-            "h100:8" or "h100:4x8" (GPUs of one host, or hosts x GPUs, of the names in GPUS); or those of this machine:
-            "cpu" (as many fake devices as the mesh wants, if JAX has not been started yet), "gpu" or "tpu".
+        topology: absent devices: "v5p:4x4x8" (any slice that libtpu knows) or its name in Google Cloud, "v5p-256";
+            "h100:8" or "h100:4x8" (GPUs, or hosts x GPUs, with a name in GPUS). Or this machine's devices: "cpu"
+            (as many fake devices as the mesh needs, if JAX has not started yet), "gpu" or "tpu".
         num_devices: for "cpu".
 
-    Raises ValueError with the cure if there are none.
+    Raises:
+        InputError: there are no such devices; the message says what to do.
     """
     given = topology.lower()
     topology = libtpu_name(given)
@@ -118,8 +119,8 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
             raise  # the command reports what is missing
         if name in ("gpu", "tpu"):
             raise InputError(
-                f"--topology={name} means the devices of this machine, and {missing_for(name)}; for devices that are "
-                f"not here name them, such as {'h100:8' if name == 'gpu' else 'v5e-16'}"
+                f"--topology={name} means the devices of this machine, but {missing_for(name)}; for devices of another "
+                f"machine give their name, such as {'h100:8' if name == 'gpu' else 'v5e-16'}"
             ) from error
         if name in SLICES and importlib.util.find_spec("libtpu") is None:
             raise InputError(
@@ -127,19 +128,19 @@ def devices_of(topology: str, num_devices: int) -> Sequence[Any]:
             ) from error
         raise InputError(
             f"--topology={given} must be a TPU slice, such as v5e-16, v5e:4x4 or v5p:4x4x8 (pip install "
-            f"'dapo_jax[tpu-preflight]'), a GPU, {_known_gpus('8')}, or cpu, gpu or tpu: those of this "
-            f"machine. {str(error).partition(chr(10))[0]}"
+            f"'dapo_jax[tpu-preflight]'), a GPU, {_known_gpus('8')}, or cpu, gpu or tpu for those of this machine: "
+            f"correct it. {str(error).partition(chr(10))[0]}"
         ) from error
 
 
 def _gpus(topology: str) -> Sequence[Any]:
-    """Absent GPUs: "NAME:GPUS" of one host, or "NAME:HOSTSxGPUS"."""
+    """Absent GPUs: "NAME:GPUS" on one host, or "NAME:HOSTSxGPUS"."""
     name, _, shape = topology.partition(":")
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape):
         raise InputError(
             f"--topology={topology} must be {name}:GPUS or {name}:HOSTSxGPUS: give, for example, {name}:8 or {name}:2x8"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # leaves the GPUs of this machine alone
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # do not touch a GPU of this machine
     jax.config.update("jax_platforms", "cpu")
     hosts, _, per_host = shape.rpartition("x")
     try:
@@ -149,8 +150,8 @@ def _gpus(topology: str) -> Sequence[Any]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         version = jax.__version__
         raise InputError(
-            f"--topology={topology} needs JAX's compiler for GPUs: pip install 'dapo_jax[cuda13]', or without "
-            f"CUDA's libraries pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "
+            f"--topology={topology} needs JAX's compiler for GPUs: pip install 'dapo_jax[cuda13]', or, without "
+            f"CUDA's libraries, pip install --no-deps jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "
             f"'nvidia-cudnn-cu13<10' ({error})"
         ) from error
 
@@ -163,5 +164,5 @@ def _start_cpu(num_devices: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:  # JAX has started already, with the devices that it has
+    except RuntimeError:  # JAX has already started: its devices cannot change
         pass

@@ -1,30 +1,30 @@
-"""Host: NVIDIA GPUs to compile for without having one, and their peak figures."""
+"""Host: NVIDIA GPUs to compile for without having one, and their peak speeds."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU model: what XLA's compiler needs to know, and its speed."""
+    """One GPU model: what XLA's compiler needs to know, and its peak speed."""
 
     kind: str  # JAX's device_kind
     capability: tuple[int, int]  # CUDA compute capability
     cores: int  # streaming multiprocessors
     fp32_units: int  # per core
     threads: int  # per core
-    shared_memory: tuple[int, int]  # bytes per core, and the most that one block may ask for
+    shared_memory: tuple[int, int]  # bytes per core, and the most for one block
     l2_cache: int  # bytes
     clock: float  # GHz
     memory: int  # bytes
-    bandwidth: float  # bytes/s of the memory
-    flops: float | None  # FLOP/s of dense products of bfloat16; None where they are slow
-    float32_flops: float  # FLOP/s of products of float32
-    link: float  # bytes/s that a GPU sends to others of its host: NVLink, or PCIe
-    network: float  # bytes/s that a GPU sends to other hosts: its share of the host's network cards
+    bandwidth: float  # bytes/s of its memory
+    flops: float | None  # FLOP/s of dense bfloat16 products; None if they are slow
+    float32_flops: float  # FLOP/s of float32 products
+    link: float  # bytes/s that a GPU sends to others on its host: NVLink or PCIe
+    network: float  # bytes/s that a GPU sends to other hosts: its share of the network cards
 
     @property
     def target_config(self) -> str:
-        """XLA's GpuTargetConfigProto as text: what the compiler knows about an absent GPU."""
+        """XLA's GpuTargetConfigProto as text: the compiler's description of an absent GPU."""
         major, minor = self.capability
         per_core, per_block = self.shared_memory
         accelerated = " feature_extension: ACCELERATED_FEATURES" if major in (9, 10) else ""
@@ -49,113 +49,50 @@ class Gpu:
         """
 
 
-# Sources: for A100 (of 80 and 40 GB), H100, H200 and B200 XLA's own target configs (openxla/xla,
-# xla/backends/gpu/target_config/specs); for T4, L4 and RTX 4090 the table of compute capabilities in NVIDIA's CUDA
-# programming guide. FLOP/s, bandwidth and links: NVIDIA's data sheets, of the SXM modules where there are several,
-# NVLink in one direction, PCIe with 16 lanes. The memory of a GH200 is the 97871 MiB that nvidia-smi shows: the 480
-# GB of its name are its CPU's. Network: one card per GPU in NVIDIA's DGX systems; for T4 and L4 an eighth of the 100
-# Gbit/s of clouds' machines with eight of them (AWS g4dn.metal, Google g2-standard-96); for an RTX 4090 10 Gbit/s
-# Ethernet.
-A100 = Gpu(
-    "NVIDIA A100-SXM4-80GB",
-    (8, 0),
-    108,
-    64,
-    2048,
-    (167936, 166912),
-    41943040,
-    1.41,
-    85100068864,
-    2.039e12,
-    312e12,
-    19.5e12,
-    3e11,
-    2.5e10,
-)
-H100 = Gpu(
-    "NVIDIA H100 80GB HBM3",
-    (9, 0),
-    132,
-    128,
-    2048,
-    (233472, 232448),
-    52428800,
-    1.98,
-    84942979072,
-    3.352e12,
-    989e12,
-    67e12,
-    4.5e11,
-    5e10,
-)
-GPUS = {
-    "t4": Gpu(
-        "Tesla T4",
-        (7, 5),
-        40,
-        64,
-        1024,
-        (65536, 65536),
-        4194304,
-        1.59,
-        15843721216,
-        3.2e11,
-        None,
-        8.1e12,
-        1.6e10,
-        1.56e9,
-    ),
-    "a100": A100,
-    "a100-40gb": replace(A100, kind="NVIDIA A100-SXM4-40GB", memory=42331013120, bandwidth=1.555e12),
-    "l4": Gpu(
-        "NVIDIA L4",
-        (8, 9),
-        58,
-        128,
-        1536,
-        (102400, 101376),
-        50331648,
-        2.04,
-        23580639232,
-        3e11,
-        121e12,
-        30.3e12,
-        3.2e10,
-        1.56e9,
-    ),
-    "rtx4090": Gpu(
-        "NVIDIA GeForce RTX 4090",
-        (8, 9),
-        128,
-        128,
-        1536,
-        (102400, 101376),
-        75497472,
-        2.52,
-        25386352640,
-        1.008e12,
-        165e12,
-        82.6e12,
-        3.2e10,
-        1.25e9,
-    ),
-    "h100": H100,
-    "h200": replace(H100, kind="NVIDIA H200", memory=151397597184, bandwidth=4.8e12),
-    "b200": Gpu(
-        "NVIDIA B200",
-        (10, 0),
-        148,
-        128,
-        2048,
-        (233472, 232448),
-        132644864,
-        1.965,
-        191514411008,
-        7.672e12,
-        2250e12,
-        75e12,
-        9e11,
-        5e10,
-    ),
-    "gh200": replace(H100, kind="NVIDIA GH200 480GB", memory=97871 << 20, bandwidth=4e12),
-}
+# Sources. A100 (80 and 40 GB), H100, H200 and B200: XLA's target configs (openxla/xla,
+# xla/backends/gpu/target_config/specs). T4, L4 and RTX 4090: the table of compute capabilities in NVIDIA's CUDA
+# programming guide. FLOP/s, bandwidth and links: NVIDIA's data sheets, for the SXM modules where there are several;
+# NVLink counts one direction, PCIe 16 lanes. GH200 memory: the 97871 MiB that nvidia-smi shows (the 480 GB in its name
+# belong to its CPU). Network: one card per GPU in NVIDIA's DGX systems; T4 and L4: an eighth of the 100 Gbit/s of cloud
+# machines with eight (AWS g4dn.metal, Google g2-standard-96); RTX 4090: 10 Gbit/s Ethernet.
+#
+# name, capability | cores, fp32_units, threads, shared memory in KiB per core and per block, l2_cache in KiB | clock,
+# memory in bytes, bandwidth in GB/s, flops (0: slow) and float32_flops in TFLOP/s, link and network in GB/s | kind
+_TABLE = """
+t4         7.5 |  40  64 1024   64  64   4096 | 1.59   15843721216  320    0  8.1  16  1.56 | Tesla T4
+a100       8.0 | 108  64 2048  164 163  40960 | 1.41   85100068864 2039  312 19.5 300 25    | NVIDIA A100-SXM4-80GB
+a100-40gb  8.0 | 108  64 2048  164 163  40960 | 1.41   42331013120 1555  312 19.5 300 25    | NVIDIA A100-SXM4-40GB
+l4         8.9 |  58 128 1536  100  99  49152 | 2.04   23580639232  300  121 30.3  32  1.56 | NVIDIA L4
+rtx4090    8.9 | 128 128 1536  100  99  73728 | 2.52   25386352640 1008  165 82.6  32  1.25 | NVIDIA GeForce RTX 4090
+h100       9.0 | 132 128 2048  228 227  51200 | 1.98   84942979072 3352  989 67   450 50    | NVIDIA H100 80GB HBM3
+h200       9.0 | 132 128 2048  228 227  51200 | 1.98  151397597184 4800  989 67   450 50    | NVIDIA H200
+b200      10.0 | 148 128 2048  228 227 129536 | 1.965 191514411008 7672 2250 75   900 50    | NVIDIA B200
+gh200      9.0 | 132 128 2048  228 227  51200 | 1.98  102625181696 4000  989 67   450 50    | NVIDIA GH200 480GB
+"""
+
+
+def _row(line: str) -> tuple[str, Gpu]:
+    names, chip, speed, kind = line.split(" | ")
+    name, capability = names.split()
+    major, minor = map(int, capability.split("."))
+    cores, fp32_units, threads, per_core, per_block, l2_cache = map(int, chip.split())
+    clock, memory, bandwidth, flops, float32_flops, link, network = map(float, speed.split())
+    return name, Gpu(
+        kind=kind,
+        capability=(major, minor),
+        cores=cores,
+        fp32_units=fp32_units,
+        threads=threads,
+        shared_memory=(per_core << 10, per_block << 10),
+        l2_cache=l2_cache << 10,
+        clock=clock,
+        memory=int(memory),
+        bandwidth=bandwidth * 1e9,
+        flops=flops * 1e12 or None,
+        float32_flops=float32_flops * 1e12,
+        link=link * 1e9,
+        network=network * 1e9,
+    )
+
+
+GPUS = dict(map(_row, _TABLE.strip().splitlines()))

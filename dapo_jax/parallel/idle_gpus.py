@@ -13,7 +13,7 @@ from dapo_jax.parallel.processes import gather
 
 
 def idle_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
-    """A warning if JAX has only some of this host's GPUs; None if it has them all.
+    """A warning if JAX uses only some of this host's GPUs; None if it uses them all.
 
     Every process must call it.
     """
@@ -25,12 +25,12 @@ def idle_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
         return None
     return (
         f"JAX uses {sum(devices)} of the {count} GPUs that {source} names on {host}: under Slurm start a task per GPU, "
-        "elsewhere correct CUDA_VISIBLE_DEVICES or JAX_LOCAL_DEVICE_IDS; if this is meant, set mesh.data in place of -1"
+        "elsewhere correct CUDA_VISIBLE_DEVICES or JAX_LOCAL_DEVICE_IDS; if it is intended, set mesh.data, now -1"
     )
 
 
 def gpus_of_host(environment: Mapping[str, str], num_processes: int) -> dict[str, int]:
-    """How many GPUs this host has for the run, by where the number comes from.
+    """The number of GPUs that this host has for the run, by source.
 
     Args:
         num_processes: of the run on this host.

@@ -1,4 +1,4 @@
-"""Host: how much memory the devices have free, and how much of a GPU's memory JAX takes."""
+"""Host: free memory of devices and hosts, and the share of GPU memory that JAX takes."""
 
 import os
 from pathlib import Path
@@ -9,17 +9,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the share of a GPU's memory that JAX takes when it starts
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX's variable: the share of GPU memory it takes at start
 
 
 def reserve_gpu_memory(fraction: float) -> None:
-    """Lets JAX take this share of each GPU's memory, unless the environment names one. Call it before JAX is used."""
+    """Lets JAX take this share of each GPU's memory, unless the environment sets one. Call it before JAX starts."""
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both names together
         os.environ.setdefault(FRACTION, str(fraction))
 
 
 def free_bytes(mesh: Mesh) -> float:
-    """Bytes that every device of the mesh has free: the same number on every process."""
+    """Bytes free on every device of the mesh: the minimum, and the same number on every process."""
     local = [_free_bytes(device) for device in mesh.local_devices]
     if jax.process_count() == 1:
         return min(local)
@@ -34,13 +34,13 @@ def _free_bytes(device: Any) -> float:
 
 
 def used_host_bytes() -> float | None:
-    """How much memory this host's processes use; None where /proc/meminfo does not exist."""
+    """Bytes of this host's memory in use; None if unknown (not Linux)."""
     found = _host_bytes()
     return found["MemTotal"] - found["MemAvailable"] if {"MemTotal", "MemAvailable"} <= set(found) else None
 
 
 def _free_host_bytes() -> float:
-    """Available memory according to Linux; elsewhere, 4 GiB."""
+    """Bytes that Linux reports as available; on other systems, 4 GiB."""
     return _host_bytes().get("MemAvailable", 4.0 * 2**30)
 
 

@@ -1,4 +1,4 @@
-"""Device: the mesh ("data", "fsdp", "tensor") that every function of a run is sharded over."""
+"""Device: the mesh ("data", "fsdp", "tensor") over which every function of a run is sharded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +11,19 @@ from dapo_jax.errors import InputError
 from dapo_jax.parallel.divisors import divisors, nearest
 
 AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")  # rows of prompts, responses and training batches
+BATCH_AXES = ("data", "fsdp")  # for rows of prompts, responses and training batches
 
 
 def make_mesh(
     data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None, *, in_order: bool = False
 ) -> Mesh:
-    """A mesh over all devices, or over those given. `data=-1` is what the other axes leave.
+    """A mesh over all devices, or over those given. `data=-1` takes the devices that the other axes leave.
 
     Args:
-        in_order: lay the devices out in the given order, not by how they are connected: for part of a slice.
+        in_order: keep the order of `devices` instead of arranging them by their links; for a part of a slice.
 
-    Raises ValueError if the product of the axes is not the number of devices.
+    Raises:
+        InputError: the product of the axes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     if data == -1 and len(devices) % (fsdp * tensor) == 0:
@@ -33,7 +34,7 @@ def make_mesh(
         return Mesh(np.array(devices).reshape(data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     try:
         return jax.make_mesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-    except NotImplementedError as error:  # no way to build the axes from the slice's sides
+    except NotImplementedError as error:  # the sides of the slice do not multiply to the axes
         raise InputError(
             f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor} cannot be laid out on this slice: choose axes "
             f"that are products of its sides ({error})"
@@ -41,7 +42,7 @@ def make_mesh(
 
 
 def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:
-    """The message for axes that do not multiply to the number of devices, with values that do."""
+    """The message for axes whose product is not the number of devices, with values that fit."""
     count, platform = len(devices), devices[0].platform
     here = f"{count} ({platform})"
     if data == -1:
@@ -64,13 +65,14 @@ def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:
 
 
 def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
-    """The devices that train and those that sample meanwhile; each process gives equally many of its own.
+    """The devices that train and those that sample at the same time, with the same split in every process.
 
     Args:
-        sampling: how many sample, over all processes; 0: half of them.
+        sampling: devices that sample, over all processes; 0 = half of all.
         tensor: size of the "tensor" axis of both meshes, which lies within a process.
 
-    Raises ValueError if the devices cannot be divided so.
+    Raises:
+        InputError: the devices cannot be divided like this.
     """
     own, processes = jax.local_device_count(), jax.process_count()
     of_process = (sampling or jax.device_count() // 2) // processes
@@ -86,7 +88,7 @@ def split_devices(sampling: int, tensor: int) -> tuple[list[Any], list[Any]]:
 
 
 def _fitting_split(sampling: int, tensor: int, own: int, processes: int) -> str:
-    """The nearest valid split, for the message of `split_devices`."""
+    """A value that fits, for the message of `split_devices`."""
     fitting = [one * processes for one in range(tensor, own, tensor) if (own - one) % tensor == 0]
     if fitting:
         return f"set trainer.rollout_devices={nearest(fitting, sampling or own * processes // 2)}"
@@ -94,10 +96,10 @@ def _fitting_split(sampling: int, tensor: int, own: int, processes: int) -> str:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """How many devices rows are sharded over."""
+    """The number of devices over which rows are divided."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def platform(mesh: Mesh) -> str:
-    """The platform of the devices, which this machine may lack: cpu, gpu or tpu."""
+    """The devices' platform: cpu, gpu or tpu. They may be absent from this machine."""
     return mesh.devices.flat[0].platform

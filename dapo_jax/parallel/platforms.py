@@ -1,4 +1,4 @@
-"""Host: explains why JAX does not find the devices that it should use, or leaves a GPU unused."""
+"""Host: why JAX does not find the requested devices, or leaves a GPU unused, and what to install."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 def start_failure(error: BaseException) -> str | None:
     """Why JAX could not start the devices of JAX_PLATFORMS, with the fix; None for any other error.
 
-    Call it only before the process ends: it restarts JAX without JAX_PLATFORMS to see which devices that finds.
+    Call it only before the process ends: it resets JAX_PLATFORMS to list the devices that JAX finds without it.
     """
     failed, asked = failed_platform(error), _asked()
     if failed is None:
@@ -29,20 +29,20 @@ def start_failure(error: BaseException) -> str | None:
     if reason and "is not in the list" not in reason and "cannot open shared object" not in reason:
         missing += f" ({reason})"
     began = f"JAX_PLATFORMS={asked} cannot be used: " if asked else "JAX cannot start its devices: "
-    return f"{began}{missing}; without JAX_PLATFORMS, JAX sees {_devices_without_a_choice()}"
+    return f"{began}{missing}; without JAX_PLATFORMS, JAX finds {_devices_without_a_choice()}"
 
 
 def failed_platform(error: BaseException) -> str | None:
     """The platform that JAX could not start; None for any other error."""
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, AssertionError) and frames and frames[-1].name == "backends":  # of JAX: there is no NVIDIA GPU
+    if isinstance(error, AssertionError) and frames and frames[-1].name == "backends":  # JAX's: no NVIDIA GPU
         return "cuda"
     found = re.match("Unable to initialize backend '(.*?)'", str(error)) if isinstance(error, RuntimeError) else None
     return found[1] if found else None
 
 
 def missing_for(platform: str) -> str:
-    """Why JAX has no "gpu" (or "cuda", "rocm") or "tpu" on this machine, with the fix."""
+    """Why JAX finds no "gpu" (or "cuda", "rocm") or "tpu" in this machine, with the fix."""
     if platform in ("gpu", "cuda", "rocm"):
         return _missing_for_gpus(nvidia_driver())
     if platform == "tpu":
@@ -51,15 +51,15 @@ def missing_for(platform: str) -> str:
 
 
 def unused_gpu() -> str | None:
-    """A warning if this machine has an NVIDIA GPU that JAX does not use, and nobody chose that."""
+    """A warning if this machine has an NVIDIA GPU that JAX does not use, although nothing tells it not to."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     if hidden or _asked() or jax.default_backend() != "cpu" or (driver := nvidia_driver()) is None:
         return None
-    return f"JAX computes on the CPU: {_missing_for_gpus(driver)}; if the CPU is meant, set JAX_PLATFORMS=cpu"
+    return f"JAX computes on the CPU: {_missing_for_gpus(driver)}; to use the CPU, set JAX_PLATFORMS=cpu"
 
 
 def nvidia_smi(*arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str] | None:
-    """Runs NVIDIA's nvidia-smi; None if it is not installed or does not answer."""
+    """The result of NVIDIA's nvidia-smi; None if it is not installed or does not answer."""
     command = ["nvidia-smi", *arguments]
     try:
         return subprocess.run(
@@ -70,7 +70,7 @@ def nvidia_smi(*arguments: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def nvidia_driver() -> tuple[str, str] | None:
-    """The GPUs of this machine ("" if unknown) and the version of their driver; None without a driver."""
+    """This machine's GPUs ("" if unknown) and their driver's version; None without a driver."""
     listed = nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader")
     lines = listed.stdout.splitlines() if listed is not None and listed.returncode == 0 else []
     rows = [line.rsplit(", ", 1) for line in lines if ", " in line]
@@ -84,7 +84,7 @@ def nvidia_driver() -> tuple[str, str] | None:
 
 
 def _asked() -> str:
-    """The platforms that JAX must use; "" if it may choose."""
+    """The platforms that JAX is configured to use; "" if it chooses."""
     return jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -94,7 +94,7 @@ def _missing_for_gpus(driver: tuple[str, str] | None) -> str:
         found = "there is no NVIDIA driver here (nvidia-smi, /proc/driver/nvidia)"
         if plugins:
             return f"{found} ({plugins[0]} is installed): install the driver, or start the container with --gpus all"
-        return f"{found}, and no CUDA plugin of JAX is installed: where there is a GPU, pip install 'dapo_jax[cuda13]'"
+        return f"{found}, and no CUDA plugin of JAX is installed: on a GPU machine, pip install 'dapo_jax[cuda13]'"
     names, version = driver
     extra = "cuda13" if int(version.partition(".")[0]) >= CUDA13_DRIVER else "cuda12"
     here = f"the NVIDIA driver {version} is here" + (f" with {names}" if names else "")
@@ -102,18 +102,18 @@ def _missing_for_gpus(driver: tuple[str, str] | None) -> str:
         return f"{here}, and no CUDA plugin of JAX is installed: pip install 'dapo_jax[{extra}]'"
     if extra == "cuda12" and plugins == [PLUGINS[0]]:
         return (
-            f"{here}, and {plugins[0]} needs driver {CUDA13_DRIVER} or newer: pip install 'dapo_jax[cuda12]', or a "
-            "newer driver"
+            f"{here}, and {plugins[0]} needs driver {CUDA13_DRIVER} or newer: pip install 'dapo_jax[cuda12]', or "
+            "update the driver"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-    return f"{here} and {plugins[0]} is installed, yet it finds no GPU that it can use{hidden}: see `nvidia-smi`"
+    return f"{here} and {plugins[0]} is installed, but it finds no usable GPU{hidden}: see `nvidia-smi`"
 
 
 def _missing_for_tpus() -> str:
     if importlib.util.find_spec("libtpu") is None:
         return "libtpu is not installed: on a TPU machine, pip install 'dapo_jax[tpu]'"
-    return "libtpu finds no TPU here that is free: run on a TPU machine, and end what else uses its TPU"
+    return "libtpu finds no free TPU: run on a TPU machine, and end other programs that use its TPU"
 
 
 def _devices_without_a_choice() -> str:

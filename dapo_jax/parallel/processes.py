@@ -1,7 +1,6 @@
-"""Host: the processes of a run: how they find each other, exchange values, and end together.
+"""Host: the processes of a run: how they join, exchange values, and end together.
 
-Every process runs the same loop. Decisions rest on values that are replicated or gathered here, never on a clock or a
-race.
+Every process runs the same loop. Decisions depend on replicated or gathered values, never on a clock or a race.
 """
 
 import json
@@ -26,39 +25,40 @@ from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, jax_
 
 JOIN_TIMEOUT_S = 300  # how long processes wait for each other
 QUIET_S = 10  # after which a process reports what it waits for
-FAILURE = "dapo_jax/failure"  # key in JAX's key-value store where the first process that fails says why
-LOST = "UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED"  # how errors of a lost connection begin
+FAILURE = "dapo_jax/failure"  # key in JAX's key-value store for the message of the first process that fails
+LOST = "UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED"  # prefixes of errors after a lost connection
 SHORTEST = 1024  # bytes that a message between processes is padded to
 CURE = (
-    "Start every process, with trainer.coordinator=HOST:PORT (a port of process 0 that the others reach), "
-    "trainer.num_processes and trainer.process_id if they do not find each other; trainer.num_processes=1 starts this "
-    "process alone"
+    "Start every process; if they do not find each other, set trainer.coordinator=HOST:PORT (a port of process 0 that "
+    "the others can reach), trainer.num_processes and trainer.process_id. trainer.num_processes=1 starts this process "
+    "alone"
 )
 
 
 class SharedFailure(RuntimeError):
-    """A failure that all processes of a run meet at the same point, and handle together."""
+    """A failure that all processes of a run raise at the same point, so that they can act on it together."""
 
 
 @contextmanager
 def joined_processes(
     *, coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int
 ) -> Iterator[None]:
-    """Joins the processes of a run; if one fails, it ends at once and the others learn why.
+    """Joins the processes of a run. If one fails, it ends at once and tells the others why.
 
-    Enter it before using JAX. TPU pods, Slurm, Open MPI and indexed Kubernetes jobs name the processes themselves; if
-    nothing names several, this process is alone. If some are missing after JOIN_TIMEOUT_S, this process ends with a
-    message and exit code 2.
+    Enter it before JAX starts. TPU pods, Slurm, Open MPI and indexed Kubernetes jobs name their processes; if nothing
+    names any, this process is alone. If some are missing after JOIN_TIMEOUT_S, this process ends with a message and
+    exit code 2.
 
     Args:
-        coordinator: host:port of process 0; "": JAX finds it.
-        num_processes: 0: JAX finds it; 1: this process is alone, whatever the environment says.
-        process_id: -1: JAX finds it.
-        heartbeat_timeout_s: how long a process may be silent before it counts as dead.
+        coordinator: host:port of process 0; "" = found by JAX.
+        num_processes: 0 = found by JAX; 1 = this process is alone, whatever the environment says.
+        process_id: -1 = found by JAX.
+        heartbeat_timeout_s: seconds without a heartbeat after which a process counts as dead.
 
     Raises:
-        ValueError: only some of the three are given, and the environment lacks the rest; it names processes that cannot
-            be joined; the coordinator is no address, or its port is in use; or the three are given after JAX started.
+        InputError: only some of the three are given and the environment lacks the rest; the environment names
+            processes that cannot be joined; the coordinator is not an address, or its port is taken; or the three are
+            given after JAX has started.
     """
     if not _join(coordinator, num_processes, process_id, heartbeat_timeout_s):
         yield
@@ -71,12 +71,12 @@ def joined_processes(
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which writes records and prints."""
+    """Whether this is the process that writes records and prints."""
     return jax.process_index() == 0
 
 
 def gather(value: Any) -> list[Any]:
-    """The `value` of each process, in the order of the processes. It is plain data, as in JSON.
+    """The `value` of each process, in the order of the processes. Values are plain JSON data.
 
     Every process must call it.
     """
@@ -90,27 +90,27 @@ def gather(value: Any) -> list[Any]:
 
 
 def _padded(length: int) -> int:
-    """The next power of two, at least SHORTEST: JAX compiles and keeps a program for each length."""
+    """The next power of two, at least SHORTEST: JAX compiles a program for each length that is sent."""
     return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
 def any_process(*values: bool) -> list[bool]:
-    """Whether each of `values` is true in some process. Every process must call it."""
+    """For each of `values`, whether it is true in any process. Every process must call it."""
     gathered = multihost_utils.process_allgather(np.array(values))
     return np.any(gathered.reshape(-1, len(values)), axis=0).tolist()
 
 
 def settle(arrays: Any) -> None:
-    """Waits for `arrays` with several processes on CPUs; elsewhere does nothing.
+    """Waits for `arrays` on CPUs with several processes; does nothing elsewhere.
 
-    There, collectives of programs that run at the same time can deadlock.
+    On CPUs, collectives of programs that run at the same time can deadlock.
     """
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(arrays)
 
 
 def check_agreement(values: Mapping[str, Any]) -> None:
-    """Raises ValueError, which names the first value that differs, unless every process gives the same values."""
+    """Raises InputError unless every process has the same values; it names the first that differs."""
     found = gather(dict(values))
     for name in found[0]:
         shown = [of_process.get(name) for of_process in found]
@@ -123,7 +123,7 @@ def check_agreement(values: Mapping[str, Any]) -> None:
 
 
 def check_shared(directory: str) -> None:
-    """Raises ValueError unless all processes see a file that process 0 writes into `directory`."""
+    """Raises InputError unless all processes see a file that process 0 writes to `directory`."""
     if jax.process_count() == 1:
         return
     token = epath.Path(directory) / f"shared_{gather(time.time_ns())[0]}"
@@ -137,15 +137,15 @@ def check_shared(directory: str) -> None:
     if not all(seen):
         raise InputError(
             f"process {seen.index(False)} does not see what process 0 writes to {directory}: checkpoints need a place "
-            "that all processes reach: set trainer.checkpoint_dir (a shared directory, or gs://...)"
+            "that all processes can reach: set trainer.checkpoint_dir to a shared directory or gs://..."
         )
 
 
 def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int) -> bool:
-    """Joins the other processes; False if this process is alone."""
+    """Joins the processes, if there are others; returns whether it has."""
     if jax.distributed.is_initialized():
-        return False  # by the caller, which ends them too
-    # JAX's preemption service would swallow SIGTERM, which must end the process.
+        return False  # the caller has joined them and will end them
+    # JAX's preemption service would swallow SIGTERM, which must stop the process.
     jax.config.update("jax_enable_preemption_service", False)
     given = {"coordinator": bool(coordinator), "num_processes": num_processes > 0, "process_id": process_id >= 0}
     cluster = Cluster(num_processes or None, "") if any(given.values()) else find_cluster(os.environ)
@@ -153,8 +153,8 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
         return False
     if coordinator:
         check_address(coordinator, listens=process_id == 0)
-    # With all three given, JAX would still ask TPU and Kubernetes servers, for nothing. Slurm and Open MPI say which
-    # GPU belongs to this process.
+    # Even with all three given, JAX would query TPU and Kubernetes servers for nothing. But it needs Slurm and Open MPI
+    # to tell which GPU belongs to this process.
     launched = "SLURM_STEP_NODELIST" in os.environ or "OMPI_MCA_orte_hnp_uri" in os.environ
     try:
         with _limited_wait(cluster):
@@ -163,12 +163,12 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
                 num_processes if given["num_processes"] else None,
                 process_id if given["process_id"] else None,
                 cluster_detection_method="deactivate" if all(given.values()) and not launched else None,
-                initialization_timeout=JOIN_TIMEOUT_S + 30,  # JAX aborts then, without saying what it waited for
+                initialization_timeout=JOIN_TIMEOUT_S + 30,  # JAX then aborts without saying what it waited for
                 heartbeat_timeout_seconds=heartbeat_timeout_s,
             )
-    except Exception as error:  # the search runs code for several clusters, which may raise anything
+    except Exception as error:  # JAX's detection runs code for several clusters, which may raise anything
         nothing_found = "coordinator_address should be defined" in str(error)
-        in_use = "must be called before" in str(error)  # the command was called by a program that uses JAX
+        in_use = "must be called before" in str(error)  # a program calls the command after using JAX
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if not any(given.values()):
             if in_use or nothing_found and cluster.num_processes is None:
@@ -178,7 +178,7 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
             raise InputError(_refusal(cluster, reason)) from error
         missing = [name for name, is_given in given.items() if not is_given]
         raise InputError(
-            f"trainer.{', trainer.'.join(missing or given)} does not fit or cannot be found out here: give "
+            f"trainer.{', trainer.'.join(missing or given)} does not fit or cannot be detected here: give "
             "trainer.coordinator=HOST:PORT (of process 0), trainer.num_processes and trainer.process_id, or none of "
             f"them ({reason})"
         ) from error
@@ -186,16 +186,16 @@ def _join(coordinator: str, num_processes: int, process_id: int, heartbeat_timeo
 
 
 def _refusal(cluster: Cluster, reason: str) -> str:
-    """The message for processes that do not find each other."""
+    """The message when processes do not find each other."""
     named = f"The environment names {cluster.num_processes or 'several'} processes: {cluster.evidence}. "
     return f"cannot join the other processes of this run: {reason}. {named if cluster.evidence else ''}{CURE}"
 
 
 @contextmanager
 def _limited_wait(cluster: Cluster) -> Iterator[None]:
-    """Ends this process with a message once the body, JAX's search for the others, has run for JOIN_TIMEOUT_S.
+    """Ends this process with a message if the body, JAX's search for the others, takes longer than JOIN_TIMEOUT_S.
 
-    JAX itself would abort the process. A thread watches, because JAX does not return to Python meanwhile.
+    JAX itself would abort without a reason. A thread watches, because JAX does not return to Python meanwhile.
     """
     joined = threading.Event()
 
@@ -205,7 +205,7 @@ def _limited_wait(cluster: Cluster) -> Iterator[None]:
         if not joined.wait(JOIN_TIMEOUT_S - QUIET_S):
             reason = f"after {JOIN_TIMEOUT_S} s, {waiting_for()}"
             print(f"dapo_jax: {_refusal(cluster, reason)}", file=sys.stderr, flush=True)
-            os._exit(2)  # like a command with wrong input
+            os._exit(2)  # the exit code for wrong input
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -215,7 +215,7 @@ def _limited_wait(cluster: Cluster) -> Iterator[None]:
 
 
 def is_jax_failure(error: BaseException | None) -> bool:
-    """Whether JAX could not run a program. Fetching from one that lost its connection raises ValueError."""
+    """Whether JAX failed to run a program. Fetching a result after a lost connection raises ValueError."""
     if isinstance(error, ValueError):
         return re.match(rf"({LOST}): ", str(error)) is not None
     return isinstance(error, jax.errors.JaxRuntimeError)
@@ -224,14 +224,14 @@ def is_jax_failure(error: BaseException | None) -> bool:
 def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
     """Ends this process without waiting for the others, which would wait for this one.
 
-    A SystemExit has been reported, and has the underlying error as its cause.
+    A SystemExit has already printed its reason, and carries the error as its cause.
     """
     cause = error.__cause__ if isinstance(error, SystemExit) else error
     failure = None
-    if is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause):  # most often because another process ended
+    if is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause):  # usually another process has ended
         print(
             f"dapo_jax: process {jax.process_index()} cannot continue: {str(cause).partition(chr(10))[0]}\n"
-            "dapo_jax: most often another process has ended: its message, or JAX's, is below",
+            "dapo_jax: usually another process has ended; its reason, or what JAX has noticed, follows",
             file=sys.stderr,
             flush=True,
         )
@@ -255,20 +255,20 @@ def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
 
 
 def _tell_others(cause: BaseException) -> None:
-    """Reports to the other processes that this one failed, unless another did before."""
+    """Tells the other processes that this one has failed, unless another has failed before."""
     client = jax_client()
     if client is None:
         return
     reason = str(cause).partition("\n")[0] or type(cause).__name__
-    with suppress(jax.errors.JaxRuntimeError):  # another failed before, or process 0 has ended
+    with suppress(jax.errors.JaxRuntimeError):  # another process has failed before, or process 0 has ended
         client.key_value_set(FAILURE, f"process {jax.process_index()} has failed: {reason}")
 
 
 def _failure_of_another(limit_s: float) -> str | None:
-    """What the first process that failed reported to the others; None if none did.
+    """The message of the first process that failed; None if there is none.
 
-    A process that was killed reports nothing. JAX's service notices it within `limit_s`, and ends this process with a
-    message that names it.
+    A killed process leaves no message. JAX's service notices within `limit_s` and ends this process with a message
+    that names it.
     """
     client = jax_client()
     if client is None:

@@ -1,4 +1,4 @@
-"""Device: how each array is sharded over the mesh: one rule per logical axis, and no silent replicas."""
+"""Device: how each array is sharded over the mesh. One rule per logical axis; no silent replication."""
 
 import functools
 import math
@@ -28,12 +28,12 @@ TRAIN_RULES: Rules = {
     "rank": None,
     "layers": None,
 }
-# Decoding keeps the weights whole with each share of the rows, sharded over tensor only.
+# For decoding, weights are split over tensor only: every shard of the rows has a whole copy.
 DECODE_RULES: Rules = {**TRAIN_RULES, "embed": None}
 
 
 class LogicalWeight(Protocol):
-    """What sharding needs to know of a weight."""
+    """What sharding needs to know about a weight."""
 
     @property
     def path(self) -> tuple[str, ...]: ...
@@ -53,7 +53,7 @@ def _spec(axes: Sequence[str], rules: Rules) -> PartitionSpec:
 
 
 def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarray], jax.Array]:
-    """A function that puts a weight's host array, which every process holds whole, on the mesh."""
+    """A function that puts a host array, whole on every process, on the mesh with its weight's sharding."""
 
     def place(weight: LogicalWeight, array: np.ndarray) -> jax.Array:
         return put(array, weight_sharding(weight, mesh, rules))
@@ -81,7 +81,7 @@ def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: dict[str, in
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """First dimension over the data and fsdp axes, the others whole."""
+    """The first dimension over the data and fsdp axes, the others whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
@@ -91,9 +91,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Inside jit: shards `x` by `spec` over the mesh of `jax.set_mesh`; without a mesh, does nothing.
+    """Inside jit: shards `x` by `spec` over the mesh of `jax.set_mesh`; does nothing without a mesh.
 
-    Inside a shard_map, `x` is the part at one place along the mapped axes, and the other axes shard it.
+    Inside a shard_map, `x` is one shard along the mapped axes, and only the other axes divide it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -107,20 +107,20 @@ def constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def shards_left() -> int:
-    """Inside jit: how many devices of the mesh of `jax.set_mesh` shard rows, not counting a shard_map's axes."""
+    """Inside jit: the number of devices over which rows are divided, without the mapped axes of a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(size for axis, size in mesh.shape.items() if axis in BATCH_AXES and axis not in mesh.manual_axes)
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:
-    """Inside jit: keeps the first dimension of `x` over the batch axes."""
+    """Inside jit: shards the first dimension of `x` over the batch axes."""
     return constrain(x, PartitionSpec(BATCH_AXES))
 
 
 def constrain_residual(x: jax.Array) -> jax.Array:
-    """Inside jit: shards the residual stream [B, T, D] between two layers, rows over the batch axes and D over tensor.
+    """Inside jit: shards the residual stream [B, T, D] between layers, rows over the batch axes and D over tensor.
 
-    So what a layer saves for the backward pass is sharded too. A D that "tensor" does not divide stays whole.
+    This also divides what is saved for the backward pass. A D that "tensor" does not divide stays whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     divided = not mesh.empty and x.shape[-1] % mesh.shape["tensor"] == 0
@@ -130,7 +130,7 @@ def constrain_residual(x: jax.Array) -> jax.Array:
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Inside jit: rows [B, T, D] of `table` [V, D] for tokens [B, T], on the devices of the tokens' rows.
 
-    Each device along "tensor" looks up the tokens in its share of the vocabulary, and the results are added.
+    Each device along "tensor" looks up the tokens in its share of the vocabulary, and a sum combines them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["tensor"] == 1:
@@ -152,7 +152,8 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 def move(tree: Any, mesh: Mesh) -> Any:
     """Copies arrays to other devices of the same processes: onto `mesh`, sharded along the same axes.
 
-    Raises ValueError if a process lacks a part that one of its devices has to hold.
+    Raises:
+        InputError: a process lacks a part that one of its devices must hold.
     """
 
     def onto(array: jax.Array) -> jax.Array:
@@ -164,8 +165,8 @@ def move(tree: Any, mesh: Mesh) -> Any:
             parts = [jax.device_put(there[_extent(index, array.shape)], device) for device, index in wanted.items()]
         except KeyError:
             raise InputError(
-                f"process {jax.process_index()} trains on devices that lack a part of the weights that it has to "
-                "sample with: choose mesh.tensor so that it divides the devices of a process, or 1"
+                f"process {jax.process_index()} trains on devices that lack some of the weights that it samples with: "
+                "choose a mesh.tensor that divides the devices of a process, or 1"
             ) from None
         return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
@@ -178,9 +179,9 @@ def _extent(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], .
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_weight(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Inside jit: a weight gathered over fsdp, as a product needs it; its gradient is sharded over fsdp again.
+    """Inside jit: gathers a weight over fsdp for a product; its gradient is scattered over fsdp again.
 
-    On its own, XLA may split the product instead, and hold a partial result per device in memory.
+    Otherwise XLA may split the product instead, and hold one partial result per device in memory.
 
     Args:
         axes: logical axis of each dimension.
@@ -200,7 +201,7 @@ gather_weight.defvjp(_gather_forward, _gather_backward)
 
 
 def put(tree: Any, sharding: NamedSharding) -> Any:
-    """Host arrays that every process holds whole, as device arrays with `sharding`."""
+    """Host arrays, whole on every process, as device arrays with `sharding`."""
 
     def place(array: np.ndarray) -> jax.Array:
         array = np.asarray(array)
@@ -210,7 +211,7 @@ def put(tree: Any, sharding: NamedSharding) -> Any:
 
 
 def put_rows(tree: Any, mesh: Mesh) -> Any:
-    """Host arrays with zero rows appended until the batch shards divide them, sharded over the batch axes."""
+    """Host arrays as device arrays over the batch axes, padded with zero rows to a multiple of the batch shards."""
 
     def pad(array: np.ndarray) -> np.ndarray:
         missing = -array.shape[0] % num_batch_shards(mesh)

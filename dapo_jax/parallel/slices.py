@@ -10,8 +10,8 @@ from jax.experimental import topologies
 
 from dapo_jax.errors import InputError
 
-# Google's name of a generation -> libtpu's, cores per chip if the name counts cores (else 1), sides of a slice.
-# v4-32 and v5p-32 have 32 cores, on 16 chips; v5litepod-32 and v6e-32 have 32 chips.
+# Google's name of a generation -> libtpu's name, units per chip in the number of a name, dimensions of a slice. v4-32
+# and v5p-32 have 32 cores on 16 chips; v5litepod-32 and v6e-32 have 32 chips.
 GENERATIONS = {
     "v4": ("v4", 2, 3),
     "v5p": ("v5p", 2, 3),
@@ -21,19 +21,20 @@ GENERATIONS = {
 }
 SLICES = {name for name, _, _ in GENERATIONS.values()}
 QUIET = {
-    "TPU_SKIP_MDS_QUERY": "1",  # it would ask a metadata server which machine this is
+    "TPU_SKIP_MDS_QUERY": "1",  # do not query a metadata server
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it opens no chip
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # of this machine; without one it prints a warning
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is opened
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any value, to avoid a warning
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
 
 
 def libtpu_name(topology: str) -> str:
-    """libtpu's name of a slice, "v5p:2x2x4", from Google's, "v5p-32"; other names unchanged.
+    """libtpu's name of a slice, "v5p:2x2x4", from Google's, "v5p-32"; other names are returned unchanged.
 
-    Raises ValueError for a number that no slice has, with the nearest that exist.
+    Raises:
+        InputError: no slice has this number; the message suggests the closest ones.
     """
     found = re.fullmatch(rf"({'|'.join(GENERATIONS)})-(\d+)", topology)
     if not found:
@@ -46,7 +47,7 @@ def libtpu_name(topology: str) -> str:
     if number not in numbers:
         close = sorted(sorted(numbers, key=lambda one: abs(one - number))[:2])
         raise InputError(
-            f"--topology={topology} must be a slice of Google Cloud: choose "
+            f"--topology={topology} must be a slice that Google Cloud offers: choose "
             f"{' or '.join(f'{found[1]}-{one}' for one in close)}, or give its sides, such as "
             f"{name}:{_sides(16, dimensions)}"
         )
@@ -54,20 +55,20 @@ def libtpu_name(topology: str) -> str:
 
 
 def slice_devices(topology: str) -> Sequence[Any]:
-    """The chips of a slice such as "v5e:4x4" as JAX's devices."""
+    """The JAX devices of a slice such as "v5e:4x4"."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # JAX itself must not look for a TPU
+    jax.config.update("jax_platforms", "cpu")  # keep JAX from looking for a TPU
     options: dict[str, Any] = {}
     if topology.startswith("v4:"):
-        options["chip_config_name"] = "megacore"  # one device is a chip, as in JAX on a v4
+        options["chip_config_name"] = "megacore"  # one device per chip, as JAX does on a v4
     if re.fullmatch(r"\w+:1(x1)*", topology):
         options["chips_per_host_bounds"] = (1, 1, 1)  # hosts of larger slices have four chips
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
 
 
 def _sides(chips: int, dimensions: int) -> str:
-    """Powers of two, as equal as possible, the largest last; a 3D slice of 4 chips is 2x2x1."""
+    """Sides as equal as powers of two allow, the largest last; a 3D slice of 4 chips is 2x2x1."""
     power = chips.bit_length() - 1
     sides = sorted(2 ** ((power + index) // dimensions) for index in range(dimensions))
     if dimensions == 3 and chips == 4:

@@ -1,4 +1,4 @@
-"""Host: stops a run at its next safe point after a signal, the same one in all processes."""
+"""Host: stops a run on request at its next safe point, the same one in all processes."""
 
 import os
 import signal
@@ -14,31 +14,31 @@ import jax
 
 from dapo_jax.parallel.processes import any_process
 
-IN_FLIGHT = 2  # micro-batches that the host is ahead of the devices
-_REPEATED_S = 1.0  # a signal within it repeats the same request
-_CHECKS_PER_AGREEMENT = 8  # with several processes, which must ask each other
-_LONG_S = 0.5  # between two checks: then every check asks
+IN_FLIGHT = 2  # micro-batches that the host may be ahead of the devices
+_REPEATED_S = 1.0  # a second signal within this time is the same request
+_CHECKS_PER_AGREEMENT = 8  # with several processes, which must agree to stop
+_LONG_S = 0.5  # if checks are further apart, the processes agree at every check
 
 
 class Stopped(BaseException):
-    """A signal asked the run to stop, and it stopped at a safe point. This is no error."""
+    """A signal asked the run to stop, and it has stopped at a safe point. This is not an error."""
 
 
 class StopRequest:
-    """SIGTERM (schedulers, the maintenance of cloud machines) and SIGINT (Ctrl-C) ask a run to stop.
+    """SIGTERM (from schedulers and cloud maintenance) and SIGINT (Ctrl-C) ask a run to stop.
 
-    The first is remembered until a safe point. A second one, at least a second later (launchers send one twice), ends
-    the process at once, by that signal. Before the first safe point there is nothing to save: SIGTERM then stops a
-    single process at once and kills one of several, and SIGINT is left to the command. Outside the main thread Python
-    receives no signals, so nothing asks.
+    The first signal is remembered until a safe point. A second one, at least a second later (launchers send one
+    twice), ends the process at once, by that signal. Before the first safe point there is nothing to save: SIGTERM
+    then stops a single process immediately and kills one of several, and SIGINT is left to the command. Outside the
+    main thread, where Python delivers no signals, nothing asks the run to stop.
     """
 
     def __init__(self) -> None:
         self._signal: str | None = None
         self._since = 0.0  # time.monotonic() of the first signal
         self._set_up = False
-        self._patience: Callable[[], float] | None = None  # None: outside of `safe`
-        self._checks = 0  # since the processes have asked each other
+        self._patience: Callable[[], float] | None = None  # None outside `safe`
+        self._checks = 0  # since the processes last agreed
         self._interval = _CHECKS_PER_AGREEMENT
         self._agreed_at = time.monotonic()
         self._previous: dict[signal.Signals, Any] = {}
@@ -53,10 +53,10 @@ class StopRequest:
 
     @contextmanager
     def safe(self, patience: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
-        """Inside, `check` may raise: work in progress can be discarded.
+        """Inside, `check` may raise: the work in progress can be discarded.
 
         Args:
-            patience: how many seconds after the signal `check` may raise, asked at each check.
+            patience: gives the seconds after the signal during which `check` does not raise; called by each check.
         """
         self._hear(signal.SIGINT)
         self._set_up, self._patience = True, patience
@@ -66,13 +66,13 @@ class StopRequest:
             self._patience = None
 
     def check(self, *, agree: bool = False) -> None:
-        """A possible safe point, which every process reaches equally often.
+        """A possible safe point, which all processes reach equally often.
 
         Args:
-            agree: ask the other processes now, not only when that is cheap.
+            agree: ask the other processes now, not only at every few checks.
 
         Raises:
-            Stopped: inside of `safe`, once a process was asked to stop.
+            Stopped: inside `safe`, after any process was asked to stop.
         """
         if self._patience is None:
             return
@@ -88,7 +88,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._receive)
 
     def _agree(self, asked: bool) -> bool:
-        """Whether some process was asked to stop; all processes ask again after the same number of checks."""
+        """Whether any process was asked to stop. All of them choose the same number of checks until the next time."""
         now = time.monotonic()
         asked, long = any_process(asked, now - self._agreed_at >= _LONG_S * self._checks)
         self._interval = 1 if long else _CHECKS_PER_AGREEMENT
@@ -108,7 +108,7 @@ class StopRequest:
 
 
 class Pace:
-    """Keeps the host at most IN_FLIGHT micro-batches ahead of the devices, so that it can stop between two."""
+    """Keeps the host at most IN_FLIGHT micro-batches ahead of the devices, so that it can stop between two of them."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         """
@@ -119,7 +119,7 @@ class Pace:
         self._in_flight: deque[Any] = deque()
 
     def __call__(self, result: Any) -> None:
-        """Call it after dispatching a micro-batch, with a `result` that no later one overwrites."""
+        """Call it after dispatching a micro-batch. No later one may overwrite (donate) `result`."""
         self._in_flight.append(result)
         if len(self._in_flight) > IN_FLIGHT:
             jax.block_until_ready(self._in_flight.popleft())
@@ -127,4 +127,4 @@ class Pace:
 
 
 def unpaced(result: Any) -> None:
-    """Replaces a Pace where some devices sample while others train: the host must not wait."""
+    """Instead of a Pace while other devices sample: the host must not wait."""

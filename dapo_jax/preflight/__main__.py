@@ -1,13 +1,12 @@
-"""Host: the preflight command: compiles every function of a training step for hardware you do not have.
+"""Host: the preflight command: compiles every program of a training step for hardware you do not have.
 
     python -m dapo_jax.preflight --config FILE [--config.key=value ...] [--topology v5p:4x4x8] [--response_length N]
                                  [--quick] [--json FILE]
 
-Prints bytes per device by kind against the device's memory, FLOPs, bytes and collectives of a step, an estimate of its
-time, and whether it fits; if not, which setting to change first. It needs neither weights nor data nor a tokenizer: of
-model.path only config.json is read, or, where that does not exist, configs/shapes/ of the same name. Nothing is
-allocated. Absent GPUs (h100:8, a100:2x8) need pip install 'dapo_jax[cuda13]', TPU slices (v5p:4x4x8)
-'dapo_jax[tpu-preflight]'.
+Prints the memory per device by kind, the FLOPs, bytes and collectives per step, a lower bound on the step's time, and
+whether it fits; if not, which setting to change first. It needs no weights, data or tokenizer: it reads only
+config.json of model.path or, if that does not exist, the same name in configs/shapes/. Nothing is allocated. Absent
+GPUs (h100:8, a100:2x8) need pip install 'dapo_jax[cuda13]', TPU slices (v5p:4x4x8) 'dapo_jax[tpu-preflight]'.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -38,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         usage=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--topology", default="cpu", help="v5e:4x4, v5p-256, h100:8, a100:2x8, ..., or cpu, gpu, tpu of this machine"
+        "--topology", default="cpu", help="v5e:4x4, v5p-256, h100:8, a100:2x8, ..., or this machine's cpu, gpu or tpu"
     )
-    parser.add_argument("--response_length", type=int, help="tokens of each response, for the time; default: the limit")
-    parser.add_argument("--quick", action="store_true", help="compile decoding for the first and last window alone")
-    parser.add_argument("--json", help="file for the JSON report, which is printed last unless given")
+    parser.add_argument("--response_length", type=int, help="tokens per response, for the time; default: the limit")
+    parser.add_argument("--quick", action="store_true", help="compile decoding only for the first and last window")
+    parser.add_argument("--json", help="write the JSON report to this file instead of printing it last")
     given, rest = parser.parse_known_args(arguments)
     command = ["preflight", *rest]
     with refusals(command):

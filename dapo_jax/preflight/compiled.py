@@ -1,4 +1,4 @@
-"""Host: one program of a step, compiled for devices that may be absent, and what it takes."""
+"""Host: compiles one program of a step, for devices that may be absent, and measures its memory and costs."""
 
 import re
 import time
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.ahead_of_time import compile_ahead
 from dapo_jax.preflight.hlo_costs import Costs, program_costs
@@ -18,11 +17,11 @@ TEMPORARIES = "temporaries"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program. `bytes` and `costs` are of one device, `costs` of one call."""
+    """A compiled program. `bytes` and `costs` are per device, `costs` also per call."""
 
     program: Program
     bytes: dict[str, float]  # in memory during a call, by kind
-    costs: Costs | None  # None if the program is larger than the device, so that XLA refuses it
+    costs: Costs | None  # None if XLA refuses the program because it exceeds the device's memory
     compile_s: float
 
     @property
@@ -30,17 +29,20 @@ class Compiled:
         return sum(self.bytes.values())
 
 
-def compile_program(program: Program, mesh: Mesh, config: Config) -> Compiled:
-    """Compiles a program and reads off what it takes. Call it under the mesh.
+def compile_program(program: Program, mesh: Mesh, cache: str) -> Compiled:
+    """Compiles a program and reads its memory and costs. Call it inside `jax.set_mesh(mesh)`.
 
     Args:
-        config: says where results are kept.
+        cache: the directory for results; "" = no cache.
+
+    Raises:
+        InputError: the program needs cuDNN, which is not installed.
     """
     start = time.perf_counter()
     found: dict[str, float] = {kind: program.inside.get(kind, 0.0) + program.beside.get(kind, 0.0) for kind in KINDS}
-    inside, directory = sum(program.inside.values()), config.trainer.compilation_cache_dir
+    inside = sum(program.inside.values())
     try:
-        executable = compile_ahead(program.lower(), mesh, directory=directory)
+        executable = compile_ahead(program.lower(), mesh, directory=cache)
     except jax.errors.JaxRuntimeError as error:
         temporaries = refused(str(error), inside)
         if temporaries is None:
@@ -61,10 +63,10 @@ def compile_program(program: Program, mesh: Mesh, config: Config) -> Compiled:
 
 
 def refused(message: str, inside: float) -> float | None:
-    """The temporaries of a program that XLA refuses because of the device's memory; None for any other error.
+    """The bytes of temporaries of a program that XLA refuses for lack of memory; None for any other error.
 
     Args:
-        inside: bytes of its arguments and results, which some messages count.
+        inside: bytes of its arguments and results, which some messages include.
     """
     of_all = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
     alone = re.search(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM", message)

@@ -1,7 +1,7 @@
-"""Host: what one device computes, moves and sends in a compiled program, read from the program's text.
+"""Host: FLOPs, memory traffic and collectives per device of a compiled program, read from its text.
 
-XLA's own `cost_analysis()` counts the body of a loop once; here it counts as often as the loop runs. The text is that
-of the optimised program (`compiled.as_text()`): shapes are those of one device, layers are a `while`.
+XLA's own `cost_analysis()` counts a loop's body once; here it counts once per iteration. The text is the optimised
+program (`compiled.as_text()`): shapes are per device, and the layers are a `while` loop.
 """
 
 import re
@@ -13,7 +13,7 @@ from dapo_jax.preflight.hlo_products import product_flops
 from dapo_jax.preflight.hlo_text import Instruction, Shape, first_group, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-# Names of a value, or views of it: nothing is read or written.
+# These only name or view a value: nothing is read or written.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all add-dependency "
     "partition-id replica-id iota async-start async-update opt-barrier".split()
@@ -26,24 +26,24 @@ class Collective:
     """Collectives of one kind over groups of one size."""
 
     kind: str
-    group: int  # devices that take part in each
-    per_host: int  # of them, those that share a host
+    group: int  # devices in each
+    per_host: int  # of these devices, those on one host
     count: float
-    bytes: float  # that each device sends: all-reduce sends nearly twice its operand, the others nearly once
+    bytes: float  # sent by each device: all-reduce sends nearly twice its operand, the others nearly once
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one call, on one device."""
+    """The costs of one call on one device."""
 
-    flops: float = 0.0  # of products; a multiplication and an addition are two
+    flops: float = 0.0  # of matrix products; a multiplication and an addition count as two
     bytes: float = 0.0  # read from and written to the device's main memory
     collectives: tuple[Collective, ...] = ()
-    unknown: tuple[str, ...] = ()  # what could not be counted: loops without a fixed number of iterations, kernels
+    unknown: tuple[str, ...] = ()  # what could not be counted: loops of unknown length, unknown kernels
 
     @property
     def sent(self) -> float:
-        """Bytes that the device sends to others."""
+        """Bytes that the device sends to other devices."""
         return sum(collective.bytes for collective in self.collectives)
 
 
@@ -51,7 +51,7 @@ class Costs:
 class _Total:
     flops: float = 0.0
     bytes: float = 0.0
-    collectives: dict[tuple[str, int, int], list[float]] = field(  # count and bytes by kind, group and part on a host
+    collectives: dict[tuple[str, int, int], list[float]] = field(  # count and bytes by kind, group and per_host
         default_factory=lambda: defaultdict(lambda: [0.0, 0.0])
     )
     unknown: set[str] = field(default_factory=set)
@@ -59,10 +59,11 @@ class _Total:
 
 
 def program_costs(text: str, hosts: Sequence[int]) -> Costs:
-    """The costs of the program that `compiled.as_text()` shows.
+    """The costs of a program.
 
     Args:
-        hosts: of each device of the mesh, in its order, the number of the host that it belongs to.
+        text: `compiled.as_text()`.
+        hosts: the host's number of each device, in the order of the mesh.
     """
     computations, entry = parse(text)
     total = _Total()
@@ -78,7 +79,7 @@ class _Counter:
         self.computations, self.hosts, self.total = computations, hosts, total
 
     def visit(self, name: str, times: float, *, fused: bool = False) -> None:
-        """Adds a computation that runs `times` times; fused results are not written to memory."""
+        """Adds a computation that runs `times` times. Inside a fusion, nothing goes through memory."""
         for instruction in self.computations[name].values():
             op = instruction.op.removesuffix("-start")
             if op in COLLECTIVES:
@@ -108,7 +109,7 @@ class _Counter:
                 self.total.bytes += times * self._bytes(instruction, name)
 
     def _turns(self, loop: Instruction) -> int | None:
-        """How often the body runs: what XLA knows, or the bound that the counter, from 0, is compared with."""
+        """How often the body runs: XLA's own count, or the bound on a counter that starts at 0; None if unknown."""
         known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.attributes)
         if known:
             return int(known[1])
@@ -124,13 +125,13 @@ class _Counter:
         group, per_host = self._group(kind, instruction.attributes)
         operands = sum(shape.bytes for shape in self._operands(instruction, name))
         channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-        if channel is not None:  # one that overlaps with computation is repeated in several fusions
-            same = channel[1], kind, group, operands  # unlike ones may share a channel
+        if channel is not None:  # a collective that overlaps with computation appears in several fusions
+            same = channel[1], kind, group, operands  # different collectives may share a channel
             if same in self.total.channels:
                 return
             self.total.channels.add(same)
         if kind == "all-reduce" and "all-reduce-scatter" in name:
-            kind = "reduce-scatter"  # on a TPU, a fusion of an all-reduce with the slice that is kept
+            kind = "reduce-scatter"  # on TPUs, an all-reduce fused with the slice of its result
         share = (group - 1) / group
         if kind == "all-gather":
             sent = operands * (group - 1)
@@ -145,7 +146,7 @@ class _Counter:
         found[1] += times * sent
 
     def _group(self, kind: str, attributes: str) -> tuple[int, int]:
-        """How many devices take part, and of them, how many share a host."""
+        """The number of devices that take part, and how many of them share a host."""
         if kind == "collective-permute":
             pairs = re.findall(r"(\d+),(\d+)", re.findall(r"source_target_pairs=\{(.*?)\}\}", attributes + "}}")[0])
             return 2, 2 - any(self.hosts[int(one)] != self.hosts[int(other)] for one, other in pairs)
@@ -157,10 +158,10 @@ class _Counter:
         return [shape for operand in instruction.operands if operand in known for shape in known[operand].shapes]
 
     def _bytes(self, instruction: Instruction, name: str) -> float:
-        """What the instruction reads and writes in main memory: of what it slices or updates, only that part.
+        """Bytes that the instruction reads and writes in main memory; of a slice or an update, only that part.
 
-        Asynchronous operations count where they start. `X-start` returns X's operands, X's results and counters on the
-        chip; but that of a copy returns its destination and its source, and that of an all-reduce its result alone.
+        An asynchronous operation counts at its start. `X-start` returns the operands of X, its results and counters on
+        the chip; but `copy-start` returns destination and source, and `all-reduce-start` only its result.
         """
         op, operands, results = instruction.op, self._operands(instruction, name), instruction.shapes
         if op in FREE or op.endswith("-done"):
@@ -222,14 +223,14 @@ class _Counter:
 
 
 def _constant(value: Instruction | None) -> int | None:
-    """The value of an integer constant."""
+    """The value of an integer constant; None for anything else."""
     if value is None or value.op != "constant" or value.shapes[0].kind not in ("s32", "u32", "s64"):
         return None
     return int(value.operands[0])
 
 
 def _step(counter: Instruction, body: Mapping[str, Instruction]) -> int:
-    """What an iteration adds to the counter in the loop's tuple; more than 1 where XLA has unrolled the body."""
+    """The loop counter's increment per iteration: more than 1 if XLA has unrolled the body."""
     place = re.search(r"index=(\d+)", counter.attributes)
     root = next(one for one in body.values() if one.is_root)
     value = body.get(root.operands[int(place[1])]) if place else None

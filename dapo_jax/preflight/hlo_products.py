@@ -1,4 +1,4 @@
-"""Host: FLOPs of the products in a compiled program: XLA's own, and those inside kernels."""
+"""Host: FLOPs of matrix products in a compiled program: XLA's own, and those inside known kernels."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 
 
 def product_flops(instruction: Instruction, operands: Sequence[Shape]) -> float | None:
-    """FLOPs of a dot, a convolution or a custom call; None for an unknown kernel of products."""
+    """FLOPs of a dot, a convolution or a custom call; None for an unknown kernel that contains products."""
     if instruction.op == "custom-call":
         return _kernel_flops(instruction, operands)
     left, right = operands[:2]
@@ -40,7 +40,7 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape]) -> float 
 
 
 def _splash(part: str, operands: Sequence[Shape]) -> float:
-    """FLOPs of JAX's splash attention under a causal mask, which leaves out the blocks above the diagonal."""
+    """FLOPs of JAX's splash attention with a causal mask, which skips the blocks above the diagonal."""
     blocks = next(shape.sizes[-1] for shape in operands if shape.kind == "s8")  # [.., query blocks, key blocks]
     query = max((shape.sizes for shape in operands if shape.kind in ("bf16", "f16")), key=math.prod)
     length = query[-2]
@@ -48,7 +48,7 @@ def _splash(part: str, operands: Sequence[Shape]) -> float:
 
 
 def _cudnn(direction: str | None, query: Shape, instruction: Instruction) -> float:
-    """FLOPs of cuDNN's attention, whose attributes give the shape of the scores; half of them under a causal mask."""
+    """FLOPs of cuDNN's attention, from the shape of the scores in its attributes; half with a causal mask."""
     scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.attributes)
     assert scores is not None, instruction.attributes[:200]
     size = math.prod(int(part) for part in re.findall(r"\d+", scores[1])) * query.sizes[-1]
@@ -65,7 +65,7 @@ def _cublas(left: Shape, instruction: Instruction) -> float:
 
 
 def _convolution(left: Shape, right: Shape, output: Shape, attributes: str) -> float:
-    """Multiplications of a convolution; TPUs write every product of matrices as one."""
+    """Multiplications in a convolution, which is how TPUs express every matrix product."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None, attributes
     of_left, of_right, of_output = labels[1], labels[2], labels[3]
@@ -87,7 +87,7 @@ def _convolution(left: Shape, right: Shape, output: Shape, attributes: str) -> f
 
 
 def _window(attributes: str) -> dict[str, list[int]]:
-    """stride, low padding and dilations of each spatial dimension."""
+    """The stride, low padding and dilations of each spatial dimension."""
     text = re.search(r"window=\{([^}]*)\}", attributes)
     fields = dict(part.split("=") for part in text[1].split()) if text else {}
     rank = len(fields.get("size", "").split("x")) if "size" in fields else 0
@@ -108,7 +108,7 @@ def _window(attributes: str) -> dict[str, list[int]]:
 def _valid_positions(
     size: int, window: int, output: int, *, stride: int, padding: int, left_dilation: int, right_dilation: int
 ) -> int:
-    """Pairs of output place and window place that meet an element, and not padding or the holes of a dilation."""
+    """Pairs of output and window position that read an element, not padding or the gaps of a dilation."""
     if (stride, padding, left_dilation) == (1, 0, 1) and size == output + (window - 1) * right_dilation:
         return output * window
     reached = (left_dilation * (size - 1)) + 1

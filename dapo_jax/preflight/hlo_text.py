@@ -1,4 +1,4 @@
-"""Host: the text of a compiled program (`compiled.as_text()`) as computations of instructions."""
+"""Host: parses the text of a compiled program (`compiled.as_text()`) into computations and instructions."""
 
 import math
 import re
@@ -17,11 +17,11 @@ COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 
 @dataclass(frozen=True)
 class Shape:
-    """An array of a device."""
+    """An array on one device."""
 
     kind: str
     sizes: tuple[int, ...]
-    in_main_memory: bool  # not in an on-chip memory that the compiler manages
+    in_main_memory: bool  # False: in on-chip memory that the compiler manages
 
     @property
     def bytes(self) -> float:
@@ -39,12 +39,12 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls; "" for all others."""
+        """The target of a custom call; "" for other instructions."""
         found = re.search(r'custom_call_target="([^"]+)"', self.attributes)
         return found[1] if found else ""
 
     def called(self, *names: str) -> list[str]:
-        """Computations that the attributes `names` refer to."""
+        """The computations that the attributes `names` refer to."""
         found = []
         for name in names:
             for one, several in re.findall(rf"\b{name}=(?:%([\w.\-]+)|\{{([^}}]*)\}})", self.attributes):
@@ -53,7 +53,7 @@ class Instruction:
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
-    """The instructions of each computation by name, and the entry computation's name."""
+    """The instructions of each computation, by name, and the name of the entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -94,9 +94,9 @@ def _shape(match: re.Match[str]) -> Shape:
 
 
 def first_group(attributes: str, num_devices: int) -> list[int]:
-    """The devices of a collective's first group; all of them if the text lists none."""
+    """The devices of a collective's first group; all devices if the text lists none."""
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
-    if mesh:  # mesh['data'=1,'fsdp'=4] {'fsdp'}; a part of an axis is written 'fsdp':(before)size
+    if mesh:  # mesh['data'=1,'fsdp'=4] {'fsdp'}; part of an axis is written 'fsdp':(before)size
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         chosen = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         taken = {name: (before, size) for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[2])}

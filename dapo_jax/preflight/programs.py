@@ -26,19 +26,8 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
-from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
-from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rungs, wave_size, window_of
-from dapo_jax.rollout.wave_programs import (
-    EngineSettings,
-    cache_dtype,
-    lower_chunk,
-    lower_growth,
-    lower_start,
-    rows_at_once,
-    wave_shape,
-)
+from dapo_jax.rollout.wave_plan import RoundPlan, plan_round
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings, micro_batches, rows_of_a_prompt
 
 # What lies in a device's memory for longer than a call.
@@ -87,30 +76,29 @@ def step_programs(
     The reward model and evaluation are left out.
 
     Args:
-        memory: bytes of a device, from which the rows of a wave follow unless rollout.max_num_seqs says them.
-        every_window: decode in each window of the cache; otherwise in the first and the last, and the calls of the
-            others are shared out between these two, since all costs grow with the window in proportion.
+        memory: bytes of a device, from which the rows of a wave follow unless rollout.max_num_seqs sets them.
+        every_window: as in rollout/wave_plan.py.
         eos_ids, pad_id: the tokenizer's; they change no shape.
     """
     builder = _Builder(config, arch, mesh, response_length)
     with jax.set_mesh(mesh):
-        settings = engine_settings(config, arch, eos_ids, pad_id, mesh)
-        step_rollout = builder.rollout(settings, memory, every_window)
+        plan = plan_round(
+            engine_settings(config, arch, eos_ids, pad_id, mesh),
+            builder.decoding,
+            num_prompts=gen_batch_size(config),
+            num_samples=config.rollout.n,
+            response_length=response_length,
+            free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
+            every_window=every_window,
+        )
         learning = list(builder.learning())
     return Step(
-        programs=(*step_rollout.programs, *learning),
+        programs=(*builder.rollout(plan), *learning),
         host_bytes=builder.host_bytes,
-        waves=step_rollout.waves,
-        rows=step_rollout.rows,
+        waves=plan.waves,
+        rows=plan.rows,
         micro_batches=sum(int(program.calls) for program in learning if program.name.startswith("actor, gradients")),
     )
-
-
-@dataclass(frozen=True)
-class _Rollout:
-    programs: list[Program]
-    waves: int
-    rows: int
 
 
 class _Builder:
@@ -134,36 +122,10 @@ class _Builder:
         self.decoding = self.actor.decode_weights.lower(self.params).out_info
         self.decoding_bytes = {DECODING: device_bytes(self.decoding)}
 
-    def rollout(self, settings: EngineSettings, memory: float, every_window: bool) -> _Rollout:
-        """Re-laying the weights, and the waves of a round."""
-        config, mesh, weights = self.config, self.mesh, self.decoding
-        taken = sum(self.state.values()) + device_bytes(weights)
-        free = max(memory - taken, 0.0) * settings.memory_share
-        samples, dtype, shards = config.rollout.n, cache_dtype(weights), num_batch_shards(mesh)
-        most = rows_at_once(settings, dtype, LengthHistory(settings.max_response_length), samples, free)
-        size = wave_size(gen_batch_size(config), samples, max_rows=most, shards=shards)
-        waves = -(-gen_batch_size(config) // size)
-        rows, width = size * samples, prompt_width(settings.max_prompt_length, settings.max_prompt_length)
-        options = config.rollout
-        sampling = Sampling.create(options.temperature, options.top_p, options.top_k, options.min_response_length)
-
-        def caches(rows: int, prompts: int, window: int) -> list[Any]:
-            return wave_shape(settings, dtype, rows=rows, prompts=prompts, width=width, window=window).caches
-
-        def decode(rows: int, prompts: int, window: int, chunks: float) -> Program:
-            return Program(
-                "decode",
-                f"decode {rows // shards} rows a shard, window {window}",
-                chunks * waves,
-                lambda: lower_chunk(
-                    settings, weights, sampling, rows=rows, prompts=prompts, width=width, window=window
-                ),
-                {**self.decoding_bytes, CACHE: device_bytes(caches(rows, prompts, window))},
-                self.state,
-            )
-
+    def rollout(self, plan: RoundPlan) -> Iterator[Program]:
+        """Re-laying the weights, and the programs of the engine."""
         read = device_bytes([self.params, self.frozen])
-        relay = Program(
+        yield Program(
             "weights",
             "decoding weights",
             1,
@@ -171,39 +133,10 @@ class _Builder:
             {PARAMETERS: read, **self.decoding_bytes},
             {**self.state, PARAMETERS: self.state[PARAMETERS] - read},
         )
-        first = caches(rows, size, settings.ladder[0])
-        prefill = Program(
-            "prefill",
-            f"prefill {size // shards} prompts a shard, width {width}",
-            waves,
-            lambda: lower_start(settings, weights, sampling, prompts=size, num_samples=samples, width=width),
-            {**self.decoding_bytes, CACHE: device_bytes(first)},
-            self.state,
-        )
-        programs, chunks = [relay, prefill], _chunks(settings, self.response_length)
-        decoded = chunks if every_window else _ends(chunks)
-        programs += [decode(rows, size, window, count) for window, count in decoded.items()]
-        smaller = rungs(rows // shards, settings.smallest_rows)[1:2]
-        if smaller and chunks:  # the largest batch of survivors, in which each row has its own copy of the prompt
-            left = smaller[0] * shards
-            programs.append(decode(left, left, list(chunks)[-1], 0))
-        for window, wider in zip(chunks, list(chunks)[1:], strict=False):
-            cache, wide = caches(rows, size, window), caches(rows, size, wider)
-            programs.append(
-                Program(
-                    "decode",
-                    f"widen the window {window} to {wider}",
-                    waves * self.arch.num_layers,
-                    lambda cache=cache[0], wider=wider: lower_growth(cache, num_samples=samples, window=wider),
-                    {CACHE: device_bytes([cache[0], wide[0]])},
-                    {
-                        **self.state,
-                        **self.decoding_bytes,
-                        CACHE: device_bytes(wide[1:]),
-                    },  # the last layer becomes wider
-                )
-            )
-        return _Rollout(programs, waves, rows)
+        for program in plan.programs:
+            inside, beside = {CACHE: device_bytes(program.cache)}, {CACHE: device_bytes(program.other_cache)}
+            (inside if program.reads_weights else beside).update(self.decoding_bytes)
+            yield Program(program.stage, program.name, program.calls, program.lower, inside, {**self.state, **beside})
 
     def learning(self) -> Iterator[Program]:
         """Log-probabilities and the optimizer steps of the policy, and of the critic if there is one."""
@@ -328,27 +261,6 @@ def device_bytes(tree: Any, *, kind: str | None = None) -> float:
             if (leaf.sharding.memory_kind == HOST) == (kind == HOST)
         )
     )
-
-
-def _chunks(settings: EngineSettings, response_length: int) -> Counter[int]:
-    """Chunks by the window that a wave of responses of `response_length` tokens decodes them in, in order."""
-    found: Counter[int] = Counter()
-    sampled, length = 1, settings.tokens_per_chunk
-    while sampled < response_length:
-        found[window_of(settings.ladder, sampled - 1 + length)] += 1
-        sampled += length
-    return found
-
-
-def _ends(chunks: Mapping[int, float]) -> dict[int, float]:
-    """The first and the last window, with the calls of those between in proportion to how near they are."""
-    ends = dict.fromkeys((min(chunks, default=0), max(chunks, default=0)), 0.0)
-    first, last = min(ends), max(ends)
-    for window, count in chunks.items():
-        share = (window - first) / max(last - first, 1)
-        ends[first] += count * (1 - share)
-        ends[last] += count * share
-    return ends if chunks else {}
 
 
 def _shapes(table: Any, mesh: Mesh) -> Any:

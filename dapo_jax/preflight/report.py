@@ -1,4 +1,7 @@
-"""Host: the report on a training step: memory by stage, work, least time, and whether it fits."""
+"""Host: the report on a training step: memory by stage, work, a lower bound on its time, and whether it fits.
+
+The report is a dict ready for JSON, so that a saved one can be read and shown like a new one (`tables`).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,12 +29,12 @@ from dapo_jax.places import local_model
 from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
-from dapo_jax.preflight.programs import step_programs
+from dapo_jax.preflight.programs import Program, step_programs
 from dapo_jax.settings import chosen_attention, compute_dtype
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
-USABLE = 0.95  # of a device's memory: the rest is the runtime's, and lost between buffers
-PARTS = ("products", "memory", "collectives", "total")  # of a time
+USABLE = 0.95  # share of a device's memory: the rest goes to the runtime and to gaps between buffers
+PARTS = ("products", "memory", "collectives", "total")  # of an estimated time
 
 
 def preflight(
@@ -40,46 +43,39 @@ def preflight(
     """The report on `config` for the devices of `topology` (see `devices_of`), ready for JSON.
 
     Args:
-        response_length: tokens of each response, for the time; None: the longest that is allowed.
-        quick: compile decoding for the first and the last window of the cache alone, and interpolate between.
-        progress: a file that is told of every program.
+        response_length: tokens per response, for the time; None = data.max_response_length.
+        quick: compile decoding only for the first and last window of the cache, and interpolate in between.
+        progress: a file for a line per program.
 
-    Raises ValueError if config, model and mesh do not fit together.
+    Raises:
+        InputError: config, model and mesh do not fit together.
     """
     validate(config)
     if config.trainer.rollout_ahead:
         raise InputError(
-            "trainer.rollout_ahead=1 divides the devices, and a preflight compiles for one mesh: set it to 0 and give "
+            "trainer.rollout_ahead=1 splits the devices, but a preflight compiles for one mesh: set it to 0 and give "
             "the devices that train, or those that sample"
         )
     arch = read_shape(config)
-    mesh_config = config.mesh
-    devices = devices_of(topology, max(mesh_config.data, 1) * mesh_config.fsdp * mesh_config.tensor)
-    mesh = make_mesh(mesh_config.data, mesh_config.fsdp, mesh_config.tensor, devices)
-    check_mesh(config, arch, mesh)
-    check_memory(config, mesh)
-    limits = limits_of(devices[0]).of_dtype(compute_dtype(config, mesh).name)
+    mesh = _mesh(config, arch, topology)
+    limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
     memory = usable_memory(config, mesh, limits)
     longest = config.data.max_response_length
     length = min(response_length or longest, longest)
     step = step_programs(config, arch, mesh, response_length=length, memory=memory * USABLE, every_window=not quick)
     programs = list(step.programs)
-    if length < longest:  # its time is not asked for, but it must fit
+    if length < longest:  # longer responses do not count in the time, but must fit
         largest = step_programs(config, arch, mesh, response_length=longest, memory=memory * USABLE, every_window=False)
         names = {program.name for program in programs}
         programs += [dataclasses.replace(p, calls=0) for p in largest.programs if p.name not in names]
-    with jax.set_mesh(mesh):
-        compiled = []
-        for number, program in enumerate(programs, start=1):
-            if progress is not None:
-                print(f"compiling program {number} of {len(programs)}: {program.name}", file=progress, flush=True)
-            compiled.append(compile_program(program, mesh, config))
+    compiled = _compile_all(programs, mesh, config.trainer.compilation_cache_dir, progress)
+    attention = chosen_attention(config.model, arch, mesh)[0]
     return {
         "model": {
             "path": config.model.path,
             "parameters": count_params(arch),
-            "dtype": compute_dtype(config, mesh).name,
-            "attention": chosen_attention(config, arch, mesh)[0],
+            "dtype": compute_dtype(config.model, mesh).name,
+            "attention": attention,
         },
         "topology": topology if libtpu_name(topology) == topology else f"{topology} ({libtpu_name(topology)})",
         "mesh": dict(mesh.shape),
@@ -96,30 +92,40 @@ def preflight(
         "host_bytes_per_device": step.host_bytes,
         "programs": [as_json(one, limits) for one in compiled],
         **totals(compiled, limits, memory),
-        "advice": advise(
-            config,
-            arch,
-            dict(mesh.shape),
-            step,
-            compiled,
-            memory * USABLE,
-            attention=chosen_attention(config, arch, mesh)[0],
-        ),
+        "advice": advise(config, arch, dict(mesh.shape), step, compiled, memory * USABLE, attention=attention),
     }
 
 
+def _mesh(config: Config, arch: Architecture, topology: str) -> Mesh:
+    data, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    mesh = make_mesh(data, fsdp, tensor, devices_of(topology, max(data, 1) * fsdp * tensor))
+    check_mesh(config, arch, mesh)
+    check_memory(config, mesh)
+    return mesh
+
+
+def _compile_all(programs: Sequence[Program], mesh: Mesh, cache: str, progress: Any) -> list[Compiled]:
+    compiled = []
+    with jax.set_mesh(mesh):
+        for number, program in enumerate(programs, start=1):
+            if progress is not None:
+                print(f"compiling program {number} of {len(programs)}: {program.name}", file=progress, flush=True)
+            compiled.append(compile_program(program, mesh, cache))
+    return compiled
+
+
 def usable_memory(config: Config, mesh: Mesh, limits: Limits) -> float:
-    """Bytes of a device that JAX can use. Of a GPU it takes the share that trainer.gpu_memory_fraction says."""
+    """Bytes of a device that JAX can use: on a GPU, the share trainer.gpu_memory_fraction."""
     device = mesh.devices.flat[0]
     if device in jax.devices():
         return free_bytes(mesh)
     if limits.memory is None:
-        raise InputError(f"the memory of {device.device_kind} is not known: choose a device of {', '.join(LIMITS)}")
+        raise InputError(f"the memory of {device.device_kind} is unknown: choose one of {', '.join(LIMITS)}")
     return limits.memory * (config.trainer.gpu_memory_fraction if device.platform == "gpu" else 1.0)
 
 
 def read_shape(config: Config) -> Architecture:
-    """The architecture of model.path, of which only config.json need be there."""
+    """The architecture of model.path, for which config.json is enough."""
     if config.model.path == RANDOM or find_trained(config.model.path) is not None:
         return read_model(config)[0]
     path = local_model(config.model.path)
@@ -128,7 +134,7 @@ def read_shape(config: Config) -> Architecture:
 
 
 def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
-    """The least time of a call on the roofline: products, memory, and collectives, which are added."""
+    """A lower bound on the time of a call: the roofline of products and memory, plus collectives."""
     if limits.flops is None or limits.bandwidth is None or limits.link is None:
         return None
     parts = {
@@ -140,7 +146,7 @@ def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
 
 
 def as_json(compiled: Compiled, limits: Limits) -> dict[str, Any]:
-    """One program of the report."""
+    """The report's entry for one program."""
     program, costs = compiled.program, compiled.costs
     return {
         "stage": program.stage,
@@ -154,7 +160,7 @@ def as_json(compiled: Compiled, limits: Limits) -> dict[str, Any]:
 
 
 def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[str, Any]:
-    """Each stage's largest program, and its costs in a step; whether all fits."""
+    """Peak memory and costs per step of each stage, and whether the step fits."""
     stages: dict[str, Any] = {}
     for name in dict.fromkeys(one.program.stage for one in compiled):
         of_stage = [one for one in compiled if one.program.stage == name]
@@ -182,7 +188,7 @@ def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[
 
 
 def _collectives(known: Sequence[tuple[float, Costs]]) -> list[dict[str, Any]]:
-    """Collectives of a step by kind and by the devices that take part, in all and on a host."""
+    """Collectives per step, by kind, group size and devices per host."""
     totals: dict[tuple[str, int, int], list[float]] = {}
     for calls, costs in known:
         for one in costs.collectives:

@@ -1,6 +1,6 @@
-"""Host: the report as markdown for people."""
+"""Host: the report as markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_jax.parallel.devices import GIB
@@ -9,10 +9,10 @@ from dapo_jax.preflight.programs import KINDS
 from dapo_jax.preflight.report import PARTS
 
 
-def tables(report: dict[str, Any]) -> str:
-    """The report as markdown for people."""
-    device, mesh, assumed, plan = report["device"], report["mesh"], report["assumed"], report["plan"]
-    model, axes = report["model"], ", ".join(f"{name} {size}" for name, size in mesh.items())
+def tables(report: Mapping[str, Any]) -> str:
+    """A report of `preflight` as markdown."""
+    device, assumed, plan, model = (report[key] for key in ("device", "assumed", "plan", "model"))
+    stages, axes = report["stages"], ", ".join(f"{name} {size}" for name, size in report["mesh"].items())
     numerics = f"{model['dtype']}, {model['attention']} attention"
     lines = [
         f"{model['path']} ({model['parameters'] / 1e9:.2f}B parameters, {numerics}) on {report['topology']} "
@@ -22,17 +22,34 @@ def tables(report: dict[str, Any]) -> str:
         f"{plan['rows_of_a_wave']} rows, and trains on {assumed['prompts_trained']} in {plan['micro_batches']} "
         f"micro-batches; each response has {assumed['response_length']} tokens.",
         "",
-        "GiB on each device at the largest moment of each stage:",
-        "",
+        *("Peak memory per device and stage, in GiB:", "", *_memory(stages, device["memory"]), ""),
+        *("Work per step and device, with a lower bound on its time:", "", *_work(stages), ""),
     ]
-    stages = report["stages"]
-    columns = [kind for kind in (*KINDS, TEMPORARIES) if any(stage["bytes"][kind] for stage in stages.values())]
+    if collectives := _collectives(stages, device["network"] is not None):
+        lines += ["Collectives per step that send at least 1 % of their stage's bytes:", "", *collectives, ""]
+    if report["not_counted"]:
+        lines += ["Not counted: " + "; ".join(report["not_counted"]) + ".", ""]
+    if report["host_bytes_per_device"]:
+        lines += [f"Host memory: {report['host_bytes_per_device'] / GIB:.2f} GiB per device.", ""]
+    fits = "fits" if report["fits"] else "does NOT fit"
+    verdict = f"It {fits}: {report['peak_bytes'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB per device"
+    if report["step_seconds"] is not None:
+        verdict += f"; a step takes at least {report['step_seconds']:.0f} s"
+    lines += [verdict + ".", *(f"- {line}" for line in report["advice"])]
+    return "\n".join(lines)
+
+
+def _memory(stages: Mapping[str, Any], available: float) -> list[str]:
+    kinds = [kind for kind in (*KINDS, TEMPORARIES) if any(stage["bytes"][kind] for stage in stages.values())]
     rows = []
     for name, stage in stages.items():
         total = sum(stage["bytes"].values())
-        cells = [f"{stage['bytes'][kind] / GIB:.2f}" for kind in columns]
-        rows.append([name, *cells, f"{total / GIB:.2f}", f"{100 * total / device['memory']:.0f} %"])
-    lines += [*_table(["stage", *columns, "total", "of memory"], rows), ""]
+        cells = [f"{stage['bytes'][kind] / GIB:.2f}" for kind in kinds]
+        rows.append([name, *cells, f"{total / GIB:.2f}", f"{100 * total / available:.0f} %"])
+    return _table(["stage", *kinds, "total", "of memory"], rows)
+
+
+def _work(stages: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, stage in stages.items():
         times = stage["seconds"] or {}
@@ -40,33 +57,19 @@ def tables(report: dict[str, Any]) -> str:
         amounts = [f"{stage['flops'] / 1e12:.2f}", f"{stage['moved'] / 1e9:.1f}", f"{stage['sent'] / 1e9:.1f}"]
         rows.append([name, f"{stage['calls']:g}", *amounts, *cells])
     head = ["stage", "calls", "TFLOP", "GB moved", "GB sent", "s products", "s memory", "s collectives", "s"]
-    lines += ["Of a step, on each device, and its least time:", "", *_table(head, rows), ""]
-    rows = [
-        [name, one["kind"], _devices(one, device), f"{one['count']:g}", f"{one['bytes'] / 1e9:.2f}"]
-        for name, stage in stages.items()
-        for one in stage["collectives"]
-        if one["bytes"] >= 0.01 * stage["sent"]
-    ]
-    if rows:
-        head = ["stage", "collective", "devices", "count", "GB sent"]
-        lines += ["Collectives of a step, those that send a hundredth of their stage's bytes or more:", ""]
-        lines += [*_table(head, rows), ""]
-    if report["not_counted"]:
-        lines += ["Not counted: " + "; ".join(report["not_counted"]) + ".", ""]
-    if report["host_bytes_per_device"]:
-        lines += [f"In the host's memory: {report['host_bytes_per_device'] / GIB:.2f} GiB a device.", ""]
-    fits = "fits" if report["fits"] else "does NOT fit"
-    verdict = f"It {fits}: {report['peak_bytes'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB a device"
-    if report["step_seconds"] is not None:
-        verdict += f"; a step takes at least {report['step_seconds']:.0f} s"
-    lines += [verdict + ".", *(f"- {line}" for line in report["advice"])]
-    return "\n".join(lines)
+    return _table(head, rows)
 
 
-def _devices(collective: dict[str, Any], device: dict[str, Any]) -> str:
-    """How many take part; where hosts have a network of their own, also on how many hosts."""
-    group, per_host = collective["devices"], collective["per_host"]
-    return str(group) if device["network"] is None or group == per_host else f"{group} on {group // per_host} hosts"
+def _collectives(stages: Mapping[str, Any], has_network: bool) -> list[str]:
+    """The larger collectives, if any, with the number of hosts where these have a network of their own."""
+    rows = []
+    for name, stage in stages.items():
+        for one in stage["collectives"]:
+            if one["bytes"] >= 0.01 * stage["sent"]:
+                hosts = one["devices"] // one["per_host"]
+                devices = f"{one['devices']} on {hosts} hosts" if has_network and hosts > 1 else str(one["devices"])
+                rows.append([name, one["kind"], devices, f"{one['count']:g}", f"{one['bytes'] / 1e9:.2f}"])
+    return _table(["stage", "collective", "devices", "count", "GB sent"], rows) if rows else []
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

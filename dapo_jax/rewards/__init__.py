@@ -1,1 +1,1 @@
-"""From a response to its reward. Importing this package loads nothing: worker processes import it."""
+"""From a response to its reward. Importing this package loads nothing else: worker processes import it."""

@@ -1,4 +1,4 @@
-"""Host: the answer check for arithmetic tasks: the last number of the solution is the answer."""
+"""Host: the verifier for arithmetic tasks: the last number in the solution is the answer."""
 
 import re
 from collections import deque
@@ -12,7 +12,7 @@ _BINARY_MINUS = re.compile(r"(?:[^\W_]|[)\]}%]|[0-9][ \t]+)[-\N{MINUS SIGN}]\Z")
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     """1 if the last number in the solution equals the ground truth, else 0. Thousands commas are accepted.
 
-    A minus directly before the digits is a sign (`= -5`), unless it stands behind an operand (`7-5`, `7 -5`).
+    A minus directly before the digits is a sign (`= -5`), unless it follows an operand (`7-5`, `7 -5`).
     """
     try:
         expected = Decimal(ground_truth.replace(",", ""))

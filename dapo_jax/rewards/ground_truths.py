@@ -1,4 +1,4 @@
-"""Host: asks the verifiers, before a run begins, whether any answer to a problem could be right."""
+"""Host: checks, before a run starts, that the verifiers accept each problem's ground truth as an answer."""
 
 import math
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from dapo_jax.errors import InputError
 from dapo_jax.rewards.verifiers import verifier_for
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
-MAX_ASKED = 1000  # different ground truths of math_verify, which takes milliseconds for one; of the others all
+MAX_ASKED = 1000  # ground truths for math_verify, which takes milliseconds each; other verifiers check all of them
 MAX_REPORTED = 10
 
-# How a response says the ground truth so that the verifier reads it; one of the forms must be right. Your own function
-# has forms that we do not know, `none` has no wrong answers, and `reasoning_gym` makes its ground truths itself.
+# Responses that state the ground truth in a form that the verifier reads; it must accept one of them. Left out: your
+# own function, whose form is unknown; `none`, which has no wrong answers; `reasoning_gym`, which generates its own.
 _FORMS = {
     "arithmetic": ("{}",),
     "gsm8k": ("#### {}",),
@@ -24,10 +24,10 @@ _FORMS = {
 
 
 def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: VerifierPool) -> None:
-    """Raises ValueError with the first rows whose ground truth the built-in verifier does not accept as an answer.
+    """Raises InputError with the first rows whose ground truth the built-in verifier rejects as an answer.
 
     Args:
-        function: the name of the verifier in `verifiers`, or the path of your own, which is not asked.
+        function: the verifier's name in `verifiers`, or the path of your own function, which is not checked.
     """
     same: dict[tuple[str, str], list[PromptRow]] = {}  # by verifier and ground truth
     no_text: dict[str, list[PromptRow]] = {}  # by verifier
@@ -41,8 +41,8 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
     for name, found in no_text.items():
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         problems.append(
-            f"{found[0].origin}{others}: ground_truth={found[0].truth_text[:60]} is no text, and {name} compares text "
-            "(a function of your own is given what it is)"
+            f"{found[0].origin}{others}: ground_truth={found[0].truth_text[:60]} must be text, because {name} compares "
+            "text (your own function would get the value as it is)"
         )
     slow = [key for key in same if key[0] == "math_verify"]
     stride = math.ceil(len(slow) / MAX_ASKED) or 1
@@ -61,14 +61,14 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
             failed |= bool(reason)
             reason = reason or f"which reads {found[0].pred!r} in {_FORMS[name][0].format(truth)[:60]!r}"
             problems += [
-                f"{row.origin}: ground_truth={truth[:60]!r} is no answer that {name} accepts, {reason}"
+                f"{row.origin}: ground_truth={truth[:60]!r} is not an answer that {name} accepts, {reason}"
                 for row in same[name, truth]
             ]
     if problems:
         count = len(problems) + sum(len(found) - 1 for found in no_text.values())
         listed = "\n  ".join(problems[:MAX_REPORTED])
-        cure = "; for a time-out or a worker that died raise reward.timeout_s or reward.memory_limit_mb" * failed
+        cure = "; after a timeout or a dead worker, raise reward.timeout_s or reward.memory_limit_mb" * failed
         raise InputError(
-            f"ground truths with which every response is wrong ({count} rows): write them as the verifier "
-            f"reads answers, leave their rows out, or choose another reward.function{cure}:\n  {listed}"
+            f"no response can match these ground truths ({count} rows): write them as the verifier reads answers, "
+            f"remove the rows, or choose another reward.function{cure}:\n  {listed}"
         )

@@ -1,22 +1,22 @@
-"""Host: the answer checks for GSM8K (Cobbe et al., arXiv:2110.14168): `#### 34`, or the last number."""
+"""Host: the verifiers for GSM8K (Cobbe et al., arXiv:2110.14168): `#### 34`, or the last number."""
 
 import re
 from typing import Any
 
-_WINDOW = 300  # characters at the end of a solution in which the answer must stand, as in verl
+_WINDOW = 300  # only the last characters of a solution are searched for the answer, as in verl
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]*[0-9][0-9.,]*")
 
 
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """1 if the last `#### <number>` is the ground truth, spelt alike but for thousands commas; else 0."""
+    """1 if the last `#### <number>` is spelled like the ground truth, thousands commas aside; else 0."""
     return _compare(_MARKED.findall(solution[-_WINDOW:]), ground_truth)
 
 
 def score_flexible(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """1 if the last number is the ground truth, spelt alike but for thousands commas and a full stop; else 0.
+    """1 if the last number is spelled like the ground truth, thousands commas and a full stop aside; else 0.
 
-    verl's flexible method reads the same number but keeps its punctuation, so that `It is 34.` fails there.
+    verl's flexible method reads the same number but keeps its punctuation, so `It is 34.` is wrong there.
     """
     return _compare([text.rstrip(".,") for text in _NUMBER.findall(solution[-_WINDOW:])], ground_truth)
 

@@ -1,17 +1,17 @@
-r"""Host: the answer checks for competition mathematics: verl's, exactly, and a lenient one.
+r"""Host: the verifiers for competition mathematics: an exact copy of verl's behaviour, and a lenient one.
 
-verl's check (its release 0.9.1) reads the last `Answer: ...` line of the last 300 characters, normalises the
-answer and the ground truth as Minerva does (Lewkowycz et al., arXiv:2206.14858, appendix D.1), and compares
-strings. So `Answer: 34.`, `Answer: 034` and `**Answer:** 34` are wrong for 34. The lenient check accepts them
-and all that verl's check accepts; where it goes further, it compares numbers.
+verl (0.9.1) reads the last `Answer: ...` line of the last 300 characters, normalises the answer and the ground truth
+as Minerva does (Lewkowycz et al., arXiv:2206.14858, appendix D.1), and compares strings. So `Answer: 34.`,
+`Answer: 034` and `**Answer:** 34` are wrong for 34. The lenient verifier accepts these too, by comparing numbers,
+and everything that verl accepts.
 """
 
 import re
 from decimal import Decimal
 from typing import Any
 
-_WINDOW = 300  # characters at the end of a solution in which the answer must stand
-_BOX_WINDOW = 100  # the same for a box where there is no `Answer:` line
+_WINDOW = 300  # only the last characters of a solution are searched for the answer
+_BOX_WINDOW = 100  # and for a box, if there is no `Answer:` line
 _INVALID = "[INVALID]"
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
@@ -28,50 +28,15 @@ _REPLACEMENTS = (
     (r"\text{m}", r"\text{}"),
 )
 _DELETIONS = (
-    "square",
-    "ways",
-    "integers",
-    "dollars",
-    "mph",
-    "inches",
-    "hours",
-    "km",
-    "units",
-    r"\ldots",
-    "sue",
-    "points",
-    "feet",
-    "minutes",
-    "digits",
-    "cents",
-    "degrees",
-    "cm",
-    "gm",
-    "pounds",
-    "meters",
-    "meals",
-    "edges",
-    "students",
-    "childrentickets",
-    "multiples",
-    r"\text{s}",
-    r"\text{.}",
+    *r"square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents".split(),
+    *r"degrees cm gm pounds meters meals edges students childrentickets multiples \text{s} \text{.}".split(),
     "\\text{\ns}",
-    r"\text{}^2",
-    r"\text{}^3",
+    *r"\text{}^2 \text{}^3".split(),
     "\\text{\n}",
-    r"\text{}",
-    r"\mathrm{th}",
-    r"^\circ",
-    r"^{\circ}",
-    r"\;",
-    r",\!",
-    "{,}",
-    '"',
-    r"\dots",
-)
+    *r'\text{} \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots'.split(),
+)  # in this order
 _REWRITES = (
-    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # the first formula alone
+    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # keep only the first formula
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
     (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
     (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
@@ -86,7 +51,7 @@ _GROUPED = re.compile(r"[+-]?(?:[0-9]*|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?")
 
 
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """verl's check: score +1 or -1, acc, and pred, the normalised answer ("[INVALID]" if there is none)."""
+    """As verl: score +1 or -1, acc, and pred, the normalised answer ("[INVALID]" if there is none)."""
     answers = _ANSWER.findall(solution[-_WINDOW:])
     pred = normalize(answers[-1]) if answers else _INVALID
     if pred != _INVALID:
@@ -96,11 +61,11 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
 
 
 def score_lenient(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    r"""As `score`, and also right where the answer is the same number (or text) in another spelling.
+    r"""Like `score`, but also right if the answer is the same number (or text) in another spelling.
 
     The answer is the content of the last box in the last `Answer:` line, else that line, else the last box;
     all in the last 300 characters. Markdown, `\( \)`, `$`, units that verl drops, a full stop, a plus sign,
-    leading zeros and zero decimals do not matter. Digits that stand apart are never joined.
+    leading zeros and trailing zero decimals do not matter. Separate groups of digits are never joined.
     """
     strict = score(data_source, solution, ground_truth, extra_info)
     window = solution[-_WINDOW:]
@@ -129,7 +94,7 @@ def normalize(answer: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`; None where there is none or its braces do not close."""
+    r"""The content of the last `\boxed{...}`; None if there is none or its braces do not close."""
     _, box, rest = text.rpartition(r"\boxed{")
     if not box:
         return None
@@ -153,7 +118,7 @@ def _clean(answer: str) -> str:
 
 
 def _number(text: str) -> Decimal | None:
-    """The number that `text` is, beside units and wrapping; None if it is anything else, or two numbers."""
+    """The number in `text`, ignoring units and markup; None if there is anything else, or more than one number."""
     text = re.split(r"(?<![<>!])=", text)[-1].replace("\N{MINUS SIGN}", "-")
     text = text.replace("{,}", ",").replace(r",\!", ",").replace("dots", "\N{HORIZONTAL ELLIPSIS}")
     numbers = _NUMBER.findall(text)

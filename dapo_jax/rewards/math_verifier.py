@@ -9,19 +9,19 @@ _LAYOUT = re.compile(r"\\q?quad|\\text|\\[()\[\],;:! ]|[${}]")
 
 
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    r"""1 if the last answer in the solution (LaTeX or plain) equals the ground truth as mathematics, else 0.
+    r"""1 if the last answer in the solution (LaTeX or plain) is mathematically equal to the ground truth, else 0.
 
-    The last box is the answer; boxes with only a comma, a semicolon, "and" or "or" between them are one answer, a list.
-    Without a box, it is what the library finds. As verl, the ground truth is read as `\boxed{...}`. The library's own
-    time limits are off, because they need the main thread's signals: whoever calls this bounds its time and memory, as
-    the pool does.
+    The last box is the answer; boxes separated only by a comma, a semicolon, "and" or "or" form one answer, a list.
+    Without a box, the library finds the answer. As in verl, the ground truth is read as `\boxed{...}`. The library's
+    time limits are off, because they need signals in the main thread: the caller bounds time and memory, as the pool
+    does.
 
-    No text is executed: LaTeX is read by a grammar. Plain expressions reach Python's `eval` through SymPy, but the
-    library lets only digits, blanks and `. + - * / ^ ( )` through, of which no name can be made.
+    No text is executed. LaTeX is parsed by a grammar. Plain expressions reach Python's `eval` through SymPy, but the
+    library only passes digits, blanks and `. + - * / ^ ( )`, which cannot form a name.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled time limits
     latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
     gold = parse(rf"\boxed{{{ground_truth}}}", extraction_config=[latex], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if not gold:
@@ -32,10 +32,10 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
 
 
 def _from_last_answer(solution: str) -> str:
-    """The last box alone, the boxes of a list as one; without a box the solution.
+    """Only the last box, or a list of boxes as one; the whole solution if it has no box.
 
-    The library joins boxes itself, but across up to 70 characters of any text with a comma in it, and prefers "final
-    answer is ..." to a box before it.
+    The library would join boxes across up to 70 characters of any text with a comma in it, and prefer "final answer
+    is ..." to an earlier box.
     """
     *before, tail = solution.split(r"\boxed")
     end = _end_of_braces(tail)
@@ -51,7 +51,7 @@ def _from_last_answer(solution: str) -> str:
 
 
 def _end_of_braces(text: str) -> int | None:
-    """Where the `{...}` ends that `text` begins with, None if it begins with none that closes."""
+    """Where the `{...}` at the start of `text` ends; None if there is none or it does not close."""
     depth = 0
     for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -61,5 +61,5 @@ def _end_of_braces(text: str) -> int | None:
 
 
 def load() -> None:
-    """Loads the library: its seconds must not count against the time limit of a first sample."""
+    """Loads the library, so that loading does not count against the first sample's time limit."""
     score("", r"\boxed{\frac{1}{2}}", "0.5", {})

@@ -1,7 +1,7 @@
-"""Host: what passes between the pool and a worker: JSON behind its length, never a pickle.
+"""Host: the messages between the pool and a worker: length-prefixed JSON, never a pickle.
 
-The worker has read hostile text, so the pool trusts nothing that comes from it: an answer is bounded in size and
-time, and one that is not exactly as below counts as the worker's death. Nothing that is read can run code.
+The worker has read hostile text, so the pool trusts nothing it sends. Size and time of an answer are bounded, and a
+malformed answer counts as the worker's death. Decoding a message cannot run code.
 """
 
 import json
@@ -14,20 +14,20 @@ from dapo_jax.data.json_values import plain
 
 MAX_ANSWER = 1 << 20  # bytes of one message from a worker
 MAX_TEXT = 1000  # characters of pred, of an error and of a number's name
-MAX_NUMBERS = 100  # that a verifier may return for one sample
-MAX_NUMBER = (2 - 2**-23) * 2.0**127  # the largest float32: rewards and filters compute in it
-WRONG_RESULT = "verifier must return"  # how the error for a result that is no verdict begins
+MAX_NUMBERS = 100  # that a verifier may return per sample
+MAX_NUMBER = (2 - 2**-23) * 2.0**127  # the largest float32, the type of rewards and filters
+WRONG_RESULT = "verifier must return"  # start of the error for an invalid result
 
 
 class MalformedAnswer(ConnectionError):
-    """What came is no answer of a worker."""
+    """The message is not a worker's answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """A worker's answer to one request."""
 
-    numbers: dict[str, float]  # finite in float32, with "score" and "acc"; empty where there is an error
+    numbers: dict[str, float]  # finite in float32, with "score" and "acc"; empty after an error
     pred: str | None
     error: str | None
     exhausted: bool = False  # the worker is out of memory, threads or files: replace it
@@ -36,9 +36,9 @@ class Answer:
 def encode_request(arguments: tuple[str, str, Any, dict[str, Any]]) -> bytes:
     """(data_source, solution, ground_truth, extra_info) as JSON.
 
-    What JSON lacks in extra_info becomes: Decimal, UUID and timedelta their `str`; dates and times ISO 8601; bytes
-    base64; a tuple or NumPy array a list; a NumPy scalar its number; a key text. NaN, infinities and lone surrogates
-    stay. TypeError, ValueError or RecursionError for anything else.
+    Types that JSON lacks are converted: Decimal, UUID and timedelta to `str`; dates and times to ISO 8601; bytes to
+    base64; tuples and NumPy arrays to lists; NumPy scalars to numbers; keys to text. NaN, infinities and lone
+    surrogates are kept. Anything else raises TypeError, ValueError or RecursionError.
     """
     return json.dumps(arguments, default=plain).encode()
 
@@ -52,7 +52,7 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(message: bytes) -> Answer:
-    """The answer in a message that anybody may have written. MalformedAnswer if it is none."""
+    """The answer in an untrusted message. MalformedAnswer if it is not one."""
     try:
         numbers, pred, error, exhausted = json.loads(message)
         answer = Answer(numbers, pred, error, exhausted)
@@ -67,23 +67,28 @@ def decode_answer(message: bytes) -> Answer:
     except (ValueError, TypeError, RecursionError):
         valid = False
     if not valid:
-        raise MalformedAnswer("sent no valid answer")
+        raise MalformedAnswer("sent an invalid answer")
     return answer
 
 
 def decode_start(message: bytes) -> str | None:
-    """A worker's first message: None if its verifier is loaded, else why not. MalformedAnswer if it is neither."""
+    """A worker's first message: None if it loaded its verifier, else the error. MalformedAnswer if it is neither."""
     try:
         error = json.loads(message)
     except (ValueError, RecursionError):
         error = 0
     if error is not None and not isinstance(error, str):
-        raise MalformedAnswer("sent no valid message")
+        raise MalformedAnswer("sent an invalid message")
     return error
 
 
 def send(connection: socket.socket, message: bytes, deadline: float | None = None) -> None:
-    """Sends a message by the deadline (time.monotonic). TimeoutError after it, OSError if nobody listens."""
+    """Sends a message by the deadline (time.monotonic).
+
+    Raises:
+        TimeoutError: the deadline has passed.
+        OSError: the other end is closed.
+    """
     _limit(connection, deadline)
     connection.sendall(len(message).to_bytes(8, "big") + message)
 
@@ -91,8 +96,10 @@ def send(connection: socket.socket, message: bytes, deadline: float | None = Non
 def receive(connection: socket.socket, deadline: float | None = None, *, limit: int | None = None) -> bytes:
     """The next message, of at most `limit` bytes.
 
-    TimeoutError after the deadline (time.monotonic), EOFError or OSError without a message, MalformedAnswer where
-    it would be longer: nothing is allocated for it.
+    Raises:
+        TimeoutError: the deadline (time.monotonic) has passed.
+        EOFError, OSError: the connection was closed.
+        MalformedAnswer: the message would be longer than `limit`; nothing is allocated for it.
     """
     size = int.from_bytes(_read(connection, 8, deadline), "big")
     if limit is not None and size > limit:

@@ -1,4 +1,4 @@
-"""Host: a reward function of the user's: found by its name, and checked that it can be called as we call it."""
+"""Host: the user's own reward function: finds it by name and checks its signature."""
 
 import importlib
 import importlib.util
@@ -12,22 +12,22 @@ from typing import Any
 from dapo_jax.errors import InputError
 
 RULE = "score(data_source, solution, ground_truth, extra_info) -> float | dict"
-_FOLDER = "folder_of_reward_function"  # as a package, so that the file may import its neighbours relatively
-_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl gives them by name
+_FOLDER = "folder_of_reward_function"  # a package, so that the file can use relative imports
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl passes them by name
 
 
 def file_and_function(name: str) -> tuple[Path, str] | None:
-    """The parts of FILE.py:function; None for a name of another form."""
+    """The two parts of FILE.py:function; None for a name of another form."""
     file, _, function = name.rpartition(":")
     return (Path(file).expanduser(), function) if file.endswith(".py") else None
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function of package.module.function or FILE.py:function, to be called with four positional arguments.
+    """The function at package.module.function or FILE.py:function, callable with four positional arguments.
 
     Raises:
-        ValueError: there is none, its module does not load, or it does not take four arguments.
-        MemoryError: the process may not use as much memory as its module needs.
+        InputError: it does not exist, its module does not load, or it does not take the four arguments.
+        MemoryError: its module needs more memory than the process may use.
     """
     in_file = file_and_function(name)
     rule = f"reward.function={name!r} must be a path package.module.function or FILE.py:function"
@@ -35,7 +35,7 @@ def load_function(name: str) -> Callable[..., Any]:
         raise InputError(f"{rule}: add the name of the function, {name}:FUNCTION")
     module_name, function_name = name.rpartition(".")[::2] if in_file is None else (str(in_file[0]), in_file[1])
     if in_file is not None and not in_file[0].is_file():
-        raise InputError(f"{rule}, but there is no file {module_name}: correct the path")
+        raise InputError(f"{rule}, but the file {module_name} does not exist: correct the path")
     try:
         module = importlib.import_module(module_name) if in_file is None else _run_file(in_file[0])
     except MemoryError:
@@ -51,7 +51,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def _run_file(path: Path) -> types.ModuleType:
-    """The module in a file. It may import the files in its folder by name or relatively."""
+    """Imports a file, which may import other files of its folder, by name or relatively."""
     folder = str(path.absolute().parent)
     sys.path.insert(0, folder)
     package = types.ModuleType(_FOLDER)
@@ -69,30 +69,30 @@ def _import_failure(module_name: str, error: BaseException) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and f"{module_name}.".startswith(f"{missing}."):
         return (
-            f"there is no module {missing!r}: correct the path, start the run in the directory that holds the module, "
-            "or give its file as FILE.py:function"
+            f"module {missing!r} does not exist: correct the path, start the run in the module's directory, or give "
+            "its file as FILE.py:function"
         )
     if missing:
         return (
-            f"{module_name!r} imports {missing!r}, which is not installed in this environment: install the package "
-            f"that has it (often `pip install {missing.partition('.')[0]}`)"
+            f"{module_name!r} imports {missing!r}, which is not installed in this environment: install its package "
+            f"(often `pip install {missing.partition('.')[0]}`)"
         )
     return f"importing {module_name!r} failed with {type(error).__name__}: {error}: correct the module"
 
 
 def _callable_by_position(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, or what passes our four arguments by verl's names. ValueError if it takes neither."""
+    """`function`, or a wrapper that passes the four arguments by verl's names. InputError if it takes neither."""
     must = f"reward.function={name!r} must be {RULE}"
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise InputError(f"{must}, but it is async: give a plain function, for example one that calls asyncio.run")
+        raise InputError(f"{must}, but it is async: write a plain function, for example one that calls asyncio.run")
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # of some built-in functions nothing is known
+    except (ValueError, TypeError):  # some built-in functions have none
         return function
     short = name.rpartition(".")[2].rpartition(":")[2]
     if "completions" in signature.parameters:
         raise InputError(
-            f"{must}, but it takes {signature} as TRL's reward functions do: wrap it, for example def score("
+            f"{must}, but it takes {signature}, as TRL's reward functions do: wrap it, for example def score("
             f"data_source, solution, ground_truth, extra_info): return {short}(completions=[[{{'role': 'assistant', "
             "'content': solution}]], ground_truth=[ground_truth])[0]"
         )
@@ -114,7 +114,7 @@ def _callable_by_position(name: str, function: Callable[..., Any]) -> Callable[.
 
 
 def _bind_error(signature: inspect.Signature, *, by_name: bool) -> TypeError | None:
-    """Why a function does not take verl's names, or four arguments by their position; None if it does."""
+    """Why the signature does not accept verl's names, or four positional arguments; None if it does."""
     try:
         signature.bind(**dict.fromkeys(_VERL)) if by_name else signature.bind(*_VERL)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Host: from responses to their rewards: verifiers, a reward model, the penalty on overlong responses."""
+"""Host: from responses to rewards: verifiers, reward model, overlong penalty."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from dapo_jax.rewards.worker_pool import VerifierPool
 
 @dataclass(frozen=True)
 class RewardPipeline:
-    """What scores responses."""
+    """Scores responses."""
 
     tokenizer: Tokenizer
-    verifiers: Mapping[str, VerifierPool]  # by the name of their function
-    function: str  # the one of the training problems
-    scorer: ModelScorer | None  # with a reward model
+    verifiers: Mapping[str, VerifierPool]  # by function name
+    function: str  # for the training problems
+    scorer: ModelScorer | None  # None without a reward model
     overlong_buffer: OverlongBufferConfig
     max_response_length: int  # tokens
-    mesh: Mesh  # that samples
+    mesh: Mesh  # of the sampler
     stage: Stage
-    check: Callable[[], None]  # is called while verdicts are awaited, and may raise
+    check: Callable[[], None]  # called while waiting for verdicts; may raise
 
     def verify(
         self,
@@ -39,11 +39,11 @@ class RewardPipeline:
         function: str | None = None,
         on_ended: Callable[[int], object] = lambda count: None,
     ) -> Verification:
-        """Verdicts on `num_samples` responses to each row of `prompts`, to be asked for as the responses end.
+        """Verdicts on `num_samples` responses to each row of `prompts`, requested as the responses end.
 
         Args:
-            function: judges them; None = the one of the training problems.
-            on_ended: is called with the number of responses that have ended, each time that some have.
+            function: the reward function; None = the one for the training problems.
+            on_ended: called with the number of responses that have just ended.
         """
         pool, sources = self.verifiers[function or self.function], [prompts.rows[row] for row in rows]
         return Verification(pool, self.tokenizer, sources, num_samples, check=self.check, on_ended=on_ended)
@@ -51,7 +51,11 @@ class RewardPipeline:
     def add_model_scores(
         self, experience: Experience, prompts: PromptSet, *, function: str | None = None
     ) -> Experience:
-        """Mixes in the reward model's scores, if there is one. `function` has judged the responses."""
+        """Mixes in the reward model's scores, if there is one.
+
+        Args:
+            function: the reward function that scored the responses; None = the one for the training problems.
+        """
         if self.scorer is None:
             return experience
         verified = (function or self.function) != "none"
@@ -68,5 +72,5 @@ class RewardPipeline:
             )
 
     def workers_replaced(self) -> int:
-        """Verifier processes of all hosts that were replaced since the last call."""
+        """Verifier processes replaced since the last call, over all hosts."""
         return sum(gather(sum(pool.take_replaced() for pool in self.verifiers.values())))

@@ -1,4 +1,4 @@
-"""Host: the answer check for problems of reasoning-gym: the library's own, of the data set that made the problem."""
+"""Host: the verifier for reasoning-gym problems: the check of the data set that generated the problem."""
 
 import re
 from typing import Any
@@ -11,11 +11,11 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     """The library's score, 0 to 1, of the last `<answer>...</answer>`, or of the whole solution without one.
 
-    acc is 1 for a full score alone. Many answers may be right: the ground truth is not looked at, the problem is made
-    again from extra_info.
+    acc is 1 only for a full score. Many answers may be right, so the ground truth is not read: the problem is
+    generated again from extra_info.
 
     Raises:
-        ValueError: extra_info does not name a problem, or it is another one in this process.
+        ValueError: extra_info does not name a problem, or this process generates a different one from it.
     """
     name = data_source.removeprefix(reasoning_gym.SOURCE_PREFIX)
     try:
@@ -24,7 +24,9 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
         raise ValueError(f"extra_info lacks {error}: take rows of data.task=reasoning_gym") from error
     dataset, entry = reasoning_gym.problem(name, seed, index)
     if reasoning_gym.digest(entry["question"]) != digest:
-        raise ValueError(f"{name} makes other problems in another process: leave it out of data.reasoning_gym.datasets")
+        raise ValueError(
+            f"{name} generates different problems in each process: remove it from data.reasoning_gym.datasets"
+        )
     answers = _ANSWER.findall(solution)
     pred = (answers[-1] if answers else solution).strip()
     value = float(dataset.score_answer(pred, entry))
@@ -32,5 +34,5 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
 
 
 def load() -> None:
-    """Loads the library: its seconds must not count against the time limit of a first sample."""
+    """Loads the library, so that loading does not count against the first sample's time limit."""
     reasoning_gym.load_library()

@@ -1,4 +1,4 @@
-"""Device: a transformer with a scalar head that scores whole conversations."""
+"""Device: the reward model: a transformer with a scalar head that scores whole conversations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class RewardModel:
 
 
 def build_reward_model(arch: Architecture, dtype: Any, mesh: Mesh) -> RewardModel:
-    """Compiles (on first use) the functions of a reward model sharded over `mesh`."""
+    """The functions of a reward model sharded over `mesh`, compiled on first use."""
     shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
     rows = batch_sharding(mesh)
     return RewardModel(

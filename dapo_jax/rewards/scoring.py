@@ -1,4 +1,4 @@
-"""Host: from the verifiers' scores to rewards: reward model and overlong penalty."""
+"""Host: from the verifiers' scores to rewards: adds the reward model's score and the overlong penalty."""
 
 import json
 from collections.abc import Sequence
@@ -33,16 +33,16 @@ from dapo_jax.rewards.shaping import shape_rewards
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """Scores conversations with a reward model, in its own tokenizer and chat template."""
+    """Scores conversations with a reward model, using its own tokenizer and chat template."""
 
     model: RewardModel
     params: Any
     tokenizer: Tokenizer
     mesh: Mesh
     micro_batch_rows: int  # conversations per forward pass, over all devices
-    max_length: int  # tokens; a longer conversation loses its beginning
-    weight: float  # of its score in the sum
-    function_weight: float  # of the verifier's
+    max_length: int  # tokens; a longer conversation loses its start
+    weight: float  # of the reward model's score in the sum
+    function_weight: float  # of the verifier's score
     system_prompt: str | None
     chat_template_kwargs: dict[str, Any]
 
@@ -68,11 +68,11 @@ class ModelScorer:
 
 
 def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
-    """The reward model of reward.model.path.
+    """Loads the reward model at reward.model.path.
 
     Raises:
-        ValueError: it is not a sequence-classification model with one label, or has no tokenizer that fits it, or
-            the mesh does not divide its weights.
+        InputError: it is not a sequence-classification model with one label, it has no tokenizer that fits, or the
+            mesh does not divide its weights.
     """
     settings = config.reward.model
     path = local_model(settings.path)
@@ -82,8 +82,8 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > arch.vocab_size:
         raise InputError(
-            f"the tokenizer of reward.model.path={settings.path} has ids up to {tokenizer.vocab_size - 1}, the model "
-            f"{arch.vocab_size} embeddings: they do not belong together"
+            f"the tokenizer of reward.model.path={settings.path} has ids up to {tokenizer.vocab_size - 1}, but the "
+            f"model has {arch.vocab_size} embeddings: use the tokenizer that belongs to the model"
         )
     problems = indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES)
     if problems:
@@ -104,10 +104,10 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
 
 
 def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelScorer, *, verified: bool) -> Experience:
-    """Adds the score `reward_model`, and makes `score` the weighted sum of it and the verifier's.
+    """Adds the score `reward_model`, and sets `score` to its weighted sum with the verifier's score.
 
     Args:
-        verified: whether a verifier has judged the responses; without one there is no `acc`.
+        verified: whether a verifier scored the responses; if not, `acc` is dropped.
     """
     num_samples = experience.finished.shape[1]
     conversations = [prompts.rows[row].prompt for row in experience.rows for _ in range(num_samples)]
@@ -123,9 +123,9 @@ def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelSc
 def add_rewards(
     experience: Experience, buffer: OverlongBufferConfig, *, max_response_length: int, mesh: Mesh
 ) -> Experience:
-    """Adds the scores `overlong_reward` (penalty) and `seq_reward` (score + penalty: the reward of the response).
+    """Adds the scores `overlong_reward` (the penalty) and `seq_reward` (score + penalty: the response's reward).
 
-    With a buffer whose log is on, also `overlong`: 1 where the penalty is not 0, else 0.
+    If the buffer is enabled and logged, also `overlong`: 1 where the penalty is not 0, else 0.
     """
     shape = experience.finished.shape
     rows = experience.scores["score"].astype(np.float32).ravel(), experience.mask.sum(axis=-1, dtype=np.int32).ravel()
@@ -143,7 +143,7 @@ def add_rewards(
 
 
 def final_rewards(experience: Experience) -> np.ndarray:
-    """The reward [Q, G] of each response, after the KL divergence if it is in the reward."""
+    """The reward [Q, G] of each response, including the KL penalty if it is part of the reward."""
     return experience.scores.get("seq_final_reward", experience.scores["seq_reward"])
 
 

@@ -1,4 +1,4 @@
-"""Device: from a verifier's score to the reward of a response, and to the rewards of its tokens."""
+"""Device: from a verifier's score to the reward of a response and of its tokens."""
 
 import functools
 
@@ -19,9 +19,9 @@ def shape_rewards(
 
     Args:
         scores: [B] float32 from the verifier.
-        lengths: [B] int32, response tokens.
+        lengths: [B] int32, tokens per response.
         max_response_length: tokens after which a response is cut off.
-        buffer_length: tokens before that over which the penalty grows; 0 = no penalty.
+        buffer_length: tokens before the cut-off over which the penalty grows; 0 = no penalty.
     """
     if buffer_length:
         penalty = soft_overlong_penalty(lengths, max_response_length, buffer_length, penalty_factor)
@@ -33,13 +33,13 @@ def shape_rewards(
 def soft_overlong_penalty(
     lengths: jax.Array, max_response_length: int, buffer_length: int, penalty_factor: float
 ) -> jax.Array:
-    """0 up to the buffer, then linear down to -penalty_factor at the longest length (DAPO, equation 13)."""
+    """0 up to the buffer, then linear down to -penalty_factor at the maximum length (DAPO, equation 13)."""
     excess = lengths - (max_response_length - buffer_length)
     return jnp.minimum(-excess / buffer_length * penalty_factor, 0.0)
 
 
 @jax.jit
 def place_rewards(rewards: jax.Array, mask: jax.Array) -> jax.Array:
-    """Rewards [B] of responses at the last token [B, R] of each; 0 elsewhere, and for a response without tokens."""
+    """Each response's reward [B] at its last token [B, R]; 0 elsewhere, and for a response without tokens."""
     last = jnp.arange(mask.shape[1]) == (jnp.sum(mask, axis=-1) - 1)[:, None]
     return jnp.where(last, rewards[:, None], 0.0)

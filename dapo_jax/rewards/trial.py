@@ -1,4 +1,4 @@
-"""Host: whether the reward functions can judge their problems, asked before a run begins."""
+"""Host: tries the reward functions on their problems before a run starts."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from dapo_jax.rewards.own_function import RULE
 from dapo_jax.rewards.verifiers import VERIFIERS
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 
-_RESPONSES = (  # with the ground truth in them: forms in which reward functions often look for an answer
+_RESPONSES = (  # the ground truth in forms that reward functions often look for
     *("{}", "Answer: {}", "#### {}", "\\boxed{{{}}}", "<think>So it is.</think>\n<answer>{}</answer>"),
     *('{{"answer": "{}"}}', "```python\nprint({})\n```", ""),
 )
@@ -26,17 +26,17 @@ _log = logging.getLogger(__name__)
 def check_rewards(
     sets: Sequence[tuple[Sequence[PromptRow], str]], verifiers: Mapping[str, VerifierPool], metric: str | None
 ) -> None:
-    """Asks each function about its rows: a built-in verifier about all ground truths, one of the user's about one row.
+    """Tries each function on its rows: a built-in verifier on all ground truths, the user's own on one row.
 
     Args:
-        sets: rows, and the name of the function that judges the responses to them; first those to train on.
-        verifiers: by the name of their function.
-        metric: of the group filter, which the function of the first set must return; None = no filter.
+        sets: rows with the name of their reward function; the training set first.
+        verifiers: by function name.
+        metric: the group filter's, which the first set's function must return; None = no filter.
 
     Raises:
-        ValueError: ground truths that no response can match, or a function that cannot work.
+        InputError: ground truths that no response can match, or a function that cannot work.
     """
-    tried = set()  # what a function says of one data source is the same in every set
+    tried = set()  # functions with the data sources they were tried on, in any set
     for index, (rows, name) in enumerate(sets):
         check_ground_truths(rows, name, verifiers[name])
         if name in VERIFIERS or not rows or (name, rows[0].data_source) in tried:
@@ -57,13 +57,13 @@ def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> N
 
 
 def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Verdict]:
-    """The verdicts on made-up responses to a row for which the function did not raise.
+    """Verdicts on made-up responses to a row, without those on which the function failed.
 
-    A function may raise for a response that it cannot read, which then counts as wrong: that is warned of. Responses
-    that are not judged within TRIAL_S are left out.
+    A function may fail on a response that it cannot read: it counts as wrong, with a warning. Responses that are not
+    scored within TRIAL_S are left out.
 
     Raises:
-        ValueError: a result that is no verdict, or the function raised for all responses.
+        InputError: a result is not a verdict, or the function failed on all responses.
     """
     texts = [form.format(row.truth_text) for form in _RESPONSES]
     verdicts = _judged(row, texts, name, verifiers)
@@ -72,20 +72,20 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
     for text, error in failed:
         if WRONG_RESULT in error:
             raise InputError(
-                f"reward.function={name!r} gives no verdict on the made-up response {text[:60]!r} to {row.origin} "
+                f"reward.function={name!r} returns no verdict on the made-up response {text[:60]!r} to {row.origin} "
                 f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has "
                 "one as 'score' for every response"
             )
     if len(failed) == len(texts):
         raise InputError(
             f"reward.function={name!r} failed on all {len(texts)} made-up responses to {row.origin}, on "
-            f"{texts[0][:60]!r} with {failed[0][1]}: correct it, and let it return its lowest score for a response "
+            f"{texts[0][:60]!r} with {failed[0][1]}: correct it, and make it return its lowest score for a response "
             "that it cannot read"
         )
     if failed:
         _log.warning(
             "reward.function=%r failed on %d of %d made-up responses to %s, on %r with %s: such a response counts as "
-            "wrong, with reward.error_score",
+            "wrong and gets reward.error_score",
             name,
             len(failed),
             len(verdicts),
@@ -97,9 +97,7 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
 
 
 def _judged(row: PromptRow, texts: list[str], name: str, verifiers: VerifierPool) -> list[Verdict]:
-    """The verdicts on the first of `texts`, one after the other, that come within TRIAL_S: a slow judge is not waited
-    for.
-    """
+    """The verdicts on `texts`, in order, that arrive within TRIAL_S: a slow function does not delay the start."""
     end, verdicts = time.monotonic() + TRIAL_S, []
     for text in texts:
         verdict = verifiers.submit(ScoreRequest(row.data_source, text, row.ground_truth, row.extra_info))
@@ -107,7 +105,7 @@ def _judged(row: PromptRow, texts: list[str], name: str, verifiers: VerifierPool
             verdicts.append(verdict.result(timeout=max(end - time.monotonic(), 0.0)))
         except TimeoutError:
             _log.info(
-                "reward.function=%r judged %d of %d made-up responses in %g s", name, len(verdicts), len(texts), TRIAL_S
+                "reward.function=%r scored %d of %d made-up responses in %g s", name, len(verdicts), len(texts), TRIAL_S
             )
             break
     return verdicts

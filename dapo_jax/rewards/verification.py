@@ -1,4 +1,4 @@
-"""Host: verdicts on responses, asked for as the responses end, while others are still being decoded."""
+"""Host: verifies each response as it ends, while others are still being decoded."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 
-_WAIT_S = 0.5  # between two checks whether the run is to stop
+_WAIT_S = 0.5  # between two checks for a stop request
 
 
 class Verification:
-    """The verdicts on `num_samples` responses to each row. Every process asks for those of its groups.
+    """The verdicts on `num_samples` responses to each row. Every process verifies its share of the groups.
 
     Args:
-        check: is called while verdicts are awaited, and may raise.
-        on_ended: is called with the number of responses that have ended, each time that some have.
+        check: called while waiting for verdicts; may raise.
+        on_ended: called with the number of responses that have just ended.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Verification:
         self._asked: list[tuple[ScoreRequest, Future[Verdict]] | None] = [None] * len(self.texts)
 
     def begin(self, ended: np.ndarray, rollout: Rollout) -> None:
-        """Hands this process' share of the responses at the indices `ended` to the verifiers."""
+        """Submits this process's share of the responses at the indices `ended` to the verifiers."""
         for index in ended.tolist():
             text = self._tokenizer.decode(rollout.responses[index][rollout.mask[index]].tolist())
             self.texts[index] = text

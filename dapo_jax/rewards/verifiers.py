@@ -1,8 +1,7 @@
-"""Host: the verifiers by name, by data source, or by the path of your own function.
+"""Host: verifiers by name, by data source, or by the path of your own function.
 
-A verifier is `score(data_source, solution, ground_truth, extra_info) -> float | dict`. The dict has "score",
-and optionally "acc" (1 or 0, what the group filter compares), "pred" (the answer as text) and any further
-named numbers.
+A verifier is `score(data_source, solution, ground_truth, extra_info) -> float | dict`. The dict has "score", and
+optionally "acc" (1 or 0, which the group filter compares), "pred" (the answer as text) and other named numbers.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from dapo_jax.rewards.own_function import load_function
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
 
-# As verl, but for the three MATH sets: verl compares normalised strings there, we compare mathematics.
+# As in verl, except for the three MATH sets: verl compares normalised strings, we compare mathematically.
 _BY_DATA_SOURCE = {
     "arithmetic": "arithmetic",
     "openai/gsm8k": "gsm8k",
@@ -31,27 +30,27 @@ _BY_DATA_SOURCE = {
 
 
 def verifier_for(data_source: str) -> str:
-    """The name of the verifier that `auto` uses for a data source. ValueError where there is none."""
+    """The name of the verifier that `auto` uses for a data source. InputError if there is none."""
     if data_source.startswith("aime"):
         return "math_dapo"
     if data_source.startswith("reasoning_gym/"):
         return "reasoning_gym"
     if data_source not in _BY_DATA_SOURCE:
         raise InputError(
-            f"data_source={data_source!r} has no verifier, it must start with 'aime' or be one of "
-            f"{', '.join(_BY_DATA_SOURCE)}: set reward.function to a verifier's name or to the path "
-            "of your own function, or correct data_source in the data"
+            f"data_source={data_source!r} has no verifier: it must start with 'aime' or be one of "
+            f"{', '.join(_BY_DATA_SOURCE)}. Correct data_source in the data, or set reward.function to a verifier's "
+            "name or to the path of your own function"
         )
     return _BY_DATA_SOURCE[data_source]
 
 
 def auto(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
-    """The verdict of the verifier that belongs to the data source."""
+    """The verdict of the data source's verifier."""
     return VERIFIERS[verifier_for(data_source)](data_source, solution, ground_truth, extra_info)
 
 
 def none(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """No verdict, for runs whose reward is a reward model's."""
+    """No verdict, for runs that use only a reward model."""
     return {"score": 0.0}
 
 
@@ -67,16 +66,16 @@ VERIFIERS: dict[str, Verifier] = {
     "auto": auto,
 }
 
-# What each returns, beside pred.
+# The numbers that each returns.
 NUMBERS = {name: ("score",) if name == "none" else ("acc", "score") for name in VERIFIERS}
 
 
 def load_verifier(name: str) -> Verifier:
-    """The verifier of this name or path (`own_function`), with what it needs loaded.
+    """The verifier with this name or path (`own_function`), with its library loaded.
 
     Raises:
-        ValueError: there is none, its module does not load, or it does not take four arguments.
-        MemoryError: the process may not use as much memory as its module needs.
+        InputError: it does not exist, its module does not load, or it does not take the four arguments.
+        MemoryError: its module needs more memory than the process may use.
     """
     if name in ("auto", "math_verify"):
         math_verifier.load()
@@ -93,7 +92,7 @@ def load_verifier(name: str) -> Verifier:
 
 
 def wrong_score(name: str, data_source: str) -> float:
-    """The score of a sample whose verifier failed: the lowest that the verifier gives, 0 for your own."""
+    """The score of a sample on which the verifier failed: the verifier's lowest score, 0 for your own function."""
     if name == "auto":
         with suppress(ValueError):
             name = verifier_for(data_source)

@@ -1,7 +1,7 @@
 """Host: one verifier process: `python -m dapo_jax.rewards.worker FD VERIFIER MEMORY_LIMIT_MB`. The pool starts it.
 
-FD is an inherited socket. On it the worker first reports whether the verifier loaded (null, or the error). It then
-answers each request until the other side closes (`messages`).
+FD is an inherited socket. The worker first reports whether the verifier loaded (null, or the error). It then answers
+requests until the pool closes the socket (`messages`).
 """
 
 import ctypes
@@ -33,14 +33,14 @@ from dapo_jax.rewards.messages import (
 )
 from dapo_jax.rewards.verifiers import Verifier, load_verifier
 
-_PR_SET_PDEATHSIG = 1  # prctl: the signal that a process gets when its parent ends (Linux)
+_PR_SET_PDEATHSIG = 1  # prctl: the signal sent to a process when its parent dies (Linux)
 _EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def main() -> None:
     descriptor, name, memory_limit_mb = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
-    connection.set_inheritable(False)  # what the verifier starts must not keep the pool waiting
+    connection.set_inheritable(False)  # processes that the verifier starts must not keep the pool waiting
     os.dup2(2, 1)  # what the verifier prints goes to stderr
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -48,7 +48,7 @@ def main() -> None:
     worker = os.getpid()
 
     def reply(message: bytes) -> None:
-        if os.getpid() != worker:  # the verifier forked: its copy of this process must not answer too
+        if os.getpid() != worker:  # the verifier forked: the copy of this process must not answer
             os._exit(0)
         send(connection, message)
 
@@ -62,20 +62,21 @@ def main() -> None:
 
 
 def answer(verifier: Verifier, request: bytes) -> Answer:
-    """The verifier's normalised result for an encoded request. Whatever the verifier raises is an error in it."""
+    """The verifier's normalised result for an encoded request, or the error that it raised."""
     try:
         values, pred = normalize_result(verifier(*decode_request(request)))
         return Answer(values, pred, None)
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt: the next sample may be fine
-        raised = error.with_traceback(None)  # its frames, with all that they hold, are freed here
+    except BaseException as error:  # including SystemExit and KeyboardInterrupt: the next sample may be fine
+        raised = error.with_traceback(None)  # frees its frames and what they hold
         raised.__cause__ = raised.__context__ = None
     return Answer({}, None, _error_text(raised), exhausted=_is_exhaustion(raised))
 
 
 def normalize_result(result: Any) -> tuple[dict[str, float], str | None]:
-    """A verifier's result as named floats with "score" and "acc", finite in float32; and pred. ValueError for all else.
+    """A verifier's result as named floats (with "score" and "acc", finite in float32) and pred.
 
-    A bare number is the score and acc. In a dict acc defaults to the score; text other than pred is dropped.
+    A bare number is both score and acc. In a dict acc defaults to the score; text other than pred is dropped.
+    ValueError for any other result.
     """
     bare = not isinstance(result, Mapping)
     if bare:
@@ -95,7 +96,7 @@ def normalize_result(result: Any) -> tuple[dict[str, float], str | None]:
 
 
 def _load(name: str) -> tuple[Verifier | None, str | None]:
-    """The verifier, or None and why it cannot be loaded."""
+    """The verifier, or the reason why it cannot be loaded."""
     try:
         return load_verifier(name), None
     except ValueError as error:
@@ -107,10 +108,10 @@ def _load(name: str) -> tuple[Verifier | None, str | None]:
 
 
 def _limit_memory(limit_mb: int) -> None:
-    """Limits what the process may write to; and it leaves no core file.
+    """Limits the writable memory of the process, and disables core files.
 
-    RLIMIT_DATA, not RLIMIT_AS: it does not count address space that is only reserved, of which threaded libraries
-    take gigabytes. Each process that the verifier starts has the same limit for itself.
+    RLIMIT_DATA, not RLIMIT_AS, because threaded libraries reserve gigabytes of address space that they never use.
+    Each process that the verifier starts gets the same limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if limit_mb:
@@ -118,7 +119,7 @@ def _limit_memory(limit_mb: int) -> None:
 
 
 def _is_exhaustion(error: BaseException) -> bool:
-    """True where the process has run out of something that it may not get back."""
+    """Whether the process has run out of a resource that it may not get back."""
     if isinstance(error, OSError):
         return error.errno in _EXHAUSTED
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
@@ -150,7 +151,7 @@ def _finite(name: str, value: Any) -> float:
 def _described(value: Any) -> str:
     try:
         return reprlib.repr(value)
-    except Exception:  # an integer of too many digits, or an object's own repr
+    except Exception:  # an integer with too many digits, or a broken __repr__
         return f"a {type(value).__name__}"
 
 

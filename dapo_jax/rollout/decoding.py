@@ -20,7 +20,7 @@ from dapo_jax.rollout.sampling import Sampling, sample
 
 @struct.dataclass
 class Wave:
-    """B rows decoded in lockstep, all of which have sampled `length` tokens.
+    """B rows decoded in lockstep; each has sampled `length` tokens.
 
     The first B // Q rows answer the first prompt, the next the second, and so on. After the first `keep_rows` every
     row has its own copy of its prompt: Q = B.
@@ -36,7 +36,7 @@ class Wave:
 
 @struct.dataclass
 class Chunk:
-    """C sampled tokens of each row, whole on every device."""
+    """C sampled tokens of each row, replicated on every device."""
 
     tokens: jax.Array  # [B, C] int32, pad_id where the mask is False
     mask: jax.Array  # [B, C] bool, False after the row's end-of-sequence token
@@ -55,7 +55,7 @@ def start_wave(
     eos_ids: tuple[int, ...],
     pad_id: int,
 ) -> tuple[Wave, Chunk]:
-    """Runs each prompt once, makes room for `window` tokens of each of its samples, and draws the first token.
+    """Runs each prompt once, allocates `window` tokens for each of its samples, and draws the first token.
 
     Args:
         prompts: Q prompts; those with a negative number are padding and start finished.
@@ -84,7 +84,7 @@ def decode_chunk(
     eos_ids: tuple[int, ...],
     pad_id: int,
 ) -> tuple[Wave, Chunk]:
-    """Draws `num_tokens` more tokens for each row; rows that are finished draw padding."""
+    """Draws `num_tokens` more tokens for each row; finished rows draw padding."""
     num_samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
     prompt_lengths = jnp.repeat(jnp.sum(wave.prompt_mask, axis=-1, dtype=jnp.int32), num_samples)
 
@@ -105,7 +105,7 @@ def decode_chunk(
 
 
 def wave_spec(ndim: int) -> PartitionSpec:
-    """How an array of a wave lies on the mesh, by its number of dimensions."""
+    """The sharding of an array of a wave, by its number of dimensions."""
     if ndim == 4:
         return PartitionSpec(BATCH_AXES, "tensor")  # keys and values
     return PartitionSpec(BATCH_AXES) if ndim else PartitionSpec()
@@ -116,7 +116,7 @@ def keep_rows(wave: Wave, rows: jax.Array, *, num_samples: int) -> Wave:
     """The wave without its caches, with these rows only.
 
     Args:
-        rows: [B'], divided over the devices like the rows of the wave; each device's are indices into its own rows.
+        rows: [B'], sharded like the rows of the wave; each device has indices into its own rows.
         num_samples: B // Q of the wave.
     """
     return dataclasses.replace(
@@ -146,7 +146,7 @@ def resize_cache(cache: LayerCache, rows: jax.Array | None, *, num_samples: int,
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of `x` by the indices that each device has into its own rows: nothing moves between devices."""
+    """Rows of `x` by the indices of each device into its own rows: nothing moves between devices."""
     spec = wave_spec(x.ndim)
     local = jax.shard_map(lambda x, rows: x[rows], in_specs=(spec, PartitionSpec(BATCH_AXES)), out_specs=spec)
     return local(x, rows)
@@ -157,7 +157,7 @@ def _laid_out(tree: Any) -> Any:
 
 
 def _settle(tokens, finished, eos_ids, pad_id) -> tuple[jax.Array, jax.Array]:
-    """Tokens with padding in the rows that were finished before, and which rows are finished now."""
+    """Tokens, with padding in rows that had finished before, and which rows are finished now."""
     ended = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32))
     return jnp.where(finished, pad_id, tokens), finished | ended
 

@@ -1,50 +1,26 @@
-"""Host: responses to any number of prompts, decoded in waves whose rows become fewer and whose cache grows.
+"""Host: what a sampler needs of an engine that generates responses. Today's engine is waves.py.
 
-All rows of a wave have sampled equally many tokens. Between two chunks the host looks at what has ended: finished
-rows are handed on, and survivors move to a smaller batch when they fit one (shapes.rungs); the cache is widened when
-it is full (shapes.windows). None of this changes a token: every draw has an address (sampling.py).
+The tokens of a response depend on the weights, its prompt and the address of its draws (sampling.py), never on the
+engine: a batch size, a device layout or another engine changes the speed alone.
 """
 
-import dataclasses
-import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from dapo_jax.data.containers import Prompts, Rollout
-from dapo_jax.data.padding import pad_prompts
+from dapo_jax.data.containers import Rollout
 from dapo_jax.models.transformer import Params
-from dapo_jax.parallel.memory import free_bytes
-from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.parallel.sharding import batch_sharding, put
-from dapo_jax.rollout.decoding import Chunk, Wave, keep_rows, resize_cache, start_wave
-from dapo_jax.rollout.programs import Programs
-from dapo_jax.rollout.responses import OnFinished, Responses, StopRule
-from dapo_jax.rollout.sampling import Sampling, row_keys
-from dapo_jax.rollout.shapes import LengthHistory, expected_path, prompt_width, rungs, wave_size, window_of
-from dapo_jax.rollout.wave_programs import EngineSettings, cache_dtype, lower_chunk, rows_at_once
+from dapo_jax.rollout.sampling import Sampling
 
-LENGTHS = "lengths "  # before the number of a purpose, in a checkpoint
+# (tokens of a response, how many of them an earlier call has seen) -> how many tokens to keep; None = it continues.
+StopRule = Callable[[list[int], int], int | None]
+# (rows of the responses that have just ended, all responses so far)
+OnFinished = Callable[[np.ndarray, Rollout], None]
 
 
-class Engine:
-    """Samples responses. To be used under `jax.set_mesh(settings.mesh)`.
-
-    Args:
-        check: is called before each chunk, and may raise to end the sampling.
-    """
-
-    def __init__(self, settings: EngineSettings, check: Callable[[], None] = lambda: None) -> None:
-        self.settings = settings
-        self.check = check
-        self.programs = Programs(settings.mesh)
-        self._histories: dict[int, LengthHistory] = {}  # by purpose: evaluation may end sooner than training
-        self._free_bytes: float | None = None  # on each device, before the first wave
-        self._param_shapes: Params | None = None
+class RolloutEngine(Protocol):
+    """Samples responses, under `jax.set_mesh` of the mesh that it was built for."""
 
     def generate(
         self,
@@ -55,232 +31,29 @@ class Engine:
         num_samples: int,
         purpose: int,
         sampling: Sampling,
-        limits: np.ndarray | None = None,
         stop: StopRule | None = None,
         on_finished: OnFinished | None = None,
     ) -> Rollout:
-        """`num_samples` responses to each prompt, as NumPy arrays; row b answers prompt b // num_samples.
+        """`num_samples` responses to each of Q prompts, as NumPy arrays; row b answers prompt b // num_samples.
 
         Args:
-            params: decoding weights (from learner/actor.py), of the same shapes and dtypes in every call.
+            params: decoding weights (learner/actor.py), with the same shapes and dtypes in every call.
             prompts: token ids of each prompt.
-            numbers: address of each prompt's draws; with `purpose`, the sample and the position it fixes the noise.
-            limits: [Q * num_samples], most tokens of each response; None = max_response_length for all.
-            stop: ends a response where it says, for stop strings.
-            on_finished: told of responses as they end, while others are still being decoded.
+            numbers: [Q] address of each prompt's draws; with `purpose`, the sample and the position it fixes the noise.
+            purpose: training, evaluation, ... (sampling.py).
+            stop: ends a response at a stop string.
+            on_finished: called with responses as they end, while others are still being decoded.
         """
-        shards = num_batch_shards(self.settings.mesh)
-        history = self.history(purpose)
-        max_rows = self._rows_at_once(params, num_samples, history)
-        size = wave_size(len(prompts), num_samples, max_rows=max_rows, shards=shards)
-        longest, num_rows = self.settings.max_response_length, len(prompts) * num_samples
-        responses = Responses(
-            np.full(num_rows, longest) if limits is None else np.minimum(limits, longest),
-            max_length=longest,
-            eos_ids=self.settings.eos_ids,
-            pad_id=self.settings.pad_id,
-            stop=stop,
-            on_finished=on_finished,
-        )
-        for first in range(0, len(prompts), size):
-            self.check()
-            wave = _Decoding(
-                self,
-                params,
-                prompts[first : first + size],
-                size,
-                num_samples,
-                sampling,
-                responses,
-                first * num_samples,
-                history,
-            )
-            wave.run(numbers[first : first + size], purpose)
-            history.add(responses.lengths(wave.first_row, wave.end_row))
-        return responses.rollout()
+        ...
 
-    def history(self, purpose: int) -> LengthHistory:
-        """How long the responses of a purpose have been."""
-        return self._histories.setdefault(purpose, LengthHistory(self.settings.max_response_length))
-
-    def _rows_at_once(self, params: Params, num_samples: int, history: LengthHistory) -> int:
-        settings = self.settings
-        if self._free_bytes is None and not settings.max_num_seqs:
-            self._free_bytes = free_bytes(settings.mesh)
-        free = (self._free_bytes or 0.0) * settings.memory_share
-        return rows_at_once(settings, cache_dtype(params), history, num_samples, free)
-
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """What the size of the next wave depends on, for a checkpoint."""
-        return {
-            **{f"{LENGTHS}{purpose}": history.to_array() for purpose, history in self._histories.items()},
-            "free_bytes": np.array(-1.0 if self._free_bytes is None else self._free_bytes),
-            "devices": np.array(_checksum(self.settings.mesh)),
-        }
+    def state(self) -> dict[str, np.ndarray]:
+        """What the engine has learnt and needs after a restart, for a checkpoint."""
+        ...
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
-        """The inverse of `to_arrays`; how much memory other devices had left is of no use."""
-        for name, array in arrays.items():
-            if name.startswith(LENGTHS):
-                self.history(int(name.removeprefix(LENGTHS))).restore(np.asarray(array))
-        free = float(arrays["free_bytes"])
-        same = int(arrays.get("devices", -1)) == _checksum(self.settings.mesh)
-        self._free_bytes = free if same and free >= 0 else None
-
-    def param_shapes(self, params: Params) -> Params:
-        """Shapes and shardings of the decoding weights, which are the same in every call."""
-        shapes = self._param_shapes
-        if shapes is None:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-            self._param_shapes = shapes
-        return shapes
+        """The inverse of `state`."""
+        ...
 
     def close(self) -> None:
-        """Ends compiling in the background."""
-        self.programs.close()
-
-
-def _checksum(mesh: Mesh) -> int:
-    """Equal for as many devices of one kind, divided alike; the same on every process."""
-    return zlib.crc32(f"{mesh.devices.flat[0].device_kind} {dict(mesh.shape)}".encode())
-
-
-class _Decoding:
-    """One wave. Prompts missing to `size` are filled with copies of the last that start finished."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        params: Params,
-        prompts: Sequence[Sequence[int]],
-        size: int,
-        num_samples: int,
-        sampling: Sampling,
-        responses: Responses,
-        first_row: int,
-        history: LengthHistory,
-    ) -> None:
-        settings = engine.settings
-        self.engine, self.settings, self.params, self.sampling = engine, settings, params, sampling
-        self.prompts, self.size, self.num_samples, self.responses = prompts, size, num_samples, responses
-        self.history = history
-        self.first_row, self.end_row = first_row, first_row + len(prompts) * num_samples
-        self.shards = num_batch_shards(settings.mesh)
-        self.ladder = settings.ladder
-        self.width = prompt_width(max(map(len, prompts)), settings.max_prompt_length)
-        self.rows = np.arange(first_row, first_row + size * num_samples)  # response of each row of the wave
-        self.rows[self.rows >= self.end_row] = -1
-        self.samples_per_prompt = num_samples  # rows that share a prompt's part of the cache
-        self.window = self.ladder[0]
-        self.sampled = 0  # tokens of each row that are sampled or being sampled
-
-    def run(self, numbers: Sequence[int], purpose: int) -> None:
-        """Decodes until all rows have ended."""
-        pending: deque[tuple[Chunk, np.ndarray, int]] = deque()
-        self._prepare()
-        wave, chunk = self._start(numbers, purpose)
-        pending.append((chunk, self.rows, 0))
-        self.sampled = 1
-        while True:
-            longest = self.responses.longest(self.rows)
-            while len(pending) > self.settings.lookahead or (pending and self.sampled >= longest):
-                self.responses.add(*pending.popleft())
-            alive = self.responses.alive(self.rows)
-            if self.sampled >= longest or not alive.any():
-                break
-            self.engine.check()
-            wave = self._resize(wave, alive)
-            wave, chunk = self._decode(wave)
-            pending.append((chunk, self.rows, self.sampled))
-            self.sampled += self.settings.tokens_per_chunk
-            self._prepare_next()
-
-    def _start(self, numbers: Sequence[int], purpose: int) -> tuple[Wave, Chunk]:
-        settings = self.settings
-        missing = self.size - len(self.prompts)
-        tokens, mask = pad_prompts([*self.prompts, *[self.prompts[-1]] * missing], self.width, settings.pad_id)
-        addresses = np.array([*numbers, *[-1] * missing], np.int32)
-        batch = put(Prompts(tokens, mask, addresses), batch_sharding(settings.mesh))
-        keys = row_keys(settings.seed, purpose, batch.numbers, self.num_samples)
-        return start_wave(
-            self.params,
-            batch,
-            keys,
-            self.sampling,
-            arch=settings.arch,
-            window=self.window,
-            eos_ids=settings.eos_ids,
-            pad_id=settings.pad_id,
-        )
-
-    def _resize(self, wave: Wave, alive: np.ndarray) -> Wave:
-        """The wave with room for the next chunk, and with fewer rows if those alive fit a smaller batch."""
-        window = window_of(self.ladder, self._tokens_after_next())
-        here = alive.reshape(self.shards, -1)
-        per_device = min(rung for rung in self._rungs(here.shape[1]) if rung >= here.sum(axis=1).max())
-        if window == self.window and per_device == here.shape[1]:
-            return wave
-        chosen = None
-        same = self.samples_per_prompt
-        if per_device < here.shape[1]:
-            # a device with fewer survivors repeats its first row, whose tokens then belong to no response
-            local = np.zeros((self.shards, per_device), np.int32)
-            rows = np.full((self.shards, per_device), -1)
-            for shard, (own, of_shard) in enumerate(zip(self.rows.reshape(here.shape), here, strict=True)):
-                kept = np.flatnonzero(of_shard)
-                local[shard, : len(kept)], rows[shard, : len(kept)] = kept, own[kept]
-            chosen = put(local.reshape(-1), batch_sharding(self.settings.mesh))
-            self.rows, self.samples_per_prompt = rows.reshape(-1), 1
-        self.window = window
-        caches = wave.caches
-        rest = keep_rows(dataclasses.replace(wave, caches=[]), chosen, num_samples=same) if chosen is not None else wave
-        for layer, cache in enumerate(caches):  # one layer at a time stands in memory twice
-            caches[layer] = resize_cache(cache, chosen, num_samples=same, window=window)
-        return dataclasses.replace(rest, caches=caches)
-
-    def _rungs(self, rows: int) -> list[int]:
-        return rungs(rows, self.settings.smallest_rows)
-
-    def _decode(self, wave: Wave) -> tuple[Wave, Chunk]:
-        program = self.engine.programs.get(*self._lowering(len(self.rows), self._prompts(), self.window))
-        return program(self.params, wave, self.sampling)
-
-    def _prompts(self) -> int:
-        """Prompts that the wave holds a cache of."""
-        return len(self.rows) // self.samples_per_prompt
-
-    def _tokens_after_next(self) -> int:
-        """Tokens of a row that the cache holds when the next chunk is done."""
-        return self.sampled - 1 + self.settings.tokens_per_chunk
-
-    def _prepare(self) -> None:
-        """Begins to compile the shapes that the wave is expected to go through."""
-        rows = self.size * self.num_samples
-        path = [(rows // self.shards, self.window)]
-        if self.history.known:
-            path = expected_path(
-                self._rungs(rows // self.shards),
-                self.settings.tokens_per_chunk,
-                self.ladder,
-                self.history.alive,
-                lookahead=self.settings.lookahead,
-            )
-        for per_device, window in path:
-            whole = per_device * self.shards == rows
-            prompts = self.size if whole else per_device * self.shards
-            self.engine.programs.prepare(*self._lowering(per_device * self.shards, prompts, window))
-
-    def _prepare_next(self) -> None:
-        """Begins to compile for the chunk after the one just dispatched, if the window has to grow for it."""
-        needed = self._tokens_after_next()
-        if self.window < needed <= self.ladder[-1]:
-            window = window_of(self.ladder, needed)
-            self.engine.programs.prepare(*self._lowering(len(self.rows), self._prompts(), window))
-
-    def _lowering(self, rows: int, prompts: int, window: int) -> tuple[Any, Callable[[], jax.stages.Lowered]]:
-        settings, sampling, params = self.settings, self.sampling, self.engine.param_shapes(self.params)
-
-        def lower() -> jax.stages.Lowered:
-            return lower_chunk(settings, params, sampling, rows=rows, prompts=prompts, width=self.width, window=window)
-
-        return (rows, prompts, self.width, window), lower
+        """Stops work in the background."""
+        ...

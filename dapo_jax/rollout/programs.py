@@ -13,22 +13,22 @@ logger = logging.getLogger(__name__)
 
 
 class Programs:
-    """Programs that are compiled once and called by their key."""
+    """Programs compiled once, by key."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._thread: ThreadPoolExecutor | None = None  # one: compiling itself runs on several threads
+        self._thread: ThreadPoolExecutor | None = None  # one, since XLA compiles on several threads
         self._found: dict[Hashable, Future[Any]] = {}
 
     def prepare(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> None:
-        """Begins to compile what `lower` returns, unless this key is known."""
+        """Starts to compile what `lower` returns, unless this key is known."""
         if key not in self._found:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile")
             self._found[key] = self._thread.submit(self._compile, key, lower)
 
     def get(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """The compiled program. What is not being compiled yet, or has failed to, is compiled here and now."""
+        """The compiled program. Compiles it now if that has not begun, or has failed."""
         found = self._found.get(key)
         if found is None or found.cancel() or found.exception() is not None:
             compiled = self._compile(key, lower)
@@ -37,7 +37,7 @@ class Programs:
         return found.result()
 
     def close(self) -> None:
-        """Drops what has not begun to compile."""
+        """Drops what is still waiting to be compiled."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 

@@ -1,15 +1,11 @@
-"""Host: the responses of one call of the engine while they are being sampled."""
-
-from collections.abc import Callable
+"""Host: the responses of one call of the wave engine while they are being sampled."""
 
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.parallel.sharding import fetch
 from dapo_jax.rollout.decoding import Chunk
-
-StopRule = Callable[[list[int], int], int | None]  # (tokens, how many were looked at before) -> tokens to keep
-OnFinished = Callable[[np.ndarray, Rollout], None]  # (rows that have just ended, all responses so far)
+from dapo_jax.rollout.engine import OnFinished, StopRule
 
 
 class Responses:
@@ -28,18 +24,18 @@ class Responses:
         """
         Args:
             limits: [B], most tokens of each response, at most max_length.
-            stop, on_finished: as for Engine.generate.
+            stop, on_finished: as for RolloutEngine.generate.
         """
         shape = len(limits), max_length
         self.tokens = np.full(shape, pad_id, np.int32)
         self.mask = np.zeros(shape, bool)
         self.logprobs = np.zeros(shape, np.float32)
-        self.complete = np.zeros(len(limits), bool)  # ended by itself
+        self.complete = np.zeros(len(limits), bool)  # ended by an end-of-sequence token or the stop rule
         self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
         self.limits, self.eos_ids, self.pad_id, self.stop, self.on_finished = limits, eos_ids, pad_id, stop, on_finished
 
     def add(self, chunk: Chunk, rows: np.ndarray, start: int) -> None:
-        """Takes up a chunk whose first token is number `start` of the responses `rows`."""
+        """Adds a chunk whose first token is number `start` of the responses `rows`."""
         chunk = fetch(chunk)
         alive = self.alive(rows)
         rows = rows[alive]
@@ -67,7 +63,7 @@ class Responses:
         return (rows >= 0) & ~self.ended[rows]
 
     def longest(self, rows: np.ndarray) -> int:
-        """Tokens after which all responses of a wave are at their limits."""
+        """Tokens after which all responses of a wave have reached their limits."""
         return int(self.limits[rows[rows >= 0]].max())
 
     def lengths(self, first: int, end: int) -> np.ndarray:

@@ -14,17 +14,17 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
-from dapo_jax.rollout.engine import Engine
+from dapo_jax.rollout.engine import RolloutEngine
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.stops import stop_rule
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """What samples: an engine on a mesh, between prompts and responses."""
+    """Samples responses: an engine on a mesh, between prompts and verified responses."""
 
     tokenizer: Tokenizer
-    engine: Engine
+    engine: RolloutEngine
     mesh: Mesh
     stop: tuple[str, ...]  # a response ends with the first of these strings
     stage: Stage
@@ -41,11 +41,11 @@ class Sampler:
         verification: Verification,
         version: int = 0,
     ) -> Callable[[], Experience]:
-        """Samples the responses that `verification` expects; the result waits for the verdicts that are still open.
+        """Samples the responses that `verification` expects; the result waits for the open verdicts.
 
         Args:
             weights: of the policy, for decoding.
-            rows: of `prompts`, those of `verification`.
+            rows: of `prompts`, the same as those of `verification`.
             numbers: address of each row's random draws, with `purpose`.
             version: training steps that the policy has seen.
         """
@@ -84,6 +84,7 @@ class Sampler:
                 scores={name: grouped(values) for name, values in _scores(verdicts).items()},
                 versions=np.full(len(tokens), version, np.int64),
                 failed=grouped([verdict.error is not None for verdict in verdicts]),
+                by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
                 answers=grouped_list([verdict.pred for verdict in verdicts]),
                 error=max(errors, key=lambda error: errors[error], default=""),
             )

@@ -1,4 +1,4 @@
-"""Device: drawing the next token. Each draw has an address, so that no layout of the rows can change it."""
+"""Device: drawing the next token. Each draw has an address, so no layout of the rows can change it."""
 
 import functools
 from collections.abc import Callable
@@ -16,17 +16,17 @@ TRAIN, EVALUATE, BASELINE, SELECT = range(4)
 
 @struct.dataclass
 class Sampling:
-    """How to draw. All of it is traced: no new value needs a new compilation."""
+    """How to draw. Every field is traced: a new value needs no new compilation."""
 
     temperature: Any
     top_p: Any  # 1 = off
     top_k: Any  # 0 = off
-    greedy: Any  # 1 = the most likely token
-    min_length: Any  # tokens before which no end-of-sequence token is drawn
+    greedy: Any  # True = the most likely token
+    min_length: Any  # no end-of-sequence token is drawn before this many tokens
 
     @classmethod
     def create(cls, temperature: float, top_p: float, top_k: int, min_length: int = 0) -> "Sampling":
-        """Temperature 0 is greedy: the most likely token, whose log-probability is given at temperature 1."""
+        """Temperature 0 is greedy: the most likely token, with its log-probability at temperature 1."""
         greedy = temperature == 0
         return cls(
             temperature=np.float32(1.0 if greedy else temperature),
@@ -58,20 +58,20 @@ def position_noise(seed: int, purpose: int, numbers: jax.Array, num_samples: int
 def sample(
     logits: jax.Array, keys: jax.Array, position: jax.Array, sampling: Sampling, eos_ids: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """One token a row, and its log-probability log_softmax(logits / temperature) over the whole vocabulary.
+    """One token per row, and its log-probability log_softmax(logits / temperature) over the whole vocabulary.
 
     Args:
         logits: [B, V] float32.
         keys: [B], from `row_keys`.
-        position: scalar, how many tokens were sampled before.
-        eos_ids: tokens that are not drawn before sampling.min_length.
+        position: scalar, number of tokens sampled before.
+        eos_ids: tokens not drawn before sampling.min_length.
 
     Returns:
         tokens [B] int32 and logprobs [B] float32.
     """
     logits = logits / sampling.temperature
     highest = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - highest)  # serves the normaliser and the draw
+    weights = jnp.exp(logits - highest)  # for the normaliser and the draw
     allowed = jnp.ones(logits.shape[-1], bool).at[jnp.array(eos_ids, jnp.int32)].set(position >= sampling.min_length)
     highest_allowed = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
     candidates = jnp.where(allowed, jnp.exp(logits - highest_allowed), 0.0)
@@ -85,7 +85,7 @@ def sample(
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Token [B] at which the cumulative sum of `weights` [B, V] passes `uniform` [B] in [0, 1) of their total.
 
-    Two levels, so that no cumulative sum runs over the whole vocabulary: first the block, then the entry.
+    Two levels, first the block, then the entry: no cumulative sum runs over the whole vocabulary.
     Entries of weight 0 are never returned.
     """
     rows, vocabulary = weights.shape
@@ -131,9 +131,9 @@ def _lowest_weight(weights: jax.Array, sampling: Sampling) -> jax.Array:
 def _smallest_above_which(weights: jax.Array, holds: Callable[[jax.Array], jax.Array], *, needed: Any) -> jax.Array:
     """The smallest t in [0, 1] with `holds(weights > t)`, [B, 1], by bisection over the floating-point numbers.
 
-    Exact, without a sort, in 30 passes over the weights; 0 in no pass if it is not `needed`.
+    Exact, without a sort, in 30 passes over the weights; 0, without a pass, if it is not `needed`.
     """
-    one = np.float32(1.0).view(np.int32)  # the bits of non-negative numbers have the order of the numbers
+    one = np.float32(1.0).view(np.int32)  # the bits of non-negative floats are ordered like the floats
     low = jnp.zeros(weights.shape[:1], jnp.int32)
     high = low + jnp.where(needed, one, 0)
 

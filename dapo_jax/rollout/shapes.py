@@ -11,14 +11,14 @@ FIRST_WINDOW = 64  # tokens
 
 
 def prompt_width(longest: int, limit: int) -> int:
-    """Width of a wave whose longest prompt is this long: a bucket, not below a quarter of that of `limit`."""
+    """Width of a wave whose longest prompt is this long: a bucket, at least a quarter of that of `limit`."""
     return bucket(max(longest, bucket(limit) // 4))
 
 
 def windows(max_response_length: int, chunk_length: int) -> list[int]:
     """Cache widths, ascending: buckets from FIRST_WINDOW in whole chunks; the last holds a whole response.
 
-    The last token of a response is not written, so `max_response_length` - 1 tokens are enough.
+    The last token of a response is not cached, so `max_response_length` - 1 tokens are enough.
     """
     last = max(-(-(max_response_length - 1) // chunk_length), 1) * chunk_length
     found, size = [], FIRST_WINDOW
@@ -29,12 +29,12 @@ def windows(max_response_length: int, chunk_length: int) -> list[int]:
 
 
 def window_of(ladder: Sequence[int], tokens: int) -> int:
-    """The narrowest window that holds so many tokens."""
+    """The narrowest window for this many tokens."""
     return next(window for window in ladder if window >= tokens)
 
 
 def rungs(rows: int, smallest: int) -> list[int]:
-    """Rows per device that a wave of `rows` may shrink to, descending: each about 1/sqrt(2) of the one before.
+    """Rows per device that a wave of `rows` may shrink to, descending: each about 1/sqrt(2) of the previous one.
 
     Multiples of ROW_MULTIPLE, then halves down to `smallest`.
     """
@@ -65,7 +65,7 @@ class LengthHistory:
     def __init__(self, max_response_length: int) -> None:
         self._share = np.zeros(max_response_length + 1)  # of responses by length
         self._share[-1] = 1.0
-        self.known = False  # until then it is as if nothing ended early
+        self.known = False  # until then nothing is assumed to end early
 
     def add(self, lengths: np.ndarray) -> None:
         """The lengths of a finished wave's responses."""
@@ -75,11 +75,11 @@ class LengthHistory:
         self.known = True
 
     def to_array(self) -> np.ndarray:
-        """All that is known, for a checkpoint."""
+        """The history as one array, for a checkpoint."""
         return np.append(self._share, float(self.known))
 
     def restore(self, array: np.ndarray) -> None:
-        """The inverse of `to_array`; what is known of responses of another greatest length is of no use."""
+        """The inverse of `to_array`; a history with another max_response_length is ignored."""
         if len(array) != len(self._share) + 1:
             return
         self._share, self.known = np.array(array[:-1], np.float64), bool(array[-1])
@@ -98,7 +98,7 @@ def expected_path(
         heights: rungs.
         ladder: windows.
         alive: expected share of responses longer than a number of tokens.
-        lookahead: chunks that the host's knowledge is old.
+        lookahead: chunks by which the host's knowledge lags.
     """
     path: list[tuple[int, int]] = []
     for end in range(chunk_length, ladder[-1] + 1, chunk_length):
@@ -122,8 +122,8 @@ def rows_in_memory(
 ) -> int:
     """Rows per device whose keys and values fit at every moment of a wave.
 
-    What is alive is rounded up to a rung, half as many again; and a tenth more rows than the history says, and two in
-    a hundred that never end, must fit too.
+    Survivors are rounded up to a rung, which may be half as many again; a tenth more rows than the history says, and
+    two in a hundred that never end, must also fit.
     """
     worst, filled = 1.0, 0
     for window in ladder:

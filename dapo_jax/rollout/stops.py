@@ -1,26 +1,25 @@
-"""Host: responses that end with a string."""
+"""Host: stop strings, which end a response."""
 
 from collections.abc import Sequence
 
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.rollout.responses import StopRule
+from dapo_jax.rollout.engine import StopRule
 
 
 def check_stop_strings(tokenizer: Tokenizer, strings: Sequence[str]) -> None:
-    """Raises ValueError if a string can never stand in a response, as a special token has no text there."""
+    """Raises ValueError for a string with a special token, which has no text in a response."""
     for string in strings:
         if string.strip() not in tokenizer.decode(tokenizer.encode(string)):
             raise InputError(
                 f"rollout.stop has {string!r}, which holds a special token of the model: those have no text in a "
-                "response, so it would never end there; leave it out (a response ends at the model's end tokens anyway)"
+                "response, so none would end there; leave it out (a response ends at the model's end tokens anyway)"
             )
 
 
 def stop_rule(tokenizer: Tokenizer, strings: Sequence[str]) -> StopRule:
     """Ends a response with the token that completes one of the strings."""
-
-    longest = max(map(len, strings)) + 4  # characters; the first ones may be the broken rest of another
+    longest = max(map(len, strings)) + 4  # characters; the first ones may be part of a broken character
 
     def kept(tokens: list[int], looked_at: int) -> int | None:
         reach, first = longest, max(looked_at - longest, 0)

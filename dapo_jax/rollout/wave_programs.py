@@ -1,4 +1,4 @@
-"""Host: the compiled functions of a wave, from shapes alone: nothing is on a device when they are compiled."""
+"""Host: the compiled functions of a wave, lowered from shapes alone: no array exists yet."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,25 +18,25 @@ from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rows_in_memory,
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """What does not change from call to call."""
+class WaveSettings:
+    """What the wave engine needs to know before its first call."""
 
     arch: Architecture
     mesh: Mesh
     eos_ids: tuple[int, ...]  # each of them ends a response
-    pad_id: int  # stands where nothing was sampled; may equal an end-of-sequence token
+    pad_id: int  # token where nothing was sampled; may equal an end-of-sequence token
     max_prompt_length: int  # tokens
     max_response_length: int  # tokens
     max_num_seqs: int  # rows decoded at once; 0 = as many as fit the memory
-    memory_share: float  # of the free memory that keys and values may take, where max_num_seqs is 0
-    chunk_length: int  # tokens between two looks at what has finished
-    smallest_rows: int  # per device, that a wave shrinks to
-    lookahead: int  # chunks that are dispatched before the result of one is looked at
+    memory_share: float  # of the free memory that keys and values may take where max_num_seqs is 0
+    chunk_length: int  # tokens between two looks for responses that have ended
+    smallest_rows: int  # per device, to which a wave shrinks
+    lookahead: int  # chunks dispatched before the result of one is read
     seed: int
 
     @property
     def tokens_per_chunk(self) -> int:
-        """Tokens of a chunk: no more than a response has after its first."""
+        """Tokens of a chunk: at most what a response has after its first token."""
         return min(self.chunk_length, max(self.max_response_length - 1, 1))
 
     @property
@@ -46,7 +46,7 @@ class EngineSettings:
 
 
 def lower_start(
-    settings: EngineSettings, params: Params, sampling: Sampling, *, prompts: int, num_samples: int, width: int
+    settings: WaveSettings, params: Params, sampling: Sampling, *, prompts: int, num_samples: int, width: int
 ) -> jax.stages.Lowered:
     """The prefill of `prompts` prompts of `width` tokens, each with `num_samples` rows."""
     batch = Prompts(
@@ -67,7 +67,7 @@ def lower_start(
 
 
 def lower_chunk(
-    settings: EngineSettings, params: Params, sampling: Sampling, *, rows: int, prompts: int, width: int, window: int
+    settings: WaveSettings, params: Params, sampling: Sampling, *, rows: int, prompts: int, width: int, window: int
 ) -> jax.stages.Lowered:
     """A chunk of decoding for the wave of `wave_shape`."""
     wave = wave_shape(settings, cache_dtype(params), rows=rows, prompts=prompts, width=width, window=window)
@@ -83,20 +83,22 @@ def lower_chunk(
 
 
 def lower_growth(cache: LayerCache, *, num_samples: int, window: int) -> jax.stages.Lowered:
-    """One layer's cache, which all rows keep, made wider."""
+    """Widening one layer's cache while all rows stay."""
     return resize_cache.lower(cache, None, num_samples=num_samples, window=window)
 
 
 def rows_at_once(
-    settings: EngineSettings, dtype: np.dtype, history: LengthHistory, num_samples: int, free_bytes: float
+    settings: WaveSettings, dtype: np.dtype, history: LengthHistory, num_samples: int, free_bytes: float
 ) -> int:
-    """Rows of a wave: max_num_seqs, or as many as fit `free_bytes` on a device if responses end as they have done.
+    """Rows of a wave: max_num_seqs, or as many as fit the memory if responses end as they have done so far.
 
     Args:
         dtype: of keys and values.
+        free_bytes: on each device, of which keys and values may take `memory_share`.
     """
     if settings.max_num_seqs:
         return settings.max_num_seqs
+    free_bytes *= settings.memory_share
     arch, shards = settings.arch, num_batch_shards(settings.mesh)
     values = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"]
     rows = rows_in_memory(
@@ -113,7 +115,7 @@ def rows_at_once(
 
 
 def prefill_bytes(arch: Architecture, max_prompt_length: int) -> float:
-    """About what running one prompt takes beside its cache: attention scores and the activations of one layer."""
+    """About what the prefill of one prompt takes besides its cache: attention scores and activations of one layer."""
     width = prompt_width(max_prompt_length, max_prompt_length)
     scores = 3 * arch.num_heads * width
     return 4.0 * width * (scores + 4 * arch.intermediate_size + 8 * arch.hidden_size)
@@ -124,7 +126,7 @@ def cache_dtype(params: Params) -> np.dtype:
     return params["layers"][0]["query"].dtype
 
 
-def wave_shape(settings: EngineSettings, dtype: Any, *, rows: int, prompts: int, width: int, window: int) -> Wave:
+def wave_shape(settings: WaveSettings, dtype: Any, *, rows: int, prompts: int, width: int, window: int) -> Wave:
     """Shapes and shardings of a wave: `rows` rows of `prompts` prompts of `width` tokens and `window` more."""
     arch = settings.arch
 

@@ -213,7 +213,7 @@ def attention_of(run: Any) -> str:
     """What computes the attention of a run's training passes."""
     from dapo_jax.settings import chosen_attention
 
-    return chosen_attention(run.config, run.arch, run.learner.mesh)[0]
+    return chosen_attention(run.config.model, run.arch, run.learner.mesh)[0]
 
 
 def first_leaves(params: Any) -> list[np.ndarray]:
@@ -278,7 +278,9 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
         )
         with jax.set_mesh(run.learner.mesh):
             updates = [
-                compile_program(one, run.learner.mesh, run.config) for one in step.programs if one.stage == "update"
+                compile_program(one, run.learner.mesh, run.config.trainer.compilation_cache_dir)
+                for one in step.programs
+                if one.stage == "update"
             ]
     return max(updates, key=lambda one: one.total)
 

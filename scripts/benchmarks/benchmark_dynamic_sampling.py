@@ -31,11 +31,11 @@ from typing import Any
 
 import jax
 
-from dapo_jax import prompt_stream
 from dapo_jax.command.command_line import read_config, refusals
-from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.derived import gen_batch_size, prompts_at_once
 from dapo_jax.config.sections import Config
-from dapo_jax.dynamic_sampling.accumulation import Accepted, StreamState
+from dapo_jax.dynamic_sampling.accumulation import Accepted
+from dapo_jax.dynamic_sampling.prompt_stream import StreamState
 from dapo_jax.dynamic_sampling.schedule import wave_sizes
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.run import Run, open_run
@@ -130,9 +130,11 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
 
 def compile_shapes(run: Run, models: Models, configs: Sequence[Config]) -> None:
     """Samples one step of each number of prompts that a line may ask for."""
-    sizes = {prompt_stream.policies(config).gen_batch_size for config in configs}
-    for stream in [prompt_stream.policies(config).stream for config in configs]:
-        sizes |= set(wave_sizes(stream.max_prompts, run.config.data.train_batch_size)) if stream is not None else set()
+    sizes = {gen_batch_size(config) for config in configs}
+    for config in configs:
+        groups = config.algorithm.filter_groups
+        if groups.enable and groups.backfill == "stream":
+            sizes |= set(wave_sizes(prompts_at_once(config), run.config.data.train_batch_size))
     for size in sorted(sizes):
         round_ = with_policy(
             run.config, gen_batch_size=size, backfill="batch", max_num_gen_batches=1, on_limit="fallback_unfiltered"

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/coming_from_verl.md: what each option of verl is here, from dapo_jax/from_verl/table.py.
+"""Writes the tables of docs/coming_from_verl.md: what each option of verl is here, from dapo_jax/verl/table.py.
 
     python scripts/docs/write_verl_doc.py
 
@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dapo_jax.from_verl.options import expanded
-from dapo_jax.from_verl.table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
+from dapo_jax.verl.options import expanded
+from dapo_jax.verl.table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from_verl.md"
 TABLES = {"here": HERE, "not needed": NOT_NEEDED, "not here": NOT_HERE, "easyr1": EASYR1}

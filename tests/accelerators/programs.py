@@ -108,7 +108,7 @@ def rungs_and_windows(parts: Parts) -> Iterator[Program]:
     actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
     with jax.set_mesh(parts.mesh):
         weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
-    shards, dtype = num_batch_shards(parts.mesh), compute_dtype(parts.config, parts.mesh)
+    shards, dtype = num_batch_shards(parts.mesh), compute_dtype(parts.config.model, parts.mesh)
     prompts, samples = parts.config.data.train_batch_size, parts.config.rollout.n
     width, sampling = prompt_width(16, 16), Sampling.create(1.0, 1.0, -1)
     heights = rungs(prompts * samples // shards, settings.smallest_rows)
@@ -145,7 +145,10 @@ def start_of_training(parts: Parts) -> Iterator[Program]:
     yield "draw", lambda: actor.trainable.init_random.lower(0)
     yield "optimizer state", lambda: actor.trainable.init_from.lower(params)
     yield "gradients of zero", lambda: actor.trainable.zero_gradients.lower(params)
-    yield "freeze", lambda: build_freeze(parts.arch, compute_dtype(parts.config, parts.mesh), parts.mesh).lower(params)
+    yield (
+        "freeze",
+        lambda: build_freeze(parts.arch, compute_dtype(parts.config.model, parts.mesh), parts.mesh).lower(params),
+    )
     yield "critic from policy", lambda: jax.jit(critic.init_from_policy).lower(params)
 
 
@@ -232,7 +235,7 @@ def batch_functions(parts: Parts) -> Iterator[Program]:
 def reward_model(parts: Parts) -> Iterator[Program]:
     """A transformer with a scalar head over whole conversations."""
     arch = replace(parts.arch, scalar_head=True)
-    model = build_reward_model(arch, compute_dtype(parts.config, parts.mesh), parts.mesh)
+    model = build_reward_model(arch, compute_dtype(parts.config.model, parts.mesh), parts.mesh)
     params = _weights(arch, parts.mesh, TRAIN_RULES)
     weights = model.freeze.lower(params).out_info  # pyright: ignore[reportFunctionMemberAccess]
     tokens, mask = parts.rows(8, TOKENS, dtype=jnp.int32), parts.rows(8, TOKENS, dtype=jnp.bool_)

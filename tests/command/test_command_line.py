@@ -274,7 +274,9 @@ def test_one_that_lost_the_others_waits_for_the_word_of_jax(monkeypatch, capsys)
     assert codes == [1] and waits == [15] and "another process has ended" in told and "Traceback" not in told
 
 
-@pytest.mark.parametrize("command", ["train", "export", "preflight"])
+@pytest.mark.parametrize(
+    "command", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("export", "preflight"))]
+)
 def test_every_command_refuses_an_unknown_option_with_code_two(command):
     options = ["--output", "out"] if command == "export" else []
     done = subprocess.run(

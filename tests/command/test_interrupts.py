@@ -129,10 +129,16 @@ def test_a_library_and_a_process_in_the_background_keep_their_handlers():
     assert run(code + ignored).stdout == "ends\n"
 
 
+POINTS = [(command, point) for command in SENTENCES for point in ("jax", "dapo_jax.command.validation:validate")]
+EARLY = [("train", "numpy"), ("train", "dapo_jax.config")]
+
+
 @pytest.mark.parametrize(
     ("command", "point"),
-    [("train", "numpy"), ("train", "dapo_jax.config")]
-    + [(command, point) for command in SENTENCES for point in ("jax", "dapo_jax.command.validation:validate")],
+    [
+        pytest.param(*case, marks=[] if case in (("train", "numpy"), ("export", "jax")) else pytest.mark.slow)
+        for case in (*EARLY, *POINTS)
+    ],
 )
 def test_a_command_is_interrupted_before_it_has_begun(command, point, tmp_path):
     options = ["--output", str(tmp_path / "out")] if command in ("evaluate", "export") else []
@@ -144,10 +150,10 @@ def test_a_command_is_interrupted_before_it_has_begun(command, point, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
-@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize("command", ["train", pytest.param("evaluate", marks=pytest.mark.slow)])
 def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
     mark = f"TEST_MARK={uuid.uuid4()}"
-    point = "dapo_jax.rollout.engine:Engine"  # which is made once the verifiers have been started
+    point = "dapo_jax.rollout.waves:WaveEngine"  # which is made once the verifiers have been started
     options = ["--output", str(tmp_path / "out")] if command == "evaluate" else []
     name, _, value = mark.partition("=")
     done = run(

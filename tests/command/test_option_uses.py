@@ -14,9 +14,9 @@ from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.command.option_uses import CPO_READS, MEASURED, USES, VERIFIED, put_back, unread, without_switched_off
 from dapo_jax.command.validation import BOUNDS, validate
-from dapo_jax.config.sections import Config, PolicyLossConfig
+from dapo_jax.config.sections import Config, FilterGroupsConfig, PolicyLossConfig
 from dapo_jax.config.values import DEFAULTS, with_values
-from dapo_jax.dynamic_sampling.group_filter import RULES, FilterRule, group_statistics, keep_groups
+from dapo_jax.dynamic_sampling.group_filter import RULES, group_statistics, keep_groups
 
 FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
 ALIASES = "dapo_jax.config.freeze, which carries out the names of other trainers"
@@ -299,11 +299,11 @@ def test_each_rule_of_the_filter_reads_what_the_table_says():
     statistics = group_statistics(values, jnp.arange(10) // 2, num_groups=5)
     options = {"std_threshold": 0.1, "filter_low": 0.5, "filter_high": 0.96}
     for name in RULES:
-        kept = keep_groups(statistics, FilterRule(name))
+        kept = keep_groups(statistics, FilterGroupsConfig(rule=name))
         reads = {
             option
             for option, value in options.items()
-            if not jnp.array_equal(kept, keep_groups(statistics, FilterRule(name, **{option: value})))
+            if not jnp.array_equal(kept, keep_groups(statistics, FilterGroupsConfig(rule=name, **{option: value})))
         }
         config = with_values(Config(), {f"{FILTER}.rule": name, **{f"{FILTER}.{key}": options[key] for key in options}})
         assert reads == {option for option in options if f"{FILTER}.{option}" not in unread(config)}, name

@@ -1,8 +1,12 @@
+"""Groups of responses: choosing, joining, and what a checkpoint holds of them."""
+
 import dataclasses
 
 import numpy as np
 
-from dapo_jax.data.experience import Experience, concatenate
+from dapo_jax.data.experience import Experience, concatenate, from_arrays, to_arrays
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.data.tokenizer import character_tokenizer
 
 
 def experience(first: int, num_groups: int, *, kl: bool = True, **scores) -> Experience:
@@ -61,3 +65,50 @@ def test_a_score_that_a_part_lacks_is_nan_there():
 def test_further_scores_leave_the_old_object_as_it_was():
     plain = experience(0, 1)
     assert set(plain.with_scores(acc=np.zeros((1, 2))).scores) == {"score", "acc"} and set(plain.scores) == {"score"}
+
+
+def with_environment(experience: Experience) -> Experience:
+    """The same, whose second tokens were written by an environment."""
+    return dataclasses.replace(experience, by_policy=np.broadcast_to(np.arange(3) != 1, experience.mask.shape))
+
+
+def test_tokens_are_the_policys_unless_an_environment_wrote_them():
+    plain = experience(0, 4)
+    assert plain.policy_mask is plain.mask
+    mixed = with_environment(plain)
+    np.testing.assert_array_equal(mixed.policy_mask, plain.mask & [True, False, True])
+    assert mixed.num_tokens == plain.num_tokens
+    np.testing.assert_array_equal(mixed.outcomes.lengths, plain.outcomes.lengths)
+    np.testing.assert_array_equal(mixed.select(np.array([2])).policy_mask, mixed.policy_mask[[2]])
+    joined = concatenate([mixed, experience(4, 2)])
+    np.testing.assert_array_equal(joined.policy_mask, np.concatenate([mixed.policy_mask, experience(4, 2).mask]))
+    assert concatenate([plain, plain]).by_policy is None
+
+
+def restored(arrays, known: Experience) -> Experience:
+    prompts = {row: prompt for row, prompt in zip(known.rows.tolist(), known.prompts, strict=True)}
+    tokens = [prompts.get(row, []) for row in range(max(prompts) + 1)]
+    return from_arrays(arrays, PromptSet([], tokens), character_tokenizer())
+
+
+def test_a_checkpoint_restores_tokens_scores_and_writers():
+    whole = with_environment(experience(4, 3, acc=np.eye(3)[:, :2]))
+    arrays = to_arrays(whole)
+    assert all(isinstance(values, np.ndarray) for values in arrays.values())
+    found = restored(arrays, whole)
+    decode = character_tokenizer().decode
+    texts = [
+        [decode(tokens[mask].tolist()) for tokens, mask in zip(*group, strict=True)]
+        for group in zip(whole.responses, whole.mask, strict=True)
+    ]
+    assert_equal(found, dataclasses.replace(whole, texts=texts, failed=np.zeros_like(whole.failed)))
+
+
+def test_a_checkpoint_that_does_not_say_who_wrote_the_tokens_means_the_policy():
+    whole = experience(4, 3, kl=False)
+    arrays = to_arrays(whole)
+    names = {"numbers", "rows", "responses", "mask", "logprobs", "finished", "versions", "score score"}
+    assert set(arrays) == names  # what checkpoints have always held
+    found = restored(arrays, whole)
+    assert found.by_policy is None and found.kl is None
+    np.testing.assert_array_equal(found.policy_mask, whole.mask)

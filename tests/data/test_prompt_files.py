@@ -84,16 +84,13 @@ def test_text_prompts_other_columns_and_absent_extra_info_are_read(tmp_path):
     assert rows == [PromptRow("Why?", "task", "so", {})]
 
 
-def test_max_samples_takes_the_first_rows_over_all_files(tmp_path):
+def test_the_rows_of_all_files_are_read_in_order(tmp_path):
     named = [{**GOOD, "data_source": str(i)} for i in range(4)]
     paths = [
         write_jsonl(tmp_path / "a.jsonl", named[:2]),
         write_parquet(tmp_path / "b.parquet", named[2:]),
     ]
-    assert [row.data_source for row in read_prompt_files(paths, max_samples=3)] == ["0", "1", "2"]
     assert [row.data_source for row in read_prompt_files(paths)] == ["0", "1", "2", "3"]
-    with pytest.raises(ValueError, match="max_samples=0 must be -1"):
-        read_prompt_files(paths, max_samples=0)
 
 
 @pytest.mark.parametrize(

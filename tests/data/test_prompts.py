@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from dapo_jax.data.prompts import PromptReport, hinted_prompts, tokenize_prompts, truncate
+from dapo_jax.data.prompts import hinted_prompts, tokenize_prompts, truncate
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
 
@@ -12,6 +12,13 @@ ROWS = [
     PromptRow(text, "task", "1", {"index": i}, f"b.jsonl row {i + 1}")
     for i, text in enumerate(["abc", "abcdefg", "ab", "abcdefghi"])
 ]
+
+
+@pytest.fixture
+def report(caplog):
+    """The line that counts the prompts."""
+    caplog.set_level(logging.INFO, logger="dapo_jax.data.prompts")
+    return lambda: caplog.messages[0]
 
 
 def tokenize(rows, **changes):
@@ -29,12 +36,11 @@ def texts(prompts):
     return [TOKENIZER.decode(tokens) for tokens in prompts.tokens]
 
 
-def test_rows_and_tokens_stay_together_and_the_report_counts_them():
-    prompts, report = tokenize(ROWS, max_prompt_length=9)
+def test_rows_and_tokens_stay_together_and_the_report_counts_them(report):
+    prompts = tokenize(ROWS, max_prompt_length=9)
     assert prompts.rows == ROWS and texts(prompts) == [row.prompt for row in ROWS] and len(prompts) == 4
-    assert report == PromptReport(
-        num_rows=4, num_duplicates=0, num_overlong=0, num_filtered=0, num_truncated=0, max_length=9
-    )
+    counts = "4 rows, the longest of 9 tokens; 0 longer than max_prompt_length=9: 0 dropped, 0 cut"
+    assert report() == f"prompts: {counts}"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +48,7 @@ def test_rows_and_tokens_stay_together_and_the_report_counts_them():
 )
 def test_the_checksum_is_of_prompts_and_answers(changes):
     others = [dataclasses.replace(ROWS[0], **changes), *ROWS[1:]]
-    checksums = [tokenize(rows, max_prompt_length=9)[0].checksum() for rows in (ROWS, list(ROWS), others)]
+    checksums = [tokenize(rows, max_prompt_length=9).checksum() for rows in (ROWS, list(ROWS), others)]
     assert checksums[0] == checksums[1] != checksums[2]
 
 
@@ -55,18 +61,18 @@ def test_an_overlong_prompt_is_an_error_that_names_count_longest_first_and_cures
         tokenize(ROWS, max_prompt_length=3)
 
 
-def test_overlong_prompts_are_dropped_and_counted():
-    prompts, report = tokenize(ROWS, max_prompt_length=6, filter_overlong=True)
+def test_overlong_prompts_are_dropped_and_counted(report):
+    prompts = tokenize(ROWS, max_prompt_length=6, filter_overlong=True)
     assert [row.extra_info["index"] for row in prompts.rows] == [0, 2] and texts(prompts) == ["abc", "ab"]
-    assert (report.num_rows, report.num_overlong, report.num_filtered, report.num_truncated) == (4, 2, 2, 0)
-    assert report.max_length == 9
+    counts = "4 rows, the longest of 9 tokens; 2 longer than max_prompt_length=6: 2 dropped, 0 cut"
+    assert report() == f"prompts: {counts}"
 
 
 @pytest.mark.parametrize("truncation, kept", [("left", "efghi"), ("right", "abcde"), ("middle", "abghi")])
-def test_overlong_prompts_are_cut_and_counted(truncation, kept):
-    prompts, report = tokenize(ROWS, max_prompt_length=5, truncation=truncation)
+def test_overlong_prompts_are_cut_and_counted(truncation, kept, report):
+    prompts = tokenize(ROWS, max_prompt_length=5, truncation=truncation)
     assert texts(prompts)[3] == kept and texts(prompts)[0] == "abc" and prompts.rows == ROWS
-    assert (report.num_overlong, report.num_filtered, report.num_truncated) == (2, 0, 2)
+    assert report().endswith("; 2 longer than max_prompt_length=5: 0 dropped, 2 cut")
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
@@ -78,7 +84,7 @@ def test_cutting_leaves_exactly_the_limit(side):
 
 def test_messages_system_prompt_and_keyword_arguments_reach_the_tokenizer():
     row = PromptRow(({"role": "user", "content": "hi"},), "task", "1", {})
-    prompts, _ = tokenize([row], system_prompt="be.")
+    prompts = tokenize([row], system_prompt="be.")
     assert texts(prompts) == ["be.\nhi"]
 
 
@@ -98,7 +104,7 @@ def test_the_hint_is_the_solution_or_else_the_ground_truth():
     assert hinted("3 + 4", index=1) == hinted("3 + 4", solution="") == hinted("3 + 4", solution=None) == "7\n3 + 4"
 
 
-def test_the_hint_stands_at_the_start_of_the_last_user_turn():
+def test_the_hint_is_at_the_start_of_the_last_user_turn():
     messages = (turn("system", "be."), turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("tool", "d"))
     assert hinted(messages) == "be.\na\nb\n7\nc\nd"
     assert messages[3] == turn("user", "c")
@@ -117,11 +123,11 @@ def test_a_hint_needs_a_user_turn():
 
 def test_duplicates_are_counted_warned_of_and_share_their_tokens(caplog):
     caplog.set_level(logging.INFO, logger="dapo_jax.data.prompts")
-    prompts, report = tokenize([ROWS[0], ROWS[2], ROWS[0]])
-    assert report.num_duplicates == 1 and len(prompts) == 3
+    prompts = tokenize([ROWS[0], ROWS[2], ROWS[0]])
+    assert len(prompts) == 3
     assert prompts.tokens[0] is prompts.tokens[2]
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "num_duplicates=1" in caplog.messages[0] and "1 of 3 prompts repeat" in caplog.messages[1]
+    assert "1 of 3 prompts repeat" in caplog.messages[1]
 
 
 def test_without_duplicates_only_the_report_is_logged(caplog):

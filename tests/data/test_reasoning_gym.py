@@ -11,10 +11,10 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.data.reasoning_gym import UNREPEATABLE, reasoning_gym_rows
 from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.problems import read_problems
 from dapo_jax.rewards import reasoning_gym as verifier
 from dapo_jax.rewards.verifiers import VERIFIERS, load_verifier, verifier_for
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
-from dapo_jax.run import read_prompts, reward_function
 
 TEMPLATE = "{question}\nWrite the final answer between <answer> and </answer>."
 NAMES = ("leg_counting", "chain_sum", "countdown")
@@ -118,9 +118,10 @@ def test_a_run_reads_its_problems_and_takes_their_verifier(library):
     values.model.path = "random"
     config = freeze(values)
     validate(config)
-    train, (heldout,) = read_prompts(config, character_tokenizer())
-    assert (len(train), len(heldout.prompts)) == (4, 2) and reward_function(config) == "reasoning_gym"
-    with VerifierPool(reward_function(config), num_workers=1, timeout_s=10) as pool:
+    problems = read_problems(config, character_tokenizer())
+    train, (heldout,) = problems.train_set, problems.task_sets
+    assert (len(train), len(heldout.prompts)) == (4, 2) and problems.function == "reasoning_gym"
+    with VerifierPool(problems.function, num_workers=1, timeout_s=10) as pool:
         requests = [ScoreRequest(row.data_source, row.ground_truth, "", row.extra_info) for row in train.rows]
         verdicts = pool.score(requests)
     assert [(verdict.error, verdict.numbers["acc"]) for verdict in verdicts] == [(None, 1.0)] * 4
@@ -138,5 +139,5 @@ def test_options_out_of_range_are_reported_together():
 
 
 def test_a_data_set_with_too_few_problems_is_refused(library):
-    with pytest.raises(ValueError, match=r"coin_flip has \d+ different problems, and .* = 5000 are wanted: lower"):
+    with pytest.raises(ValueError, match=r"coin_flip has \d+ different problems, fewer than .* = 5000: lower"):
         rows(["coin_flip"], num_train=5000, num_heldout=0)

@@ -2,22 +2,17 @@ import dataclasses
 import math
 import re
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from dapo_jax.config.sections import AdaptiveLimitConfig, FilterGroupsConfig, StreamConfig
 from dapo_jax.data.experience import Experience, concatenate
-from dapo_jax.dynamic_sampling.accumulation import Policies, PromptSource, StreamState, accumulate_groups
+from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
+from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
-from dapo_jax.dynamic_sampling.schedule import (
-    History,
-    Limits,
-    Stream,
-    adaptive_limit,
-    wave_prompts,
-    wave_sizes,
-)
-from dapo_jax.monitor.filter_log import rule_words
+from dapo_jax.dynamic_sampling.schedule import adaptive_limit, wave_prompts, wave_sizes
 from dapo_jax.step_metrics import sampling_metrics
 
 NUM_ROWS = 50
@@ -29,17 +24,17 @@ def experience(numbers, acc, *, lengths=2, version=0) -> Experience:
     shape = acc.shape
     mask = np.arange(40) < np.broadcast_to(np.asarray(lengths).reshape(-1, 1), shape)[..., None]
     return Experience(
-        np.array(numbers, np.int64),
-        np.array(numbers, np.int64) % NUM_ROWS,
-        [[1]] * shape[0],
-        np.zeros((*shape, 40), np.int32),
-        mask,
-        np.zeros((*shape, 40), np.float32),
-        np.ones(shape, bool),
-        [["x"] * shape[1]] * shape[0],
-        {"acc": acc, "score": acc},
-        np.full(shape[0], version, np.int64),
-        np.zeros(shape, bool),
+        numbers=np.array(numbers, np.int64),
+        rows=np.array(numbers, np.int64) % NUM_ROWS,
+        prompts=[[1]] * shape[0],
+        responses=np.zeros((*shape, 40), np.int32),
+        mask=mask,
+        logprobs=np.zeros((*shape, 40), np.float32),
+        finished=np.ones(shape, bool),
+        texts=[["x"] * shape[1]] * shape[0],
+        scores={"acc": acc, "score": acc},
+        versions=np.full(shape[0], version, np.int64),
+        failed=np.zeros(shape, bool),
     )
 
 
@@ -51,19 +46,30 @@ def round_of(numbers, keep, samples, version=0, lengths=2) -> Round:
     return Round(groups, keep, np.where(keep, 0.5, 0.0))
 
 
-def policies(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> Policies:
-    values = {
-        "on_limit": "error",
-        "on_exhausted": "next_epoch",
-        "on_empty": "error",
-        "leftover": "requeue",
-        "leftover_max_staleness": 1,
-        "keep_rate_ema": 0.9,
-        "metric": "acc",
-    }
-    return Policies(
-        target=target, gen_batch_size=size, limits=Limits(limit, adaptive, 2), stream=stream, **{**values, **changes}
+class Stream(NamedTuple):
+    """Waves in place of rounds."""
+
+    slack: float
+    max_prompts: int
+
+
+def options_of(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> dict:
+    """The options and sizes of `accumulate_groups`.
+
+    Args:
+        limit: of rounds, 0 = none.
+        adaptive: slack of the adaptive limit, None = not adaptive.
+        changes: of FilterGroupsConfig.
+    """
+    options = FilterGroupsConfig(
+        max_num_gen_batches=limit,
+        adaptive_limit=AdaptiveLimitConfig(enable=adaptive is not None, slack=adaptive or 0.0),
+        backfill="stream" if stream else "batch",
+        stream=StreamConfig(slack=stream.slack if stream else 1.0),
+        **changes,
     )
+    most = stream.max_prompts if stream else size
+    return {"options": options, "target": target, "gen_batch_size": size, "max_wave": most}
 
 
 def start(first=0, carried=None, keep_rate=0.5) -> StreamState:
@@ -81,7 +87,7 @@ def run(keep_of, *, first=0, samples=2, state=None, step=1, source=None, length_
         return lambda: round_of(numbers, keep, samples, version=step - 1, lengths=lengths)
 
     source = source or PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    accepted = accumulate_groups(start_round, state or start(first), source, policies(**options), step=step)
+    accepted = accumulate_groups(start_round, state or start(first), source, step=step, **options_of(**options))
     return accepted, calls
 
 
@@ -282,9 +288,8 @@ def test_the_error_says_of_other_groups_what_the_rule_says_of_them():
     mixed = lambda number: number == 0  # noqa: E731
     with pytest.raises(RuntimeError, match="0 uniform otherwise"):
         run(mixed, target=2, limit=2)
-    words = rule_words("mean_range", std_threshold=0.0, filter_low=0.2, filter_high=0.8)
     with pytest.raises(RuntimeError, match="0 dropped otherwise .mean<=0.2 or mean>=0.8."):
-        run(mixed, target=2, limit=2, words=words)
+        run(mixed, target=2, limit=2, rule="mean_range", filter_low=0.2, filter_high=0.8)
 
 
 def test_an_empty_round_is_not_an_error():
@@ -354,7 +359,7 @@ def test_later_rounds_end_no_more_steps_than_the_first_limit_does(target, size, 
             if rounds >= 2:
                 before = limits[-1] if limits else None
                 numbers = dict(evaluated=rounds * size, kept=kept, missing=target, gen_batch_size=size, keep_rate=0.5)
-                limits.append(adaptive_limit(Limits(0, 2.0, 2), before=before, **numbers))
+                limits.append(adaptive_limit(options_of(adaptive=2.0)["options"], before=before, **numbers))
                 ends |= kept < target and rounds >= limits[-1]
         ended_by_first += kept < target
         ended += ends
@@ -412,7 +417,7 @@ def test_tokens_of_groups_that_are_not_trained_on_are_freed(changes):
         return finish
 
     source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    accepted = accumulate_groups(start_round, start(), source, policies(size=8, target=8, **changes), step=1)
+    accepted = accumulate_groups(start_round, start(), source, step=1, **options_of(size=8, target=8, **changes))
     assert len(accepted.rounds) == 4 and alive == [0] * 4
     assert sum(int(round_.outcomes.lengths.sum()) for round_ in accepted.rounds) == 32 * 2 * 2
 
@@ -433,7 +438,7 @@ def test_the_log_tells_full_partial_and_skipped_steps_apart(caplog):
         ((0, 4), {"on_limit": "partial"}, "step 1: training on 2 of 4 groups (the limit of rounds is reached)"),
         ((2, 6), {"on_limit": "fallback_unfiltered"}, "step 1: 2 of 4 groups are unfiltered"),
         ((2,), {"on_limit": "fallback_unfiltered", "target": 9}, "step 1: 7 of 8 groups are unfiltered"),
-        ((), {"on_limit": "partial", "on_empty": "skip_step"}, "no group was kept, nothing is trained on"),
+        ((), {"on_limit": "partial", "on_empty": "skip_step"}, "no group was kept, the step trains on nothing"),
         ((), {"on_limit": "partial", "on_empty": "train_unfiltered"}, "no group was kept, training on unfiltered ones"),
     ):
         caplog.clear()
@@ -447,7 +452,7 @@ def test_the_log_tells_full_partial_and_skipped_steps_apart(caplog):
     [(0, 0, 24), (0, 24, 0), (4, 0, 8), (7, 0, 4), (8, 0, 0), (0, 12, 8)],  # 8 groups at 0.3: 26.7 prompts
 )
 def test_a_wave_is_the_largest_size_that_is_not_more_than_needed(kept, in_flight, expected):
-    found = wave_prompts(Stream(1.0, 32), kept=kept, in_flight=in_flight, keep_rate=0.3, target=8)
+    found = wave_prompts(slack=1.0, max_prompts=32, kept=kept, in_flight=in_flight, keep_rate=0.3, target=8)
     assert found == expected
     assert wave_sizes(32, 8) == wave_sizes(32, 512) == [4, 8, 16, 24, 32]
     assert wave_sizes(64, 4) == [2, 4, 8, 16, 32, 48, 64] and wave_sizes(1, 8) == [1]
@@ -501,13 +506,13 @@ def test_a_step_in_which_every_verdict_failed_ends_with_the_commonest_error(limi
         assert len(calls) <= 3, "as many groups as a batch has are enough to know"
         return lambda: failing(numbers[0], size=len(numbers))
 
-    options = policies(target=4, size=2, limit=limit, stream=stream, on_limit="partial", on_empty="skip_step")
+    options = options_of(target=4, size=2, limit=limit, stream=stream, on_limit="partial", on_empty="skip_step")
     with pytest.raises(RuntimeError, match="step 1: .* failed on all [48] responses, most often with KeyError"):
-        accumulate_groups(start_round, start(), source, options, step=1)
+        accumulate_groups(start_round, start(), source, step=1, **options)
 
 
 def test_too_few_groups_for_failed_verdicts_say_so():
     rounds = iter([failing(0), failing(2, failed=False)])
     source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
     with pytest.raises(RuntimeError, match="failed on 4 of 8 responses, most often with KeyError.*Three ways"):
-        accumulate_groups(lambda numbers: lambda: next(rounds), start(), source, policies(size=2, limit=2), step=1)
+        accumulate_groups(lambda numbers: lambda: next(rounds), start(), source, step=1, **options_of(size=2, limit=2))

@@ -3,11 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.dynamic_sampling.group_filter import RULES, FilterRule, group_statistics, keep_groups
+from dapo_jax.config.sections import FilterGroupsConfig
+from dapo_jax.dynamic_sampling.group_filter import RULES, group_statistics, keep_groups
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import put_rows
 
-STD = FilterRule()
+STD = FilterGroupsConfig()
 
 
 def statistics(groups):
@@ -54,7 +55,7 @@ def test_a_sharded_call_gives_the_same():
 
 
 def kept(values, **rule):
-    return keep_groups(statistics(values), FilterRule(**rule)).tolist()
+    return keep_groups(statistics(values), FilterGroupsConfig(**rule)).tolist()
 
 
 def test_a_threshold_on_the_spread():
@@ -65,21 +66,21 @@ def test_a_threshold_on_the_spread():
 
 def test_the_range_of_the_mean_is_open():
     groups = [[0.0, 0.0], [0.5, 0.0], [0.5, 0.5], [1.0, 0.5], [1.0, 1.0]]
-    assert kept(groups, name="mean_range") == [False, True, True, True, False]
-    assert kept(groups, name="mean_range", filter_low=0.25, filter_high=0.75) == [False, False, True, False, False]
+    assert kept(groups, rule="mean_range") == [False, True, True, True, False]
+    assert kept(groups, rule="mean_range", filter_low=0.25, filter_high=0.75) == [False, False, True, False, False]
 
 
 def test_mixed_means_that_some_are_right_and_some_are_not():
     groups = [[1.0, -1.0], [1.0, 0.0], [1.0, 0.5], [0.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
-    assert kept(groups, name="mixed") == [True, True, False, False, False, False]
+    assert kept(groups, rule="mixed") == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_groups_of_one_are_kept_as_the_rule_says(name):
     for keep in (True, False):
-        assert kept([[0.0], [1.0]], name=name, keep_singletons=keep) == [keep, keep]
+        assert kept([[0.0], [1.0]], rule=name, keep_singletons=keep) == [keep, keep]
 
 
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="rule='variance' must be one of std, mean_range, mixed"):
-        kept([[0.0, 1.0]], name="variance")
+        kept([[0.0, 1.0]], rule="variance")

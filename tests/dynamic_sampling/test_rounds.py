@@ -4,14 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.config.sections import OverlongBufferConfig
+from dapo_jax.config.sections import FilterGroupsConfig, OverlongBufferConfig
 from dapo_jax.data.experience import Experience
-from dapo_jax.dynamic_sampling.group_filter import FilterRule
-from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts, keep_all
+from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.rewards.scoring import add_rewards
 
-STD = FilterRule()
+
+def by(metric: str, **options) -> FilterGroupsConfig:
+    return FilterGroupsConfig(metric=metric, **options)
 
 
 def experience(acc, *, lengths=2) -> Experience:
@@ -21,17 +22,17 @@ def experience(acc, *, lengths=2) -> Experience:
     numbers = np.arange(shape[0])
     mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
     return Experience(
-        numbers,
-        numbers,
-        [[1]] * shape[0],
-        np.zeros((*shape, 4), np.int32),
-        mask,
-        np.zeros((*shape, 4), np.float32),
-        np.ones(shape, bool),
-        [["x"] * shape[1]] * shape[0],
-        {"acc": acc, "score": acc},
-        numbers,
-        np.zeros(shape, bool),
+        numbers=numbers,
+        rows=numbers,
+        prompts=[[1]] * shape[0],
+        responses=np.zeros((*shape, 4), np.int32),
+        mask=mask,
+        logprobs=np.zeros((*shape, 4), np.float32),
+        finished=np.ones(shape, bool),
+        texts=[["x"] * shape[1]] * shape[0],
+        scores={"acc": acc, "score": acc},
+        versions=numbers,
+        failed=np.zeros(shape, bool),
     )
 
 
@@ -44,22 +45,22 @@ def mesh():
 
 
 def test_the_filter_marks_mixed_groups_on_any_number_of_rows(mesh):
-    found = filter_groups(experience([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]]), "acc", STD, mesh)
+    found = filter_groups(experience([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1]]), by("acc"), mesh)
     assert found.keep.tolist() == [False, True, False, True, False]
     np.testing.assert_allclose(found.metric_std, [0, 2**0.5 / 3, 0, 2**0.5 / 3, 0], rtol=1e-6)
 
 
 def test_groups_of_one_sample_are_kept(mesh):
-    assert filter_groups(experience([[0], [1], [0]]), "acc", STD, mesh).keep.all()
+    assert filter_groups(experience([[0], [1], [0]]), by("acc"), mesh).keep.all()
 
 
 def test_a_missing_metric_lists_what_there_is(mesh):
     groups = experience([[0, 1]])
     with pytest.raises(ValueError, match=r"metric='quality'.*\['acc', 'score'\]"):
-        filter_groups(groups, "quality", STD, mesh)
+        filter_groups(groups, by("quality"), mesh)
     half = groups.with_scores(quality=np.array([[1.0, np.nan]]))
     with pytest.raises(ValueError, match=r"metric='quality' is not measured for every sample.*\['acc', 'score'\]"):
-        filter_groups(half, "quality", STD, mesh)
+        filter_groups(half, by("quality"), mesh)
 
 
 def test_a_failed_verification_counts_like_the_lowest_of_its_group(mesh):
@@ -68,16 +69,16 @@ def test_a_failed_verification_counts_like_the_lowest_of_its_group(mesh):
     nan = np.nan
     measured = np.array([[nan, 2.0, 2.0], [nan, 3.0, 1.0], [nan, nan, 5.0], [nan, nan, nan]])
     groups = dataclasses.replace(groups.with_scores(quality=measured), failed=failed)
-    found = filter_groups(groups, "quality", STD, mesh)
+    found = filter_groups(groups, by("quality"), mesh)
     assert found.keep.tolist() == [False, True, False, False]
     np.testing.assert_allclose(found.metric_std, [0, (8 / 9) ** 0.5, 0, 0], rtol=1e-6)
     np.testing.assert_array_equal(found.experience.scores["quality"], measured)
     nothing = dataclasses.replace(experience(np.zeros((2, 3))), failed=np.ones((2, 3), bool))
-    assert not filter_groups(nothing, "quality", STD, mesh).keep.any()
-    below = FilterRule("mean_range", filter_low=-1.0, filter_high=9.0)
-    assert filter_groups(groups, "quality", below, mesh).keep.tolist() == [True, True, True, False]
+    assert not filter_groups(nothing, by("quality"), mesh).keep.any()
+    below = by("quality", rule="mean_range", filter_low=-1.0, filter_high=9.0)
+    assert filter_groups(groups, below, mesh).keep.tolist() == [True, True, True, False]
     with pytest.raises(ValueError, match="metric='quality' is not measured"):  # the one that did not fail has none
-        filter_groups(dataclasses.replace(groups, failed=failed & (np.arange(3) < 1)), "quality", STD, mesh)
+        filter_groups(dataclasses.replace(groups, failed=failed & (np.arange(3) < 1)), by("quality"), mesh)
 
 
 def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
@@ -86,13 +87,13 @@ def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
     shaped = add_rewards(groups, buffer, max_response_length=4, mesh=mesh)
     np.testing.assert_allclose(shaped.scores["seq_reward"], [[1.0, 0.0], [-0.5, -0.5], [0.0, 0.0]])
     np.testing.assert_allclose(shaped.scores["overlong_reward"], [[0.0, -1.0], [-0.5, -0.5], [0.0, -1.0]])
-    assert filter_groups(shaped, "acc", STD, mesh).keep.tolist() == [False, False, True]
-    assert filter_groups(shaped, "seq_reward", STD, mesh).keep.tolist() == [True, False, False]
+    assert filter_groups(shaped, by("acc"), mesh).keep.tolist() == [False, False, True]
+    assert filter_groups(shaped, by("seq_reward"), mesh).keep.tolist() == [True, False, False]
 
 
 def test_dropped_groups_are_counted_by_kind(mesh):
     groups = experience([[1, 1], [0, 0], [0, 1], [0.5, 0.5], [-1, -1]])
-    found = filter_groups(groups, "acc", STD, mesh)
+    found = filter_groups(groups, by("acc"), mesh)
     assert filtered_counts([found.verdicts, found.verdicts]) == {"all_correct": 2, "all_wrong": 4, "other": 2}
     assert filtered_counts([]) == {"all_correct": 0, "all_wrong": 0, "other": 0}
 
@@ -100,11 +101,11 @@ def test_dropped_groups_are_counted_by_kind(mesh):
 def test_dropped_groups_without_a_verdict_are_neither_right_nor_wrong(mesh):
     groups = experience([[1, 1], [0, 0], [0, 1]])
     unjudged = dataclasses.replace(groups, scores={"score": groups.scores["score"]})
-    judged_round, unjudged_round = filter_groups(groups, "acc", STD, mesh), filter_groups(unjudged, "score", STD, mesh)
+    judged_round, unjudged_round = filter_groups(groups, by("acc"), mesh), filter_groups(unjudged, by("score"), mesh)
     assert filtered_counts([unjudged_round.verdicts]) == {"all_correct": 0, "all_wrong": 0, "other": 2}
     both = filtered_counts([unjudged_round.verdicts, judged_round.verdicts])
     assert both == {"all_correct": 1, "all_wrong": 1, "other": 2}
 
 
-def test_without_a_filter_all_groups_are_kept():
-    assert keep_all(experience([[0, 0], [1, 1]])).keep.all()
+def test_without_a_filter_all_groups_are_kept(mesh):
+    assert filter_groups(experience([[0, 0], [1, 1]]), FilterGroupsConfig(enable=False), mesh).keep.all()

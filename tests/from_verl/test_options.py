@@ -1,4 +1,4 @@
-"""verl's options: each has an entry in the table, which names options that there are, and the command line's advice."""
+"""Every verl option has an entry in the table, entries name existing options, and the command line gives advice."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ from verl_keys import TRAINER, lines_of
 
 from dapo_jax.command.command_line import read_config
 from dapo_jax.config.values import DEFAULTS
-from dapo_jax.from_verl.options import BY_KEY, STARS, TABLE, expanded, find, hint, is_off, ours_of
-from dapo_jax.from_verl.table import EASYR1, HERE
+from dapo_jax.verl.options import BY_KEY, STARS, TABLE, expanded, find, hint, is_off, ours_of
+from dapo_jax.verl.table import EASYR1, HERE
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.py")
 KEYS = {**{key: None for keys in TRAINER.values() for key in keys}, **dict.fromkeys(lines_of("dapo_scripts"))}
@@ -32,7 +32,7 @@ def test_every_entry_is_met_and_no_name_has_two():
     assert [entry.verl for entry in TABLE if id(entry) not in met and not entry.verl.startswith(WITH_A_PLUS)] == []
 
 
-WITH_A_PLUS = (  # options that a script adds by + to what the trainer's config lists, and those of other engines
+WITH_A_PLUS = (  # options that a script adds to the trainer's config with +, and those of other engines
     "{actor_rollout_ref.actor.megatron",
     "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.veomni",
     "data.apply_chat_template_kwargs.",
@@ -49,7 +49,7 @@ WITH_A_PLUS = (  # options that a script adds by + to what the trainer's config 
 )
 
 
-def test_an_entry_names_options_that_there_are_and_says_something_where_there_is_none():
+def test_an_entry_names_existing_options_or_explains_why_there_are_none():
     for entry in TABLE:
         assert set(expanded(entry.ours) if entry.ours else ()) <= set(DEFAULTS), entry.verl
         assert entry.ours or entry.note, entry.verl
@@ -95,7 +95,7 @@ def test_the_name_comes_before_the_pattern_and_the_longer_pattern_first():
         ("--config.worker.rollout.n=8", "worker.rollout.n is rollout.n here: write --config.rollout.n=8"),
         ("--config.worker.actor.global_batch_size=8", "write --config.actor.ppo_mini_batch_size=8"),
         ("actor_rollout_ref.rollout.n=16", "write --config.rollout.n=16"),
-        ("+data.seed=3", "verl's data.seed is seed here (of every random draw): write --config.seed=3"),
+        ("+data.seed=3", "verl's data.seed is seed here (for every random draw): write --config.seed=3"),
         ("++rollout.n=3", "options are written --config.KEY=VALUE: write --config.rollout.n=3"),
         ("rollout.n=16", "options are written --config.KEY=VALUE: write --config.rollout.n=16"),
         ("nonsense=16", "options are written --config.KEY=VALUE, and there is no key nonsense"),

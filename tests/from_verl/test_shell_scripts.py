@@ -1,4 +1,4 @@
-"""Expanded as bash expands it, without running anything."""
+"""Scripts are expanded as bash expands them, without running anything."""
 
 import subprocess
 
@@ -50,7 +50,7 @@ def test_nothing_is_run(tmp_path):
     assert script.skipped == [f"line 1: $(touch {target}) is not run", f"line 1: `touch {target}` is not run"]
 
 
-def test_what_a_shell_would_have_to_decide_is_left_out_and_said():
+def test_what_only_a_shell_could_decide_is_skipped_and_listed():
     text = """A=1
 if [ -f "$B" ]; then
     A=2
@@ -85,7 +85,7 @@ show $A ${A%x} $C
         "line 17: $(hostname) is not run",
         "line 17: case $(hostname) in ... esac",
         "line 20: ${A%x} is not computed",
-        "line 20: C is not set: it is read as empty",
+        "line 20: C is not set: read as empty",
     ]
 
 

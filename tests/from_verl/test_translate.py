@@ -1,4 +1,4 @@
-"""A training script of verl becomes a command that this package accepts, with the same values."""
+"""verl's training scripts become commands that this package accepts, with the same values."""
 
 import json
 import shlex
@@ -13,10 +13,11 @@ from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat
-from dapo_jax.from_verl.options import converted, find
+from dapo_jax.from_verl.__main__ import main
 from dapo_jax.from_verl.shell_scripts import Script
-from dapo_jax.from_verl.table import HERE
 from dapo_jax.from_verl.translate import BASE, command, config_file, overrides, remarks, translate
+from dapo_jax.verl.options import converted, find
+from dapo_jax.verl.table import HERE
 
 PUBLISHED = ("run_dapo_qwen2.5_32b", "test_dapo_7b_math")
 SCRIPT = """#!/usr/bin/env bash
@@ -80,7 +81,7 @@ def test_a_published_script_is_accepted_and_keeps_its_values(name):
 
 
 def test_a_script_that_sets_nothing_trains_as_verl_does():
-    """What changes a run has verl's default where a script says nothing."""
+    """Options that change a run have verl's default unless a script sets them."""
     ours_kept = (  # places, records and speed
         "model.path",
         "critic.model.path",
@@ -114,7 +115,7 @@ def test_a_script_that_sets_nothing_trains_as_verl_does():
                 assert base[ours] == value, (key, ours)
                 seen.add(ours)
     changed = {key for key, value in base.items() if value != DEFAULTS[key]}
-    assert changed - seen <= {  # null in verl, or not there: its scripts' words for it are others
+    assert changed - seen <= {  # null or missing in verl: its scripts use other names
         "actor.clip_ratio_high",
         "actor.clip_ratio_c",
         "actor.optim.lr_warmup_steps",
@@ -245,7 +246,7 @@ def test_a_share_of_the_steps_becomes_steps():
     assert "needs trainer.total_training_steps" in translate(share).lost[0]
 
 
-def test_what_is_refused_is_said(tmp_path):
+def test_refused_options_are_listed(tmp_path):
     result = translate({**given(PUBLISHED[0]), "actor_rollout_ref.actor.policy_loss.loss_mode": "dppo_tv"})
     assert any("actor.policy_loss.loss_mode='dppo_tv' must be one of" in line for line in result.problems)
 
@@ -270,13 +271,14 @@ def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):
     validate(read_config(["train", "--config", str(tmp_path / "run.py")]))
 
 
-def test_the_arguments_may_come_before_or_after_the_file(tmp_path):
+def test_the_arguments_may_come_before_or_after_the_file(tmp_path, capsys):
     (tmp_path / "run.sh").write_text(SCRIPT)
     file = tmp_path / "run.py"
-    assert run(str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3").returncode == 0
+    main(["from_verl", str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3"])
     assert "config.trainer.total_epochs = 3" in file.read_text()
-    nowhere = run(str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py"))
-    assert nowhere.returncode == 2 and "run.py cannot be written" in nowhere.stderr
+    with pytest.raises(SystemExit) as end:
+        main(["from_verl", str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py")])
+    assert end.value.code == 2 and "run.py cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -288,11 +290,13 @@ def test_the_arguments_may_come_before_or_after_the_file(tmp_path):
         ("a='b", "line 1: the ' is not closed"),
     ],
 )
-def test_what_is_no_such_script_is_refused(tmp_path, text, message):
+def test_other_scripts_are_refused(tmp_path, capsys, text, message):
     if text is not None:
         (tmp_path / "run.sh").write_text(text)
-    done = run(str(tmp_path / "run.sh"))
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as end:
+        main(["from_verl", str(tmp_path / "run.sh")])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error and "Traceback" not in error
 
 
 def test_the_lists_are_of_versions():

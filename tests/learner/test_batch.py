@@ -21,7 +21,6 @@ from dapo_jax.settings import updates_of_step
 from dapo_jax.step import train_on, training_batch
 from dapo_jax.train import train
 
-pytestmark = pytest.mark.slow
 OPTIONS = {  # of losses
     "clip_cov": {"actor.policy_loss.clip_cov_lb": -9.0, "actor.policy_loss.clip_cov_ratio": 0.1},
     "kl_cov": {"actor.policy_loss.kl_cov_ratio": 0.1},
@@ -43,6 +42,7 @@ def changes_of(estimator: str, loss: str) -> dict:
 LOSS_CYCLE = [*LOSSES] + ["vanilla"] * (len(ESTIMATORS) - len(LOSSES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "loss"), list(zip(ESTIMATORS, LOSS_CYCLE, strict=True)))
 def test_every_estimator_and_loss_trains_with_finite_changing_losses(tmp_path, estimator, loss):
     train(small_config(tmp_path, **changes_of(estimator, loss)))
@@ -55,6 +55,7 @@ def test_every_estimator_and_loss_trains_with_finite_changing_losses(tmp_path, e
         assert row["critic/advantages/max"] > row["critic/advantages/min"]
 
 
+@pytest.mark.slow
 def test_the_ratio_leaves_one_as_soon_as_there_are_several_mini_batches(tmp_path):
     common = {"trainer.total_training_steps": 1, "actor.optim.lr": 1e-2, "trainer.val_before_train": False}
     train(small_config(tmp_path / "two", **common))
@@ -79,6 +80,7 @@ PPO = {
 }
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path):
     whole = train(small_config(tmp_path / "whole", **PPO))
     train(small_config(tmp_path / "parts", **PPO, **{"trainer.total_training_steps": 2}))
@@ -100,6 +102,7 @@ def test_ppo_with_a_critic_and_an_adaptive_kl_resumes_as_if_not_stopped(tmp_path
         assert row["rollout/seq_final_reward/mean"] < row["rollout/seq_reward/mean"]
 
 
+@pytest.mark.slow
 def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_it(tmp_path, monkeypatch):
     progress = []
     monkeypatch.setattr(train_module, "summary", lambda run, last: progress.append(last) or [])
@@ -124,12 +127,14 @@ def test_an_adapted_coefficient_goes_on_unless_the_config_says_another(tmp_path)
     assert [resumed_coefficient(changed, before).kl_coef for changed in (config, other, fixed)] == [0.3, 0.3, 0.1]
 
 
+@pytest.mark.slow
 def test_with_a_critic_alone_a_step_needs_no_rate_of_the_policy(tmp_path):
     changes = {"actor.optim.lr_warmup_steps": 0, "trainer.total_training_steps": 2}
     train(small_config(tmp_path, **{**PPO, **changes}))
     assert ["actor/lr" in row for row in read_metrics(tmp_path)[1:]] == [False, True]
 
 
+@pytest.mark.slow
 def test_the_reference_is_loaded_only_when_a_kl_divergence_is_on(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("loaded")
@@ -142,6 +147,7 @@ def test_the_reference_is_loaded_only_when_a_kl_divergence_is_on(tmp_path, monke
             train(small_config(tmp_path / option, **once, **{option: True}))
 
 
+@pytest.mark.slow
 def test_the_kl_loss_holds_the_policy_near_its_start(tmp_path):
     common = {"actor.use_kl_loss": True, "actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
     for name, coefficient in (("free", 1e-9), ("held", 10.0)):
@@ -150,6 +156,7 @@ def test_the_kl_loss_holds_the_policy_near_its_start(tmp_path):
     assert 0 < held < 0.5 * free
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
     common = {"actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
     for name, coefficient in (("without", 0.0), ("with", 1.0)):
@@ -182,7 +189,9 @@ def batch_with(accepted, *, fallen_back=False, **changes):
         return experience, *training_batch(run, experience, run.learner.init_models(), recompute=recompute, kl_coef=0.0)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax", "cpo", "gae"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpg", "remax", "cpo", "gae"))]
+)
 def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing(accepted, estimator):
     config, experience, models = accepted
     changes = (
@@ -221,6 +230,7 @@ def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing
         assert not found[count:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count_empty", [False, True])
 def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked(accepted, count_empty):
     config, experience, _ = accepted
@@ -261,6 +271,7 @@ def test_kept_samples_alone_are_trained_on(accepted):
     assert metrics["critic/advantages/max"] != metrics["critic/advantages_processed/max"]
 
 
+@pytest.mark.slow
 def test_samples_are_kept_by_the_reward_after_the_kl_divergence(accepted):
     config, experience, models = accepted
     scores = experience.scores["seq_reward"]
@@ -292,6 +303,7 @@ def test_rollout_correction_weighs_and_rejects(accepted):
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "auto"])
 def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(accepted, mode):
     config, experience, _ = accepted
@@ -312,6 +324,7 @@ def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(
     assert "rollout_corr/first_clipfrac" not in metrics
 
 
+@pytest.mark.slow
 def test_once_it_has_fallen_back_tokens_are_weighed_up_to_two(accepted):
     config, experience, models = accepted
     assert config.actor.old_logprob == "auto"
@@ -326,6 +339,7 @@ def test_once_it_has_fallen_back_tokens_are_weighed_up_to_two(accepted):
     assert batch_with(accepted)[1].importance_weights is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CPO_METHODS)
 def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
     _, plain, _ = batch_with(accepted)
@@ -336,6 +350,7 @@ def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
     np.testing.assert_allclose(difference, 0, atol=0.5)
 
 
+@pytest.mark.slow
 def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
     """Both log-probabilities of CPO are the training forward pass's."""
     config, experience, models = accepted
@@ -346,6 +361,7 @@ def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
     np.testing.assert_allclose(batch.advantages, plain.advantages, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_remax_compares_with_the_greedy_response(accepted):
     experience, batch, _ = batch_with(accepted, **{"algorithm.adv_estimator": "remax"})
     scores = experience.scores["seq_reward"]
@@ -353,6 +369,7 @@ def test_remax_compares_with_the_greedy_response(accepted):
     assert (baseline == baseline[:, :1]).all() and np.isin(baseline, (0.0, 1.0)).all()
 
 
+@pytest.mark.slow
 def test_a_missing_checkpoint_part_is_not_silently_made_up(tmp_path):
     """A run that gains a critic cannot go on from a checkpoint without one."""
     train(small_config(tmp_path, **{"trainer.total_training_steps": 2}))

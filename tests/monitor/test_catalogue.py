@@ -59,6 +59,20 @@ def test_names_are_matched_part_by_part():
     assert criterion is not None and criterion.name.endswith("{criterion}_seq_{mean|max|min|std}")
 
 
+def check_always(rows):
+    """Every step has what is always emitted."""
+    always = [metric for metric in CATALOGUE if metric.when == "always"]
+    for metric, row in itertools.product(always, rows):
+        for variant in metric.variants():
+            assert any(matches(variant, found) for found in row), f"{variant} is missing in step {row['step']}"
+
+
+def test_a_run_emits_what_is_declared(whole):
+    rows = read_metrics(whole[0])
+    check_always(rows[1:])
+    assert {name for name in itertools.chain(*rows) if find(name) is None} == {"step"}
+
+
 @pytest.mark.slow
 def test_runs_emit_what_is_declared_and_nothing_else(tmp_path):
     emitted = set()
@@ -68,10 +82,7 @@ def test_runs_emit_what_is_declared_and_nothing_else(tmp_path):
         train(config)
         rows = read_metrics(config.workdir)
         emitted |= set(itertools.chain(*rows)) - {"step"}
-        always = [metric for metric in CATALOGUE if metric.when == "always"]
-        for metric, row in itertools.product(always, rows[1:]):
-            for variant in metric.variants():
-                assert any(matches(variant, found) for found in row), f"{variant} is missing in step {row['step']}"
+        check_always(rows[1:])
     emitted |= set(bench(config, tmp_path / "bench", step=2)[0]["metrics"])
     assert {name for name in emitted if find(name) is None} == set()
     variants = [variant for metric in CATALOGUE if not metric.needs for variant in metric.variants()]

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.monitor.filter_log import log_enough, log_round, rule_words
 from dapo_jax.monitor.log import close_logging, setup_logging
 from dapo_jax.monitor.records import RunRecords, read_metrics
@@ -154,7 +155,7 @@ def test_parser_reads_whole_percentages(tmp_path, num_kept, rate):
     ],
 )
 def test_the_lines_say_what_the_rule_says(tmp_path, rule, threshold, dropped, kept):
-    words = rule_words(rule, std_threshold=threshold, filter_low=0.1, filter_high=0.9)
+    words = rule_words(FilterGroupsConfig(rule=rule, std_threshold=threshold, filter_low=0.1, filter_high=0.9))
     log_round(
         step=1,
         round_number=1,

@@ -9,7 +9,6 @@ import gzip
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from small_run import small_config
 
 from dapo_jax.train import train
@@ -137,9 +137,7 @@ def test_every_span_is_read_without_an_error(trace):
 @pytest.mark.skipif(XPROF is None, reason="no xprof")
 def test_xprof_shows_the_step(profile):
     assert XPROF is not None
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(path: str, **asked: str) -> bytes:

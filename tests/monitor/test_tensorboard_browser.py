@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ports import free_port
 
 from dapo_jax.config.sections import Config
 from dapo_jax.monitor.records import RunRecords
@@ -78,9 +78,7 @@ def address(tmp_path_factory):
         (runs / name / "checkpoints" / "10").mkdir(parents=True)
         write(runs / name, rate, 0, 30)
         write(runs / name, rate, 21 if name == "slow" else 30, STEPS, resume_step=20 if name == "slow" else 29)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--port", str(port)]
     with subprocess.Popen([*command, "--load_fast=false"], stderr=subprocess.DEVNULL) as server:
         try:

@@ -1,4 +1,4 @@
-"""One of several processes of test_processes.py: collects some batches and prints what each of them holds.
+"""One of the processes of test_processes.py: collects some batches and prints their contents.
 
     python process_worker.py PORT NUM_PROCESSES PROCESS_ID WORKDIR CHANGES ...
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def collect_batches(config: Config) -> None:
-    """Prints a line for each of three batches."""
+    """Prints one line per batch, for three batches."""
     with open_run(config, initial_step=0) as run:
         state = first_state(run)
         models, progress, stream = state.models, state.progress, state.stream

@@ -15,7 +15,7 @@ def lowered(size, **options):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """How many programs have been compiled."""
+    """The number of compiled programs."""
     monkeypatch.delenv(CACHE, raising=False)
     count, compile_now = [], jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: (count.append(1), compile_now(self))[1])

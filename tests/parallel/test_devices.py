@@ -55,7 +55,7 @@ def test_products_of_float32_have_limits_of_their_own():
 
 def test_known_limits_are_whole_and_plausible():
     for limits in LIMITS.values():
-        if limits.name == "T4":  # no fast products of bfloat16
+        if limits.name == "T4":  # no fast bfloat16 products
             assert not limits.is_known and limits.of_dtype("float32").is_known
             continue
         assert limits.is_known and limits.memory is not None
@@ -87,7 +87,7 @@ def test_gpus_without_a_name_are_refused_with_all_names():
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="JAX's compiler for GPUs is here")
 def test_a_gpu_without_its_compiler_is_refused_with_the_packages():
-    with pytest.raises(ValueError, match=r"h100:8 needs .*: pip install 'dapo_jax\[cuda13\]', or .*--no-deps"):
+    with pytest.raises(ValueError, match=r"h100:8 needs .*: pip install 'dapo_jax\[cuda13\]', or, .*--no-deps"):
         devices_of("h100:8", 8)
 
 

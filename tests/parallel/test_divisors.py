@@ -1,4 +1,4 @@
-"""Where sizes do not divide, the message names values that do: each that it names is tried."""
+"""If sizes do not divide, the message suggests values that do: each suggestion is tried."""
 
 import itertools
 import re
@@ -8,15 +8,16 @@ import jax
 import pytest
 from small_run import small_config
 
+from dapo_jax.base_models import read_model
 from dapo_jax.command.validation import validate
+from dapo_jax.meshes import check_mesh
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
-from dapo_jax.run import check_mesh, read_model
 
 
 def numbers_of(message: str, option: str) -> list[int]:
-    """What the last "OPTION=1, 2 or 3" of a message proposes."""
+    """The values that the last "OPTION=1, 2 or 3" of a message suggests."""
     found = re.findall(re.escape(option) + r"=((?:\d+, )*\d+(?: or \d+)?)", message.partition(": set ")[2])
     return [int(number) for number in re.findall(r"\d+", found[-1])] if found else []
 

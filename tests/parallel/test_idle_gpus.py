@@ -12,7 +12,7 @@ LISTED = "GPU 0: NVIDIA A100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1
 
 @pytest.fixture
 def path(tmp_path):
-    """The folder of an nvidia-smi that lists two GPUs."""
+    """A folder with an nvidia-smi that lists two GPUs."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f'#!/bin/sh\n[ "$1" = --list-gpus ] && echo "{LISTED}"\n')
     program.chmod(0o755)
@@ -34,7 +34,7 @@ def test_gpus_that_no_process_of_the_host_uses_are_named(monkeypatch):
     eight = {"PATH": "/nowhere", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     warning = idle_gpus(eight)
     assert warning and warning.startswith("JAX uses 1 of the 8 GPUs that SLURM_GPUS_ON_NODE names on node1: ")
-    for processes in (1, 7, 8):  # of this host, and one of another
+    for processes in (1, 7, 8):  # on this host, plus one on another
         monkeypatch.setattr(module, "gather", lambda own, processes=processes: [own] * processes + [["node2", 8]])
         assert bool(idle_gpus(eight)) == (processes < 8)
     assert idle_gpus({"PATH": "/nowhere"}) is None

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shapes import ARCH, mesh_of, one_device_mesh
 from small_policy import (
-    ARCH,
     EOS,
     LENGTH,
     NUMBERS,
@@ -18,8 +18,6 @@ from small_policy import (
     batch_of,
     critic_of,
     gradient_of,
-    mesh_of,
-    one_device_mesh,
     reference,
     roll_out,
     rows,
@@ -40,10 +38,9 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 
-SHAPES = [(8, 1, 1), (1, 8, 1), (2, 2, 2)]
+SHAPES = [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((8, 1, 1), (1, 8, 1)))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
     rollout, metrics, params = reference()
@@ -52,7 +49,7 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         sharded = roll_out(actor, state, mesh)
-        batch = batch_of(sharded, sharing=2)  # two rows a device and micro-batch
+        batch = batch_of(sharded, sharing=2)  # two rows per device and micro-batch
         state, sharded_metrics = step(actor, state, batch, mesh)
     np.testing.assert_array_equal(sharded.responses, rollout.responses)
     np.testing.assert_allclose(sharded.logprobs, rollout.logprobs, atol=1e-5)
@@ -61,7 +58,6 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
     assert_close(jax.device_get(state.params), params, 1e-5)
 
 
-@pytest.mark.slow
 def test_parameters_and_moments_are_really_divided():
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
@@ -157,7 +153,6 @@ def test_one_model_sampler_and_training_logprobs_agree():
             np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_micro_batches_prompt_sharing_and_padding_change_no_gradient(mode):
     rollout, _, _ = reference()
@@ -214,13 +209,14 @@ def test_the_first_update_sees_the_sampling_policy():
 
 
 def drifted(batch: Batch) -> Batch:
-    """The batch as if the policy had moved since it was sampled: ratios on both sides of the clip range."""
+    """The batch as if the policy had changed since sampling: ratios on both sides of the clip range."""
     rng = np.random.default_rng(7)
     return batch.replace(old_logprobs=batch.old_logprobs + rng.normal(0, 0.4, batch.mask.shape).astype(np.float32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, marks=[] if loss == "clip_cov" else pytest.mark.slow) for loss in LOSSES]
+)
 def test_no_loss_depends_on_micro_batches_or_mesh(loss):
     """With the entropy bonus, the KL loss and importance weights; clip_cov and kl_cov choose from the mini-batch."""
     rollout, _, _ = reference()
@@ -244,7 +240,7 @@ def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
             actor, critic = actor_on(mesh), critic_of(mesh)
             state = critic.init_from_policy(actor.trainable.init_random(0).params)
             assert (compute_values(critic, state.params, batch, rows(micro), mesh) == 0).all()  # a zero head
-            for _ in range(2):  # the head learns first, then what is below it
+            for _ in range(2):  # the head learns first, then the layers below it
                 state, finish = update_critic(critic, state, batch, update_settings(mini=32, micro=micro), mesh)
                 metrics, _ = finish()
             values = compute_values(critic, state.params, batch, rows(micro), mesh)
@@ -257,7 +253,7 @@ def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
 
 
 def test_what_is_not_trained_on_is_still_read():
-    """A token out of the loss mask has no loss, but later tokens go on seeing it."""
+    """A token outside the loss mask has no loss, but later tokens still attend to it."""
     rollout, _, _ = reference()
     batch = batch_of(rollout)
     masked = batch.replace(loss_mask=batch.mask & (np.arange(LENGTH) % 2 == 0))
@@ -273,7 +269,7 @@ def test_what_is_not_trained_on_is_still_read():
 
 
 def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
-    """Against log-probabilities and entropies of whole logits, without chunks."""
+    """Against log-probabilities and entropies from whole logits, without chunks."""
     from dapo_jax.algorithms.kl import kl_penalty
     from dapo_jax.learner.actor import loss_fn
     from dapo_jax.models import transformer

@@ -1,4 +1,4 @@
-"""Law: one host starts alone, whatever the environment says; a cluster that cannot be joined is refused with a cure."""
+"""Law: a single host starts alone in any environment; a cluster that cannot be joined is refused with a fix."""
 
 import http.server
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from ports import free_port
 from waiting import LIMIT_S
 
 from dapo_jax.parallel import cluster
@@ -24,7 +25,7 @@ except ImportError:
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("OMPI_", "SLURM_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_INDEX", "JAX_COORDINATOR", "GCE_")
-NOTHING = {"TPU_SKIP_MDS_QUERY": "1"}  # as importing JAX leaves it where there is no TPU
+NOTHING = {"TPU_SKIP_MDS_QUERY": "1"}  # as set by importing JAX without a TPU
 NOTHING_FOUND = ValueError("coordinator_address should be defined.")
 
 
@@ -83,7 +84,7 @@ def set_environment(monkeypatch, values):
 
 
 def join(monkeypatch, environment, outcome=None, *, coordinator="", num_processes=0, process_id=-1):
-    """What jax.distributed.initialize is given, or None if it is not called; `outcome`: what it raises."""
+    """The arguments of jax.distributed.initialize, or None if it is not called; `outcome`: what it raises."""
     calls = []
 
     def initialize(*arguments, **named):
@@ -106,7 +107,7 @@ def test_one_host_is_alone_and_nobody_is_asked(monkeypatch, name):
 
 
 def test_where_nothing_is_found_this_process_is_alone(monkeypatch):
-    in_pods = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}  # one of several runs, perhaps
+    in_pods = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}  # perhaps one of several runs
     in_shell = {name: value for name, value in slurm(4, "").items() if name != "SLURM_STEP_NODELIST"}
     for environment in ({}, in_pods, in_shell):
         assert join(monkeypatch, environment, NOTHING_FOUND) is not None
@@ -149,7 +150,7 @@ def test_a_cluster_that_jax_does_not_see_is_refused(monkeypatch):
         join(monkeypatch, environment, RuntimeError("Kubernetes API Error: 403 - Forbidden"))
 
 
-def test_one_process_starts_alone_if_it_is_told_to(monkeypatch):
+def test_one_process_starts_alone_on_request(monkeypatch):
     for environment in (environment for environment, _ in SEVERAL.values()):
         assert join(monkeypatch, environment, NoServer(), num_processes=1) is None
         assert join(monkeypatch, environment, NoServer(), num_processes=1, process_id=0, coordinator="h:1") is None
@@ -162,7 +163,7 @@ def test_no_server_is_asked_for_what_is_given(monkeypatch):
     given = {"coordinator": "host:1234", "num_processes": 2, "process_id": 1}
     address, number, process, named = join(monkeypatch, {}, **given)
     assert (address, number, process) == ("host:1234", 2, 1) and named["cluster_detection_method"] == "deactivate"
-    for environment in (slurm(2, "node[1-2]"), open_mpi(2)):  # which say the GPU of this process
+    for environment in (slurm(2, "node[1-2]"), open_mpi(2)):  # they name this process's GPU
         assert join(monkeypatch, environment, **given)[-1]["cluster_detection_method"] is None
     assert join(monkeypatch, {}, coordinator="host:1234")[-1]["cluster_detection_method"] is None
     assert join(monkeypatch, slurm(2, "node[1-2]"))[:3] == (None, None, None)
@@ -170,7 +171,7 @@ def test_no_server_is_asked_for_what_is_given(monkeypatch):
 
 @pytest.fixture
 def metadata(monkeypatch):
-    """The attributes of a metadata server, where there is a TPU; `failures`: requests that it hangs up on."""
+    """A metadata server with these attributes; `failures`: requests on which it hangs up."""
     attributes, failures = {}, []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -253,14 +254,14 @@ def test_what_a_process_waits_for_has_the_address(monkeypatch):
         state.process_id = 2
         assert waiting_for() == f"process 2 reaches process 0 at {state.coordinator_address} and waits for the others"
     assert waiting_for().startswith(f"process 2 does not reach process 0 at {state.coordinator_address} (")
-    for other in (object(), None):  # JAX keeps it elsewhere
+    for other in (object(), None):  # JAX has moved it
         monkeypatch.setattr(distributed, "global_state", other)
         assert waiting_for() == "JAX looks for process 0"
     monkeypatch.delattr(distributed, "global_state")
     assert waiting_for() == "JAX looks for process 0"
 
 
-# In processes of their own, with JAX itself.
+# In separate processes, with JAX itself.
 
 
 def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
@@ -276,7 +277,7 @@ def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
 
 
 def finish(*running: subprocess.Popen) -> list[tuple[int, str, str]]:
-    """Each one's exit code, output and errors."""
+    """The exit code, output and errors of each process."""
     try:
         return [(process.returncode, *texts) for process in running for texts in [process.communicate(timeout=LIMIT_S)]]
     finally:
@@ -285,7 +286,7 @@ def finish(*running: subprocess.Popen) -> list[tuple[int, str, str]]:
 
 
 def command(body="print('processes', jax.process_count())", *, quiet_s: float = 100, limit_s: int = 200, **options):
-    """A command that prints how many processes there are, or does something else; options of the trainer."""
+    """A command that prints the number of processes or runs other code, with these trainer options."""
     arguments = ["command", "--config", "configs/tiny.py"]
     arguments += [f"--config.trainer.{name}={value}" for name, value in options.items()]
     return (
@@ -295,14 +296,8 @@ def command(body="print('processes', jax.process_count())", *, quiet_s: float = 
     )
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def test_on_kaggles_tpu_machine_a_command_starts_alone():
-    # JAX_FORCE_TPU_INIT makes JAX take this host for a TPU machine. It asks a metadata server, and there is none.
+    # JAX_FORCE_TPU_INIT makes JAX treat this host as a TPU machine. It queries a metadata server that does not exist.
     environment = {**KAGGLE, "JAX_FORCE_TPU_INIT": "1", "GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}
     [(_, _, unguarded), (code, output, errors)] = finish(
         start("import jax\njax.distributed.initialize()", environment), start(command(), environment)
@@ -311,7 +306,7 @@ def test_on_kaggles_tpu_machine_a_command_starts_alone():
     assert (code, output, errors) == (0, "processes 1\n", "")
 
 
-# Processes wait no longer for each other than JAX needs to find the address of process 0.
+# Processes wait for each other only as long as JAX needs to find the address of process 0.
 AT_ONCE = """
 import threading, time, types
 from dapo_jax.parallel import processes
@@ -354,7 +349,7 @@ def test_tasks_of_slurm_join():
 
 
 def test_one_that_fails_is_named_by_the_others():
-    """What a process with one CPU fetches from a gather that fails raises ValueError, which is no wrong input."""
+    """On one CPU, fetching from a failed gather raises ValueError, which is not wrong input."""
     environment = {"JAX_NUM_CPU_DEVICES": "1"}
     given = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
     gathers = "[processes.gather('x' * length) for length in (1, 5000, 1)]"

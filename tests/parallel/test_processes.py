@@ -1,8 +1,7 @@
-"""Law: how many processes share the devices changes neither the samples nor what is kept of them."""
+"""Law: samples and kept groups do not depend on the number of processes."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from ports import free_port
 from waiting import LIMIT_S
 
 from dapo_jax.parallel import processes
@@ -17,12 +17,6 @@ from dapo_jax.parallel.processes import gather
 
 WORKER = Path(__file__).with_name("process_worker.py")
 FILTER = "algorithm.filter_groups"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 VARIANTS = (
@@ -34,7 +28,7 @@ BATCHES = 3
 
 
 def collected(tmp_path, *, processes, devices):
-    """What each process says of its batches, variant by variant."""
+    """What each process reports on its batches, by variant."""
     port = str(free_port())
     changes = [json.dumps({"model.random.num_layers": 1, **variant}) for variant in VARIANTS]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(WORKER.parents[2])}
@@ -71,7 +65,7 @@ def test_processes_sample_and_keep_alike(tmp_path):
 
 
 def test_messages_of_any_length_take_few_programs(monkeypatch):
-    """JAX compiles a gather for each length that is sent, and keeps it: 1.4 MB each."""
+    """JAX compiles and caches a gather for each length that is sent, 1.4 MB each."""
     lengths = set()
 
     def process_allgather(array):

@@ -40,7 +40,7 @@ def test_other_names_stay():
     ("name", "choice"),
     [("v5e-12", "v5e-8 or v5e-16"), ("v5p-4", "v5p-8 or v5p-16"), ("v6e-1000", "v6e-128 or v6e-256")],
 )
-def test_a_size_that_there_is_not_is_refused_with_the_next_ones(name, choice):
+def test_an_unknown_size_is_refused_with_the_closest_ones(name, choice):
     with pytest.raises(ValueError, match=f"--topology={name} .*choose {choice}, or give its sides"):
         libtpu_name(name)
 

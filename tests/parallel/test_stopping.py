@@ -1,4 +1,4 @@
-"""A run that is asked to stop: when it is, and when it is not."""
+"""When a run that is asked to stop does so, and when it does not."""
 
 import os
 import signal

@@ -1,11 +1,10 @@
-"""Law: how many processes share the devices changes no training step; one that ends leaves no other waiting."""
+"""Law: training steps do not depend on the number of processes; if one ends, no other keeps waiting."""
 
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import NamedTuple, TextIO
 import jax
 import numpy as np
 import pytest
-from small_run import CONFIGS, rows_without_clock, small_config
+from ports import free_port
+from shapes import SMALL
+from small_run import CONFIGS, assert_same_policy, rows_without_clock, small_config
 from waiting import LIMIT_S
 
 from dapo_jax.base_models import read_model
@@ -25,28 +26,15 @@ from dapo_jax.learner.actor import build_actor
 from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.settings import actor_settings
+from dapo_jax.train import train
 
-pytestmark = pytest.mark.slow
-
-SMALL = {
-    "data.arithmetic.high": 4,
-    "data.arithmetic.num_heldout": 4,
-    "data.train_batch_size": 4,
-    "data.gen_batch_size": 8,
-    "actor.ppo_mini_batch_size": 2,
-    "actor.ppo_micro_batch_size_per_device": 4,
-    "trainer.total_training_steps": 4,
-    "trainer.test_freq": 2,
-    "trainer.save_freq": 2,
-    "trainer.heartbeat_timeout_s": 10,
-    "algorithm.filter_groups.max_num_gen_batches": 0,
-    "reward.num_workers": 1,
-    "actor.optim.lr": 1e-3,
+OPTIONS = {
+    **SMALL,
     "actor.optim.eps": 1e-6,  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
 }
 
 
-# The training command, which gets a signal when it begins to train on a step.
+# The training command, which receives a signal when it starts to train on a step.
 SIGNALLED = """
 import os, signal, sys
 from dapo_jax import train
@@ -63,21 +51,15 @@ train.main()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 class Started(NamedTuple):
-    """A process and the files that it writes to."""
+    """A process with the files for its output."""
 
     process: subprocess.Popen
     out: TextIO
     err: TextIO
 
     def end(self) -> tuple[int, str, str]:
-        """Its exit code, output and errors, when it has ended."""
+        """Its exit code, output and errors, once it has ended."""
         texts = []
         for file in (self.out, self.err):
             file.seek(0)
@@ -86,27 +68,25 @@ class Started(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """What a training process gets, and when."""
+    """The signal that a training process receives, and when."""
 
     number: int
     process: int
-    step: int  # the one that it begins to train on
+    step: int  # the step that it starts to train on
 
 
 def start(
     workdir, logs, *, processes, devices, second=None, command=("train",), gets: Signal | None = None, **changes
 ) -> list[Started]:
-    """The command, in so many processes with so many devices each; `second`: what process 1 has otherwise."""
+    """The command in several processes with several devices each; `second`: options that differ in process 1."""
     port, running = free_port(), []
     environment = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_COMPILATION_CACHE_DIR": str(logs / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(CONFIGS.parent),
     }
     for process in range(processes):
-        values = {**SMALL, "workdir": workdir, **changes, **(second or {} if process == 1 else {})}
+        values = {**OPTIONS, "workdir": workdir, **changes, **(second or {} if process == 1 else {})}
         if processes > 1:
             values |= {
                 "trainer.coordinator": f"127.0.0.1:{port}",
@@ -118,7 +98,7 @@ def start(
         if gets is not None and gets.process == process:
             program = ["-c", SIGNALLED]
             environment |= {"STEP": str(gets.step), "SIGNAL": str(gets.number)}
-        outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill
+        outputs = [open(logs / f"{port}.{process}.{name}", "w+") for name in ("out", "err")]  # a pipe may fill up
         popen = subprocess.Popen(
             [sys.executable, *program, "--config", CONFIGS / "tiny.py", *flags, *command[1:]],
             env=environment,
@@ -130,7 +110,7 @@ def start(
 
 
 def finish(running: list[Started]) -> list[tuple[int, str, str]]:
-    """Each process' exit code, output and errors."""
+    """The exit code, output and errors of each process."""
     try:
         for started in running:
             started.process.wait(LIMIT_S)
@@ -141,27 +121,27 @@ def finish(running: list[Started]) -> list[tuple[int, str, str]]:
 
 
 def trained(*arguments, **named) -> list[str]:
-    """What each process of a run that ends well has printed."""
+    """The output of each process of a run that succeeds."""
     ended = finish(start(*arguments, **named))
     assert [code for code, _, _ in ended] == [0] * len(ended), [errors[-3000:] for _, _, errors in ended]
     return [output for _, output, _ in ended]
 
 
 def words(output: str) -> str:
-    """What a process has printed but for Gloo's greetings, which its threads may write into one another."""
+    """A process's output without Gloo's greetings, which its threads may interleave."""
     greeting = r"\[Gloo\]|Rank|is|connected|to|peer|ranks\.?|Expected|number|of"
     return re.sub(rf"{greeting}|[\d\s:]", "", output)
 
 
-def policy(workdir) -> dict:
-    """The parameters of the last checkpoint, read by this one process onto a mesh of its own."""
+def policy(workdir, step: int = 4) -> dict:
+    """The parameters of the checkpoint of `step`, read by this one process onto a mesh of its own."""
     config = small_config(workdir)
     arch, _ = read_model(config)
     mesh = make_mesh(-1, 1, 2)
     shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape.params
     checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=2)
     try:
-        return jax.device_get(checkpoints.restore_policy(4, shape))
+        return jax.device_get(checkpoints.restore_policy(step, shape))
     finally:
         checkpoints.close()
 
@@ -178,11 +158,25 @@ def logs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, logs):
-    """The workdir of two processes with four devices each, and what they have printed."""
+    """The workdir of two processes with four devices each, and their output."""
     workdir = tmp_path_factory.mktemp("two")
     return workdir, trained(workdir, logs, processes=2, devices=4, **{"mesh.fsdp": 2, "mesh.tensor": 2})
 
 
+def test_two_processes_train_as_one(tmp_path, logs):
+    """Two steps, so that the second samples what the first has learnt; the one process has eight devices."""
+    changes = {**OPTIONS, "trainer.total_training_steps": 2, "trainer.val_before_train": False, "trainer.test_freq": -1}
+    outputs = trained(tmp_path / "two", logs, processes=2, devices=1, **changes)
+    assert "step 2/2" in outputs[0] and words(outputs[1]) == ""
+    models = train(small_config(tmp_path / "one", **changes))
+    one, two = tmp_path / "one", tmp_path / "two"
+    rows, expected = ([without_shares(row) for row in rows_without_clock(folder)] for folder in (two, one))
+    assert rows == [pytest.approx(row, abs=1e-5, rel=1e-4) for row in expected] and len(rows) == 2
+    assert [samples(two, step) for step in (1, 2)] == [samples(one, step) for step in (1, 2)]
+    assert_same_policy(models, policy(two, step=2), 1e-5)
+
+
+@pytest.mark.slow
 def test_processes_train_alike(tmp_path, logs, two):
     workdir, outputs = two
     expected, params = rows_without_clock(workdir), policy(workdir)
@@ -194,22 +188,26 @@ def test_processes_train_alike(tmp_path, logs, two):
         trained(other, logs, processes=1, devices=devices, **mesh)
         assert files(other) == files(workdir)
         for step in range(1, 5):
-            sampled = [json.loads(line) for line in open(other / "samples" / f"step_{step:06d}.jsonl")]
-            assert sampled == [json.loads(line) for line in open(workdir / "samples" / f"step_{step:06d}.jsonl")]
+            assert samples(other, step) == samples(workdir, step)
         rows = rows_without_clock(other)
         assert len(rows) == len(expected) == 5
         for row, wanted in zip(rows, expected, strict=True):
-            if name == "1x1":  # how the batch is divided over devices is that of one device
+            if name == "1x1":  # the batch is divided as on one device
                 row, wanted = without_shares(row), without_shares(wanted)
             assert row == pytest.approx(wanted, abs=1e-5, rel=1e-4)
         for found, wanted in zip(jax.tree.leaves(policy(other)), jax.tree.leaves(params), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
+def samples(workdir: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in open(workdir / "samples" / f"step_{step:06d}.jsonl")]
+
+
 def without_shares(row: dict) -> dict:
     return {name: value for name, value in row.items() if not name.startswith("global_seqlen/")}
 
 
+@pytest.mark.slow
 def test_processes_measure_checkpoints_alike(tmp_path, logs, two):
     where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
     outputs = trained(two[0], logs, command=("evaluate", "--all-steps", "--output", tmp_path / "out"), **where)
@@ -225,6 +223,7 @@ def test_processes_measure_checkpoints_alike(tmp_path, logs, two):
     assert len(lines) == len(results) * 4 * 4, "one process writes them"
 
 
+@pytest.mark.slow
 def test_processes_export_what_one_exports(tmp_path, logs, two):
     sharded = {"mesh.fsdp": 4, "mesh.tensor": 2}
     command = ("export", "--dtype", "float32", "--output", tmp_path / "two")
@@ -237,7 +236,8 @@ def test_processes_export_what_one_exports(tmp_path, logs, two):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
 
 
-def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
+@pytest.mark.slow
+def test_a_run_resumes_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
     shutil.copytree(two[0], tmp_path / "run")
     more = {"trainer.total_training_steps": 5, "mesh.fsdp": 4}
     trained(tmp_path / "run", logs, processes=1, devices=8, **more)
@@ -246,8 +246,10 @@ def test_a_run_goes_on_in_another_number_of_processes_on_another_mesh(tmp_path, 
     assert rows[5]["rollout_corr/logprob_abs_diff"] < 1e-4 and rows[5]["actor/skipped_updates"] == 0
 
 
-def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path, logs, two):
-    where = {"processes": 2, "devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_others_and_a_restart_resumes(tmp_path, logs, two):
+    mesh = {"mesh.fsdp": 2, "mesh.tensor": 2}
+    where = {"processes": 2, "devices": 4, **mesh, "trainer.heartbeat_timeout_s": 10}
     for killed in (1, 0):
         ended = finish(start(tmp_path, logs, gets=Signal(signal.SIGKILL, process=killed, step=4), **where))
         (code, _, errors) = ended[1 - killed]
@@ -262,6 +264,7 @@ def test_a_process_that_is_killed_ends_the_others_and_a_restart_goes_on(tmp_path
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two):
     where = {
         "processes": 2,
@@ -280,6 +283,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, logs, two)
     assert rows_without_clock(tmp_path) == rows_without_clock(two[0])
 
 
+@pytest.mark.slow
 def test_processes_that_were_not_started_alike_are_refused(tmp_path, logs):
     ended = finish(start(tmp_path, logs, processes=2, devices=1, second={"seed": 7}))
     for code, _, errors in ended:

@@ -1,4 +1,4 @@
-"""The update: memory, reductions, adapters, and ways to compute the same gradient."""
+"""The update: memory, reductions, adapters, and equivalent ways to compute the gradient."""
 
 import dataclasses
 import math
@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from shapes import ARCH, mesh_of, one_device_mesh
 from small_policy import (
-    ARCH,
     actor_on,
     actor_settings,
     assert_close,
     batch_of,
     gradient_of,
-    mesh_of,
-    one_device_mesh,
     reference,
     roll_out,
     rows,
@@ -40,24 +38,25 @@ LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj
 
 
 def plain_kernel(query, key, value, lengths):
-    """What a fused kernel computes, by XLA."""
+    """The result of a fused kernel, computed by XLA."""
     visible = causal(query.shape[1], jnp.arange(query.shape[1]) < lengths[:, None])
     return attention(query, key, value, visible)
 
 
-@pytest.mark.slow
-def test_token_budgets_and_kernels_change_no_gradient():
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ((4, 2, 1), {"micro": MicroBatches(8, 1, max_tokens_per_device=30)}),
+        pytest.param((2, 2, 2), {"micro": rows(8), "attention_kernel": plain_kernel}, marks=pytest.mark.slow),
+    ],
+)
+def test_token_budgets_and_kernels_change_no_gradient(shape, way):
     rollout, _, _ = reference()
     whole, metrics = gradient_of(batch_of(rollout), micro=32)
-    ways = [
-        (batch_of(rollout, 1), {"micro": MicroBatches(8, 1, max_tokens_per_device=30), "mesh": make_mesh(4, 2, 1)}),
-        (batch_of(rollout, 1), {"micro": rows(8), "mesh": make_mesh(2, 2, 2), "attention_kernel": plain_kernel}),
-    ]
-    for batch, way in ways:
-        split, split_metrics = gradient_of(batch, **way)
-        assert_close(split, whole, 1e-5)
-        for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
-            np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=str(way))
+    split, split_metrics = gradient_of(batch_of(rollout, 1), mesh=mesh_of(shape), **way)
+    assert_close(split, whole, 1e-5)
+    for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+        np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
 
 
 def compiled_accumulate(actor, state, batch, mesh):
@@ -68,7 +67,7 @@ def compiled_accumulate(actor, state, batch, mesh):
 
 
 def all_reduced(compiled):
-    """Elements of the arrays that are added up over devices."""
+    """The sizes of arrays that are summed over devices."""
     sizes = [0]
     for result in re.findall(r" = (.*?) (?:all-reduce|reduce-scatter)(?:-start)?\(", compiled.as_text()):
         for shape in re.findall(r"f32\[([\d,]*)\]", result):
@@ -101,7 +100,7 @@ def test_ratios_are_counted_by_hundredths():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("loss", "pieces"),  # pieces: rows of a micro-batch, mesh
+    ("loss", "pieces"),  # pieces: rows per micro-batch, mesh
     [
         ("vanilla", [(32, (1, 1, 1)), (6, (1, 1, 1)), (16, (2, 2, 2)), (16, (8, 1, 1))]),
         ("gspo", [(6, (1, 1, 1))]),
@@ -130,7 +129,7 @@ def test_ratios_of_trained_tokens_are_counted_alike_in_every_piece_and_on_every_
 
 
 def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
-    """700 equal contributions: in bfloat16 a sum stands still where one of them is less than half its last digit."""
+    """700 equal contributions: a bfloat16 sum stops growing once they are below half its last digit."""
     length = 700
     arch = dataclasses.replace(ARCH, num_layers=1, tie_embeddings=False)
     params = jax.jit(init_params, static_argnums=0)(arch, 0)
@@ -227,7 +226,7 @@ def test_fresh_adapters_change_nothing_and_they_alone_are_trained():
         state, _ = step(actor, state, batch_of(rollout), mesh, lr=1e-2)
         moved = {name: np.abs(leaf - before["layers"][name]).max() for name, leaf in state.params["layers"].items()}
         assert all(size > 0 for size in moved.values()), moved
-        # One model: what samples with merged weights and what trains with adapters apart agree.
+        # Sampling with merged weights and training with separate adapters agree.
         sampled = roll_out(actor, state, mesh)
         trained, _ = compute_logprobs(actor, state.params, batch_of(sampled), rows(32), mesh)
     np.testing.assert_allclose(trained, sampled.logprobs, atol=1e-4)
@@ -269,7 +268,7 @@ def test_adapters_do_not_depend_on_the_mesh():
 
 
 def test_adapters_need_no_gradients_of_the_matrices():
-    """FLOPs of a micro-batch: forward and two products backward, against forward and one."""
+    """FLOPs per micro-batch: forward plus two products backward, against forward plus one."""
     rollout, _, _ = reference()
     batch, mesh = batch_of(rollout), one_device_mesh()
     flops = []

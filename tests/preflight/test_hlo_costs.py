@@ -10,7 +10,7 @@ from dapo_jax.preflight.hlo_costs import program_costs
 from dapo_jax.preflight.hlo_text import first_group
 
 LAYERS, B, D, F = 5, 16, 24, 40
-HOST = [0] * 8  # all devices on one
+HOST = [0] * 8  # all devices on one host
 
 
 def loss(weights, x):
@@ -35,7 +35,7 @@ def test_products_of_a_loop_count_as_often_as_it_runs():
     costs = program_costs(program.as_text(), HOST)
     forward = LAYERS * 2 * 2 * B * D * F
     assert costs.flops == 3 * forward and not costs.unknown
-    assert costs.flops > 2 * program.cost_analysis()["flops"]  # XLA counts one turn
+    assert costs.flops > 2 * program.cost_analysis()["flops"]  # XLA counts one iteration
 
 
 def test_products_are_those_of_one_device():
@@ -50,7 +50,7 @@ def test_products_without_a_loop_are_xlas():
 
 
 def test_collectives_of_a_loop_by_kind_and_group():
-    # weights divided over "fsdp" alone: a layer gathers its weight, and the sum over rows is one number
+    # weights divided over "fsdp" only: each layer gathers its weight, and the sum over rows is one number
     weights = (LAYERS, D, F), (None, "fsdp")
     costs = program_costs(compiled(loss, weights, ((B, D), (("data", "fsdp"),))).as_text(), HOST)
     gathers = [one for one in costs.collectives if one.kind == "all-gather"]
@@ -67,13 +67,13 @@ def test_an_all_reduce_sends_nearly_twice_its_operand():
 
 
 def test_a_loop_reads_the_slice_of_a_turn():
-    """Stacked weights are read once in all turns together, not once a turn."""
+    """Stacked weights are read once over all iterations, not once per iteration."""
     costs = program_costs(compiled(loss, ((LAYERS, 512, 512), ()), ((B, 512), ())).as_text(), HOST)
     weights = LAYERS * 512 * 512 * 4
     assert weights <= costs.bytes < 8 * weights
 
 
-# What only TPUs write, shortened from a program of libtpu's.
+# Instructions that only TPUs have, shortened from a program by libtpu.
 TPU = """HloModule jit_f
 
 %body.1 (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
@@ -129,7 +129,7 @@ for short, whole in {
 
 def test_tpu_text():
     costs = program_costs(TPU, HOST[:4])
-    # an unrolled loop runs half as often; a gather in two fusions is one; groups are named by mesh axes
+    # an unrolled loop runs half as often; a gather in two fusions counts once; groups are named by mesh axes
     assert [(one.kind, one.group, one.count, one.bytes) for one in costs.collectives] == [
         ("all-gather", 2, 3, 3 * 8 * 4 * 2)
     ]
@@ -143,7 +143,7 @@ def test_what_lies_on_the_chip_is_not_moved():
     assert program_costs(everything, HOST[:4]).bytes > program_costs(TPU, HOST[:4]).bytes
 
 
-HBM, CHIP = "{1,0:T(8,128)(2,1)}", "{1,0:T(8,128)(2,1)S(1)}"  # the device's memory, and the compiler's on the chip
+HBM, CHIP = "{1,0:T(8,128)(2,1)}", "{1,0:T(8,128)(2,1)S(1)}"  # main memory, and on-chip memory managed by the compiler
 PART, WHOLE = 16 * 8 * 2, 64 * 8 * 2  # bytes
 ONE_OPERATION = """HloModule f
 
@@ -184,7 +184,7 @@ PERMUTED = "(bf16[64,8]FROM, bf16[64,8]TO, u32[]{:S(2)})"
     ],
 )
 def test_what_one_operation_reads_and_writes(line, of_a, of_the_other):
-    """Of what is sliced or updated, the part alone, started or not; only what lies in the device's memory."""
+    """A slice or update counts only its part, asynchronous or not, and only in main memory."""
     text = ONE_OPERATION.replace("LINE", line)
 
     def moved(source, destination):
@@ -210,7 +210,7 @@ def test_bytes_of_a_copy(kind):
     assert program_costs(text, [0]).bytes == 2 * 128 * 64 * jnp.dtype(kind).itemsize
 
 
-# What only GPUs write, shortened from programs of XLA:GPU's: two hosts of four GPUs.
+# Instructions that only GPUs have, shortened from programs by XLA:GPU: two hosts with four GPUs each.
 GPU = """HloModule jit_f
 
 %gemm (x: bf16[8,16], y: bf16[16,32]) -> f32[8,32] {

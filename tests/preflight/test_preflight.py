@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from shapes import BATCHES
 from small_run import load_config, small_config
 
 from dapo_jax.config.values import freeze
@@ -28,17 +29,11 @@ from dapo_jax.preflight.tables import tables
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", "configs/tiny.py", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
-SMALL = (
-    "data.train_batch_size=4",
-    "data.gen_batch_size=8",
-    "actor.ppo_mini_batch_size=2",
-    "actor.ppo_micro_batch_size_per_device=4",
-)
 STAGES = ["weights", "prefill", "decode", "log-probabilities", "update"]
 
 
 def test_the_report_for_a_slice_that_is_not_here(tmp_path):
-    """The command in a process of its own: libtpu compiles the tiny recipe for eight chips."""
+    """The command in its own process: libtpu compiles the tiny recipe for eight chips."""
     pytest.importorskip("libtpu")
     command = [sys.executable, "-m", "dapo_jax.preflight", *TINY, "--topology=v5e:2x4", "--json", str(tmp_path / "r")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
@@ -53,9 +48,9 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
 
 
 def test_the_report_for_a_cpu(monkeypatch, capsys):
-    """The command without a topology, which prints the tables and, in a line of its own, the report."""
+    """The command without a topology prints the tables, and the report on its own line."""
     monkeypatch.chdir(ROOT)
-    main([*TINY, *(f"--config.{name}" for name in SMALL)])
+    main([*TINY, *(f"--config.{name}={value}" for name, value in BATCHES.items())])
     printed, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
     report = json.loads(line)
     check(report)
@@ -67,7 +62,7 @@ def check(report):
     assert report["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
     assert report["fits"] and not report["advice"]
     stages = report["stages"]
-    # a value on one of eight devices; norms lie whole on each
+    # bytes on one of eight devices; norms are replicated
     own = report["model"]["parameters"] * 4 / 8
     assert own < stages["update"]["bytes"]["parameters"] < 1.1 * own
     assert stages["update"]["bytes"]["optimizer"] == pytest.approx(2 * stages["update"]["bytes"]["parameters"], abs=8)
@@ -81,14 +76,14 @@ def check(report):
     assert stages["update"]["flops"] > 6 * layers * tokens
 
 
-def test_a_shape_stands_for_a_model_that_is_not_on_the_disk(tmp_path):
+def test_a_shape_replaces_a_model_that_is_not_on_the_disk(tmp_path):
     def arch(path):
         values = load_config("dapo_qwen2.5_7b_math")
         values.model.path = str(path)
         return read_shape(freeze(values))
 
     published = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "7B": 7_615_616_512, "32B": 32_763_876_352}
-    for size, parameters in published.items():  # of the safetensors on the hub
+    for size, parameters in published.items():  # counted in the safetensors on the hub
         assert count_params(arch(f"nowhere/Qwen2.5-{size}")) == parameters
     assert arch("nowhere/Qwen2.5-7B-Instruct") == arch("nowhere/Qwen2.5-7B")
     shutil.copy(ROOT / "configs/shapes/Qwen2.5-0.5B/config.json", tmp_path)
@@ -109,7 +104,7 @@ def test_a_shape_stands_for_a_model_that_is_not_on_the_disk(tmp_path):
 )
 def test_what_cannot_be_compiled_for_ends_in_one_line(monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(ROOT)
-    assert jax.device_count() == 8  # JAX has been started, and its devices are these
+    assert jax.device_count() == 8  # JAX has started with these devices
     with pytest.raises(SystemExit) as ended:
         main([*TINY, *arguments])
     printed = capsys.readouterr().err.strip().splitlines()
@@ -117,7 +112,7 @@ def test_what_cannot_be_compiled_for_ends_in_one_line(monkeypatch, capsys, argum
 
 
 def absent(kind, platform):
-    """A mesh of one device that is not here."""
+    """A mesh with one absent device."""
     device = SimpleNamespace(device_kind=kind, platform=platform)
     return cast(Mesh, SimpleNamespace(devices=np.array([[[device]]])))
 
@@ -126,7 +121,7 @@ def test_of_a_gpu_only_the_share_that_jax_takes_is_usable():
     config = small_config("unused", **{"trainer.gpu_memory_fraction": 0.5})
     assert usable_memory(config, absent("NVIDIA H100 80GB HBM3", "gpu"), LIMIT) == 5 * GIB
     assert usable_memory(config, absent("TPU v5", "tpu"), LIMIT) == 10 * GIB
-    with pytest.raises(ValueError, match="the memory of TPU v1 is not known: choose a device of TPU v4, .*H100"):
+    with pytest.raises(ValueError, match="the memory of TPU v1 is unknown: choose one of TPU v4, .*H100"):
         usable_memory(config, absent("TPU v1", "tpu"), limits_of(SimpleNamespace(device_kind="TPU v1")))
 
 
@@ -146,7 +141,7 @@ def test_the_time_is_that_of_the_slower_of_products_and_memory_and_of_collective
 
 
 def measured(stage="update", costs: Costs | None = COSTS, calls=2.0, **gib):
-    """A program that takes so many GiB by kind."""
+    """A compiled program that needs these GiB by kind."""
     sizes = {name.replace("_", " "): size * GIB for name, size in gib.items()}
     program = Program(stage, f"{stage} of something", calls, lambda: pytest.fail(), sizes)
     return Compiled(program, {kind: sizes.get(kind, 0.0) for kind in (*KINDS, "temporaries")}, costs, 0.0)

@@ -8,11 +8,11 @@ from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.preflight.programs import CACHE, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
-from dapo_jax.rollout import engine
+from dapo_jax.rollout import waves
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.train import train
 
-SMALL = {
+ONE_STEP = {
     "mesh.fsdp": 4,
     "mesh.tensor": 2,
     "data.max_prompt_length": 8,
@@ -36,7 +36,7 @@ def programs_of(config, **changes):
 def texts_of_a_run(config) -> set[tuple[str, str]]:
     """The lowered text of what a run of one step calls."""
     seen = set()
-    call, get, start_wave = trainable.WithFrozen.__call__, Programs.get, engine.start_wave
+    call, get, start_wave = trainable.WithFrozen.__call__, Programs.get, waves.start_wave
 
     def called(self, *arguments):
         seen.add(("learner", self.lower(*arguments).as_text()))
@@ -53,7 +53,7 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
-        patch.setattr(engine, "start_wave", started)
+        patch.setattr(waves, "start_wave", started)
         train(config)
     return seen
 
@@ -62,17 +62,22 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     "changes",
     [
         {},
-        {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2},
-        {
-            "actor.policy_loss.loss_mode": "kl_cov",
-            "actor.use_dynamic_bsz": True,
-            "actor.ppo_max_token_len_per_device": 30,
-        },
+        pytest.param(
+            {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {
+                "actor.policy_loss.loss_mode": "kl_cov",
+                "actor.use_dynamic_bsz": True,
+                "actor.ppo_max_token_len_per_device": 30,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["full", "adapters", "drawn_tokens"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
-    config = small_config(tmp_path, **SMALL, **changes)
+    config = small_config(tmp_path, **ONE_STEP, **changes)
     step, mesh = programs_of(config)
     with jax.set_mesh(mesh):
         texts = {program.lower().as_text() for program in step.programs}
@@ -81,7 +86,7 @@ def test_a_run_calls_these_programs(tmp_path, changes):
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
-    config = small_config("unused", **SMALL)
+    config = small_config("unused", **ONE_STEP)
     step, mesh = programs_of(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -101,7 +106,7 @@ def test_kinds_of_memory_are_counted_once_and_on_one_device():
 
 
 def test_calls_of_the_windows_between_are_shared_out():
-    config = small_config("unused", **{**SMALL, "data.max_response_length": 400})
+    config = small_config("unused", **{**ONE_STEP, "data.max_response_length": 400})
 
     def decoding(every):
         step, _ = programs_of(config, every_window=every)
@@ -114,6 +119,6 @@ def test_calls_of_the_windows_between_are_shared_out():
 
 
 def test_rows_follow_from_the_memory():
-    config = small_config("unused", **{**SMALL, "rollout.max_num_seqs": 0, "data.max_response_length": 400})
+    config = small_config("unused", **{**ONE_STEP, "rollout.max_num_seqs": 0, "data.max_response_length": 400})
     rows = [programs_of(config, memory=memory)[0].rows for memory in (2e6, 2e7)]
     assert rows[0] < rows[1]

@@ -48,7 +48,7 @@ def test_numbers_are_compared_not_their_spelling():
     assert not check("it is 3.5", "5")["acc"]
 
 
-def test_a_ground_truth_that_is_no_number_is_an_error():
+def test_a_ground_truth_that_is_not_a_number_is_an_error():
     with pytest.raises(ValueError, match="ground_truth='seven' must be a number"):
         check("7", "seven")
 

@@ -1,4 +1,4 @@
-"""Random texts to every verifier, random bytes to the pool: no hang, no exception but the documented, finite results.
+"""Random texts for every verifier, random bytes for the pool: no hang, only documented errors, finite results.
 
 The same cases in every run: 600 texts as solution and 200 as ground truth to five verifiers, 270 to math_verify; 900
 results, requests, answers and messages between the pool and a worker.
@@ -38,7 +38,7 @@ from dapo_jax.rewards.verifiers import VERIFIERS
 from dapo_jax.rewards.worker import answer, normalize_result
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
-_HOME = tempfile.mkdtemp(prefix="hypothesis_")  # it keeps tables even without a database
+_HOME = tempfile.mkdtemp(prefix="hypothesis_")  # hypothesis writes tables there even without a database
 set_hypothesis_home_dir(_HOME)
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 
@@ -71,7 +71,7 @@ FRAGMENTS = st.lists(
 
 @st.composite
 def mutations(draw):
-    """A right answer with parts doubled, lost, moved and put in."""
+    """A right answer with parts doubled, removed, moved and inserted."""
     text = draw(st.sampled_from([RIGHT, r"\boxed{34}", r"The final answer is $\boxed{\frac{68}{2}}$.", "12 + 22 = 34"]))
     for _ in range(draw(st.integers(1, 6))):
         start, end = sorted(draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
@@ -139,8 +139,8 @@ def test_every_text_gets_a_verdict_as_mathematics(mathematics, texts):
 
 
 def test_only_numbers_and_arithmetic_are_evaluated(monkeypatch):
-    """SymPy's parse_expr is the way to Python's eval."""
-    importlib.import_module("sympy.physics.units")  # parses the names of its own units as it is loaded
+    """SymPy's parse_expr leads to Python's eval."""
+    importlib.import_module("sympy.physics.units")  # parses its own units on import
     parsed = []
 
     def record(text, *arguments, **options):
@@ -208,7 +208,7 @@ def test_any_outcome_is_an_answer_that_the_pool_accepts(value, raises):
 @given(text=CHARACTERS, extra_info=st.dictionaries(CHARACTERS, JSON_VALUES, max_size=4))
 def test_requests_arrive_as_they_were_sent(text, extra_info):
     arguments = (text, text, text, extra_info)
-    joined = json.loads(json.dumps(arguments))  # two lone surrogates that make a pair become its character
+    joined = json.loads(json.dumps(arguments))  # two lone surrogates that form a pair become one character
     assert list(decode_request(encode_request(arguments))) == joined
 
 

@@ -9,7 +9,7 @@ from dapo_jax.rewards.worker_pool import Verdict, VerifierPool
 
 
 class InThisProcess:
-    """A pool without processes, of one verifier."""
+    """A pool for one verifier that runs in this process."""
 
     def __init__(self, name):
         self.name, self.num_asked = name, 0
@@ -48,7 +48,7 @@ def test_the_verifier_says_which_ground_truths_it_can_accept(name, accepted, ref
     pool = InThisProcess(name)
     check_ground_truths([row(ground_truth) for ground_truth in accepted], name, pool)
     for ground_truth in refused:
-        with pytest.raises(ValueError, match=f"is no answer that {name} accepts"):
+        with pytest.raises(ValueError, match=f"is not an answer that {name} accepts"):
             check_ground_truths([row("34"), row(ground_truth)], name, pool)
 
 
@@ -62,10 +62,10 @@ def test_the_rows_are_named_with_value_rule_and_cure():
         check_ground_truths(rows, "auto", pool)
     first, *lines = str(error.value).splitlines()
     assert first.startswith(
-        "ground truths with which every response is wrong (2 rows): write them as the verifier reads answers"
+        "no response can match these ground truths (2 rows): write them as the verifier reads answers"
     )
     assert lines == [
-        f"  a.jsonl row {number}: ground_truth='34 apples' is no answer that gsm8k accepts, "
+        f"  a.jsonl row {number}: ground_truth='34 apples' is not an answer that gsm8k accepts, "
         "which reads '34' in '#### 34 apples'"
         for number in (2, 4)
     ]
@@ -88,9 +88,9 @@ def test_a_verifier_that_does_not_come_to_a_verdict_may_need_more_time_or_memory
 
 
 @pytest.mark.parametrize("truth", [{"a": 1}, ["34"], None, True])
-def test_a_built_in_verifier_refuses_what_is_no_text(truth):
+def test_a_built_in_verifier_refuses_ground_truths_that_are_not_text(truth):
     for name in ("gsm8k", "math_verify", "auto"):
-        with pytest.raises(ValueError, match="row 2: ground_truth=.* is no text, and .* compares text .a function of"):
+        with pytest.raises(ValueError, match="row 2: ground_truth=.* must be text, because .* compares text .your own"):
             check_ground_truths([row("34"), row(truth, number=2)], name, InThisProcess(name))
         with pytest.raises(ValueError, match=r"\(9 rows\)(?s:.*)row 0 and 8 more: ground_truth"):
             check_ground_truths([row(truth, number=number) for number in range(9)], name, InThisProcess(name))

@@ -1,4 +1,4 @@
-"""Texts that blow up parsers, to every verifier, in batches with answers that are right."""
+"""Every verifier on texts that blow up parsers, in batches with right answers."""
 
 import pytest
 from ends_within import ends_within
@@ -63,11 +63,17 @@ def test_hostile_mathematics_is_wrong_within_the_time_limit_and_right_answers_ar
         "lone surrogates",
     )
     requests = [ScoreRequest("", text, "34", {}) for name in names for text in (TEXTS[name], RIGHT)]
-    prefixes = ["\0" * 1000, "\ud800" * 1000, "\u202e" * 1000, "{" * 1000, r"\boxed{" * 1000, "9" * 5000]
-    requests += [ScoreRequest("", f"{prefix}\n{RIGHT}", "34", {}) for prefix in prefixes]
     with ends_within(), VerifierPool("math_verify", num_workers=2, timeout_s=3, memory_limit_mb=500) as pool:
         verdicts = pool.score(requests)
         assert pool.num_replaced == sum(verdict.error is not None for verdict in verdicts)
-    assert [verdict.numbers["acc"] for verdict in verdicts] == [0.0, 1.0] * len(names) + [1.0] * len(prefixes)
+    assert [verdict.numbers["acc"] for verdict in verdicts] == [0.0, 1.0] * len(names)
     errors = {verdict.error for verdict in verdicts}
     assert errors <= {None, "timeout after 3 s", "MemoryError: the verifier needs more than reward.memory_limit_mb=500"}
+
+
+def test_mathematics_after_hostile_text_is_right():
+    prefixes = ["\0" * 1000, "\ud800" * 1000, "\u202e" * 1000, "{" * 1000, r"\boxed{" * 1000, "9" * 5000]
+    requests = [ScoreRequest("", f"{prefix}\n{RIGHT}", "34", {}) for prefix in prefixes]
+    with ends_within(), VerifierPool("math_verify", num_workers=2, timeout_s=60, memory_limit_mb=500) as pool:
+        verdicts = pool.score(requests)
+    assert [verdict.numbers["acc"] for verdict in verdicts] == [1.0] * len(prefixes)

@@ -52,7 +52,7 @@ def test_the_last_answer_counts(solution, answer):
 
 
 @pytest.mark.parametrize("solution", [r"\boxed{34} or rather \boxed{", r"\boxed{34} \boxed{}", r"} \boxed}{34}"])
-def test_an_empty_or_open_last_box_is_no_answer(solution):
+def test_an_empty_or_open_last_box_is_not_an_answer(solution):
     assert not math_verifier.score("", solution, "34", {})["acc"]
 
 

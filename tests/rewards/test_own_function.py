@@ -33,7 +33,7 @@ def test_an_async_function_is_refused(tmp_path):
     code = "async def score(*a): return 1.0\nclass Judge:\n  async def __call__(self, *a): return 1.0\njudge = Judge()"
     (tmp_path / "own.py").write_text(code)
     for name in ("score", "judge"):
-        with pytest.raises(ValueError, match="it is async: give a plain function"):
+        with pytest.raises(ValueError, match="it is async: write a plain function"):
             load_function(f"{tmp_path}/own.py:{name}")
 
 
@@ -88,11 +88,11 @@ def test_a_file_finds_the_modules_in_its_folder(tmp_path):
         ("DIR/own.py", "add the name of the function, DIR/own.py:FUNCTION"),
         ("DIR/own.py:scores", r"has no function 'scores' \(it has score, other\): correct the path"),
         ("DIR/own.py:ONE", "has no function 'ONE'"),
-        ("DIR/no.py:score", "but there is no file DIR/no.py: correct the path"),
+        ("DIR/no.py:score", "but the file DIR/no.py does not exist: correct the path"),
         ("DIR/imports.py:score", "'DIR/imports.py' imports 'no_such_package', which is not installed.*pip install no_"),
         ("imports.score", "'imports' imports 'no_such_package', which is not installed"),
-        ("no_such_module.score", "there is no module 'no_such_module': .* or give its file as FILE.py:function"),
-        ("xml.no_such_module.score", "there is no module 'xml.no_such_module'"),
+        ("no_such_module.score", "module 'no_such_module' does not exist: .* or give its file as FILE.py:function"),
+        ("xml.no_such_module.score", "module 'xml.no_such_module' does not exist"),
         ("DIR/fails.py:score", "importing 'DIR/fails.py' failed with ZeroDivisionError"),
     ],
 )

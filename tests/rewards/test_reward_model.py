@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import operator
 
@@ -5,31 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+import shapes
+from shapes import mesh_of
 
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models import transformer
-from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import init_params, unflatten, weight_table
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, place_weight, put
 from dapo_jax.rewards.reward_model import build_reward_model, conversation_scores
 
-ARCH = Architecture(
-    family="llama",
-    vocab_size=64,
-    hidden_size=48,
-    intermediate_size=80,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_embeddings=True,
-    initializer_range=0.2,
-    scalar_head=True,
-)
+ARCH = dataclasses.replace(shapes.ARCH, tie_embeddings=True, scalar_head=True)
 # The second ends with the token that the rows are padded with.
 CONVERSATIONS = [[5, 6, 7, 8, 9], [2, 9, 2], [3, 4, 5, 6, 7, 8, 9, 10], [11]] * 2
 PAD = 2
@@ -40,11 +26,6 @@ def params():
     made = jax.device_get(jax.jit(init_params, static_argnums=0)(ARCH, 0))
     assert not made["score"].any()
     return {**made, "score": np.random.default_rng(0).normal(size=48).astype(np.float32)}
-
-
-def mesh_of(shape) -> Mesh:
-    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def scores_on(shape, params, dtype=jnp.float32, width=8, pad_id=PAD):

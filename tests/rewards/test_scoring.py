@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 from reward_model_files import write_reward_model
 from safetensors.numpy import load_file
+from shapes import mesh_of
 from small_run import small_config
 
 from dapo_jax.config.sections import OverlongBufferConfig
@@ -20,7 +20,6 @@ from dapo_jax.models import transformer
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer
 from dapo_jax.train import train
 
@@ -39,11 +38,6 @@ CONVERSATIONS = [
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return write_reward_model(tmp_path_factory.mktemp("reward_model"))
-
-
-def mesh_of(shape) -> Mesh:
-    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def config_with(directory, **changes):
@@ -67,7 +61,7 @@ def scores(directory):
 
 
 def expected_scores(directory, token_ids):
-    """Forward pass and head of each conversation alone, without padding."""
+    """Forward pass and head on each conversation alone, without padding."""
     arch = read_architecture(directory)
     params = load_params(directory, arch, lambda weight, array: jnp.asarray(array))
     head = load_file(directory / "model.safetensors")["score.weight"][0]
@@ -123,7 +117,7 @@ def test_hugging_face_gives_the_same_scores(directory, scores):
         ({"vocab_size": 48}, "the tokenizer of reward.model.path=.* ids up to .* 48 embeddings"),
     ],
 )
-def test_what_is_no_reward_model_is_refused(tmp_path, changes, message):
+def test_other_models_are_refused(tmp_path, changes, message):
     config = config_with(write_reward_model(tmp_path, **changes))
     with pytest.raises(ValueError, match=message):
         load_scorer(config, jnp.dtype(jnp.float32), mesh_of((1, 1, 1)))
@@ -228,7 +222,7 @@ def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_model_beside_a_verifier_leaves_its_accuracy_alone(directory, tmp_path):
+def test_a_reward_model_does_not_change_the_accuracy(directory, tmp_path):
     once = {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
     train(small_config(tmp_path / "plain", **once))
     train(small_config(tmp_path / "both", **once, **{"reward.model.path": str(directory)}))

@@ -12,7 +12,7 @@ ROW = PromptRow("p", "sums", "34", {"numbers": [3, 4]}, "a.jsonl row 1")
 
 
 def tried(body, tmp_path):
-    """The verdicts of a function with this body."""
+    """The verdicts of a reward function with this body."""
     code = f"import math\ndef score(data_source, solution, ground_truth, extra_info):\n    {body}\n"
     (tmp_path / "own.py").write_text(code)
     name = f"{tmp_path}/own.py:score"
@@ -23,7 +23,7 @@ def tried(body, tmp_path):
 def test_a_function_that_works_gives_its_verdicts(tmp_path, caplog):
     body = "return {'score': float(ground_truth in solution), 'sum': sum(extra_info['numbers'])}"
     verdicts = tried(body, tmp_path)
-    assert {verdict.numbers["score"] for verdict in verdicts} == {0.0, 1.0}  # one of the responses is without an answer
+    assert {verdict.numbers["score"] for verdict in verdicts} == {0.0, 1.0}  # one of the responses has no answer
     assert {verdict.numbers["sum"] for verdict in verdicts} == {7.0}
     assert not caplog.records
 
@@ -38,12 +38,12 @@ def test_a_function_that_works_gives_its_verdicts(tmp_path, caplog):
         ("[1.0]", r"not \[1.0\]"),
         ("{'acc': 1.0}", r"a dict with 'score', not \{'acc': 1.0\}"),
         ("1e300", "finite in float32, not 1e\\+300"),
-        ("1.0 if solution else None", "not None"),  # also for one of the responses alone
+        ("1.0 if solution else None", "not None"),  # even for only one of the responses
     ],
 )
-def test_a_result_that_is_no_verdict_is_refused(result, found, tmp_path):
+def test_an_invalid_result_is_refused(result, found, tmp_path):
     with pytest.raises(
-        ValueError, match=rf"own.py:score' gives no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
+        ValueError, match=rf"own.py:score' returns no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
     ):
         tried(f"return {result}", tmp_path)
 

@@ -4,12 +4,12 @@ from dapo_jax.rewards import verifiers
 
 
 def test_every_name_loads_and_scores():
-    for name in verifiers.VERIFIERS.keys() - {"none", "reasoning_gym"}:  # the latter scores its own problems alone
+    for name in verifiers.VERIFIERS.keys() - {"none", "reasoning_gym"}:  # the latter scores only its own problems
         result = verifiers.load_verifier(name)("arithmetic", "Answer: 34\n#### 34", "34", {})
         assert result["acc"], name
 
 
-def test_none_scores_zero_whatever_it_is_given():
+def test_none_always_scores_zero():
     none = verifiers.load_verifier("none")
     assert none("arithmetic", "34", "34", {}) == none("unknown", "", "", {"a": 1}) == {"score": 0.0}
     assert verifiers.wrong_score("none", "math_dapo") == 0.0
@@ -50,7 +50,7 @@ def test_a_dotted_path_is_your_own_function():
     ("name", "reason"),
     [
         ("nothing", "must be one of none, arithmetic, .*correct the name"),
-        ("no_such_module.score", "does not load: there is no module 'no_such_module'"),
+        ("no_such_module.score", "does not load: module 'no_such_module' does not exist"),
         ("broken_verifier.score", "does not load: importing 'broken_verifier' failed with ZeroDivisionError"),
         ("exiting_verifier.score", "does not load: importing 'exiting_verifier' failed with SystemExit"),
         ("math.no_such_function", "must be a path .*'math' has no function 'no_such_function'"),

@@ -16,7 +16,7 @@ import pytest
 from ends_within import ends_within
 from waiting import LIMIT_S, wait_until
 
-from dapo_jax.rewards import worker, worker_pool
+from dapo_jax.rewards import worker, worker_process
 from dapo_jax.rewards.worker import normalize_result
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
@@ -44,7 +44,7 @@ def hostile_pool(timeout_s):
 
 @pytest.fixture(scope="module")
 def pool():
-    """For verifiers that come to an end of their own, however busy the machine is."""
+    """For verifiers that end on their own, even on a busy machine."""
     yield from hostile_pool(timeout_s=30)
 
 
@@ -55,7 +55,7 @@ def hasty_pool():
 
 
 def has_ended(pid):
-    """True once the process is gone, or dead and only not collected yet."""
+    """True once the process is gone, or a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -145,7 +145,7 @@ def assert_it_costs_one_worker(pool, how, error):
         ("huge", "worker died (announced 1152921504606846976 bytes"),
         ("beyond", "worker died (announced"),
         *(
-            (how, "worker died (sent no valid answer)")
+            (how, "worker died (sent an invalid answer)")
             for how in (
                 "pickle",
                 "random",
@@ -165,7 +165,7 @@ def assert_it_costs_one_worker(pool, how, error):
         ),
     ],
 )
-def test_a_worker_turned_against_us_costs_its_sample_alone(pool, how, error):
+def test_a_subverted_worker_costs_only_its_sample(pool, how, error):
     assert_it_costs_one_worker(pool, how, error)
 
 
@@ -253,7 +253,7 @@ def test_extra_info_without_a_form_in_json_is_a_wrong_sample(pool):
     circular["x"] = circular
     verdicts = pool.score([request("right", x={1, 2}), request("right", x=circular), request("right", x={b"k": 1})])
     assert [verdict.numbers for verdict in verdicts] == [WRONG] * 3
-    assert all(verdict.error.startswith("extra_info must have a form in JSON: ") for verdict in verdicts)
+    assert all(verdict.error.startswith("extra_info must be convertible to JSON: ") for verdict in verdicts)
 
 
 def test_a_worker_survives_an_exception_but_not_a_timeout(hasty_pool):
@@ -327,7 +327,7 @@ def test_a_graded_acc_is_warned_of_once(monkeypatch, caplog):
         assert not warned()
         pool.score([request("right"), request("graded"), request("graded")])
         pool.score([request("graded")])
-    assert len(warned()) == 1 and "'hostile_verifier.score' gives acc=0.25" in warned()[0]
+    assert len(warned()) == 1 and "'hostile_verifier.score' returns acc=0.25" in warned()[0]
 
 
 def test_hostile_solutions_reach_the_verifier():
@@ -366,7 +366,7 @@ def test_failures_are_logged_and_counted(pool, caplog):
         ("hostile.score", "raise SystemExit", "failed with SystemExit"),
         ("hostile.score", "raise KeyboardInterrupt", "raised KeyboardInterrupt: correct its module"),
         ("hostile.score", "1 / 0", "failed with ZeroDivisionError"),
-        ("hostile.score", "while True: pass", "did not load within 1 s: run `import`"),
+        ("hostile.score", "while True: pass", "did not load within 1 s: import its module"),
         ("hostile.score", "kept = bytearray(10**9)", "MemoryError.*reward.memory_limit_mb=256"),
         ("hostile.score", "import os, sys; os.write(int(sys.argv[1]), b'x' * 100); os._exit(0)", "announced"),
     ],
@@ -375,7 +375,7 @@ def test_a_verifier_that_does_not_load_is_a_value_error(name, code, reason, tmp_
     (tmp_path / "hostile.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     if code == "while True: pass":
-        monkeypatch.setattr(worker_pool, "_START_LIMIT_S", 1.0)
+        monkeypatch.setattr(worker_process, "_START_LIMIT_S", 1.0)
     with ends_within(), pytest.raises(ValueError, match=f"reward.function='{name}'.*{reason}"):
         VerifierPool(name, num_workers=1, timeout_s=30, memory_limit_mb=256)
 

@@ -4,16 +4,15 @@ import os
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from shapes import one_device_mesh
 
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
-from dapo_jax.parallel.mesh import AXES
-from dapo_jax.rollout.engine import Engine, EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.wave_programs import WaveSettings
+from dapo_jax.rollout.waves import WaveEngine
 
 MODEL = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXTS = ["The capital of France is", "1 2 3 4 5 6", "Once upon a time, in a village,", "def fibonacci(n):", "Water"]
@@ -29,8 +28,8 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
     peer = transformers.AutoModelForCausalLM.from_pretrained(MODEL.parent, gguf_file=MODEL.name, dtype=torch.float32)
     tokenizer, arch = load_tokenizer(MODEL), read_model_architecture(MODEL)
     prompts = [tokenizer.encode(text) for text in TEXTS]
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-    settings = EngineSettings(
+    mesh = one_device_mesh()
+    settings = WaveSettings(
         arch=arch,
         mesh=mesh,
         eos_ids=tokenizer.eos_ids,
@@ -46,7 +45,7 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
     )
     params = unstack_layers(load_params(MODEL, arch, lambda weight, array: jax.numpy.asarray(array)))
     with jax.set_mesh(mesh):
-        found = Engine(settings).generate(
+        found = WaveEngine(settings).generate(
             params, prompts, range(len(prompts)), num_samples=1, purpose=TRAIN, sampling=Sampling.create(0.0, 1.0, -1)
         )
     for prompt, tokens, mask in zip(prompts, found.responses, found.mask, strict=True):

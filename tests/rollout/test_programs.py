@@ -4,16 +4,14 @@ import threading
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from shapes import one_device_mesh
 
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.programs import Programs
 
 
 def make_programs() -> Programs:
-    return Programs(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3))
+    return Programs(one_device_mesh())
 
 
 def lowering(log, add, wait=None):

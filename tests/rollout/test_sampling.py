@@ -124,14 +124,14 @@ def test_no_end_of_sequence_token_is_drawn_before_the_minimum_length(temperature
         tokens, logprobs = sample(logits, keys, jnp.int32(position), sampling, (4, 5))
         assert np.bincount(tokens).argmax() == drawn and (position == 3 or not np.isin(tokens, (4, 5)).any())
         np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits[0])[tokens], atol=1e-5)
-    for cold in (0.0, 0.01):  # where the weights beside the forbidden tokens' would vanish
+    for cold in (0.0, 0.01):  # where the weights would vanish next to those of forbidden tokens
         found, _ = sample(10 * logits, keys, jnp.int32(0), Sampling.create(cold, 1.0, -1, min_length=3), (4, 5))
         assert (found == 2).all()
     nothing_left = Sampling.create(1.0, 0.9, -1, min_length=3)
     assert set(np.unique(sample(logits, keys, jnp.int32(0), nothing_left, (4, 5))[0])) == {2}
 
 
-def test_no_new_way_to_draw_is_compiled_anew():
+def test_no_new_way_to_draw_needs_a_compilation():
     compiled = jax.jit(lambda *arguments: sample(*arguments))
     keys = row_keys(0, TRAIN, jnp.arange(2), 1)
     for arguments in ((1.0, 1.0, -1), (0.7, 0.9, 5), (0, 1, -1, 3)):

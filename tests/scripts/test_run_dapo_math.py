@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ports import free_port
 from waiting import LIMIT_S, wait_until
 
 from dapo_jax.command.command_line import read_config
@@ -178,7 +178,7 @@ def test_a_signal_reaches_training_and_its_status_is_kept(checkout):
     assert process.returncode == 7 and checkout.calls()[-1][1] == "dapo_jax.train"
 
 
-SMALL = {
+OPTIONS = {
     "data.task": "files",
     "data.train_files": "('data/dapo-math-17k.parquet',)",
     "data.val_files": "('data/aime-2024.parquet',)",
@@ -215,10 +215,7 @@ def options_of(changes: dict[str, Any]) -> list[str]:
 
 def two_hosts(checkout: Checkout, killed_in: str, topology: str) -> list[tuple[int, str]]:
     """The exit code and the errors of the script on each of two hosts that share the checkout."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    options = SMALL | {"trainer.coordinator": f"127.0.0.1:{port}", "trainer.num_processes": 2}
+    options = OPTIONS | {"trainer.coordinator": f"127.0.0.1:{free_port()}", "trainer.num_processes": 2}
     variables = {
         "PYTHONPATH": str(SCRIPTS.parent),
         "CONFIG": TINY,
@@ -266,7 +263,7 @@ def test_two_hosts_that_are_killed_in_each_stage_go_on(tmp_path):
         results = json.loads((tmp_path / "build/dapo_math-evaluation/metrics.json").read_text())
         assert [result["step"] for result in results] == [1, 2]
     assert len((tmp_path / "build/dapo_math-evaluation/generations.jsonl").read_text().splitlines()) == 2 * 2
-    here = SMALL | {"workdir": tmp_path / "runs/tiny", "actor.use_dynamic_bsz": True}
+    here = OPTIONS | {"workdir": tmp_path / "runs/tiny", "actor.use_dynamic_bsz": True}
     export(read_config(["export", *options_of(here)]), tmp_path / "expected")
     for path in (tmp_path / "expected").iterdir():
         assert path.read_bytes() == (output / path.name).read_bytes(), path.name

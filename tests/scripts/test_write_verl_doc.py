@@ -2,7 +2,7 @@
 
 import write_verl_doc as script
 
-from dapo_jax.from_verl.options import TABLE, expanded
+from dapo_jax.verl.options import TABLE, expanded
 
 
 def test_the_page_is_up_to_date():

@@ -1,4 +1,4 @@
-"""Verifiers that go wrong in every way; which way, the solution says."""
+"""Verifiers that fail in every way; the solution names the way."""
 
 import json
 import os
@@ -157,7 +157,7 @@ def print_a_flood(extra_info):
 
 
 def fork(extra_info):
-    return float(os.fork() > 0)  # the copy says 0
+    return float(os.fork() > 0)  # 0 in the forked copy
 
 
 def leave_a_child(extra_info):
@@ -197,7 +197,7 @@ class Command:
 
 
 def subverted(extra_info):
-    """Writes to the pool itself, as code that a text has smuggled in could."""
+    """Writes to the pool directly, as injected code could."""
     connection = socket.socket(fileno=os.dup(int(sys.argv[1])))
     numbers = {"score": 1.0, "acc": 1.0}
     body = {

@@ -1,5 +1,6 @@
 """The engine: what it does to rows and caches between two chunks changes no token."""
 
+import dataclasses
 import functools
 import itertools
 from pathlib import Path
@@ -8,54 +9,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+import shapes
+from shapes import mesh_of, one_device_mesh
 
 from dapo_jax.learner.decode_weights import unstack_layers
-from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout import engine as engine_module
 from dapo_jax.rollout import wave_programs
-from dapo_jax.rollout.engine import Engine, EngineSettings
+from dapo_jax.rollout import waves as waves_module
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
+from dapo_jax.rollout.wave_programs import WaveSettings
+from dapo_jax.rollout.waves import WaveEngine
 
 DATA = Path(__file__).parents[1] / "models" / "data"
-ARCH = Architecture(
-    family="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-5,
-    tie_embeddings=False,
-    initializer_range=0.2,
-)
+ARCH = dataclasses.replace(shapes.ARCH, num_layers=1)
 EOS, PAD, LENGTH, SAMPLES = (2, 3), 0, 90, 4
 PROMPTS = [[5 + i % 50] * (1 + i % 7) for i in range(24)]
 
 
-def mesh_of(data, fsdp, tensor) -> Mesh:
-    devices = np.array(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
-
-
 @functools.cache
 def host_params(dtype="float32"):
-    params = cast_matrices(init_params(ARCH, 0), ARCH, jnp.dtype(dtype))
-    return jax.device_get(unstack_layers(params))
+    return jax.device_get(
+        unstack_layers(jax.jit(lambda: cast_matrices(init_params(ARCH, 0), ARCH, jnp.dtype(dtype)))())
+    )
 
 
-def make_engine(mesh=None, **changes) -> Engine:
+def make_engine(mesh=None, **changes) -> WaveEngine:
     values = dict(
         arch=ARCH,
-        mesh=mesh or mesh_of(1, 1, 1),
+        mesh=mesh or one_device_mesh(),
         eos_ids=EOS,
         pad_id=PAD,
         max_prompt_length=8,
@@ -67,11 +51,11 @@ def make_engine(mesh=None, **changes) -> Engine:
         lookahead=0,
         seed=0,
     )
-    made.append(Engine(EngineSettings(**{**values, **changes})))
+    made.append(WaveEngine(WaveSettings(**{**values, **changes})))
     return made[-1]
 
 
-made: list[Engine] = []
+made: list[WaveEngine] = []
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +83,7 @@ def sample(engine, *, params=None, prompts=PROMPTS, sampling=None, num_samples=S
 def reference():
     """One wave of all rows with the whole cache from the start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "rungs", lambda rows, smallest: [rows])
+        patch.setattr(waves_module, "rungs", lambda rows, smallest: [rows])
         patch.setattr(wave_programs, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
         return sample(make_engine())
 
@@ -126,10 +110,10 @@ def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
     assert len({window for *_, window in shapes_of(engine)}) >= 2
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_devices_choose_their_own_survivors(shape, monkeypatch):
-    monkeypatch.setattr(engine_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
-    engine = make_engine(mesh_of(*shape), chunk_length=32)
+    monkeypatch.setattr(waves_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
+    engine = make_engine(mesh_of(shape), chunk_length=32)
     assert_same(sample(engine), reference())
     assert len({rows for rows, *_ in shapes_of(engine)}) >= 3
 
@@ -138,21 +122,21 @@ def test_waves_of_any_size_give_the_same_tokens():
     whole = {"smallest_rows": 1000, "chunk_length": 30}  # rows that stay
     assert_same(sample(make_engine(max_num_seqs=20, **whole)), reference())
     engine = make_engine(max_num_seqs=0, **whole)
-    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.state(), "free_bytes": np.array(6e5)})
     assert_same(sample(engine), reference())
     assert max(rows for rows, *_ in shapes_of(engine)) < len(PROMPTS) * SAMPLES  # several waves
 
 
 def test_a_restored_engine_sizes_its_waves_as_before():
     engine, again = (make_engine(max_num_seqs=0, smallest_rows=1000, chunk_length=30) for _ in range(2))
-    engine.restore({**engine.to_arrays(), "free_bytes": np.array(6e5)})
+    engine.restore({**engine.state(), "free_bytes": np.array(6e5)})
     sample(engine)
-    again.restore(engine.to_arrays())
+    again.restore(engine.state())
     sample(engine)
     sample(again)
     rows = lambda shapes: [shape[0] for shape in shapes]  # noqa: E731
     assert set(rows(shapes_of(again))) <= set(rows(shapes_of(engine)))
-    found, expected = again.to_arrays(), engine.to_arrays()
+    found, expected = again.state(), engine.state()
     assert found.keys() == expected.keys() and len(found) == 3  # one purpose
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values)
@@ -163,17 +147,17 @@ def test_short_answers_of_one_purpose_do_not_make_waves_of_another_larger():
     engine.history(EVALUATE).add(np.ones(64, np.int64))
     assert engine.history(EVALUATE).alive(1) == 0.0 and engine.history(TRAIN).alive(LENGTH - 1) == 1.0
     again = make_engine(max_num_seqs=0)
-    again.restore(engine.to_arrays())
+    again.restore(engine.state())
     assert again.history(EVALUATE).alive(1) == 0.0 and not again.history(TRAIN).known
 
 
 def test_the_memory_for_keys_and_values_is_the_present_share_of_the_present_devices(monkeypatch):
     measured = []
-    monkeypatch.setattr(engine_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
-    saved = {**make_engine(max_num_seqs=0).to_arrays(), "free_bytes": np.array(6e5)}
+    monkeypatch.setattr(waves_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
+    saved = {**make_engine(max_num_seqs=0).state(), "free_bytes": np.array(6e5)}
 
     def rows(shape, share):
-        engine = make_engine(mesh_of(*shape), max_num_seqs=0, smallest_rows=1000, chunk_length=30, memory_share=share)
+        engine = make_engine(mesh_of(shape), max_num_seqs=0, smallest_rows=1000, chunk_length=30, memory_share=share)
         engine.restore(saved)
         sample(engine)
         return max(rows for rows, *_ in shapes_of(engine))
@@ -221,7 +205,7 @@ def test_what_is_compiled_ahead_is_what_is_called(lookahead, monkeypatch):
 
 
 def test_decoding_copies_no_cache():
-    """Each cache is donated and written in place: beside them a chunk needs less than the caches take."""
+    """Each cache is donated and written in place: a chunk needs less memory besides them than they take."""
     engine = make_engine(max_num_seqs=96, chunk_length=89)
     sample(engine)
     (rows, _, _, window), program = next((key, found.result()) for key, found in engine.programs._found.items())
@@ -231,15 +215,15 @@ def test_decoding_copies_no_cache():
 
 
 def test_every_response_is_reported_once_when_it_ends():
-    told, ended_then = [], []
+    reported, ended_then = [], []
 
     def on_finished(rows, rollout):
-        told.append(rows)
+        reported.append(rows)
         ended_then.append(rollout.mask[rows].sum(axis=1))
 
     rollout = sample(make_engine(), on_finished=on_finished)
-    rows = np.concatenate(told)
-    assert sorted(rows) == list(range(len(PROMPTS) * SAMPLES)) and len(told) > 5
+    rows = np.concatenate(reported)
+    assert sorted(rows) == list(range(len(PROMPTS) * SAMPLES)) and len(reported) > 5
     np.testing.assert_array_equal(np.concatenate(ended_then), rollout.mask.sum(axis=1)[rows])
     assert all(np.max(early) <= np.max(late) for early, late in itertools.pairwise(ended_then))
 
@@ -272,20 +256,23 @@ def test_a_response_ends_where_the_stop_rule_says():
 def test_a_prompt_number_decides_the_draws_and_no_two_share_them():
     prompts = [[7, 8]] * 8
     engine = make_engine(max_response_length=24)
-    rollout = sample(engine, prompts=prompts, numbers=list(range(8)))
+    sampled = functools.partial(sample, engine, prompts=prompts, sampling=Sampling.create(1.0, 1.0, -1, min_length=24))
+    rollout = sampled(numbers=list(range(8)))
     assert len({row.tobytes() for row in rollout.responses}) == len(rollout.responses)
-    later = sample(engine, prompts=prompts, numbers=list(range(8, 16)))
+    later = sampled(numbers=list(range(8, 16)))
     assert not {row.tobytes() for row in rollout.responses} & {row.tobytes() for row in later.responses}
-    swapped = sample(engine, prompts=prompts, numbers=[3, *range(9, 16)])
+    swapped = sampled(numbers=[3, *range(9, 16)])
     np.testing.assert_array_equal(swapped.responses[:SAMPLES], rollout.responses[3 * SAMPLES : 4 * SAMPLES])
 
 
 def next_token_probabilities(tokens, *, temperature, top_p):
-    tokens = jnp.array([tokens])
-    mask = jnp.ones(tokens.shape, bool)
-    params = init_params(ARCH, 0)
-    scores = logits(params, forward(params, tokens, positions_of(mask), mask, ARCH))[0, -1] / temperature
-    probabilities = np.asarray(jax.nn.softmax(scores), np.float64)
+    @jax.jit
+    def softmax(tokens):
+        mask, params = jnp.ones(tokens.shape, bool), init_params(ARCH, 0)
+        scores = logits(params, forward(params, tokens, positions_of(mask), mask, ARCH))[0, -1] / temperature
+        return jax.nn.softmax(scores)
+
+    probabilities = np.asarray(softmax(np.array([tokens])), np.float64)
     order = np.argsort(-probabilities)
     before = np.cumsum(probabilities[order]) - probabilities[order]
     probabilities[order[before >= top_p]] = 0

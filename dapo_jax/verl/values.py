@@ -1,7 +1,7 @@
-"""Host: what the value of an option of verl is here, where it is not the same. options.py says which option.
+"""Host: converts values of verl's options that differ here. table.py says which option uses which conversion.
 
-A conversion gets the value and every option that is given with it, and returns values by our keys: none where the
-option asks for what happens anyway, or where only its user can choose.
+A conversion takes the value and all given options, and returns values by our keys: none if the option asks for what
+happens anyway, or if only the user can choose.
 """
 
 import ast
@@ -42,7 +42,7 @@ def _list_of_words(text: str) -> list[Any]:
 
 
 def as_type_of(key: str, value: Any) -> dict[str, Any]:
-    """`value` for our `key`, as the key's type wants it; none where it is null and the key cannot be."""
+    """`value` for our `key`, converted to the key's type; nothing for null."""
     default = DEFAULTS[key]
     if value is None:
         return {}
@@ -52,7 +52,7 @@ def as_type_of(key: str, value: Any) -> dict[str, Any]:
         return {key: json.dumps(value) if isinstance(value, dict) else str(value)}
     if isinstance(default, int) and isinstance(value, float) and value.is_integer():
         return {key: int(value)}
-    if isinstance(default, float) and isinstance(value, str):  # hydra's inf is text for JSON and Python
+    if isinstance(default, float) and isinstance(value, str):  # such as hydra's inf
         try:
             return {key: float(value)}
         except ValueError:
@@ -61,17 +61,17 @@ def as_type_of(key: str, value: Any) -> dict[str, Any]:
 
 
 def set_by_hand(value: Any, given: Values) -> dict[str, Any]:
-    """Nothing: what is set in verl says nothing about what fits here."""
+    """Nothing: verl's value says nothing about the value to use here."""
     return {}
 
 
 def only_positive(key: str) -> Callable[[Any, Values], dict[str, Any]]:
-    """As it is, if it is more than 0: else the default of `key`, which is that of verl."""
+    """Unchanged if positive; otherwise the default of `key`, which is also verl's."""
     return lambda value, given: {} if value is None or value <= 0 else as_type_of(key, value)
 
 
 def at_most_off(key: str) -> Callable[[Any, Values], dict[str, Any]]:
-    """As it is, if it is more than 0, else -1."""
+    """Unchanged if positive, otherwise -1."""
     return lambda value, given: {key: value if value > 0 else -1}
 
 
@@ -97,7 +97,7 @@ def greedy(value: Any, given: Values) -> dict[str, Any]:
 
 
 def unless_greedy(value: Any, given: Values) -> dict[str, Any]:
-    """As it is, in whatever order the options are given."""
+    """Unchanged, unless do_sample=False is given, before or after it."""
     off = given.get(f"{ROLLOUT}.val_kwargs.do_sample", True) is False
     return {} if off else as_type_of("evaluate.temperature", value)
 
@@ -109,19 +109,19 @@ def policy_loss(value: Any, given: Values) -> dict[str, Any]:
 
 
 def unless_by_sequence(value: Any, given: Values) -> dict[str, Any]:
-    """As it is, where the policy loss reads it."""
+    """Unchanged, unless the policy loss ignores it."""
     loss = given.get(f"{ACTOR}.policy_loss.loss_mode")
     return as_type_of("actor.loss_agg_mode", BY_SEQUENCE if loss in ALWAYS_BY_SEQUENCE else value)
 
 
 def token_budget(value: Any, given: Values) -> dict[str, Any]:
-    """At least one longest sequence, which verl divides over sequence parallel devices."""
+    """At least one longest sequence; verl would divide it over sequence-parallel devices."""
     longest = bucket(given.get("data.max_prompt_length", 1)) + given.get("data.max_response_length", 0)
     return {"actor.ppo_max_token_len_per_device": max(value, longest)}
 
 
 def warm_up_share(name: str) -> Callable[[Any, Values], dict[str, Any]]:
-    """Steps of the warm-up of the "actor" or the "critic" from its share of all steps."""
+    """Warm-up steps of the "actor" or the "critic" from their share of all steps."""
 
     def steps(value: Any, given: Values) -> dict[str, Any]:
         optimizer = f"{ACTOR}.optim" if name == "actor" else "critic.optim"
@@ -139,7 +139,7 @@ def warm_up_share(name: str) -> Callable[[Any, Values], dict[str, Any]]:
 
 
 def fsdp_size(value: Any, given: Values) -> dict[str, Any]:
-    """Devices along mesh.fsdp, such that a device holds the share of the parameters that it holds there."""
+    """Devices along mesh.fsdp, so that each device holds the same share of the parameters as in verl."""
     tensor = given.get(f"{ROLLOUT}.tensor_model_parallel_size") or 1
     devices = value if value > 0 else given["trainer.n_gpus_per_node"] * given["trainer.nnodes"]
     return {"mesh.fsdp": max(devices // tensor, 1)}
@@ -154,7 +154,7 @@ def filter_metric(value: Any, given: Values) -> dict[str, Any]:
 
 
 def with_correction(key: str) -> Callable[[Any, Values], dict[str, Any]]:
-    """A comparison of the sampler with the training pass, which needs the log-probabilities of both."""
+    """A correction of the sampler-trainer mismatch, which needs recomputed log-probabilities."""
 
     def converted(value: Any, given: Values) -> dict[str, Any]:
         if not value or value == "none":
@@ -166,7 +166,7 @@ def with_correction(key: str) -> Callable[[Any, Values], dict[str, Any]]:
 
 
 def correction(key: str) -> Callable[[Any, Values], dict[str, Any]]:
-    """Read with importance weights only."""
+    """Unchanged with importance weights, otherwise unread."""
     uses = "algorithm.rollout_correction.rollout_is"
     return lambda value, given: as_type_of(key, value) if given.get(uses) else {}
 
@@ -181,19 +181,19 @@ def thresholds(value: Any, given: Values) -> dict[str, Any]:
 def bypass(value: Any, given: Values) -> dict[str, Any]:
     prefix = "algorithm.rollout_correction"
     if value and (given.get(f"{prefix}.rollout_is") or given.get(f"{prefix}.rollout_rs")):
-        raise InputError("rollout_is and rollout_rs compare the sampler with the training pass: that is computed here")
+        raise InputError("rollout_is and rollout_rs need recomputed log-probabilities: they are computed here")
     return {"actor.old_logprob": "rollout"} if value else {}
 
 
 def reward_name(value: Any, given: Values) -> dict[str, Any]:
-    """Nothing without a path, as in verl."""
+    """Ignored without a path, as in verl."""
     own = any(given.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
     return {"custom_reward_function.name": value} if own and value else {}
 
 
 def reward_manager(value: Any, given: Values) -> dict[str, Any]:
     if value not in (None, "naive", "dapo"):
-        raise InputError("the managers here are naive and dapo: write a reward function that does what it does")
+        raise InputError("the managers here are naive and dapo: write a reward function that does the same")
     return {}
 
 

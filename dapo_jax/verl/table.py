@@ -1,14 +1,14 @@
-"""Host: the table of verl's options, each with what it is here. options.py looks them up.
+"""Host: the table from verl's options to ours, which options.py looks up.
 
-An entry names verl's options and ours. `{a,b}` stands for either, on both sides in the same order, and a `*` for any
-part of a key. Options that neither verl 0.7 nor 0.9 has are those of its DAPO recipe and, in EASYR1, of EasyR1.
+An entry names verl's options and ours. `{a,b}` means either, in the same order on both sides, and `*` any part of a
+key. Options that neither verl 0.7 nor 0.9 has come from its DAPO recipe and, in EASYR1, from EasyR1.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_jax.from_verl.values import (
+from dapo_jax.verl.values import (
     Values,
     advantage_estimator,
     at_most_off,
@@ -42,15 +42,27 @@ Convert = Callable[[Any, Values], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Entry:
-    """Options of verl, and what they are here."""
+    """Options of verl with their equivalent here."""
 
-    verl: str  # keys, see above
-    ours: str = ""  # keys of ours, as many as verl's or fewer; empty: there is none
-    note: str = ""  # what differs, or why there is none
-    convert: Convert | None = None  # from a value and all options that are given to values of ours; None: as it is
-    same: tuple[Any, ...] = ()  # of an option that is not here: values that ask for what happens anyway
-    by_hand: bool = False  # an option whose value says nothing about what fits here
-    lost: bool = False  # an option that is not here, without which a run is another one
+    verl: str  # their keys, see above
+    ours: str = ""  # our keys, as many as verl's or fewer; empty = no equivalent
+    note: str = ""  # what differs, or why there is no equivalent
+    convert: Convert | None = None  # from a value and all given options to our values; None = unchanged
+    same: tuple[Any, ...] = ()  # without equivalent: values that ask for what happens anyway
+    by_hand: bool = False  # verl's value says nothing about the value to use here
+    lost: bool = False  # there is no equivalent, and a run without it differs
+
+
+def _same(key: str, note: str = "", convert: Convert | None = None) -> Entry:
+    return Entry(key, key, note, convert)
+
+
+def _actor(key: str, note: str = "", convert: Convert | None = None) -> Entry:
+    return Entry(f"{ACTOR}.{key}", f"actor.{key}", note, convert)
+
+
+def _by_hand(verl: str, ours: str, note: str) -> Entry:
+    return Entry(verl, ours, note, set_by_hand, by_hand=True)
 
 
 def _missing(verl: str, note: str, *same: Any) -> Entry:
@@ -62,123 +74,100 @@ CORRECTION = "algorithm.rollout_correction"
 OPTIMIZER = "lr,weight_decay,betas,min_lr_ratio,lr_scheduler_type"
 BUFFERS = "{reward_model.overlong_buffer,reward_model.reward_kwargs.overlong_buffer_cfg,"
 BUFFERS += "reward.reward_kwargs.overlong_buffer_cfg}"
-NO_ENGINE = "one sampler, compiled with the trainer: there is no engine to choose or to set up"
-NO_TORCH = "XLA compiles and divides the programs"
+NO_ENGINE = "the sampler is compiled with the trainer: no engine to choose or set up"
+NO_TORCH = "XLA compiles and partitions the programs"
 TEXT_ONLY = "models read text only"
-DENSE = "models are dense, and neither trained nor sampled in fewer bits"
+DENSE = "models are dense, without quantization"
 SINGLE_TURN = "a response is a single turn, without tools"
-ADAPTERS = "adapters begin at zero, and have a rank, an alpha and target modules"
+ADAPTERS = "adapters start at zero and have only a rank, an alpha and target modules"
 MANAGER = "reward.function is the function itself"
 SANDBOX = "{sandbox_fusion,reward.sandbox_fusion,reward_model.sandbox_fusion}"
 PACKED = "micro-batches are packed by length"
 
 HERE = (
-    Entry("data.{train_files,val_files}", "data.{train_files,val_files}", "parquet or JSONL, the same columns"),
-    Entry("data.{prompt_key,train_batch_size,truncation}", "data.{prompt_key,train_batch_size,truncation}"),
-    Entry("data.gen_batch_size", "data.gen_batch_size", "null: the training batch size"),
-    Entry("data.{max_prompt_length,max_response_length}", "data.{max_prompt_length,max_response_length}", "in tokens"),
-    Entry("data.{filter_overlong_prompts,shuffle}", "data.{filter_overlong_prompts,shuffle}"),
-    Entry("data.seed", "seed", "of every random draw"),
+    _same("data.{train_files,val_files}", "parquet or JSONL, the same columns"),
+    _same("data.{prompt_key,train_batch_size,truncation}"),
+    _same("data.gen_batch_size", "null: the training batch size"),
+    _same("data.{max_prompt_length,max_response_length}", "in tokens"),
+    _same("data.{filter_overlong_prompts,shuffle}"),
+    Entry("data.seed", "seed", "for every random draw"),
     Entry(
         "data.val_batch_size",
         "evaluate.batch_size",
         "0: all problems of a task set",
         only_positive("evaluate.batch_size"),
     ),
-    Entry("data.val_max_samples", "evaluate.max_prompts", "the first ones", only_positive("evaluate.max_prompts")),
+    Entry("data.val_max_samples", "evaluate.max_prompts", "only the first ones", only_positive("evaluate.max_prompts")),
     Entry("data.apply_chat_template_kwargs", "data.chat_template_kwargs", "a JSON object", chat_template),
     Entry("data.apply_chat_template_kwargs.*", "data.chat_template_kwargs", "a JSON object", chat_template),
-    Entry(f"{ARR}.model.path", "model.path", "a directory of this machine, or a .gguf file"),
+    Entry(f"{ARR}.model.path", "model.path", "a local directory or a .gguf file"),
     Entry(f"{ARR}.model.{{lora_rank,lora.rank}}", "model.lora.rank"),
     Entry(f"{ARR}.model.{{lora_alpha,lora.alpha}}", "model.lora.alpha"),
     Entry(f"{ARR}.model.target_modules", "model.lora.target_modules", "all-linear is the default", lora_modules),
     Entry(
         f"{ARR}.model.enable_gradient_checkpointing",
         "model.enable_gradient_checkpointing",
-        "model.remat_policy says how much",
+        "model.remat_policy sets what is recomputed",
     ),
     Entry(f"{ROLLOUT}.{{n,temperature,top_p}}", "rollout.{n,temperature,top_p}"),
     Entry(
         f"{ROLLOUT}.top_k",
         "rollout.top_k",
-        "-1 is off; 0, as verl's HF sampler has it, too",
+        "-1 is off, and so is 0, as in verl's HF sampler",
         only_positive("rollout.top_k"),
     ),
     Entry(f"{ROLLOUT}.val_kwargs.{{n,top_p}}", "evaluate.{n,top_p}", "4 samples unless set"),
     Entry(f"{ROLLOUT}.val_kwargs.temperature", "evaluate.temperature", "1 unless set", unless_greedy),
     Entry(f"{ROLLOUT}.val_kwargs.do_sample", "evaluate.temperature", "0 is greedy", greedy),
     Entry(f"{ROLLOUT}.val_kwargs.top_k", "evaluate.top_k", "-1 is off", only_positive("evaluate.top_k")),
-    Entry(
+    _by_hand(
         f"{ROLLOUT}.gpu_memory_utilization",
         "rollout.kv_memory_share",
-        "a share of the free memory, only for keys and values: verl's number means something else",
-        set_by_hand,
-        by_hand=True,
+        "the share of free memory for the KV cache alone: verl's number means something else",
     ),
-    Entry(
+    _by_hand(
         f"{ROLLOUT}.max_num_seqs",
         "rollout.max_num_seqs",
-        "of all devices together, there of one engine; 0 finds what fits the memory",
-        set_by_hand,
-        by_hand=True,
+        "over all devices, in verl per engine; 0 = as many as fit in memory",
     ),
-    Entry(f"{ROLLOUT}.tensor_model_parallel_size", "mesh.tensor", "of training too: they share one mesh"),
-    Entry(f"{ACTOR}.ppo_mini_batch_size", "actor.ppo_mini_batch_size", "prompts of all devices together, as there"),
+    Entry(f"{ROLLOUT}.tensor_model_parallel_size", "mesh.tensor", "also for training: both share one mesh"),
+    _actor("ppo_mini_batch_size", "prompts over all devices, as in verl"),
     Entry(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor.ppo_micro_batch_size_per_device", "responses"),
-    Entry(
+    _by_hand(
         f"{ACTOR}.ppo_micro_batch_size",
         "actor.ppo_micro_batch_size_per_device",
-        "responses of one device, there of all",
-        set_by_hand,
-        by_hand=True,
+        "responses per device, in verl over all devices",
     ),
-    Entry(f"{ACTOR}.use_dynamic_bsz", "actor.use_dynamic_bsz"),
+    _actor("use_dynamic_bsz"),
     Entry(
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         "actor.ppo_max_token_len_per_device",
-        "with all padding: at least one longest prompt and response",
+        "includes padding; at least the longest prompt and response",
         token_budget,
     ),
     Entry(f"{ACTOR}.use_prefix_grouper", "actor.share_prompts", "on unless set"),
-    Entry(
-        f"{ACTOR}.{{ppo_epochs,grad_clip,entropy_coeff,loss_scale_factor}}",
-        "actor.{ppo_epochs,grad_clip,entropy_coeff,loss_scale_factor}",
-    ),
+    _actor("{ppo_epochs,grad_clip,entropy_coeff,loss_scale_factor}"),
     Entry(f"{ACTOR}.optim.clip_grad", "actor.grad_clip"),
     Entry(
         f"{ACTOR}.clip_ratio",
         "actor.clip_ratio_low actor.clip_ratio_high",
-        "set both; verl reads it only where clip_ratio_low and clip_ratio_high are null (default 0.2)",
+        "set both; verl reads it only if clip_ratio_low and clip_ratio_high are null (default 0.2)",
         both_clip_ratios,
     ),
-    Entry(f"{ACTOR}.{{clip_ratio_low,clip_ratio_high}}", "actor.{clip_ratio_low,clip_ratio_high}", "0.2, 0.28 here"),
-    Entry(f"{ACTOR}.clip_ratio_c", "actor.clip_ratio_c", "10, as in the DAPO scripts; verl's default is 3"),
+    _actor("{clip_ratio_low,clip_ratio_high}", "0.2, 0.28 here"),
+    _actor("clip_ratio_c", "10, as in the DAPO scripts; verl's default is 3"),
     Entry(f"{ACTOR}.{{tau_pos,tau_neg}}", "actor.policy_loss.{tau_pos,tau_neg}"),
-    Entry(
-        f"{ACTOR}.policy_loss.loss_mode",
-        "actor.policy_loss.loss_mode",
-        "verl aggregates gspo and sapo by seq-mean-token-mean always: set actor.loss_agg_mode too",
+    _actor(
+        "policy_loss.loss_mode",
+        "verl always aggregates gspo and sapo by seq-mean-token-mean: set actor.loss_agg_mode too",
         policy_loss,
     ),
-    *(
-        Entry(f"{ACTOR}.policy_loss.{name}", f"actor.policy_loss.{name}")
-        for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-    ),
-    Entry(
-        f"{ACTOR}.loss_agg_mode",
-        "actor.loss_agg_mode",
-        "exact over the mini-batch, however it is split",
-        unless_by_sequence,
-    ),
-    Entry(f"{ACTOR}.{{use_kl_loss,kl_loss_coef,kl_loss_type}}", "actor.{use_kl_loss,kl_loss_coef,kl_loss_type}"),
-    Entry(f"{ACTOR}.optim.{{{OPTIMIZER}}}", f"actor.optim.{{{OPTIMIZER}}}"),
+    _actor("policy_loss.{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef}"),
+    _actor("loss_agg_mode", "exact over the mini-batch, for any micro-batch size", unless_by_sequence),
+    _actor("{use_kl_loss,kl_loss_coef,kl_loss_type}"),
+    _actor(f"optim.{{{OPTIMIZER}}}"),
     Entry(f"{ACTOR}.optim.{{warmup_style,lr_decay_style}}", "actor.optim.lr_scheduler_type"),
-    Entry(
-        f"{ACTOR}.optim.lr_warmup_steps",
-        "actor.optim.lr_warmup_steps",
-        "20 unless set",
-        only_positive("actor.optim.lr_warmup_steps"),
-    ),
+    _actor("optim.lr_warmup_steps", "20 unless set", only_positive("actor.optim.lr_warmup_steps")),
     Entry(
         f"{ACTOR}.optim.lr_warmup_steps_ratio",
         "actor.optim.lr_warmup_steps",
@@ -189,23 +178,18 @@ HERE = (
     Entry(
         f"{ACTOR}.fsdp_config.fsdp_size",
         "mesh.fsdp",
-        "devices along mesh.tensor hold a part too; -1 there: all devices",
+        "mesh.tensor divides the weights too; -1 in verl = all devices",
         fsdp_size,
     ),
     Entry(f"{ARR}.ref.{{model.path,model}}", "reference.path", "loaded only if a KL divergence needs it"),
-    Entry("critic.model.path", "critic.model.path", "of the policy's architecture; empty is the policy itself"),
-    Entry("critic.{ppo_mini_batch_size,ppo_epochs}", "critic.{ppo_mini_batch_size,ppo_epochs}"),
+    _same("critic.model.path", "must have the policy's architecture; empty = the policy's weights"),
+    _same("critic.{ppo_mini_batch_size,ppo_epochs}"),
     Entry("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_device", "responses"),
-    Entry("critic.{cliprange_value,loss_agg_mode,grad_clip}", "critic.{cliprange_value,loss_agg_mode,grad_clip}"),
+    _same("critic.{cliprange_value,loss_agg_mode,grad_clip}"),
     Entry("critic.optim.clip_grad", "critic.grad_clip"),
-    Entry(f"critic.optim.{{{OPTIMIZER}}}", f"critic.optim.{{{OPTIMIZER}}}"),
+    _same(f"critic.optim.{{{OPTIMIZER}}}"),
     Entry("critic.optim.warmup_style", "critic.optim.lr_scheduler_type"),
-    Entry(
-        "critic.optim.lr_warmup_steps",
-        "critic.optim.lr_warmup_steps",
-        "",
-        only_positive("critic.optim.lr_warmup_steps"),
-    ),
+    _same("critic.optim.lr_warmup_steps", "", only_positive("critic.optim.lr_warmup_steps")),
     Entry(
         "critic.optim.lr_warmup_steps_ratio",
         "critic.optim.lr_warmup_steps",
@@ -213,48 +197,32 @@ HERE = (
         warm_up_share("critic"),
     ),
     Entry("critic.{fsdp,model.fsdp_config}.optimizer_offload", "critic.optim.offload"),
-    Entry("algorithm.adv_estimator", "algorithm.adv_estimator", "grpo unless set", advantage_estimator),
-    Entry(
-        "algorithm.{gamma,lam,norm_adv_by_std_in_grpo,use_kl_in_reward,kl_penalty}",
-        "algorithm.{gamma,lam,norm_adv_by_std_in_grpo,use_kl_in_reward,kl_penalty}",
-    ),
-    Entry("algorithm.kl_ctrl.{type,kl_coef,horizon,target_kl}", "algorithm.kl_ctrl.{type,kl_coef,horizon,target_kl}"),
-    Entry("algorithm.filter_groups.enable", "algorithm.filter_groups.enable", "on unless set"),
-    Entry("algorithm.filter_groups.metric", "algorithm.filter_groups.metric", "acc unless set", filter_metric),
-    Entry(
-        "algorithm.filter_groups.max_num_gen_batches",
-        "algorithm.filter_groups.max_num_gen_batches",
-        "10 unless set; 0 is no limit",
-    ),
-    Entry(
+    _same("algorithm.adv_estimator", "grpo unless set", advantage_estimator),
+    _same("algorithm.{gamma,lam,norm_adv_by_std_in_grpo,use_kl_in_reward,kl_penalty}"),
+    _same("algorithm.kl_ctrl.{type,kl_coef,horizon,target_kl}"),
+    _same("algorithm.filter_groups.enable", "on unless set"),
+    _same("algorithm.filter_groups.metric", "acc unless set", filter_metric),
+    _same("algorithm.filter_groups.max_num_gen_batches", "10 unless set; 0 = no limit"),
+    _same(
         f"{CORRECTION}.rollout_is",
-        f"{CORRECTION}.rollout_is",
-        "with actor.old_logprob=recompute; null is none",
+        "with actor.old_logprob=recompute; null = none",
         with_correction(f"{CORRECTION}.rollout_is"),
     ),
     *(
-        Entry(
-            f"{CORRECTION}.{name}", f"{CORRECTION}.{name}", "read with rollout_is", correction(f"{CORRECTION}.{name}")
-        )
+        _same(f"{CORRECTION}.{name}", "read with rollout_is", correction(f"{CORRECTION}.{name}"))
         for name in ("rollout_is_threshold", "rollout_is_batch_normalize")
     ),
-    Entry(
-        f"{CORRECTION}.rollout_rs",
+    _same(
         f"{CORRECTION}.rollout_rs",
         "a tuple; with actor.old_logprob=recompute",
         with_correction(f"{CORRECTION}.rollout_rs"),
     ),
-    Entry(
-        f"{CORRECTION}.rollout_rs_threshold",
-        f"{CORRECTION}.rollout_rs_threshold",
-        "a tuple, one for each criterion",
-        thresholds,
-    ),
+    _same(f"{CORRECTION}.rollout_rs_threshold", "a tuple, one per criterion", thresholds),
     Entry(f"{CORRECTION}.bypass_mode", "actor.old_logprob", "rollout is bypass, recompute is not", bypass),
     Entry(
         "{custom_reward_function,reward.custom_reward_function}.path",
         "custom_reward_function.path",
-        "works as it is; short for reward.function=PATH:NAME",
+        "works unchanged; short for reward.function=PATH:NAME",
     ),
     Entry(
         "{custom_reward_function,reward.custom_reward_function}.name",
@@ -265,7 +233,7 @@ HERE = (
     Entry(
         "{reward_model.reward_manager,reward_manager.name,reward.reward_manager.name}",
         "reward.function",
-        "auto chooses the verifier by data_source; reward.overlong_buffer adds what the manager dapo adds",
+        "auto chooses the verifier by data_source; reward.overlong_buffer is the penalty of the dapo manager",
         reward_manager,
     ),
     Entry(f"{BUFFERS}.enable", "reward.overlong_buffer.enable"),
@@ -276,28 +244,31 @@ HERE = (
     Entry(
         "{reward_model.enable,reward.reward_model.enable}",
         "reward.model.path",
-        "on if it has a path; with reward.function=none, the only reward",
+        "on if it has a path; with reward.function=none it is the only reward",
         reward_model_switch,
     ),
     Entry("{reward_model.model.path,reward.reward_model.model_path}", "reward.model.path", "", reward_model_path),
     Entry("reward_model.max_length", "reward.model.max_length"),
     Entry("reward_model.micro_batch_size_per_gpu", "reward.model.micro_batch_size_per_device"),
-    Entry(
+    _same(
         "trainer.{total_epochs,total_training_steps}",
-        "trainer.{total_epochs,total_training_steps}",
-        "the fewer steps of the two; total_training_steps=-1 leaves it to the epochs",
+        "the smaller number of steps wins; total_training_steps=-1 leaves it to the epochs",
     ),
     *(
-        Entry(f"trainer.{name}", f"trainer.{name}", "-1: only at the end", at_most_off(f"trainer.{name}"))
+        _same(f"trainer.{name}", "-1 = only at the end", at_most_off(f"trainer.{name}"))
         for name in ("save_freq", "test_freq")
     ),
-    Entry("trainer.{val_before_train,critic_warmup}", "trainer.{val_before_train,critic_warmup}"),
-    Entry("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", "the best ones more: trainer.keep_best_ckpt"),
+    _same("trainer.{val_before_train,critic_warmup}"),
+    Entry(
+        "trainer.max_actor_ckpt_to_keep",
+        "trainer.max_ckpt_to_keep",
+        "trainer.keep_best_ckpt keeps the best ones in addition",
+    ),
     Entry("trainer.default_local_dir", "workdir", "logs and checkpoints"),
-    Entry("trainer.resume_mode", "trainer.resume_mode", "resume_path: only trainer.resume_from_path", resume_mode),
-    Entry("trainer.resume_from_path", "trainer.resume_from_path", "a run of this trainer", set_by_hand, by_hand=True),
-    Entry("trainer.logger", "trainer.logger", "console, tensorboard, wandb; metrics.jsonl is always written", trackers),
-    Entry("trainer.{project_name,experiment_name}", "trainer.{project_name,experiment_name}", "of wandb"),
+    _same("trainer.resume_mode", "for resume_path, set only trainer.resume_from_path", resume_mode),
+    _by_hand("trainer.resume_from_path", "trainer.resume_from_path", "a run of this trainer"),
+    _same("trainer.logger", "console, tensorboard, wandb; metrics.jsonl is always written", trackers),
+    _same("trainer.{project_name,experiment_name}", "for wandb"),
     Entry("{trainer.profile_steps,global_profiler.steps}", "trainer.profile_steps"),
 )
 
@@ -310,14 +281,14 @@ NOT_NEEDED = (
     Entry(f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{n_gpus_per_node,nnodes,update_weights_bucket_megabytes,moe_*,trace.*}}", note=NO_ENGINE),
     Entry(f"{ROLLOUT}.{{skip_rollout,skip_dump_dir,skip.*,over_sample_rate}}", note=NO_ENGINE),
-    Entry(f"{ROLLOUT}.{{do_sample,prompt_length,response_length}}", note="data.* and rollout.temperature say it"),
-    Entry(f"{ROLLOUT}.calculate_log_probs", note="always on: the two log-probabilities are compared in every step"),
-    Entry(f"{ROLLOUT}.{{seed,full_determinism}}", note="seed: every draw has its own address, and is repeatable"),
+    Entry(f"{ROLLOUT}.{{do_sample,prompt_length,response_length}}", note="set by data.* and rollout.temperature"),
+    Entry(f"{ROLLOUT}.calculate_log_probs", note="always on: every step compares the two log-probabilities"),
+    Entry(f"{ROLLOUT}.{{seed,full_determinism}}", note="seed: every draw has its own key and is reproducible"),
     Entry(f"{ROLLOUT}.agent.num_workers", note=NO_ENGINE),
     Entry(f"{ARR}.{{rollout,ref}}.log_prob_*", note="passes without a gradient use the actor's micro-batches"),
     Entry(
         f"{{{ACTOR},{ARR}.ref,critic}}.{{ulysses_sequence_parallel_size,fsdp_config.ulysses_sequence_parallel_size}}",
-        note="sequences stay whole: mesh.tensor divides heads, and the fused attention keeps no scores",
+        note="sequences stay whole: mesh.tensor divides heads, and fused attention stores no scores",
     ),
     Entry(
         f"{{{ACTOR}.fsdp_config,{ARR}.ref.fsdp_config,critic.fsdp,critic.model.fsdp_config}}.*",
@@ -333,23 +304,23 @@ NOT_NEEDED = (
     Entry(f"{{{ACTOR},{ARR}.ref,critic}}.rollout_n", note="rollout.n"),
     Entry(f"{{{ACTOR},critic}}.optim.{{total_training_steps,num_cycles,zero_indexed_step}}", note="the trainer's own"),
     Entry(f"{{{ACTOR},critic}}.optim.optimizer_impl", note="optax"),
-    Entry(f"{{{ACTOR},critic}}.checkpoint.*", note="a checkpoint has all that a run needs to resume"),
+    Entry(f"{{{ACTOR},critic}}.checkpoint.*", note="a checkpoint holds everything that a run needs to resume"),
     Entry(f"{{{ARR}.{{actor,ref,rollout}},critic,reward_model}}.profiler.*", note="trainer.profile_steps"),
     Entry("global_profiler.*", note="trainer.profile_steps"),
     Entry(f"{ARR}.model.{{hf_config_path,tokenizer_path,trust_remote_code,use_shm}}", note="read from model.path"),
     Entry(f"{ARR}.model.{{use_liger,use_fused_kernels,fused_kernel_options.*,tiled_mlp.*}}", note=NO_TORCH),
     Entry(f"{ARR}.model.enable_activation_offload", note="model.remat_policy=offload"),
-    Entry(f"{ARR}.model.override_config.max_position_embeddings", note="positions beyond it are computed all the same"),
-    Entry(f"{ARR}.model.override_config.{{attention_dropout,embd_pdrop,resid_pdrop}}", note="there is no dropout"),
+    Entry(f"{ARR}.model.override_config.max_position_embeddings", note="positions beyond it are computed anyway"),
+    Entry(f"{ARR}.model.override_config.{{attention_dropout,embd_pdrop,resid_pdrop}}", note="no dropout"),
     Entry(f"{ARR}.{{hybrid_engine,nccl_timeout}}", note=NO_TORCH),
-    Entry("critic.{enable,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_*}", note="as the actor"),
-    Entry("critic.{shuffle,data_loader_seed,loss_scale_factor,ppo_micro_batch_size}", note="as the actor"),
-    Entry("critic.model.*", note="as the policy's model"),
+    Entry("critic.{enable,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_*}", note="as for the actor"),
+    Entry("critic.{shuffle,data_loader_seed,loss_scale_factor,ppo_micro_batch_size}", note="as for the actor"),
+    Entry("critic.model.*", note="as for the policy's model"),
     Entry(
         "data.{return_*,use_shm,trust_remote_code,dataloader_num_workers,filter_overlong_prompts_workers}",
         note="rows are read once",
     ),
-    Entry("data.validation_shuffle", note="every problem is measured, in the order of the file"),
+    Entry("data.validation_shuffle", note="every problem is evaluated, in file order"),
     Entry("algorithm.filter_groups.max_inflight_gen_batches", note="rollout.max_num_seqs"),
     Entry("{reward,reward_model}.reward_kwargs.max_resp_len", note="data.max_response_length"),
     Entry("reward_model.{launch_reward_fn_async,use_reward_loop}", note="verifiers run while the batch is sampled"),
@@ -364,31 +335,32 @@ NOT_NEEDED = (
     Entry("{reward_manager,reward.reward_manager}.{source,module.*}", note=MANAGER),
     Entry("trainer.{n_gpus_per_node,nnodes}", note="mesh.data=-1 takes every device that JAX finds"),
     Entry("trainer.balance_batch", note=PACKED),
-    Entry("trainer.log_val_generations", note="monitor.num_samples responses of each step are kept"),
-    Entry("trainer.{rollout_data_dir,validation_data_dir}", note="monitor.num_samples responses of each step are kept"),
+    Entry("trainer.log_val_generations", note="monitor.num_samples responses are recorded per step"),
+    Entry("trainer.{rollout_data_dir,validation_data_dir}", note="monitor.num_samples responses are recorded per step"),
     Entry(
         "trainer.{default_hdfs_dir,del_local_ckpt_after_load,max_critic_ckpt_to_keep}", note="trainer.checkpoint_dir"
     ),
     Entry(
         "trainer.{device,use_legacy_worker_impl,ray_wait_register_center_timeout,use_v1}",
-        note="there is one trainer, on JAX's devices",
+        note="one trainer, on JAX's devices",
     ),
-    Entry("trainer.esi_redundant_time", note="SIGTERM saves a checkpoint, and the run resumes from there"),
-    Entry("trainer.v1.*", note="of the asynchronous trainer: trainer.rollout_ahead, algorithm.filter_groups.leftover"),
-    Entry("{transfer_queue,ray_kwargs,skip,hydra}.*", note="there is no Ray and no hydra"),
-    Entry("model_engine", note="there is one trainer, on JAX's devices"),
+    Entry("trainer.esi_redundant_time", note="SIGTERM saves a checkpoint to resume from"),
+    Entry("trainer.v1.*", note="the asynchronous trainer: see trainer.rollout_ahead, algorithm.filter_groups.leftover"),
+    Entry("{transfer_queue,ray_kwargs,skip,hydra}.*", note="no Ray and no hydra"),
+    Entry("model_engine", note="one trainer, on JAX's devices"),
     Entry(
         f"{{{ACTOR},critic}}.optim.override_optimizer_config.*", note="actor.optim.offload, actor.optim.moments_dtype"
     ),
-    Entry("*_target_", note="hydra's name of a class"),
+    Entry("*_target_", note="hydra's class name"),
 )
 
-NOT_HERE = (  # what changes a run, and after it what is read with it only
-    _missing(f"{ACTOR}.shuffle", "mini-batches are taken in the order of the batch"),
+NOT_HERE = (  # an option that changes a run, followed by options that are read only with it
+    _missing(f"{ACTOR}.shuffle", "mini-batches follow the order of the batch"),
     _missing(
-        f"{ACTOR}.{{calculate_sum_pi_squared,policy_loss.dro_beta}}", "of an estimator or a loss that is not here"
+        f"{ACTOR}.{{calculate_sum_pi_squared,policy_loss.dro_beta}}",
+        "for an estimator or a loss that does not exist here",
     ),
-    _missing(f"{ACTOR}.policy_loss.*", "of a policy loss that is not here"),
+    _missing(f"{ACTOR}.policy_loss.*", "for a policy loss that does not exist here"),
     _missing(f"{{{ACTOR},{ARR}.ref,critic}}.router_replay.mode", DENSE, "disabled"),
     _missing(f"{{{ACTOR},{ACTOR}.fsdp_config,{ARR}.ref.fsdp_config,critic.fsdp}}.qat.enable", DENSE),
     _missing(f"{ROLLOUT}.{{quantization,qat.enable,enable_rollout_routing_replay}}", DENSE),
@@ -406,76 +378,63 @@ NOT_HERE = (  # what changes a run, and after it what is read with it only
     Entry(f"{ARR}.model.lora.*", note=ADAPTERS),
     _missing(f"{ARR}.model.override_config", "change config.json of model.path"),
     _missing(f"{ARR}.model.override_config.*", "change config.json of model.path"),
-    _missing(f"{{{ACTOR},critic}}.optim.{{optimizer,override_optimizer_config}}", "AdamW is the only one", "AdamW"),
+    _missing(
+        f"{{{ACTOR},critic}}.optim.{{optimizer,override_optimizer_config}}", "AdamW is the only optimizer", "AdamW"
+    ),
     _missing(f"{ACTOR}.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_key,video_key,audio_key}", TEXT_ONLY, "images", "videos", "audios"),
     Entry("data.{image_patch_size,mm_processor_kwargs}", note=TEXT_ONLY),
-    _missing("data.train_max_samples", "cut the file to the rows to train on", -1),
-    _missing("data.tokenizer", "the tokenizer is that of model.path"),
+    _missing("data.train_max_samples", "shorten the file to the rows to train on", -1),
+    _missing("data.tokenizer", "the tokenizer comes from model.path"),
     _missing("data.reward_fn_key", "the column is data_source", "data_source"),
     _missing("data.{custom_cls,datagen,sampler,continuous_token}.*", "write the rows to a file: docs/data.md", "auto"),
     _missing("data.{tool_config_path,function_tool_path}", SINGLE_TURN),
-    _missing("algorithm.use_pf_ppo", "algorithm.keep_pos_ratio and keep_neg_ratio choose samples"),
-    Entry("algorithm.pf_ppo.*", note="of use_pf_ppo"),
+    _missing("algorithm.use_pf_ppo", "algorithm.keep_pos_ratio and keep_neg_ratio select samples"),
+    Entry("algorithm.pf_ppo.*", note="for use_pf_ppo"),
     _missing(f"{CORRECTION}.{{loss_type,use_policy_gradient}}", "actor.policy_loss.loss_mode is the loss", "ppo_clip"),
     _missing(f"{CORRECTION}.rollout_rs_threshold_lower", "write the threshold as low_high, such as 0.5_2.0"),
     _missing(f"{CORRECTION}.rollout_token_veto_threshold", "a criterion of rollout_rs, such as token_k1, drops tokens"),
     _missing(
         "{custom_reward_function,reward.custom_reward_function}.reward_kwargs.*",
-        "give them to a function of your own, which calls this one",
+        "pass them in a function of your own that calls this one",
     ),
-    _missing("{reward,reward_model}.reward_kwargs.*", "write them into a reward function of your own"),
+    _missing("{reward,reward_model}.reward_kwargs.*", "set them in a reward function of your own"),
     _missing(f"{SANDBOX}.url", "call the sandbox in a reward function of your own"),
-    Entry(f"{SANDBOX}.*", note="of the sandbox"),
-    _missing("reward_model.model.{input_tokenizer,external_lib,override_config}", "it has a tokenizer of its own"),
+    Entry(f"{SANDBOX}.*", note="for the sandbox"),
+    _missing("reward_model.model.{input_tokenizer,external_lib,override_config}", "it has its own tokenizer"),
     _missing("reward_model.{reward_loop_source,reward_loop_module_path,reward_loop_class_name}", MANAGER, "register"),
-    _missing("distillation.enabled", "there is no teacher"),
-    Entry("distillation.*", note="there is no teacher"),
-    _missing("trainer.val_only", "python -m dapo_jax.evaluate measures a policy"),
-    _missing("async_training.*", "trainer.rollout_ahead=1 samples while it trains"),
+    _missing("distillation.enabled", "no teacher model"),
+    Entry("distillation.*", note="no teacher model"),
+    _missing("trainer.val_only", "use python -m dapo_jax.evaluate"),
+    _missing("async_training.*", "trainer.rollout_ahead=1 samples while training"),
     _missing(
-        "rollout.{nnodes,n_gpus_per_node,total_rollout_steps}", "trainer.rollout_devices samples while others train"
+        "rollout.{nnodes,n_gpus_per_node,total_rollout_steps}", "trainer.rollout_devices sample while the others train"
     ),
-    _missing("trainer.v1.trainer_mode", "trainer.rollout_ahead=1 samples while it trains", "sync"),
+    _missing("trainer.v1.trainer_mode", "trainer.rollout_ahead=1 samples while training", "sync"),
 )
 
 
 EASYR1 = (
     Entry("worker.actor.global_batch_size", "actor.ppo_mini_batch_size", "prompts"),
     Entry("worker.actor.micro_batch_size_per_device_for_update", "actor.ppo_micro_batch_size_per_device", "responses"),
-    Entry("worker.actor.micro_batch_size_per_device_for_experience", note="passes without a gradient use the actor's"),
+    Entry(
+        "worker.actor.micro_batch_size_per_device_for_experience",
+        note="passes without a gradient use the actor's micro-batches",
+    ),
     Entry("worker.actor.{max_grad_norm,dynamic_batching}", "actor.{grad_clip,use_dynamic_bsz}"),
-    Entry("worker.actor.model.model_path", "model.path", "a directory of this machine"),
+    Entry("worker.actor.model.model_path", "model.path", "a local directory"),
     Entry("worker.actor.model.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
     Entry("worker.actor.model.lora.{rank,alpha}", "model.lora.{rank,alpha}"),
-    Entry(
-        "worker.actor.optim.lr_warmup_ratio",
-        "actor.optim.lr_warmup_steps",
-        "a number of training steps",
-        set_by_hand,
-        by_hand=True,
-    ),
+    _by_hand("worker.actor.optim.lr_warmup_ratio", "actor.optim.lr_warmup_steps", "a number of training steps"),
     Entry("worker.actor.offload.offload_optimizer", "actor.optim.offload"),
     Entry("worker.rollout.val_override_config.{n,temperature,top_p}", "evaluate.{n,temperature,top_p}"),
     Entry("worker.rollout.tensor_parallel_size", "mesh.tensor"),
-    Entry(
-        "worker.rollout.gpu_memory_utilization",
-        "rollout.kv_memory_share",
-        "of the free memory",
-        set_by_hand,
-        by_hand=True,
-    ),
-    Entry("worker.reward.reward_function", "reward.function", "another signature: docs/data.md"),
+    _by_hand("worker.rollout.gpu_memory_utilization", "rollout.kv_memory_share", "the share of free memory"),
+    Entry("worker.reward.reward_function", "reward.function", "with another signature: see docs/data.md"),
     Entry("worker.{actor.fsdp,actor.offload,ref.fsdp,ref.offload}.*", note="mesh.fsdp divides parameters"),
-    Entry("algorithm.disable_kl", "actor.use_kl_loss", "off unless set", set_by_hand, by_hand=True),
+    _by_hand("algorithm.disable_kl", "actor.use_kl_loss", "off unless set"),
     Entry("algorithm.use_kl_loss", "actor.use_kl_loss"),
-    Entry(
-        "algorithm.kl_coef",
-        "actor.kl_loss_coef",
-        "algorithm.kl_ctrl.kl_coef with use_kl_in_reward",
-        set_by_hand,
-        by_hand=True,
-    ),
+    _by_hand("algorithm.kl_coef", "actor.kl_loss_coef", "with use_kl_in_reward: algorithm.kl_ctrl.kl_coef"),
     Entry("trainer.{max_steps,val_freq,save_limit}", "trainer.{total_training_steps,test_freq,max_ckpt_to_keep}"),
     Entry("trainer.save_checkpoint_path", "workdir", "logs and checkpoints"),
     Entry("trainer.load_checkpoint_path", "trainer.resume_from_path", "a run of this trainer", set_by_hand),
@@ -486,9 +445,10 @@ EASYR1 = (
     Entry("worker.actor.{padding_free,ulysses_size}", note=PACKED),
     Entry("worker.rollout.disable_tqdm", note="monitor.console"),
     Entry("trainer.{find_last_checkpoint,save_model_only}", note="a run resumes from its newest checkpoint"),
-    Entry("trainer.val_generations_to_log", note="monitor.num_samples responses of each step are kept"),
+    Entry("trainer.val_generations_to_log", note="monitor.num_samples responses are recorded per step"),
     _missing(
-        "worker.actor.optim.strategy", "AdamW is the only optimizer; actor.optim.moments_dtype=bfloat16 halves it"
+        "worker.actor.optim.strategy",
+        "AdamW is the only optimizer; actor.optim.moments_dtype=bfloat16 halves its memory",
     ),
     _missing("worker.actor.model.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_dir,video_fps,min_pixels,max_pixels}", TEXT_ONLY),

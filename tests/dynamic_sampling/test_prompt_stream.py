@@ -8,40 +8,38 @@ import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import train as train_module
+from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.prompt_stream import policies
 from dapo_jax.train import train
 
-pytestmark = pytest.mark.slow
 FILTER = "algorithm.filter_groups"
 BATCHES = ("data/prompts_consumed", "dynamic_sampling/trained_tokens", "critic/score/mean", "actor/pg_loss")
 
 
 def test_the_log_speaks_of_the_rule_that_the_config_has(tmp_path):
     changes = {f"{FILTER}.rule": "mean_range", f"{FILTER}.filter_low": 0.2}
-    assert policies(small_config(tmp_path, **changes)).words.kept == "0.2<mean<0.99"
-    assert policies(small_config(tmp_path)).words.dropped == "std=0"
+    assert rule_words(small_config(tmp_path, **changes).algorithm.filter_groups).kept == "0.2<mean<0.99"
+    assert rule_words(small_config(tmp_path).algorithm.filter_groups).dropped == "std=0"
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reference")
-    return jax.device_get(train(small_config(folder)).actor.params), rows_without_clock(folder)
+SCHEDULES = [
+    {f"{FILTER}.backfill": "stream"},
+    {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 2.5},
+    {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 0.75},
+    {"data.gen_batch_size": 3},
+    {"data.gen_batch_size": 17, "rollout.max_num_seqs": 64},
+]
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
-        {f"{FILTER}.backfill": "stream"},
-        {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 2.5},
-        {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 0.75},
         {f"{FILTER}.backfill": "stream", "rollout.max_num_seqs": 48, "data.gen_batch_size": 5},
-        {"data.gen_batch_size": 3},
-        {"data.gen_batch_size": 17, "rollout.max_num_seqs": 64},
+        *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in SCHEDULES),
     ],
 )
-def test_with_requeue_every_schedule_trains_on_the_same_batches(reference, tmp_path, schedule):
-    params, rows = reference
+def test_with_requeue_every_schedule_trains_on_the_same_batches(whole, tmp_path, schedule):
+    _, params, rows = whole
     models = train(small_config(tmp_path, **schedule))
     assert_same_policy(models, params, 1e-5)
     found = rows_without_clock(tmp_path)
@@ -68,6 +66,7 @@ def test_carried_groups_survive_a_restart(tmp_path, monkeypatch):
     assert dataclasses.replace(progress[0], log_bytes=0) == dataclasses.replace(progress[-1], log_bytes=0)
 
 
+@pytest.mark.slow
 def test_a_step_without_groups_updates_nothing(tmp_path):
     hopeless = {
         "data.arithmetic.low": 400,
@@ -90,6 +89,7 @@ def test_a_step_without_groups_updates_nothing(tmp_path):
     assert read_metrics(tmp_path / "train")[-1]["actor/pg_loss"] == 0
 
 
+@pytest.mark.slow
 def test_a_partial_step_is_normalised_by_its_own_tokens(tmp_path):
     """The same groups in a run whose batch size they fill give the same update."""
     limit = {
@@ -107,6 +107,7 @@ def test_a_partial_step_is_normalised_by_its_own_tokens(tmp_path):
     assert_same_policy(short, jax.device_get(full.actor.params), 1e-6)
 
 
+@pytest.mark.slow
 def test_prompts_with_a_uniform_history_are_left_out_and_counted(tmp_path):
     skip = {
         f"{FILTER}.skip_uniform.enable": True,
@@ -119,6 +120,7 @@ def test_prompts_with_a_uniform_history_are_left_out_and_counted(tmp_path):
     assert sum(row.get("dynamic_sampling/num_skipped_uniform", 0) for row in read_metrics(tmp_path)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_lines_of_dynamic_sampling_are_on_the_console_if_asked(tmp_path, capsys, asked):
     one_round = {f"{FILTER}.on_limit": "partial", f"{FILTER}.max_num_gen_batches": 1, "trainer.total_training_steps": 1}

@@ -1,4 +1,4 @@
-"""Host: what an option of verl is here, for the command line's messages and for `from_verl`."""
+"""Host: the equivalents of verl's options, for the command line's messages and for `from_verl`."""
 
 import difflib
 import itertools
@@ -8,16 +8,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dapo_jax.errors import InputError
-from dapo_jax.from_verl.table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
-from dapo_jax.from_verl.values import as_type_of, parsed
+from dapo_jax.verl.table import EASYR1, HERE, NOT_HERE, NOT_NEEDED, Entry
+from dapo_jax.verl.values import as_type_of, parsed
 
-PREFIXES = ("actor_rollout_ref.", "worker.")  # which our names do not have
+PREFIXES = ("actor_rollout_ref.", "worker.")  # our names lack them
 OFF = (None, False, 0, "", "null", {}, [], ())  # values of an option that ask for nothing
 TABLE = (*HERE, *NOT_NEEDED, *NOT_HERE, *EASYR1)
 
 
 def expanded(pattern: str) -> list[str]:
-    """The keys that a pattern with `{a,b}` stands for, in its order; several patterns are separated by spaces."""
+    """The keys that a pattern with `{a,b}` matches, in its order; spaces separate several patterns."""
     if " " in pattern:
         return [key for part in pattern.split() for key in expanded(part)]
     found = re.search(r"\{([^{}]*)\}", pattern)
@@ -28,7 +28,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 BY_KEY: Mapping[str, Entry] = {key: entry for entry in TABLE for key in expanded(entry.verl)}
-STARS = {  # the longest, which says most, first
+STARS = {  # the longest, which is the most specific, first
     re.compile(re.escape(key).replace(r"\*", ".*")): entry
     for key, entry in sorted(BY_KEY.items(), key=lambda item: -len(item[0]))
     if "*" in key
@@ -36,12 +36,12 @@ STARS = {  # the longest, which says most, first
 
 
 def find(key: str) -> Entry | None:
-    """The entry of an option of verl: that of its name, else of the longest pattern that it fits."""
+    """The entry of a verl option: by its name, else by the longest pattern that matches."""
     return BY_KEY.get(key) or next((entry for pattern, entry in STARS.items() if pattern.fullmatch(key)), None)
 
 
 def ours_of(key: str) -> list[str]:
-    """Our keys of an option of verl: its own where an entry pairs them, else all of the entry."""
+    """Our keys for a verl option: its own if the entry pairs them, else all keys of the entry."""
     entry = find(key)
     if entry is None or not entry.ours:
         return []
@@ -50,13 +50,13 @@ def ours_of(key: str) -> list[str]:
 
 
 def converted(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Our values of an option of verl that is here.
+    """Our values for a verl option that has an equivalent.
 
     Args:
-        given: all options that are given, by verl's names.
+        given: all given options, by verl's names.
 
     Raises:
-        InputError: there is no such value here.
+        InputError: the value has no equivalent.
     """
     entry = find(key)
     assert entry is not None and entry.ours, key
@@ -65,11 +65,11 @@ def converted(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return entry.convert(value, given)
     except (TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{value!r} is not a value of it") from error
+        raise InputError(f"{value!r} is not a valid value") from error
 
 
 def is_off(entry: Entry, value: Any) -> bool:
-    """Whether a value of an option that is not here asks for what happens anyway."""
+    """Whether a value of an option without equivalent asks for what happens anyway."""
     return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in (*OFF, *entry.same))
 
 
@@ -84,11 +84,11 @@ def _tuple(values: tuple[Any, ...]) -> str:
 
 
 def hint(option: str, keys: Collection[str]) -> str | None:
-    """What to write instead of an option in verl's words or in hydra's form; None for any other option.
+    """What to write instead of an option with verl's name or in hydra's syntax; None for any other option.
 
     Args:
-        option: an argument of the command line.
-        keys: the keys that there are.
+        option: an argument on the command line.
+        keys: all existing keys.
     """
     given = re.fullmatch(
         r"(?:--?(?:no)?config\.)?(?P<plus>\+{0,2}|~)(?P<key>[A-Za-z_][\w.]*)(?:=(?P<value>.*))?", option, re.DOTALL
@@ -111,7 +111,7 @@ def hint(option: str, keys: Collection[str]) -> str | None:
 
 
 def _about(key: str, text: str | None, keys: Collection[str]) -> str | None:
-    """What an option of verl is here."""
+    """The equivalent of a verl option; None if it is not one."""
     stripped = next((key.removeprefix(prefix) for prefix in PREFIXES if key.startswith(prefix)), key)
     names = (key, *(() if stripped in keys else (f"{PREFIXES[0]}{stripped}", *_ending(key))))
     name = next(filter(find, names), None)
@@ -151,6 +151,6 @@ def _with_value(key: str, text: str | None) -> str:
 
 
 def _ending(end: str) -> list[str]:
-    """The option of verl whose name ends so, if all of them are one option here."""
+    """A verl option whose name ends with `end`, if all such options have the same equivalent."""
     names = [key for key in BY_KEY if key.endswith(f".{end}") and "*" not in key]
     return names[:1] if len({tuple(ours_of(name)) or id(BY_KEY[name]) for name in names}) == 1 else []

@@ -1,0 +1,43 @@
+"""Tokens that an environment writes are part of a response, but nothing is trained on them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from small_run import small_config
+
+from dapo_jax.learner import learner as learner_module
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.rollout.waves import WaveEngine
+from dapo_jax.train import train
+
+pytestmark = pytest.mark.slow
+ONE_STEP = {"trainer.total_training_steps": 1, "trainer.val_before_train": False, "trainer.test_freq": -1}
+
+
+def trained_batch(directory, monkeypatch):
+    """The batch that the policy of a run of one step is updated with, and the metrics of the step."""
+    batches, update = [], learner_module.update_policy
+    with monkeypatch.context() as patch:
+        patch.setattr(learner_module, "update_policy", lambda *args: (batches.append(args[2]), update(*args))[1])
+        train(small_config(directory, **ONE_STEP))
+    return batches[0], read_metrics(directory)[-1]
+
+
+def test_the_loss_leaves_out_what_an_environment_wrote(tmp_path, monkeypatch):
+    plain, metrics = trained_batch(tmp_path / "plain", monkeypatch)
+    np.testing.assert_array_equal(plain.loss_mask, plain.mask)
+    generate = WaveEngine.generate
+
+    def with_environment(*args, **options):
+        rollout = generate(*args, **options)
+        return dataclasses.replace(rollout, by_policy=np.broadcast_to(np.arange(4) != 1, rollout.mask.shape))
+
+    monkeypatch.setattr(WaveEngine, "generate", with_environment)
+    mixed, mixed_metrics = trained_batch(tmp_path / "mixed", monkeypatch)
+    np.testing.assert_array_equal(mixed.mask, plain.mask)
+    np.testing.assert_array_equal(mixed.loss_mask, plain.mask & (np.arange(plain.mask.shape[1]) != 1))
+    np.testing.assert_array_equal(mixed.advantages, plain.advantages)
+    for name in ("dynamic_sampling/trained_tokens", "rollout/seq_reward/mean"):
+        assert mixed_metrics[name] == metrics[name]
+    assert mixed_metrics["actor/grad_norm"] != metrics["actor/grad_norm"]
