@@ -627,7 +627,7 @@ WITH_CHECKPOINT = {
         {"model.random.hidden_size": 40},
     ),
     "of_other_models": Case(
-        ("the checkpoint of step 3 holds ['actor'], the run has ['actor', 'critic']", "choose another workdir"),
+        ("the checkpoint of step 3 holds ['actor'], but the run has ['actor', 'critic']", "choose another workdir"),
         {"algorithm.adv_estimator": "gae"},
     ),
     "that_may_not_be_used": Case(

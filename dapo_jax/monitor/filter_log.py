@@ -55,7 +55,9 @@ def log_round(
     target: int,
     last: bool = False,
 ) -> None:
-    """Logs one generation round after its groups are filtered. Each argument is one number or word of the log lines.
+    """Logs one generation round after its groups are filtered.
+
+    It takes eleven arguments because the log lines hold that many numbers.
 
     Args:
         step: training step.

@@ -374,5 +374,5 @@ def test_a_missing_checkpoint_part_is_not_silently_made_up(tmp_path):
     """A run that gains a critic cannot go on from a checkpoint without one."""
     train(small_config(tmp_path, **{"trainer.total_training_steps": 2}))
     assert Checkpoints(str(tmp_path / "checkpoints"), max_to_keep=2).latest_step() == 2
-    with pytest.raises(ValueError, match=r"holds \['actor'\], the run has \['actor', 'critic'\]"):
+    with pytest.raises(ValueError, match=r"holds \['actor'\], but the run has \['actor', 'critic'\]"):
         train(small_config(tmp_path, **{"algorithm.adv_estimator": "gae"}))
