@@ -106,6 +106,14 @@ def test_the_paths_that_a_page_names_exist(page):
         assert any(place.exists() for place in places), path
 
 
+def test_the_tests_that_the_laws_name_exist():
+    laws = (ROOT / "docs" / "architecture.md").read_text().split("## Tests")[1]
+    named = set(re.findall(r"`((?:\w+/)?test_\w+)`", laws))
+    assert len(named) > 9
+    for name in named:
+        assert (ROOT / "tests" / f"{name}.py").exists(), name
+
+
 def test_the_table_of_the_preflight_has_the_numbers_of_its_reports():
     rows = re.findall(
         r"^\| \[(.*?)\]\(.*?\) \| .* \| `(.*?)` \| (.*) \|$", (ROOT / "docs/preflight.md").read_text(), re.M
