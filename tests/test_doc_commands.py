@@ -105,10 +105,10 @@ FILES = {name: "configs/tiny.py" for name in ("FILE", "mine.py", "configs/quicks
 TRAIN = [
     f"--config.{option}={value}"
     for option, value in {
-        **SUMS,
-        **BATCHES,
         "trainer.total_training_steps": 2,
         "trainer.save_freq": 1,
+        **SUMS,
+        **BATCHES,
         "trainer.test_freq": -1,
         "trainer.val_before_train": False,
         "reward.num_workers": 1,

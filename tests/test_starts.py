@@ -41,12 +41,12 @@ def reached(config, monkeypatch):
         ("return None", "returns no verdict"),
         ("return solution['answer']", "failed on all 8 made-up responses to a generated row"),
         ("return {'score': 1.0, 'seq_reward': 1.0}", "returns 'seq_reward', which is computed"),
-        ("return {'score': 1.0, 'a/b': 1.0}", "returns 'a/b': in the names of metrics"),
+        ("return {'score': 1.0, 'a/b': 1.0}", "returns 'a/b': / separates the parts"),
         ("return {'score': 1.0, 'acc': 1.0}", "metric='right' is not among the numbers .*own.py:score' .*score, acc"),
     ],
 )
 def test_a_function_that_cannot_work_is_refused_before_the_first_step(body, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("dapo_jax.run.Engine", None)  # nothing is built to sample with
+    monkeypatch.setattr("dapo_jax.run.WaveEngine", None)  # nothing is built to sample with
     changes = {"reward.function": own_function(tmp_path, body)}
     if "right" in message:
         changes["algorithm.filter_groups.metric"] = "right"

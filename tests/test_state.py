@@ -21,7 +21,7 @@ from dapo_jax.learner import update as update_module
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
-from dapo_jax.rollout import sampler as sampler_module
+from dapo_jax.rewards import verification
 from dapo_jax.train import main, train
 
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_from_the_middle_of_a_step_is_completed(whole, tmp_path, mo
 def test_a_stop_does_not_wait_for_verdicts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "rewards" / "data"))
     slow = {"reward.function": "hostile_verifier.score_slowly", "reward.timeout_s": 600.0}
-    at_call(monkeypatch, sampler_module, "wait", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_call(monkeypatch, verification, "wait", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with ends_within(), pytest.raises(Stopped):
         train(small_config(tmp_path, **slow, **{"trainer.val_before_train": False}))
 

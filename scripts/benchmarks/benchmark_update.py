@@ -166,7 +166,7 @@ class Ours:
         experience = Experience(
             numbers=np.arange(groups),
             rows=np.arange(groups),
-            prompts=self.run.train_set.tokens,
+            prompts=self.run.problems.train_set.tokens,
             responses=make_responses(self.args).astype(np.int32).reshape(groups, size, length),
             mask=np.ones((groups, size, length), bool),
             finished=np.ones((groups, size), bool),
@@ -176,7 +176,7 @@ class Ours:
             versions=np.zeros(groups, np.int64),
             failed=np.zeros((groups, size), bool),
         )
-        batch = rows_of(self.run, experience, num_groups=groups)
+        batch = rows_of(self.run.learner, experience, num_groups=groups)
         advantages = np.random.default_rng(6).normal(size=(len(batch.mask), 1)) * batch.mask
         return dataclasses.replace(batch, advantages=advantages.astype(np.float32))
 
