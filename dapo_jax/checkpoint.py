@@ -128,7 +128,7 @@ class Checkpoints:
         """Writes a checkpoint of progress.step, unless one exists.
 
         Args:
-            stream: NumPy arrays of any shape, nested by name: the state of dynamic sampling.
+            stream: NumPy arrays of any shape, nested by name: what is saved besides models and progress.
             metric: how good the policy is, to choose the best checkpoints.
             replace: write an existing one again, if another one is left to resume from meanwhile.
 

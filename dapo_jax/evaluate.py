@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,7 +41,7 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.held_out import HeldOut, Receive, evaluate
 from dapo_jax.learner.decode_weights import build_decode_weights
-from dapo_jax.meshes import check_mesh
+from dapo_jax.meshes import check_mesh, device_notes
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.other_runs import Trained, find_trained
 from dapo_jax.parallel.compilation import keep_compiled
@@ -49,6 +50,8 @@ from dapo_jax.parallel.processes import is_first
 from dapo_jax.problems import TaskSet, read_problems
 from dapo_jax.run import build_held_out, describe, open_rewards, open_sampler, warn_of_devices
 from dapo_jax.settings import compute_dtype
+
+logger = logging.getLogger(__name__)
 
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
@@ -86,6 +89,8 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(config))
         directory = stack.enter_context(output_directory(output))
+        if is_first():
+            print(policy.description)
         models = checkpoints or [find_trained(config.model.path)]
         curves = None
         if is_first() and models[0] is not None:
@@ -109,41 +114,40 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
 
 
 @dataclasses.dataclass(frozen=True)
-class _Policy:
+class _Measuring:
     """What measures models of one architecture, one after the other."""
 
     held_out: HeldOut
     decode_weights: Callable[[Any], Any]  # params -> weights for the sampler
     load: Callable[[Trained | None], Any]  # a run's checkpoint, or None for model.path -> params
+    description: str  # one line: model, devices, problems
 
 
 @contextmanager
-def open_policy(config: Config) -> Iterator[_Policy]:
+def open_policy(config: Config) -> Iterator[_Measuring]:
     """Builds what samples and scores, and nothing that trains."""
     keep_compiled(config.trainer.compilation_cache_dir)
     arch, tokenizer = read_policy(config, training=False)
     problems = read_problems(config, tokenizer, training=False)
+    if not problems.task_sets:
+        raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh, training=False)
+    for note in device_notes(config, arch, mesh, training=False):
+        logger.info("%s", note)
     warn_of_devices(config, mesh)
     decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
 
     def load(trained: Trained | None) -> Any:
         return load_trained(trained, arch, mesh) if trained else load_base(config, arch, mesh)
 
-    def unnamed(name: str) -> nullcontext[None]:
-        return nullcontext()
-
     with (
         jax.set_mesh(mesh),
-        open_rewards(config, problems, tokenizer, mesh, unnamed) as rewards,
-        open_sampler(config, arch, tokenizer, mesh, unnamed) as sampler,
+        open_rewards(config, problems, tokenizer, mesh, nullcontext) as rewards,
+        open_sampler(config, arch, tokenizer, mesh, nullcontext) as sampler,
     ):
-        if not problems.task_sets:
-            raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
-        if is_first():
-            print(describe(config, arch, problems, mesh, "xla"))
-        yield _Policy(build_held_out(config, problems, sampler, rewards, unnamed), decode_weights, load)
+        held_out = build_held_out(config, problems, sampler, rewards, nullcontext)
+        yield _Measuring(held_out, decode_weights, load, describe(config, arch, problems, mesh, "xla"))
 
 
 def _checkpoints(config: Config, step: int | None, all_steps: bool) -> list[Trained]:
@@ -222,7 +226,7 @@ def _writer(tokenizer: Tokenizer, output: Path, known: dict[str, Any]) -> Receiv
 
 
 def table(results: Sequence[dict]) -> str:
-    """One line a model and task set: what is known of `acc`, of `score` where there is none, and of the lengths."""
+    """One line per model and task set: `acc` (or `score` where there is no `acc`) and response lengths."""
     rows = []
     for result in results:
         named: dict[str, dict[str, float]] = {}

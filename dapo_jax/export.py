@@ -126,7 +126,7 @@ def _chosen_step(config: Config, step: int | None) -> int:
 def _trained(config: Config, arch: Architecture, step: int) -> tuple[Mesh, dict[str, Any]]:
     """The mesh, and the policy's trained parameters after `step`: all weights, or the adapters."""
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    check_mesh(config, arch, mesh)
+    check_mesh(config, arch, mesh, training=False)
     try:
         return mesh, trained_params(Trained(config, step), arch, mesh)
     except InputError as error:

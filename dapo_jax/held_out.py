@@ -36,7 +36,7 @@ class HeldOut:
     bootstrapped: bool  # see evaluation_metrics
     detailed: bool  # see evaluation_metrics
     shows_progress: bool  # on a terminal
-    stage: Stage  # of the whole evaluation; those of sampler and rewards show nothing
+    stage: Stage  # of the whole evaluation; the sampler's shows nothing
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
 ) -> dict[str, float]:
     """`prefix`/{task set}/{score}/{mean@n,std@n,best@k,worst@k,maj@k,pass@k} of all task sets, and response lengths.
 
-    Every evaluation draws with the same noise, so that two of them differ by the policy alone.
+    Every evaluation draws with the same noise, so two evaluations differ only in the policy.
 
     Args:
         decode_weights: makes weights for the sampler of `params`.
@@ -123,7 +123,7 @@ def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[
     for start in range(0, len(task.prompts), size):
         rows = range(start, min(start + size, len(task.prompts)))
         function = options.reward_function
-        wait = held_out.sampler.start(
+        wait = held_out.sampler.sample(
             weights,
             task.prompts,
             rows,

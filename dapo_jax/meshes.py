@@ -83,14 +83,13 @@ def _memories(mesh: Mesh) -> set[str]:
     return {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
 
 
-def device_notes(config: Config, arch: Architecture, mesh: Mesh) -> list[str]:
-    """One line per choice for these devices that may surprise."""
+def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> list[str]:
+    """One line per choice for these devices that may surprise, of attention only in training."""
     device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
     if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
         lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
-    name, problem = chosen_attention(config.model, arch, mesh)
-    if problem:
-        lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
+    if training and (chosen := chosen_attention(config.model, arch, mesh))[1]:
+        lines.append(f"model.attention=fused is {chosen[0]}: the fused kernel {chosen[1]}")
     if device.platform == "gpu":
         taken = os.environ.get(FRACTION)
         if taken is not None:

@@ -13,7 +13,6 @@ from dapo_jax.config.derived import trains_on_older_samples
 from dapo_jax.config.sections import Config
 from dapo_jax.data.collected import Collected
 from dapo_jax.monitor.alarms import raise_alarms
-from dapo_jax.rewards.scoring import sequence_kl
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
         progress = dataclasses.replace(progress, recompute_logprobs=True, recompute_dtype=config.model.dtype)
     kl_coef = progress.kl_coef
     if config.algorithm.use_kl_in_reward and batch.experience is not None:
-        kl = sequence_kl(batch.experience)
+        kl = batch.experience.sequence_kl
         metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
         control = config.algorithm.kl_ctrl
         if control.type == "adaptive":

@@ -1,4 +1,4 @@
-"""Host: what is reported of a whole run."""
+"""Host: the summary of a run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def num_devices(self) -> int:
-        """Those that train and those that sample."""
+        """Devices that train or sample."""
         return len({*self.learner.mesh.devices.flat, *self.sampler.mesh.devices.flat})
 
 
@@ -86,7 +86,7 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
 
     Args:
         initial_step: training steps that are done.
-        check: is called again and again while responses are sampled and between micro-batches, and may raise.
+        check: called regularly during sampling and between micro-batches; may raise.
 
     Raises:
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
@@ -103,8 +103,13 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
     warn_of_devices(config, mesh)
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
+
+        def stage(name: str) -> AbstractContextManager[None]:
+            return monitor.stage(name)
+
+        # The rewards first: they may refuse the run, and the monitor's bar would stay on the screen.
+        rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, stage, check))
         monitor = stack.enter_context(open_monitor(config, initial_step=initial_step))
-        rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, monitor.stage, check))
         sampler = stack.enter_context(open_sampler(config, arch, tokenizer, rollout_mesh, monitor.stage, check))
         yield Run(
             config=config,
@@ -146,7 +151,7 @@ def open_monitor(config: Config, *, initial_step: int) -> Iterator[Monitor]:
 def open_rewards(
     config: Config, problems: Problems, tokenizer: Tokenizer, mesh: Mesh, stage: Stage, check: Check = lambda: None
 ) -> Iterator[RewardPipeline]:
-    """Starts the verifiers of all problems, and asks each whether it can judge its own.
+    """Starts the verifiers of all problems, and tries each on its problems.
 
     Args:
         mesh: on which a reward model scores.
@@ -232,13 +237,10 @@ def build_held_out(
 ) -> HeldOut:
     """What measures a policy, as a stage of its own."""
 
-    def unnamed(name: str) -> nullcontext[None]:
-        return nullcontext()
-
     return HeldOut(
         task_sets=problems.task_sets,
-        sampler=dataclasses.replace(sampler, stage=unnamed),
-        rewards=dataclasses.replace(rewards, stage=unnamed),
+        sampler=dataclasses.replace(sampler, stage=nullcontext),
+        rewards=rewards,
         bootstrapped=config.evaluate.bootstrap,
         detailed=config.monitor.detailed_stats,
         shows_progress=shows_progress(config),

@@ -51,7 +51,8 @@ def starting_point(config: Config, checkpoints: Checkpoints) -> Origin | None:
     """The run's newest checkpoint, else the one of trainer.resume_from_path; None for a new run.
 
     Raises:
-        ValueError: the workdir holds a checkpoint and is not to, or the other run has none.
+        ValueError: the workdir holds a checkpoint although trainer.resume_mode=disable, or the run to start from has
+            none.
     """
     latest = checkpoints.latest_step()
     check_agreement({"the step of the newest checkpoint": latest})
@@ -95,7 +96,7 @@ def _check_not_moved(config: Config) -> None:
     if before and before != checkpoint_dir(config) and saved_steps(before):
         raise InputError(
             f"workdir={config.workdir} has its checkpoints in {before}, and trainer.checkpoint_dir now says "
-            f"{checkpoint_dir(config)}: move them there, or begin in a new workdir with "
+            f"{checkpoint_dir(config)}: move them there, or start in a new workdir with "
             f"trainer.resume_from_path={before}"
         )
 
@@ -108,7 +109,7 @@ def first_state(run: Run) -> RunState:
         log_bytes=0,
     )
     progress = first_coefficient(run.config, progress)
-    return RunState(run.learner.init_models(), progress, _first_stream(run), run.sampler.engine.state())
+    return RunState(run.learner.init_models(), progress, _first_stream(run), run.sampler.state())
 
 
 def _first_stream(run: Run) -> StreamState:
@@ -184,23 +185,23 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         progress = dataclasses.replace(progress, log_bytes=0)  # of this run's log
     progress = resumed_coefficient(run.config, progress)
     logger.warning("resuming after step %d of %s", origin.step, run.config.workdir if own else origin.directory)
-    engine = run.sampler.engine
-    engine.restore(arrays["engine"])
+    sampler = run.sampler
+    sampler.restore(arrays["engine"])
     prompts = run.problems.train_set.checksum()
     if progress.prompts not in ("", prompts):
         if own:
             raise InputError(
                 f"the training prompts are not those that workdir={run.config.workdir} has trained on: restore the "
-                "data options and files, or begin in a new workdir with trainer.resume_from_path or model.path set to "
+                "data options and files, or start in a new workdir with trainer.resume_from_path or model.path set to "
                 "this one"
             )
         logger.warning("the training prompts are not those of %s: they begin with the first", origin.directory)
         progress = dataclasses.replace(progress, prompts=prompts, best=None, best_step=0, alarms={})
-        return RunState(models, progress, _first_stream(run), engine.state())
+        return RunState(models, progress, _first_stream(run), sampler.state())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
-    return RunState(models, progress, stream, engine.state(), ahead)
+    return RunState(models, progress, stream, sampler.state(), ahead)
 
 
 def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ from dapo_jax.settings import update_settings, updates_of_step
 from dapo_jax.state import RunState
 from dapo_jax.step_metrics import collect, performance_metrics, step_row
 
-logger = logging.getLogger("dapo_jax.train")
+logger = logging.getLogger("dapo_jax.train")  # the command's log
 
 KeepBatch = Callable[[int, dict[str, np.ndarray]], None]  # (step, arrays)
 
@@ -56,11 +56,11 @@ def sample_batch(
         progress: of the policy whose weights they are.
     """
     accepted = sample_groups(run, weights, stream, step=step, version=progress.step, kl_coef=progress.kl_coef)
-    batch = collect(accepted, run.config.data, run.problems.order)
-    if run.config.algorithm.filter_groups.enable and batch.experience is not None:
-        filter_log.log_step(batch.metrics)
-    batch.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
-    return batch, accepted.state
+    sampled = collect(accepted, run.config.data, run.problems.order)
+    if run.config.algorithm.filter_groups.enable and sampled.experience is not None:
+        filter_log.log_step(sampled.metrics)
+    sampled.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
+    return sampled, accepted.state
 
 
 def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, version: int, kl_coef: float) -> Accepted:
@@ -81,7 +81,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         """Samples the prompts with these numbers. The result waits for the verdicts and marks the groups to keep."""
         shown.begin()
         rows = [problems.order.row(number) for number in numbers]
-        verified = run.sampler.start(
+        verified = run.sampler.sample(
             weights,
             prompts,
             rows,
@@ -122,14 +122,14 @@ def train_step(
     run: Run,
     records: RunRecords,
     state: RunState,
-    batch: Collected,
+    sampled: Collected,
     stream: StreamState,
     start: float,
 ) -> RunState:
-    """All updates on `batch`; with trainer.rollout_ahead the next batch is sampled meanwhile.
+    """Trains on the groups of `sampled`; with trainer.rollout_ahead the next batch is sampled meanwhile.
 
     Args:
-        stream: as it is after `batch`.
+        stream: as it is after `sampled`.
         start: time.perf_counter() when the step began.
     """
     config, progress = run.config, state.progress
@@ -137,23 +137,23 @@ def train_step(
     ahead, weights = None, None
     if config.trainer.rollout_ahead and step < config.trainer.total_training_steps:
         weights = run.learner.decode_weights(state.models.actor.params)  # before the update donates them
-    models, finish = train_on(run, state.models, batch.experience, progress, step, keep_batch=records.write_batch)
+    models, finish = train_on(run, state.models, sampled.experience, progress, step, keep_batch=records.write_batch)
     if weights is not None:  # other devices sample while these train
         ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
     found, histograms = finish()
-    metrics = batch.metrics | found
-    progress = advance(config, progress, batch, metrics)
+    metrics = sampled.metrics | found
+    progress = advance(config, progress, sampled, metrics)
     metrics |= performance_metrics(
-        batch.experience,
+        sampled.experience,
         time.perf_counter() - start,
         arch=run.arch,
         mesh=run.learner.mesh,
         num_devices=run.num_devices,
     )
     rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
-    row = step_row(batch, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
+    row = step_row(sampled, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
     progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
-    return RunState(models, progress, stream, run.sampler.engine.state(), ahead)
+    return RunState(models, progress, stream, run.sampler.state(), ahead)
 
 
 def train_on(
@@ -183,7 +183,7 @@ def train_on(
 
     def finish() -> tuple[dict[str, float], Histograms]:
         metrics, histograms = wait()
-        metrics |= batch_metrics  # if recomputed, they compare the sampler's log-probabilities with the training pass's
+        metrics |= batch_metrics  # if recomputed, they compare sampler and training pass
         if recomputed:  # then the first optimizer step compares the training pass with itself
             metrics.pop("rollout_corr/first_clipfrac", None)
         histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
@@ -225,9 +225,10 @@ def hinted(run: Run, experience: Experience) -> list[list[int]]:
 def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
     """The reward [Q, G] of the most likely response to each response's prompt (ReMax)."""
     prompts, rows = run.problems.train_set, experience.rows.tolist()
+    weights = run.learner.decode_weights(models.actor.params)  # on the mesh that trains
     with jax.set_mesh(run.sampler.mesh):
-        greedy = run.sampler.start(
-            run.learner.decode_weights(models.actor.params),
+        greedy = run.sampler.sample(
+            weights,
             prompts,
             rows,
             experience.numbers.tolist(),

@@ -21,7 +21,6 @@ from dapo_jax.monitor import statistics
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
-from dapo_jax.rewards.scoring import final_rewards
 from dapo_jax.settings import compute_dtype
 
 
@@ -84,12 +83,12 @@ def _trained_metrics(trained: Experience, data: DataConfig) -> dict[str, float]:
     prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
     return {
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
-        **statistics.spread("critic/rewards", final_rewards(trained)),
+        **statistics.spread("critic/rewards", trained.final_rewards),
         **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
         **statistics.spread("sample/model_version", trained.versions),
         "sample/task_count": len(np.unique(trained.rows)),
-        **statistics.group_reward_metrics(final_rewards(trained)),
+        **statistics.group_reward_metrics(trained.final_rewards),
     }
 
 
@@ -194,7 +193,7 @@ def utilisation(config: Config, mesh: Mesh, metrics: Mapping[str, float]) -> dic
 
 
 def memory_metrics(mesh: Mesh) -> dict[str, float]:
-    """Memory in GiB: the most that a device of this process has used (where it tells), and what the host uses now."""
+    """GiB of memory: the peak of this process' devices (if they report it), and what the host uses now."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     names = {"allocated": "peak_bytes_in_use", "reserved": "peak_pool_bytes"}
     found = {

@@ -149,22 +149,22 @@ def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: Sto
                 stop.check(agree=True)
                 if state.progress.unrecorded is not None:
                     state = conclude_step(run, checkpoints, records, state)
-                    if trained:  # by this process: an earlier one has ended over its own step
+                    if trained:  # only for steps that this process trained
                         check_finite(run.config, state.progress)
                 if state.progress.step == trainer.total_training_steps:
                     return state
                 run.monitor.profiles.begin(state.progress.step + 1)
                 start = time.perf_counter()
-                batch, stream = state.ahead, state.stream
-                if batch is None:
+                sampled, stream = state.ahead, state.stream
+                if sampled is None:
                     weights = run.learner.decode_weights(state.models.actor.params)
-                    batch, stream = sample_batch(run, weights, stream, state.progress, state.progress.step + 1)
-                batch.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
+                    sampled, stream = sample_batch(run, weights, stream, state.progress, state.progress.step + 1)
+                sampled.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
                 stop.check(agree=True)
                 if not trainer.rollout_ahead:
-                    state = train_step(run, records, state, batch, stream, start)
+                    state = train_step(run, records, state, sampled, stream, start)
             if trainer.rollout_ahead:
-                state = train_step(run, records, state, batch, stream, start)
+                state = train_step(run, records, state, sampled, stream, start)
         except Stopped as reason:
             raise Stopped(f"{reason} {save_before_end(run, checkpoints, state)}") from reason
         except Exception as error:
@@ -201,7 +201,7 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
             records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
     progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
-    state = dataclasses.replace(state, progress=progress, engine=run.sampler.engine.state())
+    state = dataclasses.replace(state, progress=progress, engine=run.sampler.state())
     saved_before = checkpoints.latest_step() == step  # by a run that stopped between update and record
     minutes = trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes
     if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):

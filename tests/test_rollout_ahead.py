@@ -79,7 +79,7 @@ def test_every_batch_but_the_first_is_one_step_old(ahead):
 
 
 @pytest.mark.parametrize("last", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_run_goes_on_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch, last):
+def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch, last):
     def stop(step, *rest):
         if step > last:
             raise Killed
@@ -93,6 +93,15 @@ def test_a_run_goes_on_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch,
     models = train(small_config(tmp_path, **AHEAD))
     assert_same_policy(models, ahead[1])
     assert rows_without_clock(tmp_path) == rows_without_clock(ahead[0])
+
+
+@pytest.mark.slow
+def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path):
+    """In the last step nothing is sampled ahead, so the baseline asks for the decoding weights itself."""
+    remax = {"algorithm.adv_estimator": "remax", "trainer.total_training_steps": 2}
+    never = {"trainer.test_freq": -1, "trainer.val_before_train": False}
+    train(small_config(tmp_path, **{**AHEAD, **remax, **never}))
+    assert len(read_metrics(tmp_path)) == 2
 
 
 def test_training_and_sampling_have_devices_of_their_own():

@@ -41,7 +41,7 @@ def saved(folder) -> list[int]:
         pytest.param(update_module, "_loss_weights", 6, 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on(whole, tmp_path, monkeypatch, module, name, number, step):
+def test_a_run_that_is_asked_to_stop_saves_and_resumes(whole, tmp_path, monkeypatch, module, name, number, step):
     config = small_config(tmp_path, **{"trainer.save_freq": -1, "trainer.stop_patience_s": 600.0})
     with monkeypatch.context() as patch:
         at_call(patch, module, name, number, lambda: os.kill(os.getpid(), signal.SIGTERM))

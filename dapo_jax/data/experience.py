@@ -84,6 +84,18 @@ class Experience:
         """The values [Q, G] of a score, NaN where it was not measured."""
         return self.scores.get(name, np.full(self.finished.shape, np.nan))
 
+    @property
+    def final_rewards(self) -> np.ndarray:
+        """The reward [Q, G] of each response, after the KL divergence if it is in the reward."""
+        return self.scores.get("seq_final_reward", self.scores["seq_reward"])
+
+    @property
+    def sequence_kl(self) -> float:
+        """Mean over responses of the mean KL divergence of their tokens."""
+        assert self.kl is not None
+        lengths = np.maximum(self.mask.sum(axis=-1), 1)
+        return float(np.mean(self.kl.sum(axis=-1) / lengths))
+
     def with_scores(self, **scores: np.ndarray) -> "Experience":
         """The same with further values [Q, G]."""
         return replace(self, scores={**self.scores, **scores})

@@ -1,4 +1,4 @@
-"""Host: the stream of prompts that training steps sample, and what is known of it between two steps."""
+"""Host: the stream of prompts that training steps sample, and its state between steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -27,7 +27,6 @@ from dapo_jax.learner.update import compute_logprobs, compute_values
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
-from dapo_jax.rewards.scoring import final_rewards
 from dapo_jax.rewards.shaping import place_rewards
 from dapo_jax.rollout.sampling import SELECT, position_noise
 
@@ -53,7 +52,7 @@ def make_batch(
     hinted: list[list[int]] | None = None,
     baselines: np.ndarray | None = None,
 ) -> tuple[Batch, Metrics]:
-    """The accepted groups as rows to train on, and rows of padding in the place of groups that a partial step lacks.
+    """The accepted groups as rows to train on, and padded with empty rows if the step is partial.
 
     Args:
         recompute: take old log-probabilities from the training forward pass instead of the sampler.
@@ -168,7 +167,7 @@ def rows_like(batch: Batch, values: np.ndarray) -> np.ndarray:
 
 
 def _prompt_rows(learner: Learner, prompts: list[list[int]], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Padded prompts, each as often as rows of its group fall into different shares."""
+    """Padded prompts, repeated once per set of rows that shares a prompt."""
     width = bucket(max(len(prompt) for prompt in prompts))
     tokens, mask = pad_prompts(prompts, width, learner.pad_id)
     copies = num_samples // learner.rows_of_a_prompt
@@ -227,7 +226,7 @@ def estimate_advantages(
 def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
     """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio."""
     algorithm = learner.algorithm
-    scores = rows_like(batch, final_rewards(experience)).astype(np.float32)
+    scores = rows_like(batch, experience.final_rewards).astype(np.float32)
     first = batch.advantages[:, 0]  # the same at all tokens of a response
     advantages, kept = fetch(
         jitted_keep_samples(

@@ -26,7 +26,7 @@ from dapo_jax.parallel.sharding import replicated
 
 @dataclass(frozen=True)
 class Learner:
-    """What learns."""
+    """The networks, their compiled functions, and the options of their batches."""
 
     mesh: Mesh
     actor: Actor
@@ -49,7 +49,7 @@ class Learner:
 def build_estimator(algorithm: AlgorithmConfig, vocab_size: int, mesh: Mesh) -> Callable[..., Any]:
     """The jitted advantage estimator: (rewards, mask, group_ids, num_groups=..., further arrays by name).
 
-    Its results are whole on every device.
+    Its results are replicated on every device.
     """
     function = ESTIMATORS[algorithm.adv_estimator]
     options = {**vars(algorithm), **vars(algorithm.cpo), "vocab_size": vocab_size}

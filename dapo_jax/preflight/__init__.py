@@ -1,1 +1,1 @@
-"""The memory and the time of a step, before a machine is hired: its programs, compiled ahead of time."""
+"""The memory and the time of a step, before a machine is rented: its programs, compiled ahead of time."""

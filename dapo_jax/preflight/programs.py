@@ -210,7 +210,7 @@ class _Builder:
         )
 
     def _rows(self, prompts: int) -> Batch:
-        """`prompts` groups as training_batch.py's `rows_of` makes them, all zeros that take no memory."""
+        """`prompts` groups as learner/batch.py's `rows_of` makes them, all zeros that take no memory."""
         config, samples = self.config, self.config.rollout.n
         length = min(bucket(self.response_length), config.data.max_response_length)
         copies = samples // rows_of_a_prompt(config, self.arch, self.mesh)

@@ -140,15 +140,3 @@ def add_rewards(
     if not (buffer.enable and buffer.log):
         return experience
     return experience.with_scores(overlong=(penalty < 0).astype(np.float32))
-
-
-def final_rewards(experience: Experience) -> np.ndarray:
-    """The reward [Q, G] of each response, including the KL penalty if it is part of the reward."""
-    return experience.scores.get("seq_final_reward", experience.scores["seq_reward"])
-
-
-def sequence_kl(experience: Experience) -> float:
-    """Mean over responses of the mean KL divergence of their tokens."""
-    assert experience.kl is not None
-    lengths = np.maximum(experience.mask.sum(axis=-1), 1)
-    return float(np.mean(experience.kl.sum(axis=-1) / lengths))

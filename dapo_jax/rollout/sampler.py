@@ -1,7 +1,7 @@
 """Host: verified responses to rows of a prompt set."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Sampler:
     stop: tuple[str, ...]  # a response ends with the first of these strings
     stage: Stage
 
-    def start(
+    def sample(
         self,
         weights: Any,
         prompts: PromptSet,
@@ -41,7 +41,7 @@ class Sampler:
         verification: Verification,
         version: int = 0,
     ) -> Callable[[], Experience]:
-        """Samples the responses that `verification` expects; the result waits for the open verdicts.
+        """Decodes the responses that `verification` expects; the returned function waits for their verdicts.
 
         Args:
             weights: of the policy, for decoding.
@@ -90,6 +90,14 @@ class Sampler:
             )
 
         return finish
+
+    def state(self) -> dict[str, Any]:
+        """What the engine has learnt about lengths and memory, as arrays for a checkpoint."""
+        return self.engine.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.engine.restore(state)
 
 
 def _scores(verdicts: Sequence[Verdict]) -> dict[str, np.ndarray]:

@@ -60,7 +60,7 @@ class WaveEngine:
         stop: StopRule | None = None,
         on_finished: OnFinished | None = None,
     ) -> Rollout:
-        """As `RolloutEngine.generate`, with one parameter more, for measurements with known lengths.
+        """As `RolloutEngine.generate`, whose parameters say what to sample and how; `limits` is for measurements.
 
         Args:
             limits: [Q * num_samples], most tokens of each response; None = max_response_length for all.

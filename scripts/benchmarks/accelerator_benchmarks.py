@@ -22,7 +22,7 @@ DTYPE, GROUP, REPEATS = "bfloat16", 8, 3
 SIZES = {"0.5b": "qwen2.5-0.5b", "1.5b": "qwen2.5-1.5b"}
 STAND_INS = {"0.5b": "report-stand-in-0.5b", "1.5b": "report-stand-in-1.5b"}  # for --small
 GIB = 2.0**30
-FORECAST_SLACK = 1.05  # preflight.py calls 95 % of a device's memory usable
+FORECAST_SLACK = 1.05  # preflight/report.py calls 95 % of a device's memory usable
 contenders.SHAPES |= {
     name: dict(
         hidden_size=heads * 16,

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the metric catalogue, dapo_jax/monitor/catalogue.py.
+"""Writes docs/metrics.md from the metric catalogue, dapo_jax/monitor/metric_table.py.
 
 python scripts/docs/write_metrics_doc.py
 """
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 HEAD = """# Metrics
 
-Written by `scripts/docs/write_metrics_doc.py` from `dapo_jax/monitor/catalogue.py`; do not edit.
+Written by `scripts/docs/write_metrics_doc.py` from `dapo_jax/monitor/metric_table.py`; do not edit.
 
 A row of `metrics.jsonl` holds the metrics of one training step; row 0 is the evaluation before the first step.
 

@@ -117,7 +117,7 @@ def test_a_coefficient_and_a_best_metric_that_the_config_changes_are_taken_from_
     assert progress[1].best == rows[2][least["trainer.best_metric"]] and progress[1].best_step == 2
 
 
-def test_an_adapted_coefficient_goes_on_unless_the_config_says_another(tmp_path):
+def test_an_adapted_coefficient_is_resumed_unless_the_config_says_another(tmp_path):
     config = small_config(tmp_path, **PPO)
     adapted = Progress(kl_coef=0.3, kl_coef_of=kl_coef_of(config))
     other = small_config(tmp_path, **{**PPO, "algorithm.kl_ctrl.kl_coef": 0.4})

@@ -37,7 +37,7 @@ def test_the_layout_is_written_once_and_again_by_a_run_that_begins_again(tmp_pat
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_run_that_goes_on_elsewhere_has_a_layout(tmp_path):
+def test_a_run_that_resumes_elsewhere_has_a_layout(tmp_path):
     TensorBoard(tmp_path, first_step=8).close()
     assert "custom_scalars__config__" in {value.tag for _, value in values_of(tmp_path)}
 

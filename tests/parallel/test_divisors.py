@@ -98,6 +98,7 @@ def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
     arch, mesh = read_model(config)[0], make_mesh(-1, 1, 1, jax.devices()[:devices])
     with pytest.raises(ValueError, match="must be a multiple of") as refused:
         check_mesh(config, arch, mesh)
+    check_mesh(config, arch, mesh, training=False)  # an evaluation or an export has no batches
     mini = numbers_of(str(refused.value), "actor.ppo_mini_batch_size")
     proposed = [{"actor.ppo_mini_batch_size": number, "data.train_batch_size": number} for number in mini]
     small = numbers_of(str(refused.value), "actor.ppo_micro_batch_size_per_device")

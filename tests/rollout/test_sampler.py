@@ -85,7 +85,7 @@ def started(verifiers):
     rows = [PromptRow([{"role": "user", "content": str(i)}], "test", str(i), {}) for i in range(4)]
     sampler = Sampler(TOKENIZER, _Engine(verifiers), None, (), lambda _: nullcontext())
     verification = Verification(verifiers, TOKENIZER, [rows[row] for row in (3, 0, 2)], 2, check=lambda: None)
-    return sampler.start(
+    return sampler.sample(
         None,
         PromptSet(rows, [[1]] * 4),
         [3, 0, 2],
