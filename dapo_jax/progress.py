@@ -77,8 +77,10 @@ def kl_coef_of(config: Config) -> str:
     return f"{control.type} {control.kl_coef} {config.algorithm.use_kl_in_reward}"
 
 
-def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]) -> Progress:
-    """The progress after a training step; adds KL and alarm metrics to `metrics`."""
+def advance(
+    config: Config, progress: Progress, batch: Collected, metrics: dict[str, float]
+) -> tuple[Progress, dict[str, float]]:
+    """The progress after a training step with these metrics, and further ones: the KL in the reward, and alarms."""
     mismatch = metrics.get("rollout_corr/k3_kl", 0.0) > MISMATCH_K3 or (
         metrics.get("rollout_corr/first_clipfrac", 0.0) > MISMATCH_CLIPFRAC
     )
@@ -94,10 +96,10 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
         )
     if falls_back:
         progress = dataclasses.replace(progress, recompute_logprobs=True, recompute_dtype=config.model.dtype)
-    kl_coef = progress.kl_coef
+    kl_coef, further = progress.kl_coef, dict[str, float]()
     if config.algorithm.use_kl_in_reward and batch.experience is not None:
         kl = batch.experience.sequence_kl
-        metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
+        further = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": kl_coef}
         control = config.algorithm.kl_ctrl
         if control.type == "adaptive":
             kl_coef = adapted_coefficient(
@@ -107,10 +109,10 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
                 horizon=control.horizon,
                 num_sequences=batch.experience.finished.size,
             )
-    compared = {name: value for name, value in metrics.items() if not (older_policy and name == "rollout_corr/k3_kl")}
+    ignored = {"rollout_corr/k3_kl"} if older_policy else set()
+    compared = {name: value for name, value in (metrics | further).items() if name not in ignored}
     alarms, memory = raise_alarms(compared, progress.alarms, config.monitor.alarms, progress.step + 1)
-    metrics |= alarms
-    return dataclasses.replace(
+    progress = dataclasses.replace(
         progress,
         step=progress.step + 1,
         kl_coef=kl_coef,
@@ -121,6 +123,7 @@ def advance(config: Config, progress: Progress, batch: Collected, metrics: dict[
         nonfinite_in_a_row=0 if is_finite(metrics) else progress.nonfinite_in_a_row + 1,
         alarms=memory,
     )
+    return progress, further | alarms
 
 
 def with_quality(progress: Progress, quality: float | None, *, metric: str, mode: str) -> Progress:

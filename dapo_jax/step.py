@@ -7,7 +7,6 @@ train_step      both, with the metrics; with trainer.rollout_ahead the next step
 """
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -16,16 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.algorithms.advantages import ESTIMATORS
-from dapo_jax.algorithms.arguments import needs
 from dapo_jax.config.derived import gen_batch_size, prompts_at_once
 from dapo_jax.data.collected import Collected
-from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
-from dapo_jax.data.prompts import hinted_prompts
 from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
+from dapo_jax.estimator_inputs import estimator_inputs
 from dapo_jax.learner.batch import make_batch, penalize_kl
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
@@ -36,7 +32,7 @@ from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.progress import Progress, advance, is_finite, recomputes
-from dapo_jax.rollout.sampling import BASELINE, TRAIN, Sampling
+from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.run import Run
 from dapo_jax.settings import update_settings, updates_of_step
 from dapo_jax.state import RunState
@@ -141,15 +137,12 @@ def train_step(
     if weights is not None:  # other devices sample while these train
         ahead, stream = sample_batch(run, weights, stream, progress, step + 1)
     found, histograms = finish()
-    metrics = sampled.metrics | found
-    progress = advance(config, progress, sampled, metrics)
-    metrics |= performance_metrics(
-        sampled.experience,
-        time.perf_counter() - start,
-        arch=run.arch,
-        mesh=run.learner.mesh,
-        num_devices=run.num_devices,
+    progress, further = advance(config, progress, sampled, sampled.metrics | found)
+    seconds, mesh = time.perf_counter() - start, run.learner.mesh
+    performance = performance_metrics(
+        sampled.experience, seconds, arch=run.arch, mesh=mesh, num_devices=run.num_devices
     )
+    metrics = sampled.metrics | found | further | performance
     rows, tokenizer = run.problems.train_set.rows, run.sampler.tokenizer
     row = step_row(sampled, metrics, histograms, rows, tokenizer, num_samples=config.monitor.num_samples)
     progress = dataclasses.replace(progress, unrecorded=row, log_bytes=log_bytes(config.workdir))
@@ -173,7 +166,10 @@ def train_on(
     if experience is None:
         return models, lambda: ({}, {})
     recomputed = recomputes(run.config, progress)
-    batch, batch_metrics = training_batch(run, experience, models, recompute=recomputed, kl_coef=progress.kl_coef)
+    further = estimator_inputs(run, experience, models)  # for some estimators: hints, greedy responses
+    batch, batch_metrics = make_batch(
+        run.learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further
+    )
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
     batch_metrics |= statistics.balance_metrics(
         sequence_lengths(batch)[: experience.finished.size],
@@ -193,48 +189,3 @@ def train_on(
         return metrics, histograms
 
     return models, finish
-
-
-def training_batch(
-    run: Run, experience: Experience, models: Models, *, recompute: bool, kl_coef: float
-) -> tuple[Batch, dict[str, float]]:
-    """The accepted groups as rows with their advantages (equation 9), and their metrics: see `make_batch`."""
-    estimator = ESTIMATORS[run.config.algorithm.adv_estimator]
-    return make_batch(
-        run.learner,
-        experience,
-        models,
-        recompute=recompute,
-        kl_coef=kl_coef,
-        hinted=hinted(run, experience) if needs(estimator, "hint_logprobs") else None,
-        baselines=greedy_rewards(run, experience, models) if needs(estimator, "reward_baselines") else None,
-    )
-
-
-def hinted(run: Run, experience: Experience) -> list[list[int]]:
-    """The prompts of the groups with their reference solutions, as token ids (CPO)."""
-    data, rows = run.config.data, run.problems.train_set.rows
-    return hinted_prompts(
-        [rows[row] for row in experience.rows],
-        run.sampler.tokenizer,
-        system_prompt=data.system_prompt,
-        chat_template_kwargs=json.loads(data.chat_template_kwargs),
-    )
-
-
-def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
-    """The reward [Q, G] of the most likely response to each response's prompt (ReMax)."""
-    prompts, rows = run.problems.train_set, experience.rows.tolist()
-    weights = run.learner.decode_weights(models.actor.params)  # on the mesh that trains
-    with jax.set_mesh(run.sampler.mesh):
-        greedy = run.sampler.sample(
-            weights,
-            prompts,
-            rows,
-            experience.numbers.tolist(),
-            purpose=BASELINE,
-            sampling=Sampling.create(0.0, 1.0, -1),
-            verification=run.rewards.verify(prompts, rows, 1),
-        )
-        rewards = run.rewards.shape(greedy(), prompts).scores["seq_reward"].astype(np.float32)
-    return np.repeat(rewards, experience.finished.shape[1], axis=1)

@@ -52,7 +52,8 @@ def one_after_the_other(config):
             batch, stream = sample_batch(run, run.learner.decode_weights(params), stream, seen, step)
             models, finish = train_on(run, models, batch.experience, progress, step)
             metrics = batch.metrics | finish()[0]
-            progress = advance(config, progress, batch, metrics)
+            progress, further = advance(config, progress, batch, metrics)
+            metrics |= further
             policies.append(jax.device_get(models.actor.params))
             found.append(metrics)
     return policies[-1], found

@@ -128,9 +128,10 @@ def test_a_mismatch_makes_auto_recompute_unless_groups_are_carried(tmp_path, lef
     config = small_config(tmp_path, **{"algorithm.filter_groups.leftover": leftover})
     accepted = Collected(None, {}, num_kept=0, num_evaluated=0)
     metrics = {"dynamic_sampling/generated_tokens": 5, "dynamic_sampling/trained_tokens": 3, "rollout_corr/k3_kl": 0.1}
-    progress = advance(config, Progress(), accepted, metrics)
+    progress, _ = advance(config, Progress(), accepted, metrics)
     assert recomputes(config, progress) == falls_back and progress.step == 1
     assert recomputes(config, Progress(recompute_logprobs=True)) == falls_back, "as before the groups were carried"
-    assert not recomputes(config, advance(config, Progress(), accepted, {**metrics, "rollout_corr/k3_kl": 1e-5}))
+    small, _ = advance(config, Progress(), accepted, {**metrics, "rollout_corr/k3_kl": 1e-5})
+    assert not recomputes(config, small)
     cured = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))
     assert not recomputes(cured, progress)

@@ -22,7 +22,7 @@ LAYERS = [
     ("settings",),
     ("meshes", "held_out"),
     ("run", "reports", "step_metrics"),
-    ("state",),
+    ("state", "estimator_inputs"),
     ("step",),
     ("train", "evaluate", "export", "preflight", "from_verl"),
 ]

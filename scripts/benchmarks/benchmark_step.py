@@ -47,7 +47,7 @@ class OursStep(Ours):
         weights = self.run.learner.decode_weights(self.models.actor.params)
         batch, self.stream = sample_batch(self.run, weights, self.stream, self.progress, step)
         self.models, finish = train_on(self.run, self.models, batch.experience, self.progress, step)
-        self.progress = advance(self.run.config, self.progress, batch, batch.metrics | finish()[0])
+        self.progress, _ = advance(self.run.config, self.progress, batch, batch.metrics | finish()[0])
         self.jax.block_until_ready(self.models)
         seconds = time.perf_counter() - start
         assert batch.experience is not None

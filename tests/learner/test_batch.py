@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
+from dapo_jax import estimator_inputs as inputs_module
 from dapo_jax import run as run_module
-from dapo_jax import step as step_module
 from dapo_jax import train as train_module
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.estimator_inputs import estimator_inputs
+from dapo_jax.learner.batch import make_batch
 from dapo_jax.learner.learner import update
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
 from dapo_jax.run import open_run
 from dapo_jax.settings import updates_of_step
-from dapo_jax.step import train_on, training_batch
+from dapo_jax.step import train_on
 from dapo_jax.train import train
 
 OPTIONS = {  # of losses
@@ -178,6 +180,10 @@ def accepted(tmp_path_factory):
             run, run.learner.decode_weights(state.models.actor.params), state.stream, state.progress, 1
         )
         return config, batch.experience, jax.device_get(state.models)
+
+
+def training_batch(run, experience, models, **options):
+    return make_batch(run.learner, experience, models, **options, **estimator_inputs(run, experience, models))
 
 
 def batch_with(accepted, *, fallen_back=False, **changes):
@@ -354,7 +360,7 @@ def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
 def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
     """Both log-probabilities of CPO are the training forward pass's."""
     config, experience, models = accepted
-    monkeypatch.setattr(step_module, "hinted_prompts", lambda *_, **__: experience.prompts)
+    monkeypatch.setattr(inputs_module, "hinted_prompts", lambda *_, **__: experience.prompts)
     sampled = dataclasses.replace(experience, logprobs=experience.logprobs - 0.5 * experience.mask)
     _, batch, _ = batch_with((config, sampled, models), **{"algorithm.adv_estimator": "cpo"})
     _, plain, _ = batch_with(accepted)

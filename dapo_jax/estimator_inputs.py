@@ -1,0 +1,53 @@
+"""Host: what some advantage estimators need besides rewards: prompts with a hint, rewards of greedy responses."""
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.data.experience import Experience
+from dapo_jax.data.prompts import hinted_prompts
+from dapo_jax.learner.optimizer import Models
+from dapo_jax.rollout.sampling import BASELINE, Sampling
+from dapo_jax.run import Run
+
+
+def estimator_inputs(run: Run, experience: Experience, models: Models) -> dict[str, Any]:
+    """`hinted` and `baselines` of `make_batch`, each None unless the run's estimator needs it."""
+    estimator = ESTIMATORS[run.config.algorithm.adv_estimator]
+    return {
+        "hinted": hinted(run, experience) if needs(estimator, "hint_logprobs") else None,
+        "baselines": greedy_rewards(run, experience, models) if needs(estimator, "reward_baselines") else None,
+    }
+
+
+def hinted(run: Run, experience: Experience) -> list[list[int]]:
+    """The prompts of the groups with their reference solutions, as token ids (CPO)."""
+    data, rows = run.config.data, run.problems.train_set.rows
+    return hinted_prompts(
+        [rows[row] for row in experience.rows],
+        run.sampler.tokenizer,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=json.loads(data.chat_template_kwargs),
+    )
+
+
+def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
+    """The reward [Q, G] of the most likely response to each response's prompt (ReMax)."""
+    prompts, rows = run.problems.train_set, experience.rows.tolist()
+    weights = run.learner.decode_weights(models.actor.params)  # on the mesh that trains
+    with jax.set_mesh(run.sampler.mesh):
+        greedy = run.sampler.sample(
+            weights,
+            prompts,
+            rows,
+            experience.numbers.tolist(),
+            purpose=BASELINE,
+            sampling=Sampling.create(0.0, 1.0, -1),
+            verification=run.rewards.verify(prompts, rows, 1),
+        )
+        rewards = run.rewards.shape(greedy(), prompts).scores["seq_reward"].astype(np.float32)
+    return np.repeat(rewards, experience.finished.shape[1], axis=1)
