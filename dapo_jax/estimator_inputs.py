@@ -38,10 +38,9 @@ def hinted(run: Run, experience: Experience) -> list[list[int]]:
 def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarray:
     """The reward [Q, G] of the most likely response to each response's prompt (ReMax)."""
     prompts, rows = run.problems.train_set, experience.rows.tolist()
-    weights = run.learner.decode_weights(models.actor.params)  # on the mesh that trains
     with jax.set_mesh(run.sampler.mesh):
         greedy = run.sampler.sample(
-            weights,
+            run.learner.decode_weights(models.actor.params),
             prompts,
             rows,
             experience.numbers.tolist(),

@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -41,17 +40,15 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.held_out import HeldOut, Receive, evaluate
 from dapo_jax.learner.decode_weights import build_decode_weights
-from dapo_jax.meshes import check_mesh, device_notes
+from dapo_jax.meshes import check_mesh
 from dapo_jax.monitor.tensorboard import TensorBoard
 from dapo_jax.other_runs import Trained, find_trained
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
 from dapo_jax.problems import TaskSet, read_problems
-from dapo_jax.run import build_held_out, describe, open_rewards, open_sampler, warn_of_devices
+from dapo_jax.run import build_held_out, describe, open_rewards, open_sampler, report_devices
 from dapo_jax.settings import compute_dtype
-
-logger = logging.getLogger(__name__)
 
 OF_THE_RUN = (  # what a run's own evaluations depend on, besides its problems and their verifier
     *("data.max_prompt_length", "data.max_response_length", "data.truncation", "data.filter_overlong_prompts"),
@@ -133,9 +130,7 @@ def open_policy(config: Config) -> Iterator[_Measuring]:
         raise InputError("there is nothing to evaluate: give data.val_files or evaluate.tasks")
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     check_mesh(config, arch, mesh, training=False)
-    for note in device_notes(config, arch, mesh, training=False):
-        logger.info("%s", note)
-    warn_of_devices(config, mesh)
+    report_devices(config, arch, mesh, training=False)
     decode_weights = build_decode_weights(arch, compute_dtype(config.model, mesh), mesh)
 
     def load(trained: Trained | None) -> Any:

@@ -98,9 +98,7 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
     mesh, rollout_mesh = make_meshes(config)
     check_mesh(config, arch, mesh)
     check_memory(config, mesh)
-    for note in device_notes(config, arch, mesh):
-        logger.info("%s", note)
-    warn_of_devices(config, mesh)
+    report_devices(config, arch, mesh)
     with ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
 
@@ -209,7 +207,8 @@ def build_learner(
     critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
 
     def decode_weights(params: Any) -> Any:
-        weights = actor.decode_weights(params)
+        with jax.set_mesh(mesh):  # callers may be sampling, under the other mesh
+            weights = actor.decode_weights(params)
         return weights if sampler.mesh is mesh else move(weights, sampler.mesh)
 
     return Learner(
@@ -275,8 +274,10 @@ def check_processes(config: Config) -> None:
     check_shared(checkpoint_dir(config))
 
 
-def warn_of_devices(config: Config, mesh: Mesh) -> None:
-    """Warns of GPUs of this machine that the mesh leaves out."""
+def report_devices(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> None:
+    """Logs what was chosen for the devices, and warns of GPUs of this machine that the mesh leaves out."""
+    for note in device_notes(config, arch, mesh, training=training):
+        logger.info("%s", note)
     if warning := unused_gpu():
         logger.warning("%s", warning)
     if config.mesh.data == -1 and platform(mesh) == "gpu" and (warning := idle_gpus()):

@@ -79,8 +79,8 @@ def critic_of(mesh):
     return build_critic(settings, mesh)
 
 
-def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
-    settings = dict(
+def wave_settings(mesh, **changes) -> WaveSettings:
+    values = dict(
         arch=ARCH,
         mesh=mesh,
         eos_ids=EOS,
@@ -94,7 +94,11 @@ def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TR
         lookahead=0,
         seed=0,
     )
-    return WaveEngine(WaveSettings(**{**settings, **changes})).generate(
+    return WaveSettings(**{**values, **changes})
+
+
+def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
+    return WaveEngine(wave_settings(mesh, **changes)).generate(
         actor.decode_weights(state.params),
         prompts,
         numbers,

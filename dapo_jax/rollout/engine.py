@@ -37,7 +37,7 @@ class RolloutEngine(Protocol):
         """`num_samples` responses to each of Q prompts, as NumPy arrays; row b answers prompt b // num_samples.
 
         Args:
-            params: decoding weights (learner/actor.py), with the same shapes and dtypes in every call.
+            params: decoding weights (learner/decode_weights.py), with the same shapes and dtypes in every call.
             prompts: token ids of each prompt.
             numbers: [Q] address of each prompt's draws; with `purpose`, the sample and the position it fixes the noise.
             purpose: training, evaluation, ... (sampling.py).

@@ -1,5 +1,6 @@
 import jax
 import pytest
+from shapes import ARCH
 from small_run import small_config
 
 from dapo_jax import run
@@ -45,5 +46,6 @@ def test_a_run_that_takes_all_devices_warns(monkeypatch, caplog, tmp_path, platf
     monkeypatch.setattr(run, "platform", lambda mesh: platform)
     monkeypatch.setattr(run, "idle_gpus", lambda: "JAX uses 1 of the 8 GPUs")
     mesh = make_mesh(2, 1, 1, jax.devices()[:2])
-    run.warn_of_devices(small_config(tmp_path, **{"mesh.data": data, "mesh.fsdp": 1, "mesh.tensor": 1}), mesh)
+    config = small_config(tmp_path, **{"mesh.data": data, "mesh.fsdp": 1, "mesh.tensor": 1})
+    run.report_devices(config, ARCH, mesh)
     assert [record.levelname for record in caplog.records if "1 of the 8" in record.message] == ["WARNING"] * warns

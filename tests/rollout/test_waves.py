@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import shapes
 from shapes import mesh_of, one_device_mesh
+from small_policy import wave_settings
 
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
@@ -20,7 +21,6 @@ from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import wave_programs
 from dapo_jax.rollout import waves as waves_module
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
-from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
 
 DATA = Path(__file__).parents[1] / "models" / "data"
@@ -37,21 +37,8 @@ def host_params(dtype="float32"):
 
 
 def make_engine(mesh=None, **changes) -> WaveEngine:
-    values = dict(
-        arch=ARCH,
-        mesh=mesh or one_device_mesh(),
-        eos_ids=EOS,
-        pad_id=PAD,
-        max_prompt_length=8,
-        max_response_length=LENGTH,
-        max_num_seqs=1024,
-        memory_share=1.0,
-        chunk_length=8,
-        smallest_rows=1,
-        lookahead=0,
-        seed=0,
-    )
-    made.append(WaveEngine(WaveSettings(**{**values, **changes})))
+    own = {"arch": ARCH, "eos_ids": EOS, "pad_id": PAD, "max_response_length": LENGTH, "chunk_length": 8}
+    made.append(WaveEngine(wave_settings(mesh or one_device_mesh(), **{**own, **changes})))
     return made[-1]
 
 
