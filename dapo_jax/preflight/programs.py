@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_reference
 from dapo_jax.config.sections import Config
-from dapo_jax.data.containers import Batch
+from dapo_jax.data.containers import Batch, MicroBatch
 from dapo_jax.data.padding import bucket
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.choices import uses_critic
@@ -28,7 +28,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
 from dapo_jax.rollout.wave_plan import RoundPlan, plan_round
-from dapo_jax.settings import actor_settings, critic_settings, engine_settings, micro_batches, rows_of_a_prompt
+from dapo_jax.settings import actor_settings, critic_settings, engine_settings, micro_batches
 
 # What lies in a device's memory for longer than a call.
 KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")
@@ -141,7 +141,7 @@ class _Builder:
     def learning(self) -> Iterator[Program]:
         """Log-probabilities and the optimizer steps of the policy, and of the critic if there is one."""
         config = self.config
-        shares = micro_batches(config, self.mesh)
+        shares = micro_batches(config, self.arch, self.mesh)
         mini = self._rows(mini_batch_size(config, "actor"))
         minis = config.data.train_batch_size / mini_batch_size(config, "actor")
         state = {**self.state, **self.decoding_bytes}
@@ -161,7 +161,7 @@ class _Builder:
                 )
         yield from self._update("actor", self.actor.trainable, mini, shares)
         if self.critic is not None:
-            critic, shares = self.critic, micro_batches(config, self.mesh, "critic")
+            critic, shares = self.critic, micro_batches(config, self.arch, self.mesh, "critic")
             mini = self._rows(mini_batch_size(config, "critic"))
             minis = config.data.train_batch_size / mini_batch_size(config, "critic")
             params = critic.trainable.state_shape.params
@@ -213,11 +213,10 @@ class _Builder:
         """`prompts` groups as learner/batch.py's `rows_of` makes them, all zeros that take no memory."""
         config, samples = self.config, self.config.rollout.n
         length = min(bucket(self.response_length), config.data.max_response_length)
-        copies = samples // rows_of_a_prompt(config, self.arch, self.mesh)
-        prompt_shape, shape = (prompts * copies, bucket(config.data.max_prompt_length)), (prompts * samples, length)
+        width, shape = config.data.max_prompt_length, (prompts * samples, length)
         return Batch(
-            prompts=_like(prompt_shape, np.int32),
-            prompt_mask=_like(prompt_shape, np.bool_),
+            prompts=_like((prompts, bucket(width)), np.int32),
+            prompt_mask=np.broadcast_to(np.arange(bucket(width)) < width, (prompts, bucket(width))),
             responses=_like(shape, np.int32),
             mask=np.broadcast_to(np.arange(length) < self.response_length, shape),
             loss_mask=_like(shape, np.bool_),
@@ -238,16 +237,17 @@ class _Builder:
             added["selected"] = _like(batch.mask.shape, np.bool_)
         return batch.replace(**added)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _pieces(self, batch: Batch, shares: MicroBatches) -> list[tuple[Batch, int]]:
+    def _pieces(self, batch: Batch, shares: MicroBatches) -> list[tuple[MicroBatch, int]]:
         """The micro-batches of a mini-batch as shapes, each with how many there are."""
         sharding = batch_sharding(self.mesh)
         found: Counter[tuple[Any, ...]] = Counter()
-        shapes: dict[tuple[Any, ...], Batch] = {}
-        for _, piece in shares.split(batch):
-            key = tuple(x.shape for x in jax.tree.leaves(piece))
+        shapes: dict[tuple[Any, ...], MicroBatch] = {}
+        for piece in shares.split(batch):
+            key = tuple(x.shape for x in jax.tree.leaves(piece.micro_batch))
             found[key] += 1
             shapes.setdefault(
-                key, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), piece)
+                key,
+                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), piece.micro_batch),
             )
         return [(shapes[key], count) for key, count in found.items()]
 
@@ -274,5 +274,6 @@ def _like(shape: tuple[int, ...], dtype: Any) -> Any:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def _size(piece: Batch) -> str:
-    return f"{len(piece.responses)} x {piece.prompts.shape[1]} + {piece.responses.shape[1]} tokens"
+def _size(piece: MicroBatch) -> str:
+    bins, width = piece.bins.tokens.shape
+    return f"{bins} x {width} tokens"
