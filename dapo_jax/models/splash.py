@@ -169,6 +169,6 @@ def _sees(width: int) -> Callable[[Any, Any], Any]:
 
     def sees(query, slot):
         place, start = query & (SHARED_WIDTH - 1), query >> BITS & (SHARED_WIDTH - 1)
-        return jnp.where(slot < width, (slot <= place) & (slot >= start), query >> 2 * BITS > 0)
+        return ((slot <= place) & (slot >= start)) | ((slot >= width) & (query >> 2 * BITS > 0))
 
     return sees
