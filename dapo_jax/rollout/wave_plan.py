@@ -10,6 +10,7 @@ import numpy as np
 from dapo_jax.data.work import Work
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.rollout.round_walk import RoundWalk, walk_round
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import LengthHistory, rungs
 from dapo_jax.rollout.wave_programs import (
@@ -19,9 +20,10 @@ from dapo_jax.rollout.wave_programs import (
     lower_prefill,
     lower_resize,
     lower_start,
+    start_shape,
     wave_shape,
 )
-from dapo_jax.rollout.wave_walk import RoundWalk, WaveShape, walk_round
+from dapo_jax.rollout.wave_walk import WaveShape
 
 _SAMPLING = Sampling.create(1.0, 1.0, -1)  # its values are traced: any other lowers to the same program
 
@@ -85,44 +87,43 @@ class _Programs:
 
     def all(self, every_window: bool) -> Iterator[RoundProgram]:
         """In the order of a wave."""
-        for width, calls in self.walk.prefills.items():
-            yield self._start(width)
-            yield self._prefill(width, calls)
+        yield self._start()
+        yield self._prefill()
         decoded = self.walk.decodes
         for shape, calls in (decoded if every_window else _ends(decoded)).items():
             yield self._decode(shape, calls)
         if decoded and all(shape.rows == self.walk.layout.num_rows for shape in decoded):
-            yield from self._first_survivors(max(decoded, key=lambda shape: (shape.width, shape.window)))
+            yield from self._first_survivors(max(decoded, key=lambda shape: shape.window))
         for (old, new), calls in self.walk.resizes.items():
             yield self._resize(old, new, calls)
 
-    def _start(self, width: int) -> RoundProgram:
+    def _start(self) -> RoundProgram:
         layout = self.walk.layout
         return RoundProgram(
             "prefill",
-            f"room for {layout.size // self.shards} prompts a shard, width {width}",
-            self.walk.starts[width],
-            lambda: lower_start(self.settings, cache_dtype(self.weights), layout, width=width),
-            cache=self._cache(self._whole(width)),
+            f"room for {layout.num_rows // self.shards} rows a shard, prompts of {layout.width}",
+            self.walk.waves,
+            lambda: lower_start(self.settings, cache_dtype(self.weights), layout),
+            cache=start_shape(self.settings, cache_dtype(self.weights), layout).caches,
             other_cache=[],
             reads_weights=False,
         )
 
-    def _prefill(self, width: int, calls: float) -> RoundProgram:
+    def _prefill(self) -> RoundProgram:
         layout = self.walk.layout
         return RoundProgram(
             "prefill",
-            f"prefill {layout.part_size // self.shards} prompts a shard, width {width}",
-            calls,
-            lambda: lower_prefill(self.settings, self.weights, _SAMPLING, layout, width=width),
-            cache=self._cache(self._whole(width)),
+            f"prefill {layout.part_size // self.shards} prompts a shard, width {layout.width}",
+            self.walk.prefills,
+            lambda: lower_prefill(self.settings, self.weights, _SAMPLING, layout),
+            cache=start_shape(self.settings, cache_dtype(self.weights), layout).caches,
             other_cache=[],
         )
 
     def _decode(self, shape: WaveShape, calls: float) -> RoundProgram:
         return RoundProgram(
             "decode",
-            f"decode {shape.rows // self.shards} rows a shard, {self._words(shape)}",
+            f"decode {shape.rows // self.shards} rows a shard, window {shape.window}",
             calls,
             lambda: lower_chunk(self.settings, self.weights, _SAMPLING, **shape._asdict()),
             cache=self._cache(shape),
@@ -143,7 +144,7 @@ class _Programs:
         keep = "" if rows is None else f"keep {rows // self.shards} of "
         return RoundProgram(
             "decode",
-            f"{keep}{old.rows // self.shards} rows a shard, {self._words(old)} to {new.window}",
+            f"{keep}{old.rows // self.shards} rows a shard, window {old.window} to {new.window}",
             calls * self.settings.arch.num_layers,
             lambda: lower_resize(
                 self.settings, narrow, num_samples=old.rows // old.prompts, rows=rows, window=new.window
@@ -152,14 +153,6 @@ class _Programs:
             other_cache=others,
             reads_weights=False,
         )
-
-    def _words(self, shape: WaveShape) -> str:
-        """Its window, and its width if prompts of a round have several."""
-        return f"window {shape.window}" + (f", width {shape.width}" if len(self.walk.prefills) > 1 else "")
-
-    def _whole(self, width: int) -> WaveShape:
-        layout = self.walk.layout
-        return WaveShape(layout.num_rows, layout.num_prompts, width, self.settings.ladder[0])
 
     def _cache(self, shape: WaveShape) -> list[LayerCache]:
         return wave_shape(self.settings, cache_dtype(self.weights), **shape._asdict()).caches
