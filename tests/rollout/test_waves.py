@@ -19,7 +19,6 @@ from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
-from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import wave_programs, wave_walk
 from dapo_jax.rollout import waves as waves_module
