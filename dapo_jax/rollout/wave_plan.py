@@ -1,8 +1,9 @@
 """Host: what the wave engine compiles and calls in one generation round, from shapes alone."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from dapo_jax.rollout.wave_programs import (
 )
 from dapo_jax.rollout.wave_walk import WaveShape
 
+Key = TypeVar("Key")
 _SAMPLING = Sampling.create(1.0, 1.0, -1)  # its values are traced: any other lowers to the same program
 
 
@@ -67,8 +69,8 @@ def plan_round(
         response_lengths: [Q, G] tokens, at most max_response_length.
         prompt_lengths: [Q] tokens, at most max_prompt_length.
         free_bytes: on each device, before the first wave.
-        every_window: list decoding in each window of the cache; otherwise, for each number of rows, in the first and
-            the last one, which share the calls of the windows between them: all costs grow in proportion to the window.
+        every_window: list decoding, and growing, in each window of the cache; otherwise, for each number of rows, in
+            the first and the last, which share the calls of those between: all costs grow in proportion to the window.
     """
     history = LengthHistory(settings.max_response_length)
     history.add(response_lengths.reshape(-1))
@@ -89,12 +91,15 @@ class _Programs:
         """In the order of a wave."""
         yield self._start()
         yield self._prefill()
-        decoded = self.walk.decodes
-        for shape, calls in (decoded if every_window else _ends(decoded)).items():
+        decoded, resized = self.walk.decodes, self.walk.resizes
+        if not every_window:
+            decoded = _ends(decoded, lambda shape: (shape, shape.rows))
+            resized = _ends(resized, lambda both: (both[1], both[0].rows))
+        for shape, calls in decoded.items():
             yield self._decode(shape, calls)
         if decoded and all(shape.rows == self.walk.layout.num_rows for shape in decoded):
             yield from self._first_survivors(max(decoded, key=lambda shape: shape.window))
-        for (old, new), calls in self.walk.resizes.items():
+        for (old, new), calls in resized.items():
             yield self._resize(old, new, calls)
 
     def _start(self) -> RoundProgram:
@@ -158,18 +163,22 @@ class _Programs:
         return wave_shape(self.settings, cache_dtype(self.weights), **shape._asdict()).caches
 
 
-def _ends(decoded: Counter[WaveShape]) -> dict[WaveShape, float]:
-    """For each number of rows, the first and the last window; those between give their calls to the nearer ones."""
-    by_rows: defaultdict[WaveShape, dict[int, int]] = defaultdict(dict)
-    for shape, count in decoded.items():
-        by_rows[shape._replace(window=0)][shape.window] = count
-    found: dict[WaveShape, float] = {}
-    for shape, counts in by_rows.items():
-        first, last = min(counts), max(counts)
-        calls = dict.fromkeys((first, last), 0.0)
-        for window, count in counts.items():
+def _ends(counts: Mapping[Key, int], shape_of: Callable[[Key], tuple[WaveShape, int]]) -> dict[Key, float]:
+    """For each shape apart from its window, the first and the last window, with the calls of those between.
+
+    Args:
+        shape_of: the shape of a key, and its rows before it.
+    """
+    groups: defaultdict[Any, dict[int, Key]] = defaultdict(dict)
+    for key in counts:
+        shape, before = shape_of(key)
+        groups[shape._replace(window=0), before][shape.window] = key
+    calls: dict[Key, float] = {}
+    for keys in groups.values():
+        first, last = min(keys), max(keys)
+        calls |= {keys[first]: 0.0, keys[last]: 0.0}
+        for window, key in keys.items():
             share = (window - first) / max(last - first, 1)
-            calls[first] += count * (1 - share)
-            calls[last] += count * share
-        found |= {shape._replace(window=window): count for window, count in calls.items()}
-    return found
+            calls[keys[first]] += counts[key] * (1 - share)
+            calls[keys[last]] += counts[key] * share
+    return calls
