@@ -69,11 +69,9 @@ def test_keys_and_values_stay_in_their_share_of_the_memory():
     assert 0.5 * 0.85 * 11 * GIB < tokens * 2 * 28 * 128 * 2 <= 0.85 * 11 * GIB
 
 
-def test_rows_are_not_capped_by_the_prefill_of_all_prompts_at_once():
-    assert (
-        walked("Qwen2.5-7B", (16, 4), 11, 0).layout.num_rows
-        > 5 * walked("Qwen2.5-7B", (16, 4), 11, 0, max_num_seqs=512).layout.num_rows
-    )
+def test_a_wave_has_more_prompts_than_are_prefilled_at_once():
+    layout = walked("Qwen2.5-7B", (16, 4), 11, 0).layout
+    assert layout.size > 16 * layout.at_once and layout.part_size <= 16 * layout.at_once
 
 
 def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
