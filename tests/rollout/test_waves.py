@@ -111,10 +111,10 @@ def test_devices_choose_their_own_survivors(shape, monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "at_once", "parts"),
-    [((2, 2, 2), 4, 2), ((2, 2, 2), 1, 6), pytest.param((1, 1, 1), 5, 5, marks=pytest.mark.slow)],
+    [((1, 1, 1), 5, 5), ((2, 2, 2), 4, 2), pytest.param((2, 1, 1), 5, 3, marks=pytest.mark.slow)],
 )
 def test_prompts_prefilled_in_parts_give_the_same_tokens(shape, at_once, parts, monkeypatch):
-    """24 prompts, 6 on each of four shards; on one device, the last part of 5 repeats one of the part before."""
+    """Of 24 prompts; on one device, the last part repeats one of the part before."""
     expected = reference()
     engine = make_engine(mesh_of(shape), smallest_rows=1000, chunk_length=30)
     room = (at_once + 0.5) * wave_programs.prefill_bytes(engine.settings, 8)
