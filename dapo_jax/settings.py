@@ -207,13 +207,12 @@ def updates_of_step(config: Config, arch: Architecture, mesh: Mesh, step: int) -
 
 def micro_batches(config: Config, arch: Architecture, mesh: Mesh, name: str = "actor") -> MicroBatches:
     """How the rows of the actor or the critic are divided among forward and backward passes."""
-    flops, packed = token_flops(arch), config.actor.use_dynamic_bsz
     return MicroBatches(
         num_shards=num_batch_shards(mesh),
         max_tokens_per_device=token_budget(config, name),
-        rows_per_device=0 if packed else micro_batch_size(config, name),
+        rows_per_device=0 if config.actor.use_dynamic_bsz else micro_batch_size(config, name),
         attention=training_attention(config, arch, mesh),
-        pair_cost=flops.pair / (flops.layers + flops.head),
+        flops=token_flops(arch),
     )
 
 

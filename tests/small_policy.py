@@ -17,6 +17,7 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import UpdateSettings, update_policy
 from dapo_jax.models.attention import XLA, BinAttention
+from dapo_jax.models.flops import TokenFlops
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
@@ -140,7 +141,8 @@ def rows(number: int) -> MicroBatches:
 
 def bins(shards: int, tokens: int, attention: BinAttention = XLA) -> MicroBatches:
     """Packed micro-batches of so many tokens on each of the devices."""
-    return MicroBatches(num_shards=shards, max_tokens_per_device=tokens, attention=attention, pair_cost=0.01)
+    flops = TokenFlops(layers=1.0, head=0.0, pair=0.01)
+    return MicroBatches(num_shards=shards, max_tokens_per_device=tokens, attention=attention, flops=flops)
 
 
 def micro_batch(batch: Batch) -> MicroBatch:

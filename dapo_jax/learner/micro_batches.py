@@ -13,6 +13,7 @@ import numpy as np
 from dapo_jax.data.containers import Batch, Bins, MicroBatch, Tokens
 from dapo_jax.learner.packing import EIGHTHS, Pass, plan_passes
 from dapo_jax.models.attention import XLA, BinAttention
+from dapo_jax.models.flops import TokenFlops
 
 PER_TOKEN = {field.name for field in dataclasses.fields(Tokens)} - {"noise"}  # a pass draws nothing
 
@@ -39,7 +40,7 @@ class MicroBatches:
     max_tokens_per_device: int = 0  # slots of a pass; at least one longest sequence
     rows_per_device: int = 0  # not 0: by rows
     attention: BinAttention = XLA
-    pair_cost: float = 0.0  # of a pair of a query and a key, by the work of a slot
+    flops: TokenFlops = TokenFlops(layers=1.0, head=0.0, pair=0.0)
 
     def split(self, batch: Batch) -> Iterator[Piece]:
         """The micro-batches, which hold every row that has a response."""
@@ -64,8 +65,25 @@ class MicroBatches:
             num_shards=self.num_shards,
             max_tokens=self.max_tokens_per_device,
             attention=self.attention,
-            pair_cost=self.pair_cost,
+            pair_cost=self.flops.pair / (self.flops.layers + self.flops.head),
         )
+
+    def computed(self, piece: Piece) -> float:
+        """Operations of a forward pass over a micro-batch; each share of the devices takes as long as the slowest."""
+        bins, size = piece.micro_batch.bins, piece.micro_batch.sources.size
+        slowest = self.attention.pairs(bins).reshape(self.num_shards, -1).sum(axis=1).max()
+        return (
+            self.flops.layers * bins.trees.size + self.flops.head * size + self.flops.pair * slowest * self.num_shards
+        )
+
+    def needed(self, batch: Batch) -> float:
+        """Operations of a forward pass over the batch without padding, each prompt once."""
+        prompts, responses = batch.prompt_mask.sum(axis=1), batch.mask.sum(axis=1)
+        inputs = np.maximum(responses - 1, 0)  # a response's last token predicts nothing
+        own = np.repeat(prompts, len(responses) // len(prompts))
+        pairs = (prompts * (prompts + 1.0) / 2).sum() + (inputs * own + inputs * (inputs + 1.0) / 2).sum()
+        slots = prompts.sum() + inputs.sum()
+        return float(self.flops.layers * slots + self.flops.head * responses.sum() + self.flops.pair * pairs)
 
     def _by_rows(self, responses: np.ndarray, width: int) -> Iterator[Pass]:
         rows, size = len(responses), self.rows_per_device * self.num_shards

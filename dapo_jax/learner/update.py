@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import token_weights
 from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
+from dapo_jax.data.work import Work, efficiencies
 from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
@@ -62,7 +63,7 @@ def update_policy(
         return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
 
     prepare = select if actor.select is not None else None
-    state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, pace, prepare)
+    state, steps, work = _optimizer_steps(actor.trainable, state, batch, settings, mesh, pace, prepare)
 
     def finish() -> tuple[dict[str, float], Histograms]:
         found = fetch(steps)
@@ -71,7 +72,7 @@ def update_policy(
         ratios = np.sum([metrics.pop("ratio_counts").total for metrics, _ in found], axis=0)
         low, high = -RATIO_STEP / 2, (RATIO_BUCKETS - 0.5) * RATIO_STEP
         histograms = {"actor/ratio": counted(ratios, low=low, high=high)}
-        return _policy_summary(found, clips=actor.select is None), histograms
+        return _policy_summary(found, clips=actor.select is None) | efficiencies([{"update": work}]), histograms
 
     return state, finish
 
@@ -80,7 +81,7 @@ def update_critic(
     critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the critic on `batch`, like `update_policy` but without histograms."""
-    state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh, pace)
+    state, steps, _ = _optimizer_steps(critic.trainable, state, batch, settings, mesh, pace)
     return state, lambda: (_summary("critic", fetch(steps)), {})
 
 
@@ -156,14 +157,14 @@ def _optimizer_steps(
     mesh: Mesh,
     pace: OnMicroBatch,
     prepare: Callable[[TrainState, Batch], Batch] | None = None,
-) -> tuple[TrainState, list[tuple[Metrics, jax.Array]]]:
+) -> tuple[TrainState, list[tuple[Metrics, jax.Array]], Work]:
     """One optimizer step per mini-batch that has a token to train on.
 
-    Returns the new state, and each step's metrics and gradient norm, still on the devices.
+    Returns the new state, each step's metrics and gradient norm, still on the devices, and the work of forward passes.
 
     Mini-batch j is the j-th slice of consecutive rows; which rows it holds never depends on their lengths.
     """
-    steps = []
+    steps, work, micro_batches = [], Work(), settings.micro_batches
     for _ in range(settings.epochs):
         for mini_batch in mini_batches(batch, settings.mini_batch_rows):
             if not mini_batch.loss_mask.any():  # nothing to learn: momentum alone must not move the weights
@@ -173,7 +174,9 @@ def _optimizer_steps(
             mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings, mesh))
             gradients = learner.zero_gradients(state.params)
             parts: list[Metrics] = []
-            for piece in settings.micro_batches.split(mini_batch):
+            work += Work(needed=micro_batches.needed(mini_batch))
+            for piece in micro_batches.split(mini_batch):
+                work += Work(computed=micro_batches.computed(piece))
                 placed = put(piece.micro_batch, batch_sharding(mesh))
                 gradients, new = learner.accumulate(state.params, gradients, placed)
                 settle(gradients)
@@ -183,7 +186,7 @@ def _optimizer_steps(
             settle(state)
             del gradients  # before the next ones are made
             steps.append((functools.reduce(_merge, parts), norm))
-    return state, steps
+    return state, steps, work
 
 
 def _loss_weights(mini_batch: Batch, settings: UpdateSettings, mesh: Mesh) -> np.ndarray:

@@ -28,7 +28,7 @@ HOPPER = 9  # the compute capability from which cuDNN's attention takes packed s
 
 
 def bin_attention(name: str, device: Any, *, share_prompts: bool = True) -> BinAttention:
-    """An implementation of attention: xla, cudnn or splash. It affects no real token by padding, and no gradient of one.
+    """xla, cudnn or splash. Padding affects no real token and no gradient of one.
 
     Under the mesh of `jax.set_mesh`, bins are sharded over ("data", "fsdp") and heads over "tensor", which must divide
     N and K. Inside a shard_map over some of these axes (with check_vma=False), the other axes shard its local arrays.
