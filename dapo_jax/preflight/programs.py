@@ -85,9 +85,8 @@ def step_programs(
         plan = plan_round(
             engine_settings(config, arch, eos_ids, pad_id, mesh),
             builder.decoding,
-            num_prompts=gen_batch_size(config),
-            num_samples=config.rollout.n,
-            response_length=response_length,
+            response_lengths=np.full((gen_batch_size(config), config.rollout.n), response_length),
+            prompt_lengths=np.full(gen_batch_size(config), config.data.max_prompt_length),
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
             every_window=every_window,
         )

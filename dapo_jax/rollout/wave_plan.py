@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -49,20 +50,22 @@ def plan_round(
     settings: WaveSettings,
     weights: Params,
     *,
-    num_prompts: int,
-    num_samples: int,
-    response_length: int,
+    response_lengths: np.ndarray,
+    prompt_lengths: np.ndarray,
     free_bytes: float,
     every_window: bool = True,
 ) -> RoundPlan:
-    """The round of an engine that has seen no response yet, if all responses have `response_length` tokens.
+    """The round of an engine that has seen no response yet, with responses and prompts of these lengths.
 
     Args:
         weights: shapes and shardings of the decoding weights.
+        response_lengths: [Q, G] tokens, at most max_response_length.
+        prompt_lengths: [Q] tokens, at most max_prompt_length.
         free_bytes: on each device, before the first wave.
         every_window: list decoding in each window of the cache; otherwise in the first and the last, which share the
             calls of the windows between them, since all costs grow in proportion to the window.
     """
+    (num_prompts, num_samples), response_length = response_lengths.shape, int(response_lengths.max())
     shards, history = num_batch_shards(settings.mesh), LengthHistory(settings.max_response_length)
     most = rows_at_once(settings, cache_dtype(weights), history, num_samples, free_bytes)
     size = wave_size(num_prompts, num_samples, max_rows=most, shards=shards)
