@@ -24,7 +24,7 @@ from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, refused
 from dapo_jax.preflight.hlo_costs import Collective, Costs
 from dapo_jax.preflight.programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
-from dapo_jax.preflight.report import read_shape, seconds, totals, usable_memory
+from dapo_jax.preflight.report import preflight, read_shape, seconds, totals, usable_memory
 from dapo_jax.preflight.tables import tables
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,34 @@ def test_the_report_for_a_cpu(monkeypatch, capsys):
     report = json.loads(line)
     check(report)
     assert report["step_seconds"] is None and printed == tables(report).rstrip() and "s products" in printed
+
+
+def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "limits_of", lambda device: Limits("device", 10 * GIB, 1e9, 1e9, 1e9))
+    changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "data.max_prompt_length": 8, "data.max_response_length": 100}
+    changes |= {"trainer.compilation_cache_dir": str(tmp_path), "rollout.max_num_seqs": 64}
+    config = small_config("unused", **changes)
+
+    same = preflight(config, "cpu", lengths="lognormal:median=100,sigma=0,prompt_median=8,prompt_sigma=0", quick=True)
+    assert "expected" not in preflight(config, "cpu", quick=True)
+    expected = same["expected"]
+    assert expected["step_seconds"] == same["step_seconds"] and expected["plan"] == same["plan"]
+    for name, stage in expected["stages"].items():
+        assert stage == {key: value for key, value in same["stages"][name].items() if key != "bytes"}
+
+    shorter = preflight(config, "cpu", lengths="lognormal:median=20,sigma=0.5", quick=True)
+    expected = shorter["expected"]
+    assert expected["response_tokens"]["median"] == pytest.approx(20, abs=1) and expected["prompt_tokens"]["max"] == 8
+    assert shorter["step_seconds"] == same["step_seconds"] and shorter["fits"]
+    assert {name: stage["bytes"] for name, stage in shorter["stages"].items()} == {
+        name: stage["bytes"] for name, stage in same["stages"].items()
+    }
+    for name in ("decode", "update"):
+        assert 0 < expected["stages"][name]["seconds"]["total"] < same["stages"][name]["seconds"]["total"]
+    assert 0 < expected["efficiency"]["update"] < same["expected"]["efficiency"]["update"]
+    text = tables(shorter)
+    assert "Expected at lognormal:median=20,sigma=0.5,clip=100,within=0.5,prompt_median=8,prompt_sigma=0.5" in text
+    assert "| s, longest case | needed / computed |" in text and "at the expected lengths." in text
 
 
 def check(report):
@@ -96,6 +124,7 @@ def test_a_shape_replaces_a_model_that_is_not_on_the_disk(tmp_path):
     ("arguments", "message"),
     [
         (["--topology=gpu:8"], "dapo_jax: --topology=gpu:8 must name a GPU that CUDA 13 knows: choose one of t4:8"),
+        (["--lengths=lognormal:median=9"], "dapo_jax: --lengths=lognormal:median=9 must have a sigma: write it like"),
         (["--topology=h100:eight"], "dapo_jax: --topology=h100:eight must be h100:GPUS"),
         (["--topology=h100"], "dapo_jax: --topology=h100 must be h100:GPUS"),
         (["--topology=v99:2x2"], "dapo_jax: --topology=v99:2x2 must be a TPU slice"),
