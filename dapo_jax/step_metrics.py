@@ -13,10 +13,11 @@ from dapo_jax.data.experience import Experience, Outcomes
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.data.work import efficiencies
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.rounds import filtered_counts
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import weight_table
+from dapo_jax.models.flops import token_flops
 from dapo_jax.monitor import statistics
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.devices import GIB, limits_of
@@ -65,6 +66,7 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
     compared = scores.get("acc", scores["seq_reward"])
     metrics = {
         **statistics.score_metrics(scores),
+        **efficiencies(part.work for part in sampled),
         "rollout/model_version": int(max(part.versions.max() for part in sampled)),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
         "reward/length_correlation": statistics.length_correlation(
@@ -164,13 +166,11 @@ def performance_metrics(
 def forward_flops(arch: Architecture, lengths: np.ndarray) -> float:
     """Floating-point operations of one forward pass over sequences of these lengths, with causal attention and head.
 
-    2 for each parameter that multiplies and each token, 2 layers heads head_dim length^2 for attention. As verl, each
-    sequence has its own prompt, also where a group shares one.
+    length^2 / 2 pairs of a query and a key. As verl, each sequence has its own prompt, also where a group shares one.
     """
-    looked_up = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size
-    multiplied = sum(math.prod(weight.shape) for weight in weight_table(arch) if weight.is_matrix) - looked_up
-    attention = arch.num_layers * arch.num_heads * arch.head_dim * np.sum(np.square(lengths, dtype=np.float64))
-    return 2 * float(multiplied * np.sum(lengths, dtype=np.float64) + attention)
+    flops = token_flops(arch)
+    pairs = np.sum(np.square(lengths, dtype=np.float64)) / 2
+    return float((flops.layers + flops.head) * np.sum(lengths, dtype=np.float64) + flops.pair * pairs)
 
 
 def utilisation(config: Config, mesh: Mesh, metrics: Mapping[str, float]) -> dict[str, float]:

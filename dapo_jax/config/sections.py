@@ -142,7 +142,7 @@ class RolloutConfig:
     min_response_length: int = 0  # no end-of-sequence token is drawn before so many tokens; not in evaluation
     stop: tuple[str, ...] = ()  # a response ends after the first of these strings, which it keeps
     max_num_seqs: NotNegative[int] = 0  # responses decoded at once, at least a group per device; 0 = by kv_memory_share
-    kv_memory_share: Annotated[Positive[float], at_most(1)] = 0.5  # of the free memory, for keys and values
+    kv_memory_share: Annotated[Positive[float], at_most(1)] = 0.85  # of the free memory, for keys and values
     decode_chunk_length: Positive[int] = 32  # tokens between two checks for finished responses
 
 

@@ -1,10 +1,13 @@
 """What moves between the stages. Sizes: Q prompts, G samples each, B = Q * G rows, P prompt, R response tokens."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from dapo_jax.data.work import Work
 
 Array = Any  # jax.Array on the devices, np.ndarray on the host
 
@@ -27,6 +30,8 @@ class Rollout:
     logprobs: Array  # [B, R] float32, log-probability of each token when it was sampled; 0 where none was
     finished: Array  # [B] bool, False if cut off at R tokens
     by_policy: Array = None  # [B, R] bool, False on response tokens that an environment wrote; None = all the policy's
+    # Work by stage ("prefill", "decode"), if the engine counts it
+    work: Mapping[str, Work] = struct.field(pytree_node=False, default_factory=dict)
 
 
 @struct.dataclass

@@ -1,7 +1,7 @@
 """Host: groups of responses with what is known of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
 
 OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
@@ -26,6 +27,7 @@ class Outcomes:
     scores: dict[str, np.ndarray]  # [Q, G] float64 each
     failed: np.ndarray  # [Q, G] bool, verification failed
     error: str = ""  # the most frequent error of the failed verifications
+    work: Mapping[str, Work] = field(default_factory=dict)  # of sampling them, by stage
 
     def score(self, name: str) -> np.ndarray:
         """The values [Q, G] of a score, NaN where there is none."""
@@ -36,8 +38,8 @@ class Outcomes:
 class Experience:
     """Q groups of G responses of at most R tokens, in prompt order; all arrays are NumPy's.
 
-    Every field but `error` has one entry per group. Checkpoints hold the arrays and scores, except `failed`; prompts
-    and texts follow from rows and responses.
+    Every field but `error` and `work` has one entry per group. Checkpoints hold the arrays and scores, except `failed`;
+    prompts and texts follow from rows and responses.
     """
 
     numbers: np.ndarray  # [Q] int64, prompt numbers
@@ -55,6 +57,7 @@ class Experience:
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
     answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None = unknown
     error: str = ""  # the most frequent error of the failed verifications; "" once groups are chosen
+    work: Mapping[str, Work] = field(default_factory=dict)  # of sampling them, by stage; {} once groups are chosen
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -78,7 +81,9 @@ class Experience:
     def outcomes(self) -> Outcomes:
         """The same without the tokens, which take nearly all of the memory."""
         lengths = self.mask.sum(axis=-1)
-        return Outcomes(self.numbers, self.rows, self.versions, lengths, self.scores, self.failed, self.error)
+        return Outcomes(
+            self.numbers, self.rows, self.versions, lengths, self.scores, self.failed, self.error, self.work
+        )
 
     def score(self, name: str) -> np.ndarray:
         """The values [Q, G] of a score, NaN where it was not measured."""
@@ -114,7 +119,7 @@ class Experience:
 
     def _by_group(self) -> dict[str, Any]:
         """The fields with one entry per group."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "error"}
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("error", "work")}
 
 
 def concatenate(parts: Sequence[Experience]) -> Experience:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from dapo_jax.data.containers import Prompts
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import LayerCache, Params
@@ -43,34 +42,73 @@ class Chunk:
     logprobs: jax.Array  # [B, C] float32
 
 
-@functools.partial(jax.jit, static_argnames=("arch", "window", "eos_ids", "pad_id"))
-def start_wave(
+@functools.partial(jax.jit, static_argnames=("arch", "dtype", "window"))
+def empty_wave(
+    keys: jax.Array, finished: jax.Array, prompt_mask: jax.Array, *, arch: Architecture, dtype: Any, window: int
+) -> Wave:
+    """A wave with room for its prompts and `window` tokens of each row; nothing is prefilled yet.
+
+    Args:
+        keys: [B] addresses of the draws.
+        finished: [B] bool, True on rows without a response.
+        prompt_mask: [Q, P] bool.
+        dtype: of keys and values.
+    """
+    (rows,), (prompts, width), heads, size = keys.shape, prompt_mask.shape, arch.num_kv_heads, arch.head_dim
+
+    def cache() -> LayerCache:
+        shapes = (prompts, heads, size, width), (prompts, heads, width, size)
+        own = (rows, heads, size, window), (rows, heads, window, size)
+        return LayerCache(*(jnp.zeros(shape, dtype) for shape in (*shapes, *own)))
+
+    tokens, caches = jnp.zeros(rows, jnp.int32), [cache() for _ in range(arch.num_layers)]
+    return _laid_out(Wave(tokens, finished, keys, prompt_mask, caches, jnp.int32(1)))
+
+
+@functools.partial(jax.jit, static_argnames=("arch", "copies", "eos_ids", "pad_id"), donate_argnames=("wave",))
+def prefill_part(
     params: Params,
-    prompts: Prompts,
-    keys: jax.Array,
+    wave: Wave,
+    tokens: jax.Array,
+    mask: jax.Array,
+    first: jax.Array,
     sampling: Sampling,
     *,
     arch: Architecture,
-    window: int,
+    copies: int,
     eos_ids: tuple[int, ...],
     pad_id: int,
 ) -> tuple[Wave, Chunk]:
-    """Runs each prompt once, allocates `window` tokens for each of its samples, and draws the first token.
+    """Runs some prompts of an empty wave, each once, caches their keys and values, and draws their rows' first token.
 
     Args:
-        prompts: Q prompts; those with a negative number are padding and start finished.
-        keys: [B], B = Q * n.
+        tokens, mask: [M, P] left-padded prompts; `copies` neighbouring shards all keep what they prefill together.
+        first: scalar, where these prompts begin among those of each shard.
     """
-    num_samples = keys.shape[0] // prompts.tokens.shape[0]
-    hidden, keys_and_values = transformer.prefill(params, prompts.tokens, prompts.mask, arch)
-    value = jnp.zeros((keys.shape[0], arch.num_kv_heads, window, arch.head_dim), keys_and_values[0][0].dtype)
-    caches = [LayerCache(*of_prompts, value.swapaxes(2, 3), value) for of_prompts in keys_and_values]
-    logits = jnp.repeat(transformer.logits(params, hidden), num_samples, axis=0)
-    padding = jnp.repeat(prompts.numbers < 0, num_samples)
-    tokens, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
-    tokens, finished = _settle(tokens, padding, eos_ids, pad_id)
-    wave = _laid_out(Wave(tokens, finished, keys, prompts.mask, caches, jnp.int32(1)))
-    return wave, _chunk(tokens[:, None], ~padding[:, None], logprobs[:, None])
+    samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
+    first_row, rows = first * samples, tokens.shape[0] * copies * samples
+    hidden, keys_and_values = transformer.prefill(params, tokens, mask, arch)
+    caches = []
+    for cache, (key, value) in zip(wave.caches, keys_and_values, strict=True):
+        key, value = _spread(key, copies), _spread(value, copies)
+        caches.append(
+            dataclasses.replace(
+                cache,
+                prompt_key=_put_part(cache.prompt_key, key, first),
+                prompt_value=_put_part(cache.prompt_value, value, first),
+            )
+        )
+    logits = jnp.repeat(transformer.logits(params, _spread(hidden, copies)), samples, axis=0)
+    keys, padding = _part(wave.keys, first_row, rows), _part(wave.finished, first_row, rows)
+    drawn, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
+    drawn, finished = _settle(drawn, padding, eos_ids, pad_id)
+    wave = dataclasses.replace(
+        wave,
+        tokens=_put_part(wave.tokens, drawn, first_row),
+        finished=_put_part(wave.finished, finished, first_row),
+        caches=caches,
+    )
+    return _laid_out(wave), _chunk(drawn[:, None], ~padding[:, None], logprobs[:, None])
 
 
 @functools.partial(jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id"), donate_argnames=("wave",))
@@ -150,6 +188,39 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
     spec = wave_spec(x.ndim)
     local = jax.shard_map(lambda x, rows: x[rows], in_specs=(spec, PartitionSpec(BATCH_AXES)), out_specs=spec)
     return local(x, rows)
+
+
+def _part(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """`size` rows of `x` in all, equally many of each device, from its own row `first` on."""
+    spec = wave_spec(x.ndim)
+
+    def local(x: jax.Array, first: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, first, size // jax.lax.axis_size(BATCH_AXES))
+
+    return jax.shard_map(local, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, first)
+
+
+def _put_part(x: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
+    """`x` with `part` written over each device's own rows from `first` on."""
+    spec, write = wave_spec(x.ndim), jax.lax.dynamic_update_slice_in_dim
+    local = jax.shard_map(
+        lambda x, part, first: write(x, part, first, axis=0), in_specs=(spec, spec, PartitionSpec()), out_specs=spec
+    )
+    return local(x, part, first)
+
+
+def _spread(x: jax.Array, copies: int) -> jax.Array:
+    """Rows of `x` [M, ...] on every device of each block of `copies` neighbouring ones, [M * copies, ...]."""
+    if copies == 1:
+        return x
+    spec = wave_spec(x.ndim)
+
+    def local(x: jax.Array) -> jax.Array:
+        devices = jax.lax.axis_size(BATCH_AXES)
+        blocks = [list(range(first, first + copies)) for first in range(0, devices, copies)]
+        return jax.lax.all_gather(x, BATCH_AXES, axis_index_groups=blocks, tiled=True)
+
+    return jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
 def _laid_out(tree: Any) -> Any:

@@ -87,6 +87,7 @@ class Sampler:
                 by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
                 answers=grouped_list([verdict.pred for verdict in verdicts]),
                 error=max(errors, key=lambda error: errors[error], default=""),
+                work=rollout.work,
             )
 
         return finish

@@ -38,11 +38,17 @@ class Sampling:
 
 
 def row_keys(seed: int, purpose: int, numbers: jax.Array, num_samples: int) -> jax.Array:
-    """Keys [Q * n] of (seed, purpose, prompt number, sample); numbers [Q] int32."""
+    """Keys [Q * n] of (seed, purpose, prompt number, sample), a prompt's one after the other; numbers [Q] int32."""
+    samples = jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), numbers.shape[0])
+    return keys_of(seed, purpose, jnp.repeat(numbers, num_samples), samples)
+
+
+@jax.jit
+def keys_of(seed: int, purpose: int, numbers: jax.Array, samples: jax.Array) -> jax.Array:
+    """Keys [B] of (seed, purpose, prompt number, sample); numbers and samples [B] int32."""
     base = jax.random.fold_in(jax.random.key(seed), purpose)
-    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    prompts = fold(base, numbers)
-    return jax.vmap(fold, in_axes=(0, None))(prompts, jnp.arange(num_samples)).reshape(-1)
+    prompts = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(base, numbers)
+    return jax.vmap(jax.random.fold_in)(prompts, samples)
 
 
 @functools.partial(jax.jit, static_argnames=("num_samples", "length"))

@@ -8,6 +8,7 @@ from dapo_jax.data.padding import bucket
 
 ROW_MULTIPLE = 8  # rows per device
 FIRST_WINDOW = 64  # tokens
+WIDEST_STEP = 512  # tokens between two windows
 
 
 def prompt_width(longest: int, limit: int) -> int:
@@ -16,7 +17,9 @@ def prompt_width(longest: int, limit: int) -> int:
 
 
 def windows(max_response_length: int, chunk_length: int) -> list[int]:
-    """Cache widths, ascending: buckets from FIRST_WINDOW in whole chunks; the last holds a whole response.
+    """Cache widths, ascending, in whole chunks: buckets from FIRST_WINDOW up, then every WIDEST_STEP tokens.
+
+    The last holds a whole response.
 
     The last token of a response is not cached, so `max_response_length` - 1 tokens are enough.
     """
@@ -24,7 +27,7 @@ def windows(max_response_length: int, chunk_length: int) -> list[int]:
     found, size = [], FIRST_WINDOW
     while (width := -(-size // chunk_length) * chunk_length) < last:
         found.append(width)
-        size = bucket(size + 1)
+        size = min(bucket(size + 1), size + WIDEST_STEP)
     return sorted({*found, last})
 
 

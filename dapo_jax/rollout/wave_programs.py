@@ -1,5 +1,6 @@
 """Host: the compiled functions of a wave, lowered from shapes alone: no array exists yet."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dapo_jax.data.containers import Prompts
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.mesh import num_batch_shards
-from dapo_jax.rollout.decoding import Wave, decode_chunk, resize_cache, start_wave, wave_spec
+from dapo_jax.rollout.decoding import Wave, decode_chunk, empty_wave, prefill_part, resize_cache, wave_spec
 from dapo_jax.rollout.sampling import Sampling
-from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rows_in_memory, windows
+from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rows_in_memory, wave_size, windows
+from dapo_jax.rollout.wave_layout import WaveLayout
+
+PREFILL_BYTES = 2.0**30  # of a device's memory for one call of prefill, besides keys and values
 
 
 @dataclass(frozen=True)
@@ -45,22 +48,31 @@ class WaveSettings:
         return windows(self.max_response_length, self.tokens_per_chunk)
 
 
-def lower_start(
-    settings: WaveSettings, params: Params, sampling: Sampling, *, prompts: int, num_samples: int, width: int
-) -> jax.stages.Lowered:
-    """The prefill of `prompts` prompts of `width` tokens, each with `num_samples` rows."""
-    batch = Prompts(
-        tokens=_rows(settings.mesh, (prompts, width), jnp.int32),
-        mask=_rows(settings.mesh, (prompts, width), jnp.bool_),
-        numbers=_rows(settings.mesh, (prompts,), jnp.int32),
+def lower_start(settings: WaveSettings, dtype: Any, layout: WaveLayout, *, width: int) -> jax.stages.Lowered:
+    """Room for a wave whose prompts have `width` tokens; `dtype` of keys and values."""
+    return empty_wave.lower(
+        _rows(settings.mesh, (layout.num_rows,), _key_dtype()),
+        _rows(settings.mesh, (layout.num_rows,), jnp.bool_),
+        _rows(settings.mesh, (layout.num_prompts, width), jnp.bool_),
+        arch=settings.arch,
+        dtype=dtype,
+        window=settings.ladder[0],
     )
-    return start_wave.lower(
+
+
+def lower_prefill(
+    settings: WaveSettings, params: Params, sampling: Sampling, layout: WaveLayout, *, width: int
+) -> jax.stages.Lowered:
+    """The prefill of a part of the prompts of a wave."""
+    return prefill_part.lower(
         params,
-        batch,
-        _rows(settings.mesh, (prompts * num_samples,), _key_dtype()),
+        start_shape(settings, cache_dtype(params), layout, width=width),
+        _rows(settings.mesh, (layout.part_size, width), jnp.int32),
+        _rows(settings.mesh, (layout.part_size, width), jnp.bool_),
+        np.int32(0),
         sampling,
         arch=settings.arch,
-        window=settings.ladder[0],
+        copies=layout.copies,
         eos_ids=settings.eos_ids,
         pad_id=settings.pad_id,
     )
@@ -82,43 +94,60 @@ def lower_chunk(
     )
 
 
-def lower_growth(cache: LayerCache, *, num_samples: int, window: int) -> jax.stages.Lowered:
-    """Widening one layer's cache while all rows stay."""
-    return resize_cache.lower(cache, None, num_samples=num_samples, window=window)
+def lower_resize(
+    settings: WaveSettings, cache: LayerCache, *, num_samples: int, rows: int | None, window: int
+) -> jax.stages.Lowered:
+    """Another window for one layer's cache, of which `rows` rows are kept; None = all."""
+    chosen = None if rows is None else _rows(settings.mesh, (rows,), jnp.int32)
+    return resize_cache.lower(cache, chosen, num_samples=num_samples, window=window)
 
 
-def rows_at_once(
-    settings: WaveSettings, dtype: np.dtype, history: LengthHistory, num_samples: int, free_bytes: float
-) -> int:
-    """Rows of a wave: max_num_seqs, or as many as fit the memory if responses end as they have done so far.
+def layout_of_waves(
+    settings: WaveSettings,
+    dtype: np.dtype,
+    prompt_lengths: Sequence[int] | np.ndarray,
+    num_samples: int,
+    history: LengthHistory,
+    free_bytes: float,
+) -> WaveLayout:
+    """The waves of a call: as few equal ones as max_num_seqs, or the memory if responses end as before, allows.
 
     Args:
         dtype: of keys and values.
+        prompt_lengths: [Q] tokens, of all prompts of the call.
         free_bytes: on each device, of which keys and values may take `memory_share`.
     """
-    if settings.max_num_seqs:
-        return settings.max_num_seqs
-    free_bytes *= settings.memory_share
-    arch, shards = settings.arch, num_batch_shards(settings.mesh)
-    values = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"]
-    rows = rows_in_memory(
-        free_bytes,
-        bytes_per_token=values * dtype.itemsize,
-        width=prompt_width(settings.max_prompt_length, settings.max_prompt_length),
+    shards, width = num_batch_shards(settings.mesh), prompt_width(max(prompt_lengths), settings.max_prompt_length)
+    rows = settings.max_num_seqs or shards * rows_in_memory(
+        free_bytes * settings.memory_share,
+        bytes_per_token=cache_bytes(settings, dtype),
+        width=width,
         chunk_length=settings.tokens_per_chunk,
         ladder=settings.ladder,
         alive=history.alive,
         lookahead=settings.lookahead,
     )
-    prompts = int(free_bytes / prefill_bytes(arch, settings.max_prompt_length))
-    return max(min(rows, prompts * num_samples) * shards, num_samples)
+    size = wave_size(len(prompt_lengths), num_samples, max_rows=rows, shards=shards)
+    return WaveLayout(size, num_samples, shards, at_once=max(int(PREFILL_BYTES / prefill_bytes(settings, width)), 1))
 
 
-def prefill_bytes(arch: Architecture, max_prompt_length: int) -> float:
-    """About what the prefill of one prompt takes besides its cache: attention scores and activations of one layer."""
-    width = prompt_width(max_prompt_length, max_prompt_length)
-    scores = 3 * arch.num_heads * width
-    return 4.0 * width * (scores + 4 * arch.intermediate_size + 8 * arch.hidden_size)
+def cache_bytes(settings: WaveSettings, dtype: np.dtype) -> float:
+    """Of a token's keys and values on one device."""
+    arch = settings.arch
+    return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"] * dtype.itemsize
+
+
+def prefill_bytes(settings: WaveSettings, width: int) -> float:
+    """About what the prefill of one prompt takes on a device: attention scores and activations of one layer."""
+    arch, tensor = settings.arch, settings.mesh.shape["tensor"]
+    divided = 3 * arch.num_heads * width + 4 * arch.intermediate_size
+    return 4.0 * width * (divided / tensor + 8 * arch.hidden_size)
+
+
+def start_shape(settings: WaveSettings, dtype: Any, layout: WaveLayout, *, width: int) -> Wave:
+    """Shapes and shardings of a wave at its start."""
+    shape = {"rows": layout.num_rows, "prompts": layout.num_prompts, "width": width}
+    return wave_shape(settings, dtype, **shape, window=settings.ladder[0])
 
 
 def cache_dtype(params: Params) -> np.dtype:

@@ -1,13 +1,12 @@
 """Host: the rollout engine that decodes in waves whose rows become fewer and whose cache grows.
 
 All rows of a wave have sampled equally many tokens. Between two chunks the host looks for responses that have ended:
-they are handed on, and the survivors move to a smaller batch once they fit (shapes.rungs); a full cache is widened
-(shapes.windows). None of this changes a token: every draw has an address (sampling.py).
+they are handed on, and the survivors move to a smaller batch once they fit; a full cache is widened. wave_walk.py
+decides when; here is what the devices do. None of this changes a token: every draw has an address (sampling.py).
 """
 
 import dataclasses
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +14,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.data.containers import Prompts, Rollout
+from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.memory import free_bytes
-from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import batch_sharding, put
-from dapo_jax.rollout.decoding import Chunk, Wave, keep_rows, resize_cache, start_wave
+from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
 from dapo_jax.rollout.engine import OnFinished, StopRule
+from dapo_jax.rollout.needed_work import needed_work
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import Responses
-from dapo_jax.rollout.sampling import Sampling, row_keys
-from dapo_jax.rollout.shapes import LengthHistory, expected_path, prompt_width, rungs, wave_size, window_of
-from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype, lower_chunk, rows_at_once
+from dapo_jax.rollout.sampling import Sampling, keys_of
+from dapo_jax.rollout.shapes import LengthHistory, expected_path, prompt_width, rungs
+from dapo_jax.rollout.wave_layout import WaveLayout
+from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype, layout_of_waves, lower_chunk
+from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk, work_of
 
 LENGTHS = "lengths "  # precedes the number of a purpose in a checkpoint
 
@@ -74,25 +75,33 @@ class WaveEngine:
             stop=stop,
             on_finished=on_finished,
         )
-        history, shards = self.history(purpose), num_batch_shards(self.settings.mesh)
-        max_rows = self._rows_at_once(params, num_samples, history)
-        size = wave_size(len(prompts), num_samples, max_rows=max_rows, shards=shards)
-        call = _Call(params, sampling, purpose, num_samples, size, responses, history)
-        for first in range(0, len(prompts), size):
+        history, lengths = self.history(purpose), np.array([len(prompt) for prompt in prompts])
+        layout = layout_of_waves(
+            self.settings, cache_dtype(params), lengths, num_samples, history, self._memory_before_the_first_wave()
+        )
+        call, computed = _Call(params, sampling, purpose, layout, history), []
+        for first in range(0, len(prompts), layout.size):
             self.check()
-            wave = _Decoding(self, call, prompts[first : first + size], first * num_samples)
-            wave.run(numbers[first : first + size])
-            history.add(responses.lengths(wave.first_row, wave.end_row))
-        return responses.rollout()
+            these = slice(first, first + layout.size)
+            width = prompt_width(int(lengths[these].max()), self.settings.max_prompt_length)
+            first_row, end_row = first * num_samples, min(first + layout.size, len(prompts)) * num_samples
+            walk = WaveWalk(self.settings, layout, responses, first_row=first_row, end_row=end_row, width=width)
+            walk.run(_Wave(self, call, prompts[these], numbers[these], width))
+            computed.append(walk.computed)
+            history.add(responses.lengths(first_row, end_row))
+        rollout = responses.rollout()
+        needed = needed_work(self.settings.arch, lengths, rollout.mask.sum(axis=1).reshape(-1, num_samples))
+        return rollout.replace(work=work_of(computed, needed))  # pyright: ignore[reportAttributeAccessIssue]
 
     def history(self, purpose: int) -> LengthHistory:
         """How long the responses of a purpose have been."""
         return self._histories.setdefault(purpose, LengthHistory(self.settings.max_response_length))
 
-    def _rows_at_once(self, params: Params, num_samples: int, history: LengthHistory) -> int:
+    def _memory_before_the_first_wave(self) -> float:
+        """Free bytes on each device; 0 where they decide nothing."""
         if self._free_bytes is None and not self.settings.max_num_seqs:
             self._free_bytes = free_bytes(self.settings.mesh)
-        return rows_at_once(self.settings, cache_dtype(params), history, num_samples, self._free_bytes or 0.0)
+        return self._free_bytes or 0.0
 
     def state(self) -> dict[str, np.ndarray]:
         """What the size of the next wave depends on."""
@@ -136,137 +145,86 @@ class _Call:
     params: Params
     sampling: Sampling
     purpose: int
-    num_samples: int
-    size: int  # prompts of a wave
-    responses: Responses
+    layout: WaveLayout
     history: LengthHistory
 
 
-class _Decoding:
-    """One wave. Prompts missing to its size are filled with copies of the last that start finished."""
+class _Wave:
+    """A wave on the devices. Prompts missing to its size are copies of the last one; their rows start finished."""
 
-    def __init__(self, engine: WaveEngine, call: _Call, prompts: Sequence[Sequence[int]], first_row: int) -> None:
-        settings = engine.settings
-        self.engine, self.settings, self.call, self.prompts = engine, settings, call, prompts
-        self.responses = call.responses
-        self.first_row, self.end_row = first_row, first_row + len(prompts) * call.num_samples
-        self.shards = num_batch_shards(settings.mesh)
-        self.ladder = settings.ladder
-        self.width = prompt_width(max(map(len, prompts)), settings.max_prompt_length)
-        self.rows = np.arange(first_row, first_row + call.size * call.num_samples)  # response of each row of the wave
-        self.rows[self.rows >= self.end_row] = -1
-        self.samples_per_prompt = call.num_samples  # rows that share a prompt's part of the cache
-        self.window = self.ladder[0]
-        self.sampled = 0  # tokens of each row that are sampled or being sampled
-
-    def run(self, numbers: Sequence[int]) -> None:
-        """Decodes until all rows have ended."""
-        pending: deque[tuple[Chunk, np.ndarray, int]] = deque()
+    def __init__(
+        self, engine: WaveEngine, call: _Call, prompts: Sequence[Sequence[int]], numbers: Sequence[int], width: int
+    ) -> None:
+        self.engine, self.settings, self.call, self.width = engine, engine.settings, call, width
+        layout, missing = call.layout, call.layout.size - len(prompts)
         self._prepare()
-        wave, chunk = self._start(numbers)
-        pending.append((chunk, self.rows, 0))
-        self.sampled = 1
-        while True:
-            longest = self.responses.longest(self.rows)
-            while len(pending) > self.settings.lookahead or (pending and self.sampled >= longest):
-                self.responses.add(*pending.popleft())
-            alive = self.responses.alive(self.rows)
-            if self.sampled >= longest or not alive.any():
-                break
-            self.engine.check()
-            wave = self._resize(wave, alive)
-            wave, chunk = self._decode(wave)
-            pending.append((chunk, self.rows, self.sampled))
-            self.sampled += self.settings.tokens_per_chunk
-            self._prepare_next()
+        self.tokens, self.mask = pad_prompts([*prompts, *[prompts[-1]] * missing], width, self.settings.pad_id)
+        prompt, sample = np.divmod(layout.rows(), layout.num_samples)
+        addresses = np.array([*numbers, *[-1] * missing], np.int32)[prompt]
+        held = self._put(addresses), self._put(sample.astype(np.int32))
+        self.wave = empty_wave(
+            keys_of(self.settings.seed, call.purpose, *held),
+            self._put(addresses < 0),
+            self._put(self.mask[layout.prompts()]),
+            arch=self.settings.arch,
+            dtype=cache_dtype(call.params),
+            window=self.settings.ladder[0],
+        )
 
-    def _start(self, numbers: Sequence[int]) -> tuple[Wave, Chunk]:
-        settings, call = self.settings, self.call
-        missing = call.size - len(self.prompts)
-        tokens, mask = pad_prompts([*self.prompts, *[self.prompts[-1]] * missing], self.width, settings.pad_id)
-        addresses = np.array([*numbers, *[-1] * missing], np.int32)
-        batch = put(Prompts(tokens, mask, addresses), batch_sharding(settings.mesh))
-        keys = row_keys(settings.seed, call.purpose, batch.numbers, call.num_samples)
-        return start_wave(
+    def prefill(self, first: int) -> Chunk:
+        settings, call, prompts = self.settings, self.call, self.call.layout.prefilled(first)
+        self.wave, chunk = prefill_part(
             call.params,
-            batch,
-            keys,
+            self.wave,
+            self._put(self.tokens[prompts]),
+            self._put(self.mask[prompts]),
+            np.int32(first),
             call.sampling,
             arch=settings.arch,
-            window=self.window,
+            copies=call.layout.copies,
             eos_ids=settings.eos_ids,
             pad_id=settings.pad_id,
         )
+        return chunk
 
-    def _resize(self, wave: Wave, alive: np.ndarray) -> Wave:
-        """The wave with room for the next chunk, and with fewer rows if the survivors fit a smaller batch."""
-        window = window_of(self.ladder, self._tokens_after_next())
-        here = alive.reshape(self.shards, -1)
-        per_device = min(rung for rung in self._rungs(here.shape[1]) if rung >= here.sum(axis=1).max())
-        if window == self.window and per_device == here.shape[1]:
-            return wave
-        chosen = None
-        same = self.samples_per_prompt
-        if per_device < here.shape[1]:
-            # A device with fewer survivors repeats its first row; the tokens of the copies belong to no response.
-            local = np.zeros((self.shards, per_device), np.int32)
-            rows = np.full((self.shards, per_device), -1)
-            for shard, (own, of_shard) in enumerate(zip(self.rows.reshape(here.shape), here, strict=True)):
-                kept = np.flatnonzero(of_shard)
-                local[shard, : len(kept)], rows[shard, : len(kept)] = kept, own[kept]
-            chosen = put(local.reshape(-1), batch_sharding(self.settings.mesh))
-            self.rows, self.samples_per_prompt = rows.reshape(-1), 1
-        self.window = window
-        caches = wave.caches
-        rest = keep_rows(dataclasses.replace(wave, caches=[]), chosen, num_samples=same) if chosen is not None else wave
+    def resize(self, old: WaveShape, new: WaveShape, chosen: np.ndarray | None) -> None:
+        rows, num_samples = None if chosen is None else self._put(chosen), old.rows // old.prompts
+        caches, rest = self.wave.caches, dataclasses.replace(self.wave, caches=[])
+        if rows is not None:
+            rest = keep_rows(rest, rows, num_samples=num_samples)
         for layer, cache in enumerate(caches):  # only one layer at a time is in memory twice
-            caches[layer] = resize_cache(cache, chosen, num_samples=same, window=window)
-        return dataclasses.replace(rest, caches=caches)
+            caches[layer] = resize_cache(cache, rows, num_samples=num_samples, window=new.window)
+        self.wave = dataclasses.replace(rest, caches=caches)
 
-    def _rungs(self, rows: int) -> list[int]:
-        return rungs(rows, self.settings.smallest_rows)
+    def decode(self, shape: WaveShape, following: WaveShape) -> Chunk:
+        self.engine.check()
+        program = self.engine.programs.get(*self._lowering(shape))
+        self.wave, chunk = program(self.call.params, self.wave, self.call.sampling)
+        if following != shape:
+            self.engine.programs.prepare(*self._lowering(following))
+        return chunk
 
-    def _decode(self, wave: Wave) -> tuple[Wave, Chunk]:
-        program = self.engine.programs.get(*self._lowering(len(self.rows), self._prompts(), self.window))
-        return program(self.call.params, wave, self.call.sampling)
-
-    def _prompts(self) -> int:
-        """Prompts whose keys and values the wave caches."""
-        return len(self.rows) // self.samples_per_prompt
-
-    def _tokens_after_next(self) -> int:
-        """Tokens of a row in the cache when the next chunk is done."""
-        return self.sampled - 1 + self.settings.tokens_per_chunk
+    def _put(self, rows: np.ndarray) -> jax.Array:
+        return put(rows, batch_sharding(self.settings.mesh))
 
     def _prepare(self) -> None:
         """Starts to compile the shapes that the wave is expected to go through."""
-        rows, history = self.call.size * self.call.num_samples, self.call.history
-        path = [(rows // self.shards, self.window)]
+        settings, layout, history = self.settings, self.call.layout, self.call.history
+        whole = layout.num_rows // layout.shards
+        path = [(whole, settings.ladder[0])]
         if history.known:
             path = expected_path(
-                self._rungs(rows // self.shards),
-                self.settings.tokens_per_chunk,
-                self.ladder,
+                rungs(whole, settings.smallest_rows),
+                settings.tokens_per_chunk,
+                settings.ladder,
                 history.alive,
-                lookahead=self.settings.lookahead,
+                lookahead=settings.lookahead,
             )
-        for per_device, window in path:
-            whole = per_device * self.shards == rows
-            prompts = self.call.size if whole else per_device * self.shards
-            self.engine.programs.prepare(*self._lowering(per_device * self.shards, prompts, window))
+        for height, window in path:
+            rows = height * layout.shards
+            prompts = layout.num_prompts if height == whole else rows
+            self.engine.programs.prepare(*self._lowering(WaveShape(rows, prompts, self.width, window)))
 
-    def _prepare_next(self) -> None:
-        """Starts to compile for the chunk after the one just dispatched if that needs a wider window."""
-        needed = self._tokens_after_next()
-        if self.window < needed <= self.ladder[-1]:
-            window = window_of(self.ladder, needed)
-            self.engine.programs.prepare(*self._lowering(len(self.rows), self._prompts(), window))
-
-    def _lowering(self, rows: int, prompts: int, window: int) -> tuple[Any, Callable[[], jax.stages.Lowered]]:
-        settings, sampling = self.settings, self.call.sampling
+    def _lowering(self, shape: WaveShape) -> tuple[WaveShape, Callable[[], jax.stages.Lowered]]:
         params = self.engine.param_shapes(self.call.params)
-
-        def lower() -> jax.stages.Lowered:
-            return lower_chunk(settings, params, sampling, rows=rows, prompts=prompts, width=self.width, window=window)
-
-        return (rows, prompts, self.width, window), lower
+        return shape, lambda: lower_chunk(self.settings, params, self.call.sampling, **shape._asdict())

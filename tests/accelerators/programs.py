@@ -42,8 +42,9 @@ from dapo_jax.preflight.report import read_shape
 from dapo_jax.rewards.reward_model import build_reward_model
 from dapo_jax.rewards.shaping import place_rewards, shape_rewards
 from dapo_jax.rollout.decoding import keep_rows, resize_cache
-from dapo_jax.rollout.sampling import SELECT, Sampling, position_noise
+from dapo_jax.rollout.sampling import SELECT, Sampling, keys_of, position_noise
 from dapo_jax.rollout.shapes import prompt_width, rungs
+from dapo_jax.rollout.wave_layout import WaveLayout
 from dapo_jax.rollout.wave_programs import lower_chunk, wave_shape
 from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
 
@@ -104,20 +105,23 @@ def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
 
 
 def rungs_and_windows(parts: Parts) -> Iterator[Program]:
-    """Every batch of survivors in every window, and the ways to fewer rows in the widest window."""
+    """Keys of the rows, every batch of survivors in every window, and the ways to fewer rows in the widest window."""
     settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
     actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
     with jax.set_mesh(parts.mesh):
         weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
+    numbers = parts.rows(64, dtype=jnp.int32)
+    yield "keys", lambda: keys_of.lower(0, 0, numbers, numbers)
     shards, dtype = num_batch_shards(parts.mesh), compute_dtype(parts.config.model, parts.mesh)
     prompts, samples = parts.config.data.train_batch_size, parts.config.rollout.n
     width, sampling = prompt_width(16, 16), Sampling.create(1.0, 1.0, -1)
+    copies = WaveLayout(prompts, samples, shards, at_once=1).copies
     heights = rungs(prompts * samples // shards, settings.smallest_rows)
     assert len(heights) > 1 and len(settings.ladder) > 2
     for window in settings.ladder:
         for height in heights:
             whole = height == heights[0]
-            shape = {"rows": height * shards, "prompts": prompts if whole else height * shards, "width": width}
+            shape = {"rows": height * shards, "prompts": prompts * copies if whole else height * shards, "width": width}
             yield (
                 f"decode {height} rows, window {window}",
                 functools.partial(lower_chunk, settings, weights, sampling, **shape, window=window),
@@ -125,7 +129,7 @@ def rungs_and_windows(parts: Parts) -> Iterator[Program]:
             wave = wave_shape(settings, dtype, **shape, window=window)
             for below in heights[heights.index(height) + 1 :]:
                 rows = parts.rows(below * shards, dtype=jnp.int32)
-                same = samples if whole else 1
+                same = samples // copies if whole else 1
                 yield (
                     f"keep {below} of {height} rows",
                     functools.partial(keep_rows.lower, replace(wave, caches=[]), rows, num_samples=same),

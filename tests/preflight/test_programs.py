@@ -37,7 +37,7 @@ def programs_of(config, **changes):
 def texts_of_a_run(config) -> set[tuple[str, str]]:
     """The lowered text of what a run of one step calls."""
     seen = set()
-    call, get, start_wave = trainable.WithFrozen.__call__, Programs.get, waves.start_wave
+    call, get = trainable.WithFrozen.__call__, Programs.get
 
     def called(self, *arguments):
         seen.add(("learner", self.lower(*arguments).as_text()))
@@ -47,14 +47,18 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
         seen.add(("decode", lower().as_text()))
         return get(self, key, lower)
 
-    def started(*arguments, **static):
-        seen.add(("prefill", start_wave.lower(*arguments, **static).as_text()))
-        return start_wave(*arguments, **static)
+    def seen_by(function):
+        def called(*arguments, **static):
+            seen.add(("prefill", function.lower(*arguments, **static).as_text()))
+            return function(*arguments, **static)
+
+        return called
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
-        patch.setattr(waves, "start_wave", started)
+        for function in (waves.empty_wave, waves.prefill_part):
+            patch.setattr(waves, function.__name__, seen_by(function))
         train(config)
     return seen
 

@@ -18,7 +18,7 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout import wave_programs
+from dapo_jax.rollout import wave_programs, wave_walk
 from dapo_jax.rollout import waves as waves_module
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
 from dapo_jax.rollout.waves import WaveEngine
@@ -70,7 +70,7 @@ def sample(engine, *, params=None, prompts=PROMPTS, sampling=None, num_samples=S
 def reference():
     """One wave of all rows with the whole cache from the start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waves_module, "rungs", lambda rows, smallest: [rows])
+        patch.setattr(wave_walk, "rungs", lambda rows, smallest: [rows])
         patch.setattr(wave_programs, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
         return sample(make_engine())
 
@@ -99,7 +99,7 @@ def test_fewer_rows_and_wider_caches_change_no_token(lookahead, chunk_length):
 
 @pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)])
 def test_devices_choose_their_own_survivors(shape, monkeypatch):
-    monkeypatch.setattr(waves_module, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
+    monkeypatch.setattr(wave_walk, "rungs", lambda rows, smallest: list(range(rows, 0, -1)))
     engine = make_engine(mesh_of(shape), chunk_length=32)
     assert_same(sample(engine), reference())
     assert len({rows for rows, *_ in shapes_of(engine)}) >= 3
