@@ -28,16 +28,16 @@ def to_compile(programs: Sequence[Program]) -> list[Program]:
 
 def complete(programs: Sequence[Program], compiled: Sequence[Compiled]) -> list[Compiled]:
     """All programs in their order, if at least those of `to_compile` are compiled."""
-    found = {one.program.name: one for one in compiled}
+    found = {one.program.key: one for one in compiled}
     for family in _families(programs):
         features = _features(family)
-        known = [index for index, program in enumerate(family) if program.name in found]
-        measured = [found[family[index].name] for index in known]
+        known = [index for index, program in enumerate(family) if program.key in found]
+        measured = [found[family[index].key] for index in known]
         for program, own in zip(family, features, strict=True):
-            if program.name not in found:
+            if program.key not in found:
                 weights, *_ = np.linalg.lstsq(features[known].T, own)
-                found[program.name] = _combined(program, measured, weights)
-    return [found[program.name] for program in programs]
+                found[program.key] = _combined(program, measured, weights)
+    return [found[program.key] for program in programs]
 
 
 def _families(programs: Sequence[Program]) -> list[list[Program]]:

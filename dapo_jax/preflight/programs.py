@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_reference
 from dapo_jax.config.sections import Config
+from dapo_jax.data.work import Work
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
@@ -48,6 +49,11 @@ class Program:
     family: str = ""  # the costs of programs of one family are linear in `features`; "" = not known
     features: tuple[float, ...] = ()
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same program of two steps. Names are of one step: they leave out what is the same in all."""
+        return self.name, *sorted(self.inside.items())
+
 
 @dataclass(frozen=True)
 class Step:
@@ -58,7 +64,7 @@ class Step:
     waves: int
     rows: int  # of a wave, on all devices
     micro_batches: int  # of the policy, in a step
-    efficiency: Mapping[str, float] = field(default_factory=dict)  # needed over computed work, by stage
+    work: Mapping[str, Work] = field(default_factory=dict)  # computed and needed, by stage
 
 
 def step_programs(
@@ -96,7 +102,7 @@ def step_programs(
         waves=plan.waves,
         rows=plan.rows,
         micro_batches=sum(int(program.calls) for program in learning if program.name.startswith("actor, gradients")),
-        efficiency={"update": builder.batch.efficiency()},
+        work={**plan.work, "update": builder.batch.work()},
     )
 
 
@@ -217,16 +223,19 @@ def _family(program: RoundProgram) -> tuple[str, tuple[float, ...]]:
     """The family and the features (see `Program`) of one of the engine's programs.
 
     A chunk of decoding reads the weights, and does something for each row and for each key that a row attends to. What
-    reads no weights copies its caches.
+    reads no weights moves one layer's keys and values to a cache of another size.
     """
     if program.stage != "decode":
         return "", ()
-    if not program.reads_weights:
-        kind, *_ = program.name.split()
-        return kind, (1.0, *(sum(math.prod(x.shape) for x in jax.tree.leaves(cache)) for cache in program.cache))
-    cache = program.cache[0]
-    (rows, *_, window), (prompts, *_, width) = cache.key.shape, cache.prompt_key.shape
-    return f"decode, {rows // prompts} rows a prompt", (1.0, rows, rows * width, rows * window)
+    cache, *others = program.cache
+    rows, samples = len(cache.key), len(cache.key) // len(cache.prompt_key)
+    if program.reads_weights:
+        width, window = cache.prompt_key.shape[-1], cache.key.shape[-1]
+        return f"decode, {samples} rows a prompt", (1.0, rows, rows * width, rows * window)
+    (target,) = others
+    left, wider = len(target.key), target.key.shape[-1] > cache.key.shape[-1]
+    family = f"{'keep' if left < rows else ''} {'widen' if wider else ''}"
+    return family, (1.0, device_bytes(cache) * left / rows, device_bytes(target))
 
 
 def device_bytes(tree: Any, *, kind: str | None = None) -> float:

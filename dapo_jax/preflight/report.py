@@ -72,8 +72,8 @@ def preflight(
     other = step_programs(config, arch, mesh, lengths=expected, memory=usable) if expected else None
     programs = list(step.programs)
     if other is not None:  # what only shorter lengths call must fit too
-        names = {program.name for program in programs}
-        programs += [dataclasses.replace(one, calls=0.0) for one in other.programs if one.name not in names]
+        keys = {program.key for program in programs}
+        programs += [dataclasses.replace(one, calls=0.0) for one in other.programs if one.key not in keys]
     compiled = complete(programs, _compile_all(to_compile(programs) if quick else programs, mesh, cache, progress))
     attention = chosen_attention(config.model, arch, mesh)[0]
     return {
@@ -96,7 +96,7 @@ def preflight(
         "config": dataclasses.asdict(config),
         "jax": jax.__version__,
         "host_bytes_per_device": step.host_bytes,
-        "programs": [as_json(one, limits) for one in compiled],
+        "programs": [as_json(one, limits, other) for one in compiled],
         **totals(compiled, limits, memory),
         "advice": advise(config, arch, dict(mesh.shape), step, compiled, usable, attention=attention),
         **({"expected": _expected(config, expected, other, compiled, limits)} if expected and other else {}),
@@ -116,15 +116,14 @@ def _expected(
         compiled: at least the step's programs.
     """
     responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
-    measured = {one.program.name: one for one in compiled}
+    measured = {one.program.key: one for one in compiled}
     return {
         "lengths": lengths.text,
         "response_tokens": _spread(responses),
         "prompt_tokens": _spread(prompts),
         "plan": _plan(step),
-        "efficiency": dict(step.efficiency),
-        "calls": {program.name: program.calls for program in step.programs},
-        **work([dataclasses.replace(measured[one.name], program=one) for one in step.programs], limits),
+        "efficiency": {stage: work.efficiency for stage, work in step.work.items()},
+        **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs], limits),
     }
 
 
@@ -181,13 +180,16 @@ def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
     return parts | {"total": max(parts["products"], parts["memory"]) + parts["collectives"]}
 
 
-def as_json(compiled: Compiled, limits: Limits) -> dict[str, Any]:
-    """The report's entry for one program."""
+def as_json(compiled: Compiled, limits: Limits, expected: Step | None = None) -> dict[str, Any]:
+    """The report's entry for one program, with its calls in the `expected` step if there is one."""
     program, costs = compiled.program, compiled.costs
+    calls = {"calls": program.calls}
+    if expected is not None:
+        calls["expected_calls"] = sum(one.calls for one in expected.programs if one.key == program.key)
     return {
         "stage": program.stage,
         "name": program.name,
-        "calls": program.calls,
+        **calls,
         "bytes": compiled.bytes,
         "costs": dataclasses.asdict(costs) if costs is not None else None,
         "seconds": seconds(costs, limits) if costs is not None else None,
@@ -197,7 +199,7 @@ def as_json(compiled: Compiled, limits: Limits) -> dict[str, Any]:
 
 def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[str, Any]:
     """Peak memory and costs per step of each stage, and whether the step fits."""
-    found, largest = work(compiled, limits), max(one.total for one in compiled)
+    found, largest = costs_of(compiled, limits), max(one.total for one in compiled)
     for name, stage in found["stages"].items():
         stage["bytes"] = max((one for one in compiled if one.program.stage == name), key=lambda one: one.total).bytes
     return {
@@ -208,7 +210,7 @@ def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[
     }
 
 
-def work(compiled: Sequence[Compiled], limits: Limits) -> dict[str, Any]:
+def costs_of(compiled: Sequence[Compiled], limits: Limits) -> dict[str, Any]:
     """Costs per step, and a lower bound on its time, in all and of each stage."""
     stages: dict[str, Any] = {}
     for name in dict.fromkeys(one.program.stage for one in compiled):

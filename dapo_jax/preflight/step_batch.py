@@ -12,6 +12,7 @@ from dapo_jax.config.derived import mini_batch_size
 from dapo_jax.config.sections import Config
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.padding import bucket
+from dapo_jax.data.work import Work
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.sharding import batch_sharding
@@ -50,16 +51,16 @@ class StepBatch:
                 )
         return [(shapes[key], float(count)) for key, count in found.items()]
 
-    def efficiency(self) -> float:
-        """Needed over computed FLOPs of the policy's passes: of real tokens, and of rows with their padding."""
-        num_prompts, samples = self.responses.shape
+    def work(self) -> Work:
+        """Of a forward pass of the policy over an epoch: rows with their padding, of which real tokens are needed."""
+        samples = self.responses.shape[1]
         needed = self._flops(self.responses + self.prompts[:, None], np.repeat(self.prompts, self._saved(samples)))
         computed = 0.0
         for piece, count in self.micro_batches("actor"):
             rows, width = len(piece.responses), piece.prompts.shape[1]
             lengths = np.full(rows, width + piece.responses.shape[1])
             computed += count * self._flops(lengths, np.full(self._saved(rows), width))
-        return needed / computed
+        return Work(computed, needed)
 
     def _flops(self, sequences: np.ndarray, saved: np.ndarray) -> float:
         """Of a forward pass over these lengths, without those of prompts that are run once for several responses."""

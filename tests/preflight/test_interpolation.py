@@ -9,7 +9,7 @@ from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Collective, Costs
 from dapo_jax.preflight.interpolation import complete, to_compile
 from dapo_jax.preflight.lengths import parse_lengths
-from dapo_jax.preflight.programs import CACHE, KINDS, Program, step_programs
+from dapo_jax.preflight.programs import CACHE, DECODING, KINDS, Program, step_programs
 
 
 def decode(rows, window, family="decode", calls=1.0):
@@ -64,8 +64,9 @@ def test_what_does_not_compile_has_no_costs_to_interpolate():
     assert sum(one.costs is not None for one in found) == 1 and len(found) == len(PATH)
 
 
+@pytest.mark.slow
 def test_interpolated_costs_are_those_of_compiled_programs():
-    """Of all programs of the engine, for lengths whose waves become narrow and grow to the last window."""
+    """Of all programs that decode, for lengths whose waves become narrow and grow to the last window."""
     changes = {
         "mesh.fsdp": 4,
         "mesh.tensor": 2,
@@ -80,14 +81,18 @@ def test_interpolated_costs_are_those_of_compiled_programs():
     lengths = parse_lengths("lognormal:median=60,sigma=1", config.data)
     step = step_programs(config, read_model(config)[0], mesh, lengths=lengths, memory=1e9)
     programs = [program for program in step.programs if program.stage == "decode"]
-    chosen = {program.name for program in to_compile(programs)}
+    chosen = {program.key for program in to_compile(programs)}
     assert len(chosen) < len(programs) / 2
     with jax.set_mesh(mesh):
         compiled = [compile_program(program, mesh, "") for program in programs]
-    found = complete(programs, [one for one in compiled if one.program.name in chosen])
+    found = complete(programs, [one for one in compiled if one.program.key in chosen])
     for name in ("flops", "bytes", "sent"):
         exact = np.array([getattr(one.costs, name) for one in compiled])
         near = np.array([getattr(one.costs, name) for one in found])
         calls = np.array([program.calls for program in programs])
-        assert calls @ near == pytest.approx(calls @ exact, rel=0.02), name
-        np.testing.assert_allclose(near, exact, rtol=0.15, atol=0.01 * exact.max(), err_msg=name)
+        assert calls @ near == pytest.approx(calls @ exact, rel=1e-3), name
+        decoding = np.array([DECODING in program.inside for program in programs])
+        np.testing.assert_allclose(near[decoding], exact[decoding], rtol=1e-3, err_msg=name)
+        np.testing.assert_allclose(
+            near, exact, rtol=0.1, err_msg=name
+        )  # of copies, one fusion in some and two in others

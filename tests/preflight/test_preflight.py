@@ -57,38 +57,30 @@ def test_the_report_for_a_cpu(monkeypatch, capsys):
     assert report["step_seconds"] is None and printed == tables(report).rstrip() and "s products" in printed
 
 
-def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkeypatch, tmp_path):
+def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkeypatch):
     monkeypatch.setattr(report, "limits_of", lambda device: Limits("device", 10 * GIB, 1e9, 1e9, 1e9))
-    changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "data.max_prompt_length": 8, "data.max_response_length": 100}
-    changes |= {"trainer.compilation_cache_dir": str(tmp_path), "rollout.max_num_seqs": 64}
-    config = small_config("unused", **changes)
-
-    same = preflight(config, "cpu", lengths="lognormal:median=100,sigma=0,prompt_median=8,prompt_sigma=0", quick=True)
-    assert "expected" not in preflight(config, "cpu", quick=True)
-    expected = same["expected"]
-    assert expected["step_seconds"] == same["step_seconds"] and expected["plan"] == same["plan"]
-    for name, stage in expected["stages"].items():
-        assert stage == {key: value for key, value in same["stages"][name].items() if key != "bytes"}
-
-    shorter = preflight(config, "cpu", lengths="lognormal:median=20,sigma=0.5", quick=True)
-    expected = shorter["expected"]
-    assert expected["response_tokens"]["median"] == pytest.approx(20, abs=1) and expected["prompt_tokens"]["max"] == 8
-    assert shorter["step_seconds"] == same["step_seconds"] and shorter["fits"]
-    assert {name: stage["bytes"] for name, stage in shorter["stages"].items()} == {
-        name: stage["bytes"] for name, stage in same["stages"].items()
-    }
+    changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "data.max_prompt_length": 8, "data.max_response_length": 60}
+    config = small_config("unused", **changes, **{"rollout.max_num_seqs": 64})
+    found = preflight(config, "cpu", lengths="lognormal:median=10,sigma=0.3", quick=True)
+    expected, longest = found["expected"], found["stages"]
+    assert expected["response_tokens"]["median"] == pytest.approx(10, abs=1) and expected["prompt_tokens"]["max"] == 8
+    assert 0 < expected["step_seconds"] < found["step_seconds"] and found["fits"]
     for name in ("decode", "update"):
-        assert 0 < expected["stages"][name]["seconds"]["total"] < same["stages"][name]["seconds"]["total"]
-    assert 0 < expected["efficiency"]["update"] < same["expected"]["efficiency"]["update"]
-    text = tables(shorter)
-    assert "Expected at lognormal:median=20,sigma=0.5,clip=100,within=0.5,prompt_median=8,prompt_sigma=0.5" in text
+        assert 0 < expected["stages"][name]["seconds"]["total"] < longest[name]["seconds"]["total"]
+        assert expected["stages"][name]["calls"] == sum(
+            program["expected_calls"] for program in found["programs"] if program["stage"] == name
+        )
+    assert set(expected["efficiency"]) == {"prefill", "decode", "update"}
+    assert all(0 < share <= 1 for share in expected["efficiency"].values())
+    text = tables(found)
+    assert "Expected at lognormal:median=10,sigma=0.3,clip=60,within=0.5,prompt_median=8,prompt_sigma=0.5" in text
     assert "| s, longest case | needed / computed |" in text and "at the expected lengths." in text
 
 
 def check(report):
     assert list(report["stages"]) == STAGES
     assert report["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
-    assert report["fits"] and not report["advice"]
+    assert report["fits"] and not report["advice"] and "expected" not in report
     stages = report["stages"]
     # bytes on one of eight devices; norms are replicated
     own = report["model"]["parameters"] * 4 / 8
