@@ -32,7 +32,6 @@ def get_config() -> Any:
     config.data.max_response_length = 16384
     config.data.filter_overlong_prompts = True
     config.rollout.n = 8
-    config.rollout.max_num_seqs = 128
     config.reward.function = "math_verify"
     config.reward.num_workers = 16
     config.algorithm.adv_estimator = "cpo"

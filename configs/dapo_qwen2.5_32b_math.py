@@ -4,17 +4,17 @@
 
 Hardware: 128 devices of 95 GB on several hosts (docs/pods.md). Compiled for a v5p:4x4x8 slice, where the preflight
 reports 72 GiB per device and at least 2.5 hours per step, if every response reaches its limit (docs/preflight.md). It
-fits 32 x H100 on four hosts, 50 GiB each, with --config.mesh.fsdp=4 --config.rollout.max_num_seqs=0
---config.rollout.kv_memory_share=0.8. Not run.
+fits 32 x H100 on four hosts with --config.mesh.fsdp=4. Not run.
 Published: AIME-2024 avg@32 of 50 after 5280 optimizer steps, 330 training steps (the paper's table 1 and figure 1), on
 128 GPUs. verl's reproduction reaches 52; 50 without dynamic sampling; 44 also without the token-level loss (verl,
 recipe/dapo/README.md).
 
 Model: Qwen/Qwen2.5-32B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
-Memory: mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8. Key-value caches of 96
-responses on each sixteenth of the mesh take 61 GiB per device. The fused attention stores no scores; heads x tokens x
-tokens in float32 would be 81 GB per layer for one response of maximum length.
+Memory: mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8. As many responses are
+decoded at once as fit rollout.kv_memory_share of what parameters, moments and decoding weights leave free. The fused
+attention stores no scores; heads x tokens x tokens in float32 would be 81 GB per layer for one response of maximum
+length.
 
 Differences from the published run:
 
@@ -40,7 +40,6 @@ def get_config() -> Any:
     config.data.max_prompt_length = 2048
     config.data.max_response_length = 20480
     config.data.truncation = "left"
-    config.rollout.max_num_seqs = 1536
     config.reward.num_workers = 16
     config.reward.overlong_buffer.enable = True
     config.reward.overlong_buffer.len = 4096

@@ -37,7 +37,6 @@ def get_config() -> Any:
     config.data.max_prompt_length = 2048
     config.data.max_response_length = 2048
     config.data.truncation = "left"
-    config.rollout.max_num_seqs = 1024
     config.reward.num_workers = 16
     config.reward.overlong_buffer.enable = True
     config.reward.overlong_buffer.len = 512

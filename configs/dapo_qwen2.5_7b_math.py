@@ -15,8 +15,9 @@ since evaluate.n draws the 32 samples and training repeats the prompts for any n
 
 scripts/launch/run_dapo_math.sh does everything: data, preflight, training, export, evaluation.
 
-Memory: mesh.tensor divides the 28 heads (4 key-value heads) by 4. Key-value caches of 256 responses on each half of the
-mesh take 29 GiB per device. The fused attention stores no scores.
+Memory: mesh.tensor divides the 28 heads (4 key-value heads) by 4. As many responses are decoded at once as fit
+rollout.kv_memory_share of what parameters, moments and decoding weights leave free. The fused attention stores no
+scores.
 
 Differences from the published run:
 
@@ -40,7 +41,6 @@ def get_config() -> Any:
     config.data.max_prompt_length = 2048
     config.data.max_response_length = 8192
     config.data.truncation = "left"
-    config.rollout.max_num_seqs = 512
     config.reward.num_workers = 16
     config.reward.overlong_buffer.enable = True
     config.reward.overlong_buffer.len = 4096

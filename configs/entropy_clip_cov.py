@@ -35,7 +35,6 @@ def get_config() -> Any:
     config.data.max_response_length = 8192
     config.data.truncation = "left"
     config.rollout.n = 8
-    config.rollout.max_num_seqs = 512
     config.reward.function = "math_verify"
     config.reward.num_workers = 16
     config.actor.ppo_micro_batch_size_per_device = 2

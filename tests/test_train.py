@@ -41,7 +41,7 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
     ],
 )
 def test_resume_equals_not_stopping(whole, tmp_path, monkeypatch, module, name, number):
-    _, params, rows = whole
+    folder, params, rows = whole
     with monkeypatch.context() as patch:
         at_call(patch, module, name, number, kill)
         with pytest.raises(Killed):
@@ -49,6 +49,14 @@ def test_resume_equals_not_stopping(whole, tmp_path, monkeypatch, module, name, 
     models = train(small_config(tmp_path))
     assert_same_policy(models, params)
     assert rows_without_clock(tmp_path) == rows
+    work, expected = sampling_work(tmp_path), sampling_work(folder)
+    assert work == expected and all(0 < share <= 1 for row in work[1:] for share in row)
+
+
+def sampling_work(folder):
+    """The engine's counters in each row, which do not depend on the clock."""
+    names = ("perf/prefill_efficiency", "perf/decode_efficiency")
+    return [[row[name] for name in names if name in row] for row in read_metrics(folder)]
 
 
 def test_a_finished_run_started_again_changes_nothing(whole):

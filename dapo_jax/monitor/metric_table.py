@@ -215,7 +215,7 @@ perf/time_per_step  s  of the step without evaluation and saving
 perf/forward_tflop  10^12 operations  of one forward pass over the trained sequences (step_metrics.py)
 [own | groups were sampled]
 perf/{decode|prefill}_efficiency  share  of the sampler's operations, those that its tokens need: by rows that have not
-    ended and keys that exist, and each prompt once (rollout/wave_walk.py)
+    ended and keys that exist, and each prompt once (docs/rollout.md)
 [verl | the device's peak is known | accelerator]
 perf/mfu/{actor|actor_infer|critic}  share  forward passes (an epoch of updates: 3, adapters 2) x operations / (stage's
     time x devices x peak)

@@ -36,6 +36,8 @@ class RolloutEngine(Protocol):
     ) -> Rollout:
         """`num_samples` responses to each of Q prompts, as NumPy arrays; row b answers prompt b // num_samples.
 
+        `work` of the result counts what the engine has computed, and what the responses needed (needed_work.py).
+
         Args:
             params: decoding weights (learner/decode_weights.py), with the same shapes and dtypes in every call.
             prompts: token ids of each prompt.

@@ -1,7 +1,10 @@
 """Host: the operations that responses need of any engine, by stage; what the engine computes is its own to count."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
+from dapo_jax.data.work import Work
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 
@@ -28,3 +31,8 @@ def needed_work(arch: Architecture, prompt_lengths: np.ndarray, response_lengths
         "prefill": float(flops.layers * prompts.sum() + flops.pair * (prompts * (prompts + 1) / 2).sum()),
         "decode": float((flops.layers + flops.head) * steps.sum() + flops.pair * keys.sum()),
     }
+
+
+def work_of(computed: Sequence[Mapping[str, float]], needed: Mapping[str, float]) -> dict[str, Work]:
+    """Work by stage, from what each part of the engine's work has computed and all responses need."""
+    return {stage: Work(sum(part[stage] for part in computed), needs) for stage, needs in needed.items()}

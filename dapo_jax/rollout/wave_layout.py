@@ -25,6 +25,7 @@ class WaveLayout:
     size: int  # prompts, a multiple of the shards
     num_samples: int  # of a prompt
     shards: int
+    width: int  # tokens of a prompt, with padding
     at_once: int  # prompts that each shard prefills in one call, at most
 
     @property

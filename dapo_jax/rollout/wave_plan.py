@@ -1,8 +1,9 @@
 """Host: what the wave engine compiles and calls in one generation round, from shapes alone."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from dapo_jax.data.work import Work
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.rollout.round_walk import RoundWalk, walk_round
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import LengthHistory, rungs
 from dapo_jax.rollout.wave_programs import (
@@ -19,10 +21,12 @@ from dapo_jax.rollout.wave_programs import (
     lower_prefill,
     lower_resize,
     lower_start,
+    start_shape,
     wave_shape,
 )
-from dapo_jax.rollout.wave_walk import RoundWalk, WaveShape, walk_round
+from dapo_jax.rollout.wave_walk import WaveShape
 
+Key = TypeVar("Key")
 _SAMPLING = Sampling.create(1.0, 1.0, -1)  # its values are traced: any other lowers to the same program
 
 
@@ -65,8 +69,8 @@ def plan_round(
         response_lengths: [Q, G] tokens, at most max_response_length.
         prompt_lengths: [Q] tokens, at most max_prompt_length.
         free_bytes: on each device, before the first wave.
-        every_window: list decoding in each window of the cache; otherwise, for each number of rows, in the first and
-            the last one, which share the calls of the windows between them: all costs grow in proportion to the window.
+        every_window: list decoding, and growing, in each window of the cache; otherwise, for each number of rows, in
+            the first and the last, which share the calls of those between: all costs grow in proportion to the window.
     """
     history = LengthHistory(settings.max_response_length)
     history.add(response_lengths.reshape(-1))
@@ -85,44 +89,46 @@ class _Programs:
 
     def all(self, every_window: bool) -> Iterator[RoundProgram]:
         """In the order of a wave."""
-        for width, calls in self.walk.prefills.items():
-            yield self._start(width)
-            yield self._prefill(width, calls)
-        decoded = self.walk.decodes
-        for shape, calls in (decoded if every_window else _ends(decoded)).items():
+        yield self._start()
+        yield self._prefill()
+        decoded, resized = self.walk.decodes, self.walk.resizes
+        if not every_window:
+            decoded = _ends(decoded, lambda shape: (shape, shape.rows))
+            resized = _ends(resized, lambda both: (both[1], both[0].rows))
+        for shape, calls in decoded.items():
             yield self._decode(shape, calls)
         if decoded and all(shape.rows == self.walk.layout.num_rows for shape in decoded):
-            yield from self._first_survivors(max(decoded, key=lambda shape: (shape.width, shape.window)))
-        for (old, new), calls in self.walk.resizes.items():
+            yield from self._first_survivors(max(decoded, key=lambda shape: shape.window))
+        for (old, new), calls in resized.items():
             yield self._resize(old, new, calls)
 
-    def _start(self, width: int) -> RoundProgram:
+    def _start(self) -> RoundProgram:
         layout = self.walk.layout
         return RoundProgram(
             "prefill",
-            f"room for {layout.size // self.shards} prompts a shard, width {width}",
-            self.walk.starts[width],
-            lambda: lower_start(self.settings, cache_dtype(self.weights), layout, width=width),
-            cache=self._cache(self._whole(width)),
+            f"room for {layout.num_rows // self.shards} rows a shard, prompts of {layout.width}",
+            self.walk.waves,
+            lambda: lower_start(self.settings, cache_dtype(self.weights), layout),
+            cache=start_shape(self.settings, cache_dtype(self.weights), layout).caches,
             other_cache=[],
             reads_weights=False,
         )
 
-    def _prefill(self, width: int, calls: float) -> RoundProgram:
+    def _prefill(self) -> RoundProgram:
         layout = self.walk.layout
         return RoundProgram(
             "prefill",
-            f"prefill {layout.part_size // self.shards} prompts a shard, width {width}",
-            calls,
-            lambda: lower_prefill(self.settings, self.weights, _SAMPLING, layout, width=width),
-            cache=self._cache(self._whole(width)),
+            f"prefill {layout.part_size // self.shards} prompts a shard, width {layout.width}",
+            self.walk.prefills,
+            lambda: lower_prefill(self.settings, self.weights, _SAMPLING, layout),
+            cache=start_shape(self.settings, cache_dtype(self.weights), layout).caches,
             other_cache=[],
         )
 
     def _decode(self, shape: WaveShape, calls: float) -> RoundProgram:
         return RoundProgram(
             "decode",
-            f"decode {shape.rows // self.shards} rows a shard, {self._words(shape)}",
+            f"decode {shape.rows // self.shards} rows a shard, window {shape.window}",
             calls,
             lambda: lower_chunk(self.settings, self.weights, _SAMPLING, **shape._asdict()),
             cache=self._cache(shape),
@@ -143,7 +149,7 @@ class _Programs:
         keep = "" if rows is None else f"keep {rows // self.shards} of "
         return RoundProgram(
             "decode",
-            f"{keep}{old.rows // self.shards} rows a shard, {self._words(old)} to {new.window}",
+            f"{keep}{old.rows // self.shards} rows a shard, window {old.window} to {new.window}",
             calls * self.settings.arch.num_layers,
             lambda: lower_resize(
                 self.settings, narrow, num_samples=old.rows // old.prompts, rows=rows, window=new.window
@@ -153,30 +159,26 @@ class _Programs:
             reads_weights=False,
         )
 
-    def _words(self, shape: WaveShape) -> str:
-        """Its window, and its width if prompts of a round have several."""
-        return f"window {shape.window}" + (f", width {shape.width}" if len(self.walk.prefills) > 1 else "")
-
-    def _whole(self, width: int) -> WaveShape:
-        layout = self.walk.layout
-        return WaveShape(layout.num_rows, layout.num_prompts, width, self.settings.ladder[0])
-
     def _cache(self, shape: WaveShape) -> list[LayerCache]:
         return wave_shape(self.settings, cache_dtype(self.weights), **shape._asdict()).caches
 
 
-def _ends(decoded: Counter[WaveShape]) -> dict[WaveShape, float]:
-    """For each number of rows, the first and the last window; those between give their calls to the nearer ones."""
-    by_rows: defaultdict[WaveShape, dict[int, int]] = defaultdict(dict)
-    for shape, count in decoded.items():
-        by_rows[shape._replace(window=0)][shape.window] = count
-    found: dict[WaveShape, float] = {}
-    for shape, counts in by_rows.items():
-        first, last = min(counts), max(counts)
-        calls = dict.fromkeys((first, last), 0.0)
-        for window, count in counts.items():
+def _ends(counts: Mapping[Key, int], shape_of: Callable[[Key], tuple[WaveShape, int]]) -> dict[Key, float]:
+    """For each shape apart from its window, the first and the last window, with the calls of those between.
+
+    Args:
+        shape_of: the shape of a key, and its rows before it.
+    """
+    groups: defaultdict[Any, dict[int, Key]] = defaultdict(dict)
+    for key in counts:
+        shape, before = shape_of(key)
+        groups[shape._replace(window=0), before][shape.window] = key
+    calls: dict[Key, float] = {}
+    for keys in groups.values():
+        first, last = min(keys), max(keys)
+        calls |= {keys[first]: 0.0, keys[last]: 0.0}
+        for window, key in keys.items():
             share = (window - first) / max(last - first, 1)
-            calls[first] += count * (1 - share)
-            calls[last] += count * share
-        found |= {shape._replace(window=window): count for window, count in calls.items()}
-    return found
+            calls[keys[first]] += counts[key] * (1 - share)
+            calls[keys[last]] += counts[key] * share
+    return calls

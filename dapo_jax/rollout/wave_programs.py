@@ -48,27 +48,25 @@ class WaveSettings:
         return windows(self.max_response_length, self.tokens_per_chunk)
 
 
-def lower_start(settings: WaveSettings, dtype: Any, layout: WaveLayout, *, width: int) -> jax.stages.Lowered:
-    """Room for a wave whose prompts have `width` tokens; `dtype` of keys and values."""
+def lower_start(settings: WaveSettings, dtype: Any, layout: WaveLayout) -> jax.stages.Lowered:
+    """Room for a wave; `dtype` of keys and values."""
     return empty_wave.lower(
         _rows(settings.mesh, (layout.num_rows,), _key_dtype()),
         _rows(settings.mesh, (layout.num_rows,), jnp.bool_),
-        _rows(settings.mesh, (layout.num_prompts, width), jnp.bool_),
+        _rows(settings.mesh, (layout.num_prompts, layout.width), jnp.bool_),
         arch=settings.arch,
         dtype=dtype,
         window=settings.ladder[0],
     )
 
 
-def lower_prefill(
-    settings: WaveSettings, params: Params, sampling: Sampling, layout: WaveLayout, *, width: int
-) -> jax.stages.Lowered:
+def lower_prefill(settings: WaveSettings, params: Params, sampling: Sampling, layout: WaveLayout) -> jax.stages.Lowered:
     """The prefill of a part of the prompts of a wave."""
     return prefill_part.lower(
         params,
-        start_shape(settings, cache_dtype(params), layout, width=width),
-        _rows(settings.mesh, (layout.part_size, width), jnp.int32),
-        _rows(settings.mesh, (layout.part_size, width), jnp.bool_),
+        start_shape(settings, cache_dtype(params), layout),
+        _rows(settings.mesh, (layout.part_size, layout.width), jnp.int32),
+        _rows(settings.mesh, (layout.part_size, layout.width), jnp.bool_),
         np.int32(0),
         sampling,
         arch=settings.arch,
@@ -128,7 +126,8 @@ def layout_of_waves(
         lookahead=settings.lookahead,
     )
     size = wave_size(len(prompt_lengths), num_samples, max_rows=rows, shards=shards)
-    return WaveLayout(size, num_samples, shards, at_once=max(int(PREFILL_BYTES / prefill_bytes(settings, width)), 1))
+    at_once = max(int(PREFILL_BYTES / prefill_bytes(settings, width)), 1)
+    return WaveLayout(size, num_samples, shards, width, at_once)
 
 
 def cache_bytes(settings: WaveSettings, dtype: np.dtype) -> float:
@@ -144,9 +143,9 @@ def prefill_bytes(settings: WaveSettings, width: int) -> float:
     return 4.0 * width * (divided / tensor + 8 * arch.hidden_size)
 
 
-def start_shape(settings: WaveSettings, dtype: Any, layout: WaveLayout, *, width: int) -> Wave:
+def start_shape(settings: WaveSettings, dtype: Any, layout: WaveLayout) -> Wave:
     """Shapes and shardings of a wave at its start."""
-    shape = {"rows": layout.num_rows, "prompts": layout.num_prompts, "width": width}
+    shape = {"rows": layout.num_rows, "prompts": layout.num_prompts, "width": layout.width}
     return wave_shape(settings, dtype, **shape, window=settings.ladder[0])
 
 

@@ -21,14 +21,14 @@ from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.sharding import batch_sharding, put
 from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
 from dapo_jax.rollout.engine import OnFinished, StopRule
-from dapo_jax.rollout.needed_work import needed_work
+from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import Responses
 from dapo_jax.rollout.sampling import Sampling, keys_of
-from dapo_jax.rollout.shapes import LengthHistory, expected_path, prompt_width, rungs
+from dapo_jax.rollout.shapes import LengthHistory, expected_path, rungs
 from dapo_jax.rollout.wave_layout import WaveLayout
 from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype, layout_of_waves, lower_chunk
-from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk, work_of
+from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk
 
 LENGTHS = "lengths "  # precedes the number of a purpose in a checkpoint
 
@@ -82,11 +82,10 @@ class WaveEngine:
         call, computed = _Call(params, sampling, purpose, layout, history), []
         for first in range(0, len(prompts), layout.size):
             self.check()
-            these = slice(first, first + layout.size)
-            width = prompt_width(int(lengths[these].max()), self.settings.max_prompt_length)
-            first_row, end_row = first * num_samples, min(first + layout.size, len(prompts)) * num_samples
-            walk = WaveWalk(self.settings, layout, responses, first_row=first_row, end_row=end_row, width=width)
-            walk.run(_Wave(self, call, prompts[these], numbers[these], width))
+            end = min(first + layout.size, len(prompts))
+            first_row, end_row = first * num_samples, end * num_samples
+            walk = WaveWalk(self.settings, layout, responses, first_row=first_row, end_row=end_row)
+            walk.run(_Wave(self, call, prompts[first:end], numbers[first:end]))
             computed.append(walk.computed)
             history.add(responses.lengths(first_row, end_row))
         rollout = responses.rollout()
@@ -153,12 +152,12 @@ class _Wave:
     """A wave on the devices. Prompts missing to its size are copies of the last one; their rows start finished."""
 
     def __init__(
-        self, engine: WaveEngine, call: _Call, prompts: Sequence[Sequence[int]], numbers: Sequence[int], width: int
+        self, engine: WaveEngine, call: _Call, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
     ) -> None:
-        self.engine, self.settings, self.call, self.width = engine, engine.settings, call, width
+        self.engine, self.settings, self.call = engine, engine.settings, call
         layout, missing = call.layout, call.layout.size - len(prompts)
         self._prepare()
-        self.tokens, self.mask = pad_prompts([*prompts, *[prompts[-1]] * missing], width, self.settings.pad_id)
+        self.tokens, self.mask = pad_prompts([*prompts, *[prompts[-1]] * missing], layout.width, self.settings.pad_id)
         prompt, sample = np.divmod(layout.rows(), layout.num_samples)
         addresses = np.array([*numbers, *[-1] * missing], np.int32)[prompt]
         held = self._put(addresses), self._put(sample.astype(np.int32))
@@ -223,7 +222,7 @@ class _Wave:
         for height, window in path:
             rows = height * layout.shards
             prompts = layout.num_prompts if height == whole else rows
-            self.engine.programs.prepare(*self._lowering(WaveShape(rows, prompts, self.width, window)))
+            self.engine.programs.prepare(*self._lowering(WaveShape(rows, prompts, layout.width, window)))
 
     def _lowering(self, shape: WaveShape) -> tuple[WaveShape, Callable[[], jax.stages.Lowered]]:
         params = self.engine.param_shapes(self.call.params)

@@ -26,13 +26,11 @@ report gsm8k_h100 --config configs/gsm8k.py --topology h100:1
 report 7b_h100 --config configs/dapo_qwen2.5_7b_math.py --topology h100:8
 report 7b_2k_h100 --config configs/dapo_qwen2.5_7b.py --topology h100:8
 report 7b_a100 --config configs/dapo_qwen2.5_7b_math.py --topology a100:8
-report 32b_h100 --config configs/dapo_qwen2.5_32b_math.py --topology h100:4x8 --config.mesh.fsdp=4 \
-  --config.rollout.max_num_seqs=0 --config.rollout.kv_memory_share=0.8
+report 32b_h100 --config configs/dapo_qwen2.5_32b_math.py --topology h100:4x8 --config.mesh.fsdp=4
 report clip_cov_h100 --config configs/entropy_clip_cov.py --topology h100:8
 report kl_cov_h100 --config configs/entropy_kl_cov.py --topology h100:8
 report cpo_h100 --config configs/cpo.py --topology h100:8
-recipe=(--config configs/dapo_qwen2.5_7b_math.py --config.rollout.max_num_seqs=0
-  --config.rollout.kv_memory_share=0.8)
+recipe=(--config configs/dapo_qwen2.5_7b_math.py)
 report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py --topology v5p:4x4x8
 report 7b_v5p_8 --config configs/dapo_qwen2.5_7b_math.py --topology v5p:2x2x2
 report 0.5b_v5e "${recipe[@]}" --topology v5e:4x4 --config.model.path=models/Qwen2.5-0.5B --config.mesh.fsdp=16 \

@@ -115,7 +115,7 @@ def rungs_and_windows(parts: Parts) -> Iterator[Program]:
     shards, dtype = num_batch_shards(parts.mesh), compute_dtype(parts.config.model, parts.mesh)
     prompts, samples = parts.config.data.train_batch_size, parts.config.rollout.n
     width, sampling = prompt_width(16, 16), Sampling.create(1.0, 1.0, -1)
-    copies = WaveLayout(prompts, samples, shards, at_once=1).copies
+    copies = WaveLayout(prompts, samples, shards, width=16, at_once=1).copies
     heights = rungs(prompts * samples // shards, settings.smallest_rows)
     assert len(heights) > 1 and len(settings.ladder) > 2
     for window in settings.ladder:

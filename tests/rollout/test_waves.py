@@ -1,9 +1,11 @@
 """The engine: what it does to rows and caches between two chunks changes no token."""
 
+import collections
 import dataclasses
 import functools
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ from dapo_jax.models.weights import cast_matrices, init_params
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import wave_programs, wave_walk
 from dapo_jax.rollout import waves as waves_module
+from dapo_jax.rollout.round_walk import walk_round
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
+from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.waves import WaveEngine
 
 DATA = Path(__file__).parents[1] / "models" / "data"
@@ -103,6 +107,42 @@ def test_devices_choose_their_own_survivors(shape, monkeypatch):
     engine = make_engine(mesh_of(shape), chunk_length=32)
     assert_same(sample(engine), reference())
     assert len({rows for rows, *_ in shapes_of(engine)}) >= 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "at_once", "parts"),
+    [((1, 1, 1), 5, 5), ((2, 2, 2), 4, 2), pytest.param((2, 1, 1), 5, 3, marks=pytest.mark.slow)],
+)
+def test_prompts_prefilled_in_parts_give_the_same_tokens(shape, at_once, parts, monkeypatch):
+    """Of 24 prompts; on one device, the last part repeats one of the part before."""
+    expected = reference()
+    engine = make_engine(mesh_of(shape), smallest_rows=1000, chunk_length=30)
+    room = (at_once + 0.5) * wave_programs.prefill_bytes(engine.settings, 8)
+    monkeypatch.setattr(wave_programs, "PREFILL_BYTES", room)
+    monkeypatch.setattr(waves_module, "prefill_part", counted := mock.Mock(wraps=waves_module.prefill_part))
+    assert_same(sample(engine), expected)
+    assert counted.call_count == parts
+
+
+def test_the_walk_without_devices_counts_what_the_engine_calls(monkeypatch):
+    """Two waves, the second one not full, on four shards of two devices."""
+    engine = make_engine(mesh_of((2, 2, 2)), max_num_seqs=64, lookahead=1, chunk_length=16, smallest_rows=8)
+    called = collections.Counter()
+    get = engine.programs.get
+    monkeypatch.setattr(engine.programs, "get", lambda key, lower: (called.update([key]), get(key, lower))[1])
+    rollout = sample(engine, prompts=PROMPTS[:20])
+    lengths = rollout.mask.sum(axis=1).reshape(-1, SAMPLES)
+    walk = walk_round(
+        engine.settings,
+        np.dtype(np.float32),
+        lengths,
+        np.array([len(prompt) for prompt in PROMPTS[:20]]),
+        history=LengthHistory(LENGTH),
+        free_bytes=0.0,
+    )
+    assert walk.waves == 2 and walk.decodes == called and len(called) > 2
+    assert walk.work == rollout.work and walk.resizes.total() > 2
+    assert all(0 < work.efficiency < 1 for work in walk.work.values())
 
 
 def test_waves_of_any_size_give_the_same_tokens():
