@@ -82,12 +82,15 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
 
 
 def _trained_metrics(trained: Experience, data: DataConfig) -> dict[str, float]:
-    prompt_lengths = np.array([len(prompt) for prompt in trained.prompts])
+    lengths, prompt_lengths = trained.mask.sum(axis=-1), np.array([len(prompt) for prompt in trained.prompts])
     return {
         **statistics.spread("critic/score", trained.scores["seq_reward"]),
         **statistics.spread("critic/rewards", trained.final_rewards),
-        **statistics.length_metrics("response", trained.mask.sum(axis=-1), data.max_response_length),
+        **statistics.length_metrics("response", lengths, data.max_response_length),
+        **statistics.length_percentiles("response", lengths),
+        "response_length/within_prompts": statistics.share_within_prompts(lengths),
         **statistics.length_metrics("prompt", prompt_lengths, data.max_prompt_length),
+        **statistics.length_percentiles("prompt", prompt_lengths),
         **statistics.spread("sample/model_version", trained.versions),
         "sample/task_count": len(np.unique(trained.rows)),
         **statistics.group_reward_metrics(trained.final_rewards),

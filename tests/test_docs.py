@@ -1,7 +1,6 @@
 """What the pages say exists: options, files, headings. Their commands are in test_doc_commands.py."""
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -112,20 +111,6 @@ def test_the_tests_that_the_laws_name_exist():
     assert len(named) > 9
     for name in named:
         assert (ROOT / "tests" / f"{name}.py").exists(), name
-
-
-def test_the_table_of_the_preflight_has_the_numbers_of_its_reports():
-    rows = re.findall(
-        r"^\| \[(.*?)\]\(.*?\) \| .* \| `(.*?)` \| (.*) \|$", (ROOT / "docs/preflight.md").read_text(), re.M
-    )
-    reports = {path.stem.removeprefix("preflight_"): path for path in (ROOT / "docs/results").glob("preflight_*.json")}
-    assert sorted(name for name, _, _ in rows) == sorted(reports)
-    for name, devices, numbers in rows:
-        report = json.loads(reports[name].read_text())
-        data, peak, memory = report["config"]["data"], report["peak_bytes"] / 2**30, report["device"]["memory"] / 2**30
-        lengths = f"{data['max_prompt_length']} + {data['max_response_length']}"
-        assert devices == report["topology"]
-        assert numbers == f"{lengths} | {peak:.1f} of {memory:.1f} | {report['step_seconds']:.0f}"
 
 
 def test_the_line_of_the_guide_is_one_of_the_console(capsys):

@@ -70,11 +70,13 @@ class MicroBatches:
 
     def computed(self, piece: Piece) -> float:
         """Operations of a forward pass over a micro-batch; each share of the devices takes as long as the slowest."""
-        bins, size = piece.micro_batch.bins, piece.micro_batch.sources.size
-        slowest = self.attention.pairs(bins).reshape(self.num_shards, -1).sum(axis=1).max()
-        return (
-            self.flops.layers * bins.trees.size + self.flops.head * size + self.flops.pair * slowest * self.num_shards
-        )
+        slots, tokens = piece.micro_batch.bins.trees.size, piece.micro_batch.sources.size
+        pairs = self.num_shards * self.slowest_pairs(piece)
+        return self.flops.layers * slots + self.flops.head * tokens + self.flops.pair * pairs
+
+    def slowest_pairs(self, piece: Piece) -> float:
+        """Pairs of a query and a key whose score the share of the devices with the most computes."""
+        return float(self.attention.pairs(piece.micro_batch.bins).reshape(self.num_shards, -1).sum(axis=1).max())
 
     def needed(self, batch: Batch) -> float:
         """Operations of a forward pass over the batch without padding, each prompt once."""

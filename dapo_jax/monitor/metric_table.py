@@ -83,8 +83,16 @@ reward/workers_replaced  processes  verifier processes that died or hung in the 
 [verl | a batch was trained on]
 response_length/{mean|max|min}  tokens  of trained responses, end-of-sequence token included
 response_length/clip_ratio      share   responses of data.max_response_length tokens (verl: of the padded width)
+[own | a batch was trained on]
+response_length/p{10|25|50|75|90|99}  tokens  percentiles
+response_length/within_prompts  share  of the variance of log-lengths that lies within a prompt's responses (1 if there
+    is nothing to compare)
+[verl | a batch was trained on]
 prompt_length/{mean|max|min}    tokens  of the batch's prompts
 prompt_length/clip_ratio        share   prompts of data.max_prompt_length tokens
+[own | a batch was trained on]
+prompt_length/p{10|25|50|75|90|99}  tokens  percentiles
+[verl | a batch was trained on]
 global_seqlen/{min|max|minmax_diff}  tokens  of consecutive shares of the batch, one per device that rows are divided
     over
 global_seqlen/balanced_{min|max}     tokens  of what each of these devices is given

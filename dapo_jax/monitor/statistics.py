@@ -12,6 +12,7 @@ OPERATORS = {  # Trinity-RFT's names, in its order, for the stages between sampl
     "2_BatchAssembly": "batch",
     "3_GroupAdvantage": "adv",
 }
+LENGTH_PERCENTILES = (10, 25, 50, 75, 90, 99)
 MIN_COMPARED = 16  # answers that a meaningful correlation needs
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them
 
@@ -36,6 +37,29 @@ def score_metrics(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
 def length_metrics(name: str, lengths: np.ndarray, limit: int) -> dict[str, float]:
     """`name`_length/{mean,max,min,clip_ratio}: tokens, and the share of rows at the length limit."""
     return {**spread(f"{name}_length", lengths), f"{name}_length/clip_ratio": float(np.mean(lengths >= limit))}
+
+
+def length_percentiles(name: str, lengths: np.ndarray) -> dict[str, float]:
+    """`name`_length/p50 and so on: tokens, linear between neighbours."""
+    found = np.percentile(lengths, LENGTH_PERCENTILES)
+    return {f"{name}_length/p{percent}": float(value) for percent, value in zip(LENGTH_PERCENTILES, found, strict=True)}
+
+
+def share_within_prompts(lengths: np.ndarray) -> float:
+    """The share of the variance of log-lengths that lies within a prompt's responses: 0 to 1.
+
+    It is estimated by a one-way analysis of variance. 1 if there is nothing to compare: one prompt, one sample, or
+    equal lengths.
+
+    Args:
+        lengths: [Q, G] tokens.
+    """
+    if min(lengths.shape) < 2:
+        return 1.0
+    logs = np.log(np.maximum(lengths, 1))
+    within = float(np.mean(np.var(logs, axis=1, ddof=1)))
+    between = max(float(np.var(logs.mean(axis=1), ddof=1)) - within / lengths.shape[1], 0.0)
+    return within / (within + between) if within + between > 0 else 1.0
 
 
 def length_correlation(scores: np.ndarray, lengths: np.ndarray, right: np.ndarray, known: np.ndarray) -> float:

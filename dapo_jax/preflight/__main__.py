@@ -1,12 +1,15 @@
 """Host: the preflight command: compiles every program of a training step for hardware you do not have.
 
-    python -m dapo_jax.preflight --config FILE [--config.key=value ...] [--topology v5p:4x4x8] [--response_length N]
+    python -m dapo_jax.preflight --config FILE [--config.key=value ...] [--topology v5p:4x4x8] [--lengths LENGTHS]
                                  [--quick] [--json FILE]
 
 Prints the memory per device by kind, the FLOPs, bytes and collectives per step, a lower bound on the step's time, and
-whether it fits; if not, which setting to change first. It needs no weights, data or tokenizer: it reads only
-config.json of model.path or, if that does not exist, the same name in configs/shapes/. Nothing is allocated. Absent
-GPUs (h100:8, a100:2x8) need pip install 'dapo_jax[cuda13]', TPU slices (v5p:4x4x8) 'dapo_jax[tpu-preflight]'.
+whether it fits; if not, which setting to change first. All this is for the longest case: prompts and responses as long
+as the config allows. --lengths adds the time and the efficiency to expect at other lengths.
+
+It needs no weights, data or tokenizer: it reads only config.json of model.path or, if that does not exist, the same
+name in configs/shapes/. Nothing is allocated. Absent GPUs (h100:8, a100:2x8) need pip install 'dapo_jax[cuda13]', TPU
+slices (v5p:4x4x8) 'dapo_jax[tpu-preflight]'.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -23,6 +26,7 @@ from pathlib import Path
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.command.help import about, options_help
 from dapo_jax.parallel.memory import reserve_gpu_memory
+from dapo_jax.preflight.lengths import FORM
 from dapo_jax.preflight.report import preflight
 from dapo_jax.preflight.tables import tables
 
@@ -39,17 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--topology", default="cpu", help="v5e:4x4, v5p-256, h100:8, a100:2x8, ..., or this machine's cpu, gpu or tpu"
     )
-    parser.add_argument("--response_length", type=int, help="tokens per response, for the time; default: the limit")
-    parser.add_argument("--quick", action="store_true", help="compile decoding only for the first and last window")
+    parser.add_argument(
+        "--lengths",
+        default="",
+        help=f"of prompts and responses, for the expected time: {FORM}, or the metrics.jsonl of a run",
+    )
+    parser.add_argument("--quick", action="store_true", help="compile few programs of the engine, interpolate the rest")
     parser.add_argument("--json", help="write the JSON report to this file instead of printing it last")
     given, rest = parser.parse_known_args(arguments)
     command = ["preflight", *rest]
     with refusals(command):
         config = read_config(command)
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
-        report = preflight(
-            config, given.topology, response_length=given.response_length, quick=given.quick, progress=sys.stderr
-        )
+        report = preflight(config, given.topology, lengths=given.lengths, quick=given.quick, progress=sys.stderr)
         print(tables(report))
         if given.json:
             Path(given.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

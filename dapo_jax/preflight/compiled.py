@@ -17,12 +17,12 @@ TEMPORARIES = "temporaries"
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program. `bytes` and `costs` are per device, `costs` also per call."""
+    """A compiled program, or one like compiled ones. `bytes` and `costs` are per device, `costs` also per call."""
 
     program: Program
     bytes: dict[str, float]  # in memory during a call, by kind
     costs: Costs | None  # None if XLA refuses the program because it exceeds the device's memory
-    compile_s: float
+    compile_s: float | None  # None if it is not compiled: interpolation.py has its costs from others
 
     @property
     def total(self) -> float:
@@ -59,7 +59,7 @@ def compile_program(program: Program, mesh: Mesh, cache: str) -> Compiled:
     found[TEMPORARIES] = max(executable.bytes - inside, 0.0)
     seconds = time.perf_counter() - start
     hosts = [device.process_index for device in mesh.devices.flat]
-    return Compiled(program, found, program_costs(executable.text, hosts), seconds)
+    return Compiled(program, found, program_costs(executable.text, hosts, program.pairs), seconds)
 
 
 def refused(message: str, inside: float) -> float | None:

@@ -1,11 +1,10 @@
 """Host: the compiled functions of a training step, lowered from a config and an architecture alone.
 
 They are the functions that a run calls (learner/, rollout/), with the shapes and shardings that it gives them when
-each response has the same number of tokens. Nothing is allocated.
+prompts and responses have given lengths. Nothing is allocated.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,18 +16,18 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_reference
 from dapo_jax.config.sections import Config
-from dapo_jax.data.containers import Batch, MicroBatch
-from dapo_jax.data.padding import bucket
+from dapo_jax.data.work import Work
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
-from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
-from dapo_jax.rollout.wave_plan import RoundPlan, plan_round
-from dapo_jax.settings import actor_settings, critic_settings, engine_settings, micro_batches
+from dapo_jax.parallel.sharding import TRAIN_RULES, weight_sharding
+from dapo_jax.preflight.lengths import Lengths
+from dapo_jax.preflight.step_batch import StepBatch
+from dapo_jax.rollout.wave_plan import RoundPlan, RoundProgram, plan_round
+from dapo_jax.settings import actor_settings, critic_settings, engine_settings
 
 # What lies in a device's memory for longer than a call.
 KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")
@@ -47,6 +46,14 @@ class Program:
     lower: Lower  # under `jax.set_mesh`
     inside: Sizes  # arguments and results that outlive the call
     beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
+    family: str = ""  # the costs of programs of one family are linear in `features`; "" = not known
+    features: tuple[float, ...] = ()
+    pairs: float | None = None  # scores that a kernel of attention computes for a bin and a head; None: see hlo_costs
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same program of two steps. Names are of one step: they leave out what is the same in all."""
+        return self.name, self.pairs, *sorted(self.inside.items())
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Step:
     waves: int
     rows: int  # of a wave, on all devices
     micro_batches: int  # of the policy, in a step
+    work: Mapping[str, Work] = field(default_factory=dict)  # computed and needed, by stage
 
 
 def step_programs(
@@ -65,30 +73,28 @@ def step_programs(
     arch: Architecture,
     mesh: Mesh,
     *,
-    response_length: int,
+    lengths: Lengths,
     memory: float,
-    every_window: bool = True,
     eos_ids: tuple[int, ...] = (0,),
     pad_id: int = 0,
 ) -> Step:
-    """The programs of a step in which each response has `response_length` tokens, and one round fills the batch.
+    """The programs of a step with prompts and responses of these lengths, if one round fills the batch.
 
     The reward model and evaluation are left out.
 
     Args:
         memory: bytes of a device, from which the rows of a wave follow unless rollout.max_num_seqs sets them.
-        every_window: as in rollout/wave_plan.py.
         eos_ids, pad_id: the tokenizer's; they change no shape.
     """
-    builder = _Builder(config, arch, mesh, response_length)
+    builder = _Builder(config, arch, mesh, lengths)
+    responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
     with jax.set_mesh(mesh):
         plan = plan_round(
             engine_settings(config, arch, eos_ids, pad_id, mesh),
             builder.decoding,
-            response_lengths=np.full((gen_batch_size(config), config.rollout.n), response_length),
-            prompt_lengths=np.full(gen_batch_size(config), config.data.max_prompt_length),
+            response_lengths=responses,
+            prompt_lengths=prompts,
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
-            every_window=every_window,
         )
         learning = list(builder.learning())
     return Step(
@@ -97,12 +103,13 @@ def step_programs(
         waves=plan.waves,
         rows=plan.rows,
         micro_batches=sum(int(program.calls) for program in learning if program.name.startswith("actor, gradients")),
+        work={**plan.work, "update": builder.batch.work()},
     )
 
 
 class _Builder:
-    def __init__(self, config: Config, arch: Architecture, mesh: Mesh, response_length: int) -> None:
-        self.config, self.arch, self.mesh, self.response_length = config, arch, mesh, response_length
+    def __init__(self, config: Config, arch: Architecture, mesh: Mesh, lengths: Lengths) -> None:
+        self.config, self.arch, self.mesh = config, arch, mesh
         settings = actor_settings(config, arch, mesh)
         whole = _shapes(weight_table(arch), mesh)
         frozen = build_freeze(arch, settings.dtype, mesh).lower(whole).out_info
@@ -111,6 +118,7 @@ class _Builder:
         if uses_reference(config):
             self.reference = {} if settings.lora is not None else frozen
         self.actor = build_actor(settings, mesh, self.frozen)
+        self.batch = StepBatch(config, arch, mesh, lengths, draws=self.actor.select is not None)
         self.critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
         states = [self.actor.trainable.state_shape] + ([self.critic.trainable.state_shape] if self.critic else [])
         weights = [state.params for state in states] + [self.frozen, self.reference]
@@ -135,50 +143,56 @@ class _Builder:
         for program in plan.programs:
             inside, beside = {CACHE: device_bytes(program.cache)}, {CACHE: device_bytes(program.other_cache)}
             (inside if program.reads_weights else beside).update(self.decoding_bytes)
-            yield Program(program.stage, program.name, program.calls, program.lower, inside, {**self.state, **beside})
+            family, features = _family(program)
+            yield Program(
+                program.stage,
+                program.name,
+                program.calls,
+                program.lower,
+                inside,
+                {**self.state, **beside},
+                family,
+                features,
+            )
 
     def learning(self) -> Iterator[Program]:
         """Log-probabilities and the optimizer steps of the policy, and of the critic if there is one."""
         config = self.config
-        shares = micro_batches(config, self.arch, self.mesh)
-        mini = self._rows(mini_batch_size(config, "actor"))
-        minis = config.data.train_batch_size / mini_batch_size(config, "actor")
         state = {**self.state, **self.decoding_bytes}
         recomputed = config.actor.old_logprob == "recompute"
         passes = {"log-probabilities": (self.params, float(recomputed))}
         if self.reference is not None:
             passes["reference's log-probabilities"] = (self.reference, 1.0)
         for name, (params, times) in passes.items():
-            for piece, count in self._pieces(mini, shares):
+            for shape in self.batch.shapes("actor"):
                 yield Program(
                     "log-probabilities",
-                    f"{name}, {_size(piece)}",
-                    count * minis * times,
-                    lambda params=params, piece=piece: self.actor.logprobs.lower(params, piece),
+                    f"{name}, {shape}",
+                    shape.count * times,
+                    lambda params=params, shape=shape: self.actor.logprobs.lower(params, shape.micro_batch),
                     {PARAMETERS: device_bytes([params, self.frozen])},
                     {**state, PARAMETERS: state[PARAMETERS] - device_bytes([params, self.frozen])},
+                    pairs=shape.pairs,
                 )
-        yield from self._update("actor", self.actor.trainable, mini, shares)
+        yield from self._update("actor", self.actor.trainable)
         if self.critic is not None:
-            critic, shares = self.critic, micro_batches(config, self.arch, self.mesh, "critic")
-            mini = self._rows(mini_batch_size(config, "critic"))
-            minis = config.data.train_batch_size / mini_batch_size(config, "critic")
+            critic = self.critic
             params = critic.trainable.state_shape.params
-            for piece, count in self._pieces(mini, shares):
+            for shape in self.batch.shapes("critic"):
                 yield Program(
                     "values",
-                    f"values, {_size(piece)}",
-                    count * minis,
-                    lambda piece=piece: critic.values.lower(params, piece),
+                    f"values, {shape}",
+                    shape.count,
+                    lambda shape=shape: critic.values.lower(params, shape.micro_batch),
                     {PARAMETERS: device_bytes(params)},
                     {**state, PARAMETERS: state[PARAMETERS] - device_bytes(params)},
+                    pairs=shape.pairs,
                 )
-            yield from self._update("critic", critic.trainable, mini, shares)
+            yield from self._update("critic", critic.trainable)
 
-    def _update(self, name: str, trainable: Trainable, mini: Batch, shares: MicroBatches) -> Iterator[Program]:
+    def _update(self, name: str, trainable: Trainable) -> Iterator[Program]:
         """The optimizer steps of the "actor" or the "critic"."""
-        config, section = self.config, getattr(self.config, name)
-        steps = config.data.train_batch_size / mini_batch_size(config, name) * section.ppo_epochs
+        epochs = getattr(self.config, name).ppo_epochs
         state = trainable.state_shape
         zeros = trainable.zero_gradients.lower(state.params)
         gradients = zeros.out_info
@@ -188,67 +202,44 @@ class _Builder:
         frozen = self.frozen if name == "actor" else None
         read = device_bytes([state.params, frozen])
         others = {**beside, PARAMETERS: self.state[PARAMETERS] - read}
-        mini = self._trained(mini, name)
-        for piece, count in self._pieces(mini, shares):
+        for shape in self.batch.shapes(name, updated=True):
             yield Program(
                 "update",
-                f"{name}, gradients of {_size(piece)}",
-                count * steps,
-                lambda piece=piece: trainable.accumulate.lower(state.params, gradients, piece),
+                f"{name}, gradients of {shape}",
+                shape.count * epochs,
+                lambda shape=shape: trainable.accumulate.lower(state.params, gradients, shape.micro_batch),
                 {PARAMETERS: read, GRADIENTS: of_gradients},
                 others,
+                pairs=shape.pairs,
             )
         moments = device_bytes(state.moments)
         yield Program(
             "update",
             f"{name}, optimizer step",
-            steps,
+            self.config.data.train_batch_size / mini_batch_size(self.config, name) * epochs,
             lambda: trainable.apply.lower(state, gradients, np.float32(0)),
             {PARAMETERS: of_params, OPTIMIZER: moments, GRADIENTS: of_gradients},
             {**beside, PARAMETERS: self.state[PARAMETERS] - of_params, OPTIMIZER: self.state[OPTIMIZER] - moments},
         )
 
-    def _rows(self, prompts: int) -> Batch:
-        """`prompts` groups as learner/batch.py's `rows_of` makes them, all zeros that take no memory."""
-        config, samples = self.config, self.config.rollout.n
-        length = min(bucket(self.response_length), config.data.max_response_length)
-        width, shape = config.data.max_prompt_length, (prompts * samples, length)
-        return Batch(
-            prompts=_like((prompts, bucket(width)), np.int32),
-            prompt_mask=np.broadcast_to(np.arange(bucket(width)) < width, (prompts, bucket(width))),
-            responses=_like(shape, np.int32),
-            mask=np.broadcast_to(np.arange(length) < self.response_length, shape),
-            loss_mask=_like(shape, np.bool_),
-            group_ids=_like(shape[:1], np.int32),
-            old_logprobs=_like(shape, np.float32),
-            advantages=_like(shape, np.float32),
-        )
 
-    def _trained(self, batch: Batch, name: str) -> Batch:
-        """`batch` with what `make_batch` and the update add to it."""
-        config = self.config
-        corrected = config.actor.old_logprob == "recompute" and config.algorithm.rollout_correction.rollout_is != "none"
-        names = ["loss_weights"]
-        names += ["ref_logprobs"] * config.actor.use_kl_loss + ["importance_weights"] * corrected
-        names += ["noise"] * (self.actor.select is not None) + ["values", "returns"] * uses_critic(config)
-        added = {extra: _like(batch.mask.shape, np.float32) for extra in names}
-        if self.actor.select is not None and name == "actor":
-            added["selected"] = _like(batch.mask.shape, np.bool_)
-        return batch.replace(**added)  # pyright: ignore[reportAttributeAccessIssue]
+def _family(program: RoundProgram) -> tuple[str, tuple[float, ...]]:
+    """The family and the features (see `Program`) of one of the engine's programs.
 
-    def _pieces(self, batch: Batch, shares: MicroBatches) -> list[tuple[MicroBatch, int]]:
-        """The micro-batches of a mini-batch as shapes, each with how many there are."""
-        sharding = batch_sharding(self.mesh)
-        found: Counter[tuple[Any, ...]] = Counter()
-        shapes: dict[tuple[Any, ...], MicroBatch] = {}
-        for piece in shares.split(batch):
-            key = tuple(x.shape for x in jax.tree.leaves(piece.micro_batch))
-            found[key] += 1
-            shapes.setdefault(
-                key,
-                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), piece.micro_batch),
-            )
-        return [(shapes[key], count) for key, count in found.items()]
+    A chunk of decoding reads the weights, and does something for each row and for each key that a row attends to. What
+    reads no weights moves one layer's keys and values to a cache of another size.
+    """
+    if program.stage != "decode":
+        return "", ()
+    cache, *others = program.cache
+    rows, samples = len(cache.key), len(cache.key) // len(cache.prompt_key)
+    if program.reads_weights:
+        width, window = cache.prompt_key.shape[-1], cache.key.shape[-1]
+        return f"decode, {samples} rows a prompt", (1.0, rows, rows * width, rows * window)
+    (target,) = others
+    left, wider = len(target.key), target.key.shape[-1] > cache.key.shape[-1]
+    family = f"{'keep' if left < rows else ''} {'widen' if wider else ''}"
+    return family, (1.0, device_bytes(cache) * left / rows, device_bytes(target))
 
 
 def device_bytes(tree: Any, *, kind: str | None = None) -> float:
@@ -267,12 +258,3 @@ def _shapes(table: Any, mesh: Mesh) -> Any:
         (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
         for weight in table
     )
-
-
-def _like(shape: tuple[int, ...], dtype: Any) -> Any:
-    return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def _size(piece: MicroBatch) -> str:
-    bins, width = piece.bins.tokens.shape
-    return f"{bins} x {width} tokens"

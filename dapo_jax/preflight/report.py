@@ -1,5 +1,8 @@
 """Host: the report on a training step: memory by stage, work, a lower bound on its time, and whether it fits.
 
+Memory and time are those of the longest case: prompts and responses as long as the config allows. With the lengths of
+`parse_lengths`, the report also has the time that is expected.
+
 The report is a dict ready for JSON, so that a saved one can be read and shown like a new one (`tables`).
 """
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.base_models import read_model
@@ -29,7 +33,9 @@ from dapo_jax.places import local_model
 from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
-from dapo_jax.preflight.programs import Program, step_programs
+from dapo_jax.preflight.interpolation import complete, to_compile
+from dapo_jax.preflight.lengths import Lengths, all_longest, parse_lengths
+from dapo_jax.preflight.programs import Program, Step, step_programs
 from dapo_jax.settings import chosen_attention, compute_dtype
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
@@ -38,17 +44,17 @@ PARTS = ("products", "memory", "collectives", "total")  # of an estimated time
 
 
 def preflight(
-    config: Config, topology: str, *, response_length: int | None = None, quick: bool = False, progress: Any = None
+    config: Config, topology: str, *, lengths: str = "", quick: bool = False, progress: Any = None
 ) -> dict[str, Any]:
     """The report on `config` for the devices of `topology` (see `devices_of`), ready for JSON.
 
     Args:
-        response_length: tokens per response, for the time; None = data.max_response_length.
-        quick: compile decoding only for the first and last window of the cache, and interpolate in between.
+        lengths: of prompts and responses, for the expected time, as in `parse_lengths`; "" = none.
+        quick: compile only a few of the engine's programs, and interpolate the costs of the others.
         progress: a file for a line per program.
 
     Raises:
-        InputError: config, model and mesh do not fit together.
+        InputError: config, model, mesh and lengths do not fit together.
     """
     validate(config)
     if config.trainer.rollout_ahead:
@@ -60,15 +66,15 @@ def preflight(
     mesh = _mesh(config, arch, topology)
     limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
     memory = usable_memory(config, mesh, limits)
-    longest = config.data.max_response_length
-    length = min(response_length or longest, longest)
-    step = step_programs(config, arch, mesh, response_length=length, memory=memory * USABLE, every_window=not quick)
+    expected = parse_lengths(lengths, config.data) if lengths else None
+    usable, cache = memory * USABLE, config.trainer.compilation_cache_dir
+    step = step_programs(config, arch, mesh, lengths=all_longest(config.data), memory=usable)
+    other = step_programs(config, arch, mesh, lengths=expected, memory=usable) if expected else None
     programs = list(step.programs)
-    if length < longest:  # longer responses do not count in the time, but must fit
-        largest = step_programs(config, arch, mesh, response_length=longest, memory=memory * USABLE, every_window=False)
-        names = {program.name for program in programs}
-        programs += [dataclasses.replace(p, calls=0) for p in largest.programs if p.name not in names]
-    compiled = _compile_all(programs, mesh, config.trainer.compilation_cache_dir, progress)
+    if other is not None:  # what only shorter lengths call must fit too
+        keys = {program.key for program in programs}
+        programs += [dataclasses.replace(one, calls=0.0) for one in other.programs if one.key not in keys]
+    compiled = complete(programs, _compile_all(to_compile(programs) if quick else programs, mesh, cache, progress))
     attention = chosen_attention(config.model, arch, mesh)[0]
     return {
         "model": {
@@ -81,19 +87,48 @@ def preflight(
         "mesh": dict(mesh.shape),
         "device": dataclasses.asdict(limits) | {"memory": memory},
         "assumed": {
-            "response_length": length,
+            "response_length": config.data.max_response_length,
             "rounds": 1,
             "prompts_sampled": gen_batch_size(config),
             "prompts_trained": config.data.train_batch_size,
         },
-        "plan": {"waves": step.waves, "rows_of_a_wave": step.rows, "micro_batches": step.micro_batches},
+        "plan": _plan(step),
         "config": dataclasses.asdict(config),
         "jax": jax.__version__,
         "host_bytes_per_device": step.host_bytes,
-        "programs": [as_json(one, limits) for one in compiled],
+        "programs": [as_json(one, limits, other) for one in compiled],
         **totals(compiled, limits, memory),
-        "advice": advise(config, arch, dict(mesh.shape), step, compiled, memory * USABLE, attention=attention),
+        "advice": advise(config, arch, dict(mesh.shape), step, compiled, usable, attention=attention),
+        **({"expected": _expected(config, expected, other, compiled, limits)} if expected and other else {}),
     }
+
+
+def _plan(step: Step) -> dict[str, int]:
+    return {"waves": step.waves, "rows_of_a_wave": step.rows, "micro_batches": step.micro_batches}
+
+
+def _expected(
+    config: Config, lengths: Lengths, step: Step, compiled: Sequence[Compiled], limits: Limits
+) -> dict[str, Any]:
+    """The report's entry for a step with these lengths.
+
+    Args:
+        compiled: at least the step's programs.
+    """
+    responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
+    measured = {one.program.key: one for one in compiled}
+    return {
+        "lengths": lengths.text,
+        "response_tokens": _spread(responses),
+        "prompt_tokens": _spread(prompts),
+        "plan": _plan(step),
+        "efficiency": {stage: work.efficiency for stage, work in step.work.items()},
+        **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs], limits),
+    }
+
+
+def _spread(lengths: np.ndarray) -> dict[str, float]:
+    return {"mean": float(lengths.mean()), "median": float(np.median(lengths)), "max": int(lengths.max())}
 
 
 def _mesh(config: Config, arch: Architecture, topology: str) -> Mesh:
@@ -145,30 +180,44 @@ def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:
     return parts | {"total": max(parts["products"], parts["memory"]) + parts["collectives"]}
 
 
-def as_json(compiled: Compiled, limits: Limits) -> dict[str, Any]:
-    """The report's entry for one program."""
+def as_json(compiled: Compiled, limits: Limits, expected: Step | None = None) -> dict[str, Any]:
+    """The report's entry for one program, with its calls in the `expected` step if there is one."""
     program, costs = compiled.program, compiled.costs
+    calls = {"calls": program.calls}
+    if expected is not None:
+        calls["expected_calls"] = sum(one.calls for one in expected.programs if one.key == program.key)
     return {
         "stage": program.stage,
         "name": program.name,
-        "calls": program.calls,
+        **calls,
         "bytes": compiled.bytes,
         "costs": dataclasses.asdict(costs) if costs is not None else None,
         "seconds": seconds(costs, limits) if costs is not None else None,
-        "compile_s": round(compiled.compile_s, 1),
+        "compile_s": round(compiled.compile_s, 1) if compiled.compile_s is not None else None,
     }
 
 
 def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[str, Any]:
     """Peak memory and costs per step of each stage, and whether the step fits."""
+    found, largest = costs_of(compiled, limits), max(one.total for one in compiled)
+    for name, stage in found["stages"].items():
+        stage["bytes"] = max((one for one in compiled if one.program.stage == name), key=lambda one: one.total).bytes
+    return {
+        **found,
+        "peak_bytes": largest,
+        "fits": largest <= USABLE * memory and all(one.costs is not None for one in compiled),
+        "not_counted": sorted({note for one in compiled if one.costs is not None for note in one.costs.unknown}),
+    }
+
+
+def costs_of(compiled: Sequence[Compiled], limits: Limits) -> dict[str, Any]:
+    """Costs per step, and a lower bound on its time, in all and of each stage."""
     stages: dict[str, Any] = {}
     for name in dict.fromkeys(one.program.stage for one in compiled):
-        of_stage = [one for one in compiled if one.program.stage == name]
-        known = [(one.program.calls, one.costs) for one in of_stage if one.costs is not None]
+        known = [(one.program.calls, one.costs) for one in compiled if one.program.stage == name and one.costs]
         times = [(calls, seconds(costs, limits)) for calls, costs in known]
         stages[name] = {
-            "bytes": max(of_stage, key=lambda one: one.total).bytes,
-            "calls": sum(one.program.calls for one in of_stage),
+            "calls": sum(one.program.calls for one in compiled if one.program.stage == name),
             "flops": sum(calls * costs.flops for calls, costs in known),
             "moved": sum(calls * costs.bytes for calls, costs in known),
             "sent": sum(calls * costs.sent for calls, costs in known),
@@ -177,14 +226,8 @@ def totals(compiled: Sequence[Compiled], limits: Limits, memory: float) -> dict[
             if limits.is_known
             else None,
         }
-    largest = max(one.total for one in compiled)
-    return {
-        "stages": stages,
-        "step_seconds": sum(stage["seconds"]["total"] for stage in stages.values()) if limits.is_known else None,
-        "peak_bytes": largest,
-        "fits": largest <= USABLE * memory and all(one.costs is not None for one in compiled),
-        "not_counted": sorted({note for one in compiled if one.costs is not None for note in one.costs.unknown}),
-    }
+    total = sum(stage["seconds"]["total"] for stage in stages.values()) if limits.is_known else None
+    return {"stages": stages, "step_seconds": total}
 
 
 def _collectives(known: Sequence[tuple[float, Costs]]) -> list[dict[str, Any]]:

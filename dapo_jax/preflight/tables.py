@@ -27,6 +27,8 @@ def tables(report: Mapping[str, Any]) -> str:
     ]
     if collectives := _collectives(stages, device["network"] is not None):
         lines += ["Collectives per step that send at least 1 % of their stage's bytes:", "", *collectives, ""]
+    if "expected" in report:
+        lines += [*_expected(report["expected"], stages), ""]
     if report["not_counted"]:
         lines += ["Not counted: " + "; ".join(report["not_counted"]) + ".", ""]
     if report["host_bytes_per_device"]:
@@ -35,6 +37,8 @@ def tables(report: Mapping[str, Any]) -> str:
     verdict = f"It {fits}: {report['peak_bytes'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB per device"
     if report["step_seconds"] is not None:
         verdict += f"; a step takes at least {report['step_seconds']:.0f} s"
+        if "expected" in report:
+            verdict += f" if all are longest, {report['expected']['step_seconds']:.0f} s at the expected lengths"
     lines += [verdict + ".", *(f"- {line}" for line in report["advice"])]
     return "\n".join(lines)
 
@@ -58,6 +62,29 @@ def _work(stages: Mapping[str, Any]) -> list[str]:
         rows.append([name, f"{stage['calls']:g}", *amounts, *cells])
     head = ["stage", "calls", "TFLOP", "GB moved", "GB sent", "s products", "s memory", "s collectives", "s"]
     return _table(head, rows)
+
+
+def _expected(expected: Mapping[str, Any], longest: Mapping[str, Any]) -> list[str]:
+    """The work at the expected lengths beside that of the longest case, and its efficiency."""
+    plan, rows = expected["plan"], []
+    for name, stage in expected["stages"].items():
+        times, most = stage["seconds"] or {}, longest[name]["seconds"] or {}
+        cells = [f"{of['total']:.2f}" if of else "-" for of in (times, most)]
+        share = expected["efficiency"].get(name)
+        work = [f"{stage['calls']:g}", f"{stage['flops'] / 1e12:.2f}", f"{stage['moved'] / 1e9:.1f}"]
+        work += [f"{stage['sent'] / 1e9:.1f}", *cells, "-" if share is None else f"{share:.3f}"]
+        rows.append([name, *work])
+    head = ["stage", "calls", "TFLOP", "GB moved", "GB sent", "s", "s, longest case", "needed / computed"]
+    spread = [
+        f"{what} of {found['median']:.0f} tokens in the median, {found['mean']:.0f} on average, at most {found['max']}"
+        for what, found in (("responses", expected["response_tokens"]), ("prompts", expected["prompt_tokens"]))
+    ]
+    return [
+        f"Expected at {expected['lengths']}: {'; '.join(spread)}; {plan['waves']} waves of {plan['rows_of_a_wave']} "
+        f"rows, {plan['micro_batches']} micro-batches:",
+        "",
+        *_table(head, rows),
+    ]
 
 
 def _collectives(stages: Mapping[str, Any], has_network: bool) -> list[str]:

@@ -1,9 +1,7 @@
 """Host: what the wave engine compiles and calls in one generation round, from shapes alone."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,7 +24,6 @@ from dapo_jax.rollout.wave_programs import (
 )
 from dapo_jax.rollout.wave_walk import WaveShape
 
-Key = TypeVar("Key")
 _SAMPLING = Sampling.create(1.0, 1.0, -1)  # its values are traced: any other lowers to the same program
 
 
@@ -60,7 +57,6 @@ def plan_round(
     response_lengths: np.ndarray,
     prompt_lengths: np.ndarray,
     free_bytes: float,
-    every_window: bool = True,
 ) -> RoundPlan:
     """The round of an engine that has sampled such responses before, with responses and prompts of these lengths.
 
@@ -69,17 +65,13 @@ def plan_round(
         response_lengths: [Q, G] tokens, at most max_response_length.
         prompt_lengths: [Q] tokens, at most max_prompt_length.
         free_bytes: on each device, before the first wave.
-        every_window: list decoding, and growing, in each window of the cache; otherwise, for each number of rows, in
-            the first and the last, which share the calls of those between: all costs grow in proportion to the window.
     """
     history = LengthHistory(settings.max_response_length)
     history.add(response_lengths.reshape(-1))
     walk = walk_round(
         settings, cache_dtype(weights), response_lengths, prompt_lengths, history=history, free_bytes=free_bytes
     )
-    return RoundPlan(
-        list(_Programs(settings, weights, walk).all(every_window)), walk.waves, walk.layout.num_rows, walk.work
-    )
+    return RoundPlan(list(_Programs(settings, weights, walk).all()), walk.waves, walk.layout.num_rows, walk.work)
 
 
 class _Programs:
@@ -87,19 +79,16 @@ class _Programs:
         self.settings, self.weights, self.walk = settings, weights, walk
         self.shards = num_batch_shards(settings.mesh)
 
-    def all(self, every_window: bool) -> Iterator[RoundProgram]:
+    def all(self) -> Iterator[RoundProgram]:
         """In the order of a wave."""
         yield self._start()
         yield self._prefill()
-        decoded, resized = self.walk.decodes, self.walk.resizes
-        if not every_window:
-            decoded = _ends(decoded, lambda shape: (shape, shape.rows))
-            resized = _ends(resized, lambda both: (both[1], both[0].rows))
+        decoded = self.walk.decodes
         for shape, calls in decoded.items():
             yield self._decode(shape, calls)
         if decoded and all(shape.rows == self.walk.layout.num_rows for shape in decoded):
             yield from self._first_survivors(max(decoded, key=lambda shape: shape.window))
-        for (old, new), calls in resized.items():
+        for (old, new), calls in self.walk.resizes.items():
             yield self._resize(old, new, calls)
 
     def _start(self) -> RoundProgram:
@@ -161,24 +150,3 @@ class _Programs:
 
     def _cache(self, shape: WaveShape) -> list[LayerCache]:
         return wave_shape(self.settings, cache_dtype(self.weights), **shape._asdict()).caches
-
-
-def _ends(counts: Mapping[Key, int], shape_of: Callable[[Key], tuple[WaveShape, int]]) -> dict[Key, float]:
-    """For each shape apart from its window, the first and the last window, with the calls of those between.
-
-    Args:
-        shape_of: the shape of a key, and its rows before it.
-    """
-    groups: defaultdict[Any, dict[int, Key]] = defaultdict(dict)
-    for key in counts:
-        shape, before = shape_of(key)
-        groups[shape._replace(window=0), before][shape.window] = key
-    calls: dict[Key, float] = {}
-    for keys in groups.values():
-        first, last = min(keys), max(keys)
-        calls |= {keys[first]: 0.0, keys[last]: 0.0}
-        for window, key in keys.items():
-            share = (window - first) / max(last - first, 1)
-            calls[keys[first]] += counts[key] * (1 - share)
-            calls[keys[last]] += counts[key] * share
-    return calls

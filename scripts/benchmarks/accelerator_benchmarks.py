@@ -264,6 +264,7 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     import jax
 
     from dapo_jax.preflight.compiled import compile_program
+    from dapo_jax.preflight.lengths import all_longest
     from dapo_jax.preflight.programs import step_programs
 
     with ExitStack() as stack:
@@ -272,9 +273,8 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
             run.config,
             run.arch,
             run.learner.mesh,
-            response_length=args.new_tokens,
+            lengths=all_longest(run.config.data),
             memory=memory_limit() or 0.0,
-            every_window=False,
         )
         with jax.set_mesh(run.learner.mesh):
             updates = [

@@ -36,6 +36,7 @@ from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
 from dapo_jax.parallel.devices import devices_of
 from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated
+from dapo_jax.preflight.lengths import all_longest
 from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.rewards.reward_model import build_reward_model
@@ -88,8 +89,8 @@ def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
     """The programs of a training step whose names begin with one of the patterns `names`; all without any."""
 
     def found(parts: Parts) -> Iterator[Program]:
-        length = parts.config.data.max_response_length
-        programs = step_programs(parts.config, parts.arch, parts.mesh, response_length=length, memory=1e9).programs
+        lengths = all_longest(parts.config.data)
+        programs = step_programs(parts.config, parts.arch, parts.mesh, lengths=lengths, memory=1e9).programs
         for name in names:
             assert any(re.match(name, program.name) for program in programs), f"no program is named like {name}"
         return iter(

@@ -24,7 +24,7 @@ from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, refused
 from dapo_jax.preflight.hlo_costs import Collective, Costs
 from dapo_jax.preflight.programs import CACHE, DECODING, KINDS, OPTIMIZER, PARAMETERS, Program, Step
-from dapo_jax.preflight.report import read_shape, seconds, totals, usable_memory
+from dapo_jax.preflight.report import preflight, read_shape, seconds, totals, usable_memory
 from dapo_jax.preflight.tables import tables
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +57,30 @@ def test_the_report_for_a_cpu(monkeypatch, capsys):
     assert report["step_seconds"] is None and printed == tables(report).rstrip() and "s products" in printed
 
 
+def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkeypatch):
+    monkeypatch.setattr(report, "limits_of", lambda device: Limits("device", 10 * GIB, 1e9, 1e9, 1e9))
+    changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "data.max_prompt_length": 8, "data.max_response_length": 60}
+    config = small_config("unused", **changes, **{"rollout.max_num_seqs": 64})
+    found = preflight(config, "cpu", lengths="lognormal:median=10,sigma=0.3", quick=True)
+    expected, longest = found["expected"], found["stages"]
+    assert expected["response_tokens"]["median"] == pytest.approx(10, abs=1) and expected["prompt_tokens"]["max"] == 8
+    assert 0 < expected["step_seconds"] < found["step_seconds"] and found["fits"]
+    for name in ("decode", "update"):
+        assert 0 < expected["stages"][name]["seconds"]["total"] < longest[name]["seconds"]["total"]
+        assert expected["stages"][name]["calls"] == sum(
+            program["expected_calls"] for program in found["programs"] if program["stage"] == name
+        )
+    assert set(expected["efficiency"]) == {"prefill", "decode", "update"}
+    assert all(0 < share <= 1 for share in expected["efficiency"].values())
+    text = tables(found)
+    assert "Expected at lognormal:median=10,sigma=0.3,clip=60,within=0.5,prompt_median=8,prompt_sigma=0.5" in text
+    assert "| s, longest case | needed / computed |" in text and "at the expected lengths." in text
+
+
 def check(report):
     assert list(report["stages"]) == STAGES
     assert report["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
-    assert report["fits"] and not report["advice"]
+    assert report["fits"] and not report["advice"] and "expected" not in report
     stages = report["stages"]
     # bytes on one of eight devices; norms are replicated
     own = report["model"]["parameters"] * 4 / 8
@@ -96,6 +116,7 @@ def test_a_shape_replaces_a_model_that_is_not_on_the_disk(tmp_path):
     ("arguments", "message"),
     [
         (["--topology=gpu:8"], "dapo_jax: --topology=gpu:8 must name a GPU that CUDA 13 knows: choose one of t4:8"),
+        (["--lengths=lognormal:median=9"], "dapo_jax: --lengths=lognormal:median=9 must have a sigma: write it like"),
         (["--topology=h100:eight"], "dapo_jax: --topology=h100:eight must be h100:GPUS"),
         (["--topology=h100"], "dapo_jax: --topology=h100 must be h100:GPUS"),
         (["--topology=v99:2x2"], "dapo_jax: --topology=v99:2x2 must be a TPU slice"),

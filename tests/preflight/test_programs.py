@@ -6,8 +6,9 @@ from small_run import small_config
 
 from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
-from dapo_jax.parallel.mesh import make_mesh
-from dapo_jax.preflight.programs import CACHE, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
+from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
+from dapo_jax.preflight.lengths import all_longest, parse_lengths
+from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.rollout import waves
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.train import train
@@ -28,8 +29,8 @@ ONE_STEP = {
 def programs_of(config, **changes):
     arch, tokenizer = read_model(config)
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    length = config.data.max_response_length
-    values = {"response_length": length, "memory": 1e9, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
+    lengths = all_longest(config.data)
+    values = {"lengths": lengths, "memory": 1e9, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     return step_programs(config, arch, mesh, **{**values, **changes}), mesh
 
 
@@ -109,17 +110,26 @@ def test_kinds_of_memory_are_counted_once_and_on_one_device():
     assert all(found == everywhere[0] for found in everywhere)
 
 
-def test_calls_of_the_windows_between_are_shared_out():
-    config = small_config("unused", **{**ONE_STEP, "data.max_response_length": 400})
+@pytest.mark.parametrize("budget", [{}, {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 60}])
+def test_micro_batches_follow_from_the_lengths(budget):
+    """By tokens there are fewer of them for shorter responses; by rows, equally many that are less wide."""
+    config = small_config("unused", **{**ONE_STEP, **budget, "data.max_response_length": 40})
+    longest, mesh = programs_of(config)
+    shorter, _ = programs_of(config, lengths=parse_lengths("lognormal:median=5,sigma=0.5", config.data))
+    assert 0 < shorter.work["update"].efficiency < longest.work["update"].efficiency <= 1
+    if budget:
+        assert shorter.micro_batches < longest.micro_batches
+    else:
+        assert shorter.micro_batches == longest.micro_batches == 2 * num_micro_batches(config, mesh)
+    same = parse_lengths("lognormal:median=40,sigma=0,prompt_median=8,prompt_sigma=0", config.data)
+    found, _ = programs_of(config, lengths=same)
+    assert [(p.name, p.calls) for p in found.programs] == [(p.name, p.calls) for p in longest.programs]
 
-    def decoding(every):
-        step, _ = programs_of(config, every_window=every)
-        found = [program for program in step.programs if program.name.startswith("decode ") and program.calls]
-        return sum(p.calls for p in found), sum(p.calls * p.inside[CACHE] for p in found), len(found)
 
-    calls, moved, windows = decoding(True)
-    assert windows > 2
-    assert decoding(False) == (pytest.approx(calls), pytest.approx(moved), 2)
+def num_micro_batches(config, mesh):
+    """Of a mini-batch, by rows."""
+    rows = config.actor.ppo_mini_batch_size * config.rollout.n
+    return rows // (config.actor.ppo_micro_batch_size_per_device * num_batch_shards(mesh))
 
 
 def test_rows_follow_from_the_memory():

@@ -1,0 +1,125 @@
+"""Host: the micro-batches of a training step as shapes, from the lengths of its prompts and responses."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.config.derived import mini_batch_size
+from dapo_jax.config.sections import Config
+from dapo_jax.data.containers import Batch, MicroBatch
+from dapo_jax.data.padding import bucket
+from dapo_jax.data.work import Work
+from dapo_jax.learner.choices import trained, uses_critic
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.sharding import batch_sharding
+from dapo_jax.preflight.lengths import Lengths
+from dapo_jax.settings import micro_batches
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Micro-batches of one shape, in an epoch."""
+
+    micro_batch: MicroBatch  # of jax.ShapeDtypeStruct with shardings
+    count: float
+    pairs: float  # scores that a bin and head of the slowest device computes, on average
+
+    def __str__(self) -> str:
+        (bins, slots), (_, predicted) = self.micro_batch.bins.tokens.shape, self.micro_batch.sources.shape
+        shared = self.micro_batch.bins.prompt_slots
+        keys = "" if shared is None else f" + {shared.shape[1]} keys"
+        return f"{bins} x {slots} tokens{keys}, {predicted} predicted"
+
+
+class StepBatch:
+    """What a step trains on.
+
+    Args:
+        draws: the policy's loss selects tokens by random draws.
+    """
+
+    def __init__(self, config: Config, arch: Architecture, mesh: Mesh, lengths: Lengths, *, draws: bool) -> None:
+        self.config, self.draws = config, draws
+        self.responses, self.prompts = lengths.sample(config.data.train_batch_size, config.rollout.n)
+        self.splits = {name: micro_batches(config, arch, mesh, name) for name in trained(config)}
+        self.sharding = batch_sharding(mesh)
+
+    def shapes(self, name: str, *, updated: bool = False) -> list[Shape]:
+        """The micro-batches of the "actor" or the "critic".
+
+        Args:
+            updated: they have what an update needs besides the sampled rows.
+        """
+        split = self.splits[name]
+        found: dict[Any, list[tuple[int, float]]] = {}  # how many, and their pairs
+        shapes: dict[Any, MicroBatch] = {}
+        for mini, times in self._mini_batches(mini_batch_size(self.config, name)):
+            for piece in split.split(self._updated(mini, name) if updated else mini):
+                shape = jax.tree.map(self._shape, piece.micro_batch)
+                key = tuple(jax.tree.leaves(shape))
+                found.setdefault(key, []).append((times, split.slowest_pairs(piece)))
+                shapes[key] = shape
+        result = []
+        for key, pieces in found.items():
+            counts, pairs = np.array(pieces, float).T
+            bins = len(shapes[key].sources) / split.num_shards
+            result.append(Shape(shapes[key], counts.sum(), float(np.average(pairs, weights=counts)) / bins))
+        return result
+
+    def _shape(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharding)
+
+    def work(self) -> Work:
+        """Of forward passes of the policy in an epoch."""
+        split, total = self.splits["actor"], Work()
+        for mini, times in self._mini_batches(mini_batch_size(self.config, "actor")):
+            total += Work(times * sum(map(split.computed, split.split(mini))), times * split.needed(mini))
+        return total
+
+    def _mini_batches(self, size: int) -> Iterator[tuple[Batch, int]]:
+        """The mini-batches of `size` prompts that differ in their lengths, each with how many there are."""
+        lengths = np.column_stack([self.prompts, self.responses])
+        different, counts = np.unique(lengths.reshape(-1, size, lengths.shape[1]), axis=0, return_counts=True)
+        for mini, times in zip(different, counts, strict=True):
+            yield self._rows(mini[:, 1:], mini[:, 0]), int(times)
+
+    def _rows(self, responses: np.ndarray, prompts: np.ndarray) -> Batch:
+        """Groups as learner/batch.py's `rows_of` makes them: masks of these lengths, and zeros that take no memory.
+
+        Args:
+            responses, prompts: tokens, [Q, G] and [Q].
+        """
+        width = bucket(int(self.prompts.max()))
+        length = min(bucket(int(self.responses.max())), self.config.data.max_response_length)
+        prompt_mask = np.arange(width) >= width - prompts[:, None]
+        mask = np.arange(length) < responses.reshape(-1, 1)
+        return Batch(
+            prompts=_zeros(prompt_mask.shape, np.int32),
+            prompt_mask=prompt_mask,
+            responses=_zeros(mask.shape, np.int32),
+            mask=mask,
+            loss_mask=mask,
+            group_ids=_zeros(mask.shape[:1], np.int32),
+            old_logprobs=_zeros(mask.shape, np.float32),
+            advantages=_zeros(mask.shape, np.float32),
+        )
+
+    def _updated(self, batch: Batch, name: str) -> Batch:
+        """`batch` with what `make_batch` and the update add to it."""
+        config = self.config
+        corrected = config.actor.old_logprob == "recompute" and config.algorithm.rollout_correction.rollout_is != "none"
+        names = ["loss_weights"]
+        names += ["ref_logprobs"] * config.actor.use_kl_loss + ["importance_weights"] * corrected
+        names += ["noise"] * self.draws + ["values", "returns"] * uses_critic(config)
+        added = {extra: _zeros(batch.mask.shape, np.float32) for extra in names}
+        if self.draws and name == "actor":
+            added["selected"] = _zeros(batch.mask.shape, np.bool_)
+        return batch.replace(**added)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    return np.broadcast_to(np.zeros((), dtype), shape)

@@ -1,0 +1,114 @@
+"""Writes the tables of docs/preflight.md, and docs/results/preflight.md, from the reports in docs/results/.
+
+    python scripts/docs/write_preflight_doc.py
+
+scripts/docs/preflight_reports.sh makes the reports. A report that has not been made is left out.
+"""
+
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
+
+from markdown_table import markdown_table
+from script_ends import write_page
+
+from dapo_jax.preflight.tables import tables
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, RESULTS = DOCS / "preflight.md", DOCS / "results" / "preflight.md"
+MADE = re.compile(r"(<!-- reports: .*? -->\n).*?(<!-- end of reports -->)", re.DOTALL)
+MATH_7B, GSM8K = "`configs/dapo_qwen2.5_7b_math.py`", "`configs/gsm8k.py`"
+RECIPES = {  # by report
+    "32b_v5p": "`configs/dapo_qwen2.5_32b_math.py`",
+    "32b_h100": "the same, `mesh.fsdp=4`",
+    "7b_v5p_8": MATH_7B,
+    "7b_h100": MATH_7B,
+    "7b_a100": MATH_7B,
+    "7b_2k_h100": "`configs/dapo_qwen2.5_7b.py`",
+    "clip_cov_h100": "`configs/entropy_clip_cov.py`",
+    "kl_cov_h100": "`configs/entropy_kl_cov.py`",
+    "cpo_h100": "`configs/cpo.py`",
+    "7b_v5e": "Qwen2.5-Math-7B, `fsdp=16 tensor=4`",
+    "7b_v5p": "Qwen2.5-Math-7B, `fsdp=4 tensor=4`",
+    "7b_20k_v5e": "Qwen2.5-Math-7B, `fsdp=16 tensor=4`",
+    "7b_20k_v5p": "Qwen2.5-Math-7B, `fsdp=4 tensor=4`",
+    "0.5b_v5e": "Qwen2.5-0.5B, `fsdp=16`",
+    "gsm8k_l4": GSM8K,
+    "gsm8k_h100": GSM8K,
+    "gsm8k_v5e": f"{GSM8K}, `fsdp=4`",
+    "gsm8k_1.5b_v5e": f"{GSM8K} with Qwen2.5-1.5B-Instruct, `fsdp=8`",
+    "gsm8k_1.5b_h100": f"{GSM8K} with Qwen2.5-1.5B-Instruct",
+}
+HEAD = """# Reports of the preflight
+
+Written by `scripts/docs/write_preflight_doc.py`; do not edit.
+
+The reports behind the table in [preflight.md](../preflight.md#reports), as the command prints them. The JSON files in
+this folder also have every program, every collective and the config.
+"""
+
+
+def reports() -> dict[str, dict[str, Any]]:
+    """The reports that have been made, by name."""
+    paths = {name: DOCS / "results" / f"preflight_{name}.json" for name in RECIPES}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def page() -> str:
+    """docs/preflight.md with the tables of the reports."""
+    found = reports()
+    shown = markdown_table([_longest(name, report) for name, report in found.items()])
+    if expected := [_expected(name, report) for name, report in found.items() if "expected" in report]:
+        shown += f"\n\nAt other lengths, clipped at the limit of the config:\n\n{markdown_table(expected)}"
+    return MADE.sub(lambda match: f"{match[1]}\n{shown}\n\n{match[2]}", PAGE.read_text())
+
+
+def results() -> str:
+    """docs/results/preflight.md."""
+    parts = [HEAD]
+    for name, report in reports().items():
+        parts.append(f"## {name}: {_tokens(report)} tokens on {report['topology']}\n")
+        lines = tables(report).splitlines()
+        parts.append("\n".join(line if line.startswith("|") else textwrap.fill(line, 120) for line in lines) + "\n")
+    return "\n".join(parts)
+
+
+def _longest(name: str, report: dict[str, Any]) -> dict[str, str]:
+    memory = report["device"]["memory"]
+    return {
+        "report": f"[{name}](results/preflight_{name}.json)",
+        "recipe": RECIPES[name],
+        "devices": f"`{report['topology']}`",
+        "tokens of prompt + response": _tokens(report),
+        "GiB per device": f"{report['peak_bytes'] / 2**30:.1f} of {memory / 2**30:.1f}",
+        "seconds per step, at least": f"{report['step_seconds']:.0f}",
+    }
+
+
+def _expected(name: str, report: dict[str, Any]) -> dict[str, str]:
+    expected = report["expected"]
+    lengths = re.search("median=[^,]*,sigma=[^,]*", expected["lengths"])
+    shares = {stage: f"{share:.2f}" for stage, share in expected["efficiency"].items()}
+    return {
+        "report": name,
+        "responses": lengths[0].replace(",", ", ") if lengths else expected["lengths"],
+        "their mean": f"{expected['response_tokens']['mean']:.0f}",
+        "seconds per step, at least": f"{expected['step_seconds']:.0f}",
+        "longest case": f"{report['step_seconds']:.0f}",
+        **{f"needed / computed: {stage}": shares[stage] for stage in ("update", "decode", "prefill")},
+    }
+
+
+def _tokens(report: dict[str, Any]) -> str:
+    data = report["config"]["data"]
+    return f"{data['max_prompt_length']} + {data['max_response_length']}"
+
+
+if __name__ == "__main__":
+    write_page(PAGE, page, __doc__)
+    write_page(RESULTS, results, __doc__)
