@@ -13,6 +13,7 @@ from dapo_jax.data.containers import Prompts
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import LayerCache, Params
+from dapo_jax.models.vocabulary_blocks import block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import constrain
 from dapo_jax.rollout.sampling import Sampling, sample
@@ -65,7 +66,7 @@ def start_wave(
     hidden, keys_and_values = transformer.prefill(params, prompts.tokens, prompts.mask, arch)
     value = jnp.zeros((keys.shape[0], arch.num_kv_heads, window, arch.head_dim), keys_and_values[0][0].dtype)
     caches = [LayerCache(*of_prompts, value.swapaxes(2, 3), value) for of_prompts in keys_and_values]
-    logits = jnp.repeat(transformer.logits(params, hidden), num_samples, axis=0)
+    logits = jnp.repeat(block_logits(params, hidden, arch.vocab_size), num_samples, axis=0)
     padding = jnp.repeat(prompts.numbers < 0, num_samples)
     tokens, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
     tokens, finished = _settle(tokens, padding, eos_ids, pad_id)
@@ -93,7 +94,8 @@ def decode_chunk(
         hidden, caches = transformer.decode(
             params, wave.tokens, prompt_lengths + index, wave.prompt_mask, wave.caches, index, arch
         )
-        tokens, logprobs = sample(transformer.logits(params, hidden), wave.keys, wave.length, sampling, eos_ids)
+        logits = block_logits(params, hidden, arch.vocab_size)
+        tokens, logprobs = sample(logits, wave.keys, wave.length, sampling, eos_ids)
         sampled = ~wave.finished
         tokens, finished = _settle(tokens, wave.finished, eos_ids, pad_id)
         new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
