@@ -125,8 +125,13 @@ def decode(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
+    return matmul("...d,vd->...v", hidden, head_table(params))
+
+
+def head_table(params: Params) -> jax.Array:
+    """The table [V, D] of the head, which may be the embedding, in the dtype of matrix products."""
     table: Any = gather_weight(params["head"] if "head" in params else params["embedding"], ("vocab", "embed"))
-    return matmul("...d,vd->...v", hidden, table.astype(product_dtype(params)))
+    return table.astype(product_dtype(params))
 
 
 def product_dtype(params: Params) -> Any:
