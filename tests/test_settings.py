@@ -1,4 +1,4 @@
-import functools
+import dataclasses
 import re
 from types import SimpleNamespace
 from typing import cast
@@ -13,7 +13,6 @@ from dapo_jax.base_models import read_model
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.memory import FRACTION
-from dapo_jax.settings import rows_of_a_prompt
 
 
 def memories(*kinds):
@@ -116,9 +115,12 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
     monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
     config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
     assert config.model.attention == "fused"
-    chosen = settings.attention_kernel(config.model, arch, eight(device))
-    assert (chosen and cast(functools.partial, chosen).keywords["implementation"]) == kernel
-    assert (rows_of_a_prompt(config, arch, eight(device)) > 1) == (kernel is None)  # XLA's attention shares prompts
+    chosen = settings.training_attention(config, arch, eight(device))
+    assert chosen.name == (kernel or "xla")
+    assert (chosen.shared_width > 0) == (kernel != "cudnn")  # cuDNN's attention shares no prompts
+    assert chosen.packs == (device != "A100" or kernel is None)
+    copies = dataclasses.replace(config, actor=dataclasses.replace(config.actor, share_prompts=False))
+    assert settings.training_attention(copies, arch, eight(device)).shared_width == 0
     notes = meshes.device_notes(config, arch, eight(device))
     found = [note for note in notes if note.startswith("model.attention=fused is xla: the fused kernel needs")]
     assert len(found) == (kernel is None and device != "cpu")
@@ -135,7 +137,7 @@ def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_di
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attention, message):
     config, arch = configured(model__attention=attention, model__dtype="float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.attention_kernel(config.model, arch, eight(device))
+        settings.training_attention(config, arch, eight(device))
 
 
 def test_a_note_says_why_auto_is_float32():

@@ -67,40 +67,48 @@ class _Rows:
         answered = responses.reshape(-1, self.samples).any(axis=1)
         self.least = int(prompts[answered].sum()) + tails if shares else int(self.slots.sum())
 
-    def fill(self, widths: np.ndarray) -> list[list[int]] | None:
-        """First-fit decreasing: the rows of each bin, or None if bins of `widths` [N], descending, hold not all rows.
+    def fill(self, widths: np.ndarray, *, balanced: bool = False) -> list[list[int]] | None:
+        """The rows of each bin, or None if bins of `widths` [N], descending, hold not all rows.
 
-        The longest responses come first. If prompts are shared, it also tries those of one prompt after the other, with
-        fewer copies of prompts but gaps that are harder to fill, and takes what leaves more bins empty.
+        First-fit decreasing. The longest responses come first. If prompts are shared, it also tries those of one prompt
+        after the other, with fewer copies of prompts but gaps that are harder to fill, and takes what leaves more bins
+        empty.
+
+        Args:
+            balanced: prefer that each response goes where attention has the least work so far, if all fit like this.
         """
-        orders = [self.rows[np.argsort(-self.responses[self.rows], kind="stable")]]
+        by_length = self.rows[np.argsort(-self.responses[self.rows], kind="stable")]
+        if balanced and (found := self._fill(by_length, widths, balanced=True)) is not None:
+            return found
+        orders = [by_length]
         if self.shares:
             totals = np.repeat(self.responses.reshape(-1, self.samples).sum(axis=1), self.samples)
             keys = self.rows, -self.responses[self.rows], self.rows // self.samples, -totals[self.rows]
             orders.append(self.rows[np.lexsort(keys)])
-        found = [bins for order in orders if (bins := self._first_fit(order, widths)) is not None]
-        return max(found, key=lambda bins: bins.count([]), default=None)
+        filled = [bins for order in orders if (bins := self._fill(order, widths, balanced=False)) is not None]
+        return max(filled, key=lambda bins: bins.count([]), default=None)
 
-    def _first_fit(self, order: np.ndarray, widths: np.ndarray) -> list[list[int]] | None:
+    def _fill(self, order: np.ndarray, widths: np.ndarray, *, balanced: bool) -> list[list[int]] | None:
         slots, tokens = widths.copy(), widths.copy()  # free in each bin; it predicts no more tokens than it has slots
+        work = np.zeros(len(widths))
         bins: list[list[int]] = [[] for _ in widths]
-        homes: dict[int, list[int]] = {}  # bins that hold a prompt
+        homes: list[list[int]] = [[] for _ in self.prompts]  # bins that hold a prompt
         for row in order.tolist():
             prompt, length = row // self.samples, int(self.responses[row])
-            needed, place = length - 1, None
+            needed = np.full(len(widths), length - 1 + int(self.prompts[prompt]))
             if self.shares:
-                there = homes.setdefault(prompt, [])
-                place = next((one for one in there if slots[one] >= needed and tokens[one] >= length), None)
-            if place is None:
-                needed += int(self.prompts[prompt])
-                fitting = (slots >= needed) & (tokens >= length)
-                place = int(np.argmax(fitting))
-                if not fitting[place]:
-                    return None
-                homes.setdefault(prompt, []).append(place)
+                needed[homes[prompt]] = length - 1
+            fitting = (slots >= needed) & (tokens >= length)
+            there = [] if balanced else [one for one in homes[prompt] if self.shares and fitting[one]]
+            place = there[0] if there else int(np.argmin(np.where(fitting, work, np.inf)))
+            if not fitting[place]:
+                return None
+            if place not in homes[prompt]:
+                homes[prompt].append(place)
             bins[place].append(row)
-            slots[place] -= needed
+            slots[place] -= needed[place]
             tokens[place] -= length
+            work[place] += balanced * float(self.slots[row]) ** 2
         return [sorted(rows) for rows in bins]
 
     def attention(self, bins: list[list[int]]) -> list[float]:
@@ -114,7 +122,7 @@ def _wide_bins(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> lis
         full, rest = divmod(parts, EIGHTHS)
         last = [min(rounded(-(-most * rest // EIGHTHS)), most)] if rest else []
         widths = [most] * full + last
-        if widths[0] >= rows.longest and (filled := rows.fill(np.repeat(widths, num_shards))) is not None:
+        if widths[0] >= rows.longest and (filled := rows.fill(np.repeat(widths, num_shards), balanced=True)):
             wide = full * num_shards
             passes = list(_passes(rows, filled[:wide], most, num_shards, 1))
             return passes + [one for width in last for one in _passes(rows, filled[wide:], width, num_shards, 1)]

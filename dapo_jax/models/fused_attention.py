@@ -130,11 +130,11 @@ def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins) -> ja
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         raise InputError(f"query.dtype={query.dtype} must be bfloat16 or float16 with cuDNN: cast the weights")
     real = (bins.trees > 0)[:, :, None, None]
-    arrays = (jnp.where(real, x, 0) for x in (query, key, value))
-    return jnp.where(real, _cudnn_kernel(*arrays, bins.lengths), 0).astype(jnp.float32)
+    query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))
+    return jnp.where(real, _cudnn_kernel(query, key, value, bins.lengths), 0).astype(jnp.float32)
 
 
-def _cudnn_kernel(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
+def _cudnn_kernel(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Any:
     """cuDNN's attention, causal within sequences that begin one after the other.
 
     Args:

@@ -10,7 +10,7 @@ one range of keys is left to each query among the slots, from the start of its b
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +157,7 @@ def _mask_info(blocks: jax.Array, queries: jax.Array, *, in_rows: bool) -> Any:
         mask_next=None,
         block_mask=blocks[None].astype(jnp.int32),
         partial_mask_blocks=None,
-        q_sequence=queries,
+        q_sequence=cast(Any, queries),
     )
 
 

@@ -150,13 +150,15 @@ def test_each_rule_names_key_and_cure(key, value, message):
 
 
 def test_a_token_budget_holds_a_prompt_with_its_response():
-    budget = {"actor.use_dynamic_bsz": True, "data.max_prompt_length": 1100, "data.max_response_length": 1000}
-    assert problems({**budget, "actor.ppo_max_token_len_per_device": 2536}) == []
-    assert_one(problems({**budget, "actor.ppo_max_token_len_per_device": 2535}), "padded to 1536, .* = 2536")
-    assert_one(problems({"actor.ppo_max_token_len_per_device": 8}), "=8 is not read without actor.use_dynamic_bsz=True")
+    budget = {"data.max_prompt_length": 1100, "data.max_response_length": 1000}
+    by_rows = {"actor.use_dynamic_bsz": False}
+    assert problems({**budget, "actor.ppo_max_token_len_per_device": 2100}) == []
+    assert_one(problems({**budget, "actor.ppo_max_token_len_per_device": 2099}), "max_response_length = 2100")
+    unread = problems({**by_rows, "actor.ppo_max_token_len_per_device": 8000})
+    assert_one(unread, "=8000 is not read without actor.use_dynamic_bsz=True")
     odd = {"data.train_batch_size": 33, "actor.ppo_mini_batch_size": 33, "rollout.n": 5}
-    assert_one(problems(odd), "must be a multiple of actor.ppo_micro_batch_size_per_device=8")
-    assert problems({**odd, "actor.use_dynamic_bsz": True}) == []  # then it is not read
+    assert_one(problems({**odd, **by_rows}), "must be a multiple of actor.ppo_micro_batch_size_per_device=8")
+    assert problems(odd) == []  # a packed pass holds as many tokens, in any number of rows
 
 
 def test_adapters_have_no_other_reference_than_their_base():

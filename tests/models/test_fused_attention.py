@@ -67,7 +67,7 @@ nan_gradient_on_padding.defvjp(
 
 
 def careless_cudnn(query, key, value, *, scale, mask_type, q_seqlen, kv_seqlen, q_offsets=None, kv_offsets=None):
-    """XLA's attention in the place of cuDNN's: it leaves NaN on padding, and everywhere if there is a row of no keys."""
+    """XLA's attention in the place of cuDNN's: it leaves NaN on padding, and everywhere if a row has no keys."""
     assert mask_type == cudnn.MaskType.PADDING_CAUSAL and cudnn.check_compute_capability("99.0")
     places = jnp.arange(query.shape[1])
     if q_offsets is None:

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +7,17 @@ import numpy as np
 import pytest
 import small_policy
 
+from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Layer, Llama3RopeScaling
+from dapo_jax.models.attention import XLA
 from dapo_jax.models.layers import rotary, rotary_frequencies, rotate, unstacked
-from dapo_jax.models.transformer import LayerCache, decode, forward, forward_responses, prefill
+from dapo_jax.models.transformer import LayerCache, decode, forward, forward_bins, prefill
 from dapo_jax.models.weights import init_params
 
 ARCH = dataclasses.replace(small_policy.ARCH, num_layers=3, head_dim=24)
 NO_ROTARY = Layer(rotary=False)
-jit_forward, jit_responses = jax.jit(forward, static_argnums=4), jax.jit(forward_responses, static_argnums=5)
+jit_forward = jax.jit(forward, static_argnums=4)
+jit_bins = jax.jit(functools.partial(forward_bins, kernel=XLA), static_argnums=2)
 jit_prefill, jit_decode = jax.jit(prefill, static_argnums=3), jax.jit(decode, static_argnums=6)
 
 
@@ -38,15 +42,21 @@ def test_kinds_of_layers_that_are_not_implemented_are_refused(kind):
 
 
 @pytest.mark.parametrize("pattern", [(Layer(),), (NO_ROTARY,), (Layer(), NO_ROTARY)], ids=["all", "none", "some"])
-def test_layers_are_the_same_scanned_unrolled_behind_a_prompt_and_decoded(pattern):
+def test_layers_are_the_same_scanned_unrolled_packed_and_decoded(pattern):
     """Decoding is fed the tokens one by one."""
     arch, params = of_pattern(*pattern)
     tokens = np.random.default_rng(0).integers(0, ARCH.vocab_size, (2, 6), np.int32)
     positions, mask = np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6)), np.ones((2, 6), bool)
     expected = jit_forward(params, tokens, positions, mask, arch)
     np.testing.assert_allclose(jit_forward(listed(params), tokens, positions, mask, arch), expected, atol=1e-5)
-    responses = jit_responses(params, tokens[:, :2], mask[:, :2], tokens[:, 2:], mask[:, 2:], arch)
-    np.testing.assert_allclose(responses, expected[:, 1:-1], atol=1e-5)
+    one_bin = Bins(
+        tokens=tokens.reshape(1, -1),
+        positions=positions.reshape(1, -1),
+        trees=np.repeat([[1, 2]], 6, axis=1),
+        branches=np.array([[0, 0, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2]]),
+    )
+    packed = jit_bins(params, one_bin, arch)
+    np.testing.assert_allclose(packed.reshape(expected.shape), expected, atol=1e-5)
 
     first, keys_and_values = jit_prefill(params, tokens[:, :2], mask[:, :2], arch)
     np.testing.assert_allclose(first, expected[:, 1], atol=1e-5)

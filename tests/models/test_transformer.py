@@ -16,7 +16,6 @@ from dapo_jax.models.transformer import (
     logits,
     positions_of,
     prefill,
-    shift_left,
 )
 from dapo_jax.models.weights import cast_matrices
 
@@ -216,9 +215,3 @@ def test_gradients_through_bfloat16_weights_follow_those_in_float32():
 def test_positions_count_real_tokens():
     mask = jnp.array([[False, False, True, True], [True, False, True, False], [False] * 4])
     assert positions_of(mask).tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
-
-
-def test_shift_left_moves_each_row_by_its_own_number_of_columns():
-    x, columns = np.arange(5 * 9 * 2).reshape(5, 9, 2), np.array([0, 1, 3, 8, 5])
-    found = shift_left(jnp.array(x), jnp.array(columns), most=8)
-    np.testing.assert_array_equal(found, [np.roll(row, -by, axis=0) for row, by in zip(x, columns, strict=True)])
