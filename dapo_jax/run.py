@@ -52,7 +52,6 @@ from dapo_jax.settings import (
     critic_settings,
     engine_settings,
     micro_batches,
-    rows_of_a_prompt,
     with_total_steps,
 )
 
@@ -222,8 +221,7 @@ def build_learner(
         algorithm=config.algorithm,
         options=config.actor,
         num_groups=config.data.train_batch_size,
-        rows_of_a_prompt=rows_of_a_prompt(config, arch, mesh),
-        micro_batches={name: micro_batches(config, mesh, name) for name in trained(config)},
+        micro_batches={name: micro_batches(config, arch, mesh, name) for name in trained(config)},
         pad_id=sampler.tokenizer.pad_id,
         seed=config.seed,
         stage=stage,

@@ -1,10 +1,8 @@
 """Host: from the config to the settings of the compiled functions, for a model and its devices."""
 
 import dataclasses
-import functools
 import json
 import logging
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,12 +16,13 @@ from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.choices import trained
 from dapo_jax.learner.critic import CriticSettings, critic_architecture
-from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
+from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings, learning_rate
 from dapo_jax.learner.update import UpdateSettings
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
-from dapo_jax.models.transformer import AttentionKernel
+from dapo_jax.models.attention import BinAttention
+from dapo_jax.models.flops import token_flops
+from dapo_jax.models.fused_attention import KERNELS, bin_attention, unfit
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
@@ -76,7 +75,7 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         dtype=compute_dtype(config.model, mesh),
         temperature=config.rollout.temperature,
         remat=remat_policy(config.model),
-        attention_kernel=attention_kernel(config.model, arch, mesh),
+        attention=training_attention(config, arch, mesh),
         chunk_size=actor.logprob_chunk_size,
         loss_mode=actor.policy_loss.loss_mode,
         loss_options=loss_options(actor),
@@ -101,7 +100,7 @@ def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSet
         arch=critic_architecture(arch),
         dtype=compute_dtype(config.model, mesh),
         remat=remat_policy(config.model),
-        attention_kernel=attention_kernel(config.model, arch, mesh),
+        attention=training_attention(config, arch, mesh),
         cliprange_value=config.critic.cliprange_value,
         optimizer=optimizer_settings(config.critic),
         compiler_options=compiler_options(config.trainer, mesh),
@@ -186,13 +185,13 @@ def warn_of_warm_up(config: Config) -> None:
         )
 
 
-def update_settings(config: Config, mesh: Mesh, name: str, step: int) -> UpdateSettings:
+def update_settings(config: Config, arch: Architecture, mesh: Mesh, name: str, step: int) -> UpdateSettings:
     """How training step `step` updates the "actor" or the "critic" on its batch."""
     section: ActorConfig | CriticConfig = getattr(config, name)
     return UpdateSettings(
         learning_rate=learning_rate_of(config, name, step),
         mini_batch_rows=mini_batch_size(config, name) * config.rollout.n,
-        micro_batches=micro_batches(config, mesh, name),
+        micro_batches=micro_batches(config, arch, mesh, name),
         epochs=section.ppo_epochs,
         loss_agg_mode=section.loss_agg_mode,
         loss_scale_factor=config.actor.loss_scale_factor or float(config.data.max_response_length),
@@ -200,33 +199,20 @@ def update_settings(config: Config, mesh: Mesh, name: str, step: int) -> UpdateS
     )
 
 
-def updates_of_step(config: Config, mesh: Mesh, step: int) -> dict[str, UpdateSettings]:
+def updates_of_step(config: Config, arch: Architecture, mesh: Mesh, step: int) -> dict[str, UpdateSettings]:
     """`update_settings` of each network that training step `step` updates."""
     networks = [name for name in trained(config) if name != "actor" or step > config.trainer.critic_warmup]
-    return {name: update_settings(config, mesh, name, step) for name in networks}
+    return {name: update_settings(config, arch, mesh, name, step) for name in networks}
 
 
-def rows_of_a_prompt(config: Config, arch: Architecture, mesh: Mesh) -> int:
-    """How many samples of a group share one copy of the prompt in training."""
-    if not config.actor.share_prompts or attention_kernel(config.model, arch, mesh) is not None:
-        return 1
-    smallest = min(mini_batch_size(config, name) for name in trained(config))  # prompts
-    return sharing_rows(
-        config.rollout.n,
-        rows=math.gcd(*(micro_batch_size(config, name) for name in trained(config))),
-        max_tokens=token_budget(config),
-        max_prompt=config.data.max_prompt_length,
-        max_response=config.data.max_response_length,
-        mini_batch_share=smallest * config.rollout.n // num_batch_shards(mesh),
-    )
-
-
-def micro_batches(config: Config, mesh: Mesh, name: str = "actor") -> MicroBatches:
+def micro_batches(config: Config, arch: Architecture, mesh: Mesh, name: str = "actor") -> MicroBatches:
     """How the rows of the actor or the critic are divided among forward and backward passes."""
     return MicroBatches(
         num_shards=num_batch_shards(mesh),
-        rows_per_device=micro_batch_size(config, name),
-        max_tokens_per_device=token_budget(config),
+        max_tokens_per_device=token_budget(config, name),
+        rows_per_device=0 if config.actor.use_dynamic_bsz else micro_batch_size(config, name),
+        attention=training_attention(config, arch, mesh),
+        flops=token_flops(arch),
     )
 
 
@@ -242,14 +228,14 @@ def compute_dtype(model: ModelConfig, mesh: Mesh) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if multiplies_bfloat16(mesh.devices.flat[0]) else jnp.float32)
 
 
-def attention_kernel(model: ModelConfig, arch: Architecture, mesh: Mesh) -> AttentionKernel | None:
-    """The fused kernel of model.attention; None for XLA's attention.
+def training_attention(config: Config, arch: Architecture, mesh: Mesh) -> BinAttention:
+    """The implementation of attention in training.
 
     Raises:
         InputError: see `chosen_attention`.
     """
-    name, _ = chosen_attention(model, arch, mesh)
-    return None if name == "xla" else functools.partial(fused_attention, implementation=name)
+    name, _ = chosen_attention(config.model, arch, mesh)
+    return bin_attention(name, mesh.devices.flat[0], share_prompts=config.actor.share_prompts)
 
 
 def chosen_attention(model: ModelConfig, arch: Architecture, mesh: Mesh) -> tuple[str, str]:

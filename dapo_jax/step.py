@@ -173,9 +173,9 @@ def train_on(
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
     batch_metrics |= statistics.balance_metrics(
         sequence_lengths(batch)[: experience.finished.size],
-        tokens_of_devices(batch, update_settings(run.config, run.learner.mesh, "actor", step)),
+        tokens_of_devices(batch, update_settings(run.config, run.arch, run.learner.mesh, "actor", step)),
     )
-    models, wait = update(run.learner, models, batch, updates_of_step(run.config, run.learner.mesh, step))
+    models, wait = update(run.learner, models, batch, updates_of_step(run.config, run.arch, run.learner.mesh, step))
 
     def finish() -> tuple[dict[str, float], Histograms]:
         metrics, histograms = wait()

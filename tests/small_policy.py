@@ -9,13 +9,15 @@ from jax.sharding import Mesh
 from shapes import ARCH, one_device_mesh
 
 from dapo_jax.config.sections import Config
-from dapo_jax.data.containers import Batch, Rollout
+from dapo_jax.data.containers import Batch, MicroBatch, Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import UpdateSettings, update_policy
+from dapo_jax.models.attention import XLA, BinAttention
+from dapo_jax.models.flops import TokenFlops
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
@@ -48,7 +50,7 @@ def actor_settings(**changes) -> ActorSettings:
         dtype=jnp.dtype(jnp.float32),
         temperature=0.8,
         remat="full",
-        attention_kernel=None,
+        attention=XLA,
         chunk_size=40,
         loss_mode="vanilla",
         loss_options=LOSS_OPTIONS,
@@ -72,7 +74,7 @@ def critic_of(mesh):
         arch=critic_architecture(ARCH),
         dtype=jnp.dtype(jnp.float32),
         remat="full",
-        attention_kernel=None,
+        attention=XLA,
         cliprange_value=0.2,
         optimizer=OPTIMIZER,
     )
@@ -108,7 +110,7 @@ def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TR
     )
 
 
-def batch_of(rollout: Rollout, sharing: int = SAMPLES, width: int = 8) -> Batch:
+def batch_of(rollout: Rollout, width: int = 8) -> Batch:
     tokens, mask = pad_prompts(PROMPTS, width, PAD)
     rng = np.random.default_rng(0)
     advantages = rng.normal(size=(len(rollout.mask), 1)) * rollout.mask
@@ -117,8 +119,8 @@ def batch_of(rollout: Rollout, sharing: int = SAMPLES, width: int = 8) -> Batch:
         return rng.normal(0, size, rollout.mask.shape).astype(np.float32) * rollout.mask
 
     return Batch(
-        prompts=np.repeat(tokens, SAMPLES // sharing, axis=0),
-        prompt_mask=np.repeat(mask, SAMPLES // sharing, axis=0),
+        prompts=tokens,
+        prompt_mask=mask,
         responses=rollout.responses,
         mask=rollout.mask,
         loss_mask=rollout.mask,
@@ -135,6 +137,18 @@ def batch_of(rollout: Rollout, sharing: int = SAMPLES, width: int = 8) -> Batch:
 def rows(number: int) -> MicroBatches:
     """Micro-batches of so many rows, over all devices."""
     return MicroBatches(num_shards=1, rows_per_device=number)
+
+
+def bins(shards: int, tokens: int, attention: BinAttention = XLA) -> MicroBatches:
+    """Packed micro-batches of so many tokens on each of the devices."""
+    flops = TokenFlops(layers=1.0, head=0.0, pair=0.01)
+    return MicroBatches(num_shards=shards, max_tokens_per_device=tokens, attention=attention, flops=flops)
+
+
+def micro_batch(batch: Batch) -> MicroBatch:
+    """All rows in one, on one device."""
+    (piece,) = rows(len(batch.mask)).split(batch)
+    return piece.micro_batch
 
 
 def update_settings(*, mini=16, micro=16, lr=1e-4, epochs=1, count_empty=False, mode="token-mean"):

@@ -6,12 +6,13 @@ LOSSES names every loss. All of them take
     advantages              [B, R], not differentiated
     mask                    [B, R] bool, tokens to train on
 
-and return the loss [B, R] of each token and its metrics. Whatever else a loss needs is a parameter of that name: an
-option of config.actor, or `selected`, which token_selection.py computes from the whole mini-batch. To add one: write
-the function, and its line in LOSSES.
+and return the loss [B, R] of each token and its metrics. Without `sequences` a row is a sequence; with it, a row holds
+several of them. Whatever else a loss needs is a parameter of that name: an
+option of config.actor, `selected`, which token_selection.py computes from the whole mini-batch, or `sequences` [B, R]
+int32, the number of each token's sequence within its row. To add one: write the function, and its line in LOSSES.
 
 With r = exp(logprobs - old_logprobs), A the advantage and clip(r) = r within [1 - clip_ratio_low, 1 +
-clip_ratio_high]. A sequence here is the tokens of one row that `mask` marks.
+clip_ratio_high]. A sequence here is those of its tokens that `mask` marks.
 
 Differences from verl: config.actor.loss_agg_mode applies to every loss; verl fixes seq-mean-token-mean for gspo and (in
 some versions) sapo, and averages geo_mean over each micro-batch. clip_cov and kl_cov compute means, counts and the
@@ -73,6 +74,7 @@ def gspo(
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
+    sequences: jax.Array | None = None,
 ) -> TokenLoss:
     """The clipped loss with the sequence's geometric mean ratio at each token (GSPO, arXiv:2507.18071, equation 14).
 
@@ -80,7 +82,7 @@ def gspo(
     """
     advantages = jax.lax.stop_gradient(advantages)
     log_ratio = logprobs - old_logprobs
-    sequence = jax.lax.stop_gradient(_sequence_mean(log_ratio, mask))[:, None]
+    sequence = jax.lax.stop_gradient(_sequence_mean(log_ratio, mask, sequences))
     ratio = jnp.exp(jnp.minimum(logprobs - jax.lax.stop_gradient(logprobs) + sequence, MAX_SEQUENCE_LOG_RATIO))
     plain = -advantages * ratio
     clipped = -advantages * jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -144,6 +146,7 @@ def geo_mean(
     clip_ratio_low: float,
     clip_ratio_high: float,
     importance_weights: jax.Array,
+    sequences: jax.Array | None = None,
 ) -> TokenLoss:
     """The sequence's geometric mean of ratios, each clipped (GMPO, arXiv:2507.20673, equation 3).
 
@@ -159,10 +162,10 @@ def geo_mean(
     sign = jnp.sign(jax.lax.stop_gradient(advantages))
     clipped = jnp.clip(log_ratio, -clip_ratio_low, clip_ratio_high)
     pessimistic = sign * jnp.minimum(sign * log_ratio, sign * clipped)
-    ratio = jnp.exp(_sequence_mean(pessimistic, mask))
-    advantage = jax.lax.stop_gradient(_sequence_mean(advantages, mask))
-    weight = jnp.exp(_sequence_mean(jnp.log(jnp.maximum(importance_weights, 1e-20)), mask))
-    loss = jnp.broadcast_to((-advantage * ratio * weight)[:, None], mask.shape)
+    ratio = jnp.exp(_sequence_mean(pessimistic, mask, sequences))
+    advantage = jax.lax.stop_gradient(_sequence_mean(advantages, mask, sequences))
+    weight = jnp.exp(_sequence_mean(jnp.log(jnp.maximum(importance_weights, 1e-20)), mask, sequences))
+    loss = -advantage * ratio * weight
     outside = log_ratio != clipped
     metrics = {
         "pg_clipfrac": Mean.of(outside & (advantages > 0), mask),
@@ -234,6 +237,14 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
 }
 
 
-def _sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean [B] over the tokens of each row; 0 for a row without any."""
-    return jnp.sum(jnp.where(mask, values, 0.0), axis=-1) / jnp.maximum(jnp.sum(mask, axis=-1), 1)
+def _sequence_mean(values: jax.Array, mask: jax.Array, sequences: jax.Array | None) -> jax.Array:
+    """At each token [B, R], the mean over the tokens of its sequence that `mask` marks; 0 if there are none."""
+    counts, values = mask.astype(values.dtype), jnp.where(mask, values, 0.0)
+
+    def total(x: jax.Array) -> jax.Array:
+        if sequences is None:
+            return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
+        sums = jax.vmap(lambda x, numbers: jax.ops.segment_sum(x, numbers, x.shape[0] + 1)[numbers])
+        return sums(x, sequences)
+
+    return total(values) / jnp.maximum(total(counts), 1)

@@ -14,11 +14,10 @@ from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.command.option_uses import unread_problems
 from dapo_jax.config.bounds import bounds_of, one_of
-from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch_size, token_budget
+from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch_size
 from dapo_jax.config.sections import Config, EvaluateConfig
 from dapo_jax.config.values import PATHS, type_problems
 from dapo_jax.data.experience import OWN_SCORES
-from dapo_jax.data.padding import bucket
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError
 from dapo_jax.learner.choices import trained
@@ -305,9 +304,9 @@ def _length_problems(config: Config) -> Iterator[str]:
         yield f"reward.overlong_buffer.len={buffer.len} must be in 1..data.max_response_length={longest}"
     if not 0 <= shortest <= longest:
         yield f"rollout.min_response_length={shortest} must be between 0 and data.max_response_length={longest}"
-    budget = token_budget(config)
-    if budget is not None and min(prompt, longest) > 0 and budget < (needed := bucket(prompt) + longest):
+    budget = config.actor.ppo_max_token_len_per_device
+    if budget is not None and min(prompt, longest) > 0 and budget < prompt + longest:
         yield (
-            f"actor.ppo_max_token_len_per_device={budget} must be at least data.max_prompt_length, padded to "
-            f"{bucket(prompt)}, + max_response_length = {needed}"
+            f"actor.ppo_max_token_len_per_device={budget} must be at least data.max_prompt_length + "
+            f"max_response_length = {prompt + longest}"
         )

@@ -42,9 +42,10 @@ def micro_batch_size(config: Config, name: str) -> int:
     return getattr(config, name).ppo_micro_batch_size_per_device or config.actor.ppo_micro_batch_size_per_device
 
 
-def token_budget(config: Config) -> int | None:
-    """Tokens per forward and backward pass on one device; None if micro-batches are sized in responses."""
-    return config.actor.ppo_max_token_len_per_device if config.actor.use_dynamic_bsz else None
+def token_budget(config: Config, name: str) -> int:
+    """Tokens of a packed pass of the "actor" or the "critic" on one device."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return config.actor.ppo_max_token_len_per_device or micro_batch_size(config, name) * longest
 
 
 def trains_on_older_samples(config: Config) -> bool:

@@ -326,10 +326,12 @@ class PolicyLossConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     ppo_mini_batch_size: Positive[int] = 32  # prompts per optimizer step
-    ppo_micro_batch_size_per_device: Positive[int] = 8  # responses per forward and backward pass on one device
-    use_dynamic_bsz: bool = False  # size micro-batches, the critic's too, by tokens instead of responses
-    ppo_max_token_len_per_device: Positive[int] = 16384  # tokens per micro-batch with use_dynamic_bsz, padding included
-    share_prompts: bool = True  # compute a prompt once for several of its responses; not with a fused kernel
+    ppo_micro_batch_size_per_device: Positive[int] = 8  # responses of full length per pass on one device
+    use_dynamic_bsz: bool = True  # pack responses into passes, the critic's too; False: one padded row for each
+    ppo_max_token_len_per_device: PositiveOrNull[int] = (
+        None  # tokens of a packed pass; null = ppo_micro_batch_size x most
+    )
+    share_prompts: bool = True  # compute a prompt once for the responses packed with it; not with cuDNN's attention
     ppo_epochs: Positive[int] = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     clip_ratio_low: LowerClip = 0.2  # the ratio is clipped below 1 - clip_ratio_low

@@ -1,4 +1,8 @@
-"""What moves between the stages. Sizes: Q prompts, G samples each, B = Q * G rows, P prompt, R response tokens."""
+"""What moves between the stages.
+
+Sizes: Q prompts, G samples each, B = Q * G rows, P prompt tokens, R response tokens; packed, N bins of T slots with U
+response tokens each.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,28 +39,63 @@ class Rollout:
 
 
 @struct.dataclass
-class Batch:
-    """Rows to train on. Rows whose masks are all False are padding and change nothing.
+class Tokens:
+    """Response tokens with what the losses need of each. The algorithm decides which of the last fields are set.
 
-    S consecutive rows share a prompt, which is stored and run once. S divides the samples of a group.
-    The algorithm decides which of the last fields are set.
+    In a `Batch` each row is a response: [B, R]. In a `MicroBatch` they follow each other in N bins: [N, U].
     """
 
-    prompts: Array  # [B // S, P] int32, left-padded
-    prompt_mask: Array  # [B // S, P] bool
-    responses: Array  # [B, R] int32, right-padded
-    mask: Array  # [B, R] bool, True on response tokens
-    loss_mask: Array  # [B, R] bool, True on tokens to train on, a subset of `mask`
+    responses: Array  # int32
+    mask: Array  # bool, True on response tokens
+    loss_mask: Array  # bool, True on tokens to train on, a subset of `mask`
+    old_logprobs: Array  # float32, the ratio's denominator
+    advantages: Array  # float32, 0 on padding
+    loss_weights: Array = None  # float32, each token's share in the loss of its mini-batch
+    importance_weights: Array = None  # float32, from rollout correction
+    ref_logprobs: Array = None  # float32, under the reference policy
+    noise: Array = None  # float32 uniform, for losses that draw tokens
+    selected: Array = None  # bool, tokens that such a loss has drawn in its mini-batch
+    values: Array = None  # float32, the critic's before the update
+    returns: Array = None  # float32, what the critic is fitted to
+
+
+@struct.dataclass(kw_only=True)
+class Batch(Tokens):
+    """Rows to train on, whole groups in prompt order: row b answers prompt b // (B // Q).
+
+    Rows whose masks are all False are padding and change nothing.
+    """
+
+    prompts: Array  # [Q, P] int32, left-padded
+    prompt_mask: Array  # [Q, P] bool
     group_ids: Array  # [B] int32, the group of each row, ascending; of padding, the number of groups
-    old_logprobs: Array  # [B, R] float32, the ratio's denominator
-    advantages: Array  # [B, R] float32, 0 on padding
-    loss_weights: Array = None  # [B, R] float32, each token's share in the loss of its mini-batch
-    importance_weights: Array = None  # [B, R] float32, from rollout correction
-    ref_logprobs: Array = None  # [B, R] float32, under the reference policy
-    noise: Array = None  # [B, R] float32 uniform, for losses that draw tokens
-    selected: Array = None  # [B, R] bool, tokens that such a loss has drawn in its mini-batch
-    values: Array = None  # [B, R] float32, the critic's before the update
-    returns: Array = None  # [B, R] float32, what the critic is fitted to
+
+
+@struct.dataclass
+class Bins:
+    """Sequences packed into N bins of T slots. Padding comes last in a bin.
+
+    A tree is a prompt and, behind it, some of its responses. Each response is a branch: it sees the prompt and itself.
+    """
+
+    tokens: Array  # [N, T] int32
+    positions: Array  # [N, T] int32, in the sequence of prompt and response
+    trees: Array  # [N, T] int32, numbered from 1 in each bin; 0 on padding
+    branches: Array  # [N, T] int32, numbered from 1 in each bin; 0 on prompts and padding
+    # what some implementations of attention need besides
+    lengths: Array = None  # [N, M] int32, slots of each tree
+    queries: Array = None  # [N, T] int32, what each slot sees, as splash encodes it
+    prompt_slots: Array = None  # [N, W] int32, slots of prompts that several responses share, -1 on padding
+    blocks: Array = None  # [N, T / block, (T + W) / block] int8, 1 where a query of a block sees one of its keys
+
+
+@struct.dataclass(kw_only=True)
+class MicroBatch(Tokens):
+    """What one forward and backward pass takes: the bins, and the response tokens that they predict."""
+
+    bins: Bins
+    sources: Array  # [N, U] int32, the slot whose hidden state predicts each response token
+    sequences: Array  # [N, U] int32, the branch of each response token; 0 on padding
 
 
 @struct.dataclass

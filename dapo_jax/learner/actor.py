@@ -15,14 +15,14 @@ from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.data.containers import Batch, Max, Mean
+from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, with_adapters
-from dapo_jax.models.transformer import AttentionKernel
 from dapo_jax.models.weights import cast_matrices, init_params, weight_table
 from dapo_jax.parallel.sharding import replicated
 
@@ -37,7 +37,7 @@ class ActorSettings:
     dtype: Any  # of the operands of matrix products
     temperature: float  # of the sampling policy
     remat: str  # a name of models/remat.py's POLICIES
-    attention_kernel: AttentionKernel | None  # None: XLA's attention
+    attention: BinAttention
     chunk_size: int  # tokens whose logits exist at a time on one device
     loss_mode: str  # a name of LOSSES
     loss_options: Mapping[str, float]  # options of the losses by name
@@ -55,7 +55,7 @@ class Actor:
 
     trainable: Trainable  # of all weights, or of the adapters
     decode_weights: WithFrozen  # params -> weights for rollout/, cast and resharded
-    logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [B, R], replicated
+    logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [N, U], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
 
 
@@ -67,22 +67,22 @@ def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
 
 
 def logprobs_and_entropy(
-    params: Any, frozen: Any, batch: Batch, settings: ActorSettings, *, remat: str
+    params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings, *, remat: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy [B, R] of each response token, as `response_logprobs` gives them."""
+    """Log-probability and entropy [N, U] of each response token, as `response_logprobs` gives them."""
     return response_logprobs(
         operands(params, frozen, settings),
         batch,
         arch=settings.arch,
         temperature=settings.temperature,
         remat=remat,
-        attention_kernel=settings.attention_kernel,
+        attention=settings.attention,
         chunk_size=settings.chunk_size,
         entropy_gradient=settings.entropy_coeff != 0,
     )
 
 
-def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
+def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
     """This micro-batch's share of the mini-batch's loss, and mergeable metrics.
 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
@@ -116,7 +116,7 @@ def loss_fn(params: Any, frozen: Any, batch: Batch, settings: ActorSettings) -> 
 
 
 def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """How many ratios [B, R] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
+    """How many ratios [N, U] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
 
     The last bucket also counts all ratios above it; NaN is in none. A bucket's number is split into two digits, and a
     product of two small matrices counts the pairs; they are float32, since GPUs multiply no booleans.
@@ -131,13 +131,14 @@ def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
     return counts.reshape(-1)[:RATIO_BUCKETS]
 
 
-def policy_token_loss(logprobs: jax.Array, batch: Batch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
-    """The policy loss [B, R] of each token, times its importance weight if there are any, and the loss's metrics."""
+def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
+    """The policy loss [N, U] of each token, times its importance weight if there are any, and the loss's metrics."""
     function, weights = LOSSES[settings.loss_mode], batch.importance_weights
     weighs_itself = needs(function, "importance_weights")
     available = {
         **settings.loss_options,
         "selected": batch.selected,
+        "sequences": batch.sequences,
         "importance_weights": jnp.ones_like(logprobs) if weights is None else weights,
     }
     token_loss, metrics = function(

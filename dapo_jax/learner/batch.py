@@ -143,7 +143,7 @@ def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Bat
     missing = num_groups - given
     longest = int(experience.mask.sum(axis=-1).max())
     length = min(bucket(longest), experience.mask.shape[-1])
-    prompts, prompt_mask = _prompt_rows(learner, experience.prompts + [[]] * missing, num_samples)
+    prompts, prompt_mask = _padded(learner, experience.prompts + [[]] * missing)
 
     def flat(array: np.ndarray) -> np.ndarray:
         return np.pad(array[..., :length], ((0, missing), (0, 0), (0, 0))).reshape(num_groups * num_samples, length)
@@ -166,12 +166,9 @@ def rows_like(batch: Batch, values: np.ndarray) -> np.ndarray:
     return np.pad(values.reshape(-1), (0, len(batch.mask) - values.size))
 
 
-def _prompt_rows(learner: Learner, prompts: list[list[int]], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Padded prompts, repeated once per set of rows that shares a prompt."""
-    width = bucket(max(len(prompt) for prompt in prompts))
-    tokens, mask = pad_prompts(prompts, width, learner.pad_id)
-    copies = num_samples // learner.rows_of_a_prompt
-    return np.repeat(tokens, copies, axis=0), np.repeat(mask, copies, axis=0)
+def _padded(learner: Learner, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as tokens and mask [Q, P]."""
+    return pad_prompts(prompts, bucket(max(len(prompt) for prompt in prompts)), learner.pad_id)
 
 
 def policy_logprobs(learner: Learner, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -284,8 +281,7 @@ def hint_logprobs(learner: Learner, params: Any, batch: Batch, hinted: list[list
 
     The solution comes on top of data.max_prompt_length; nothing of a hinted prompt is cut.
     """
-    missing = learner.num_groups - len(hinted)
-    tokens, mask = _prompt_rows(learner, hinted + [[]] * missing, len(batch.mask) // learner.num_groups)
+    tokens, mask = _padded(learner, hinted + [[]] * (learner.num_groups - len(hinted)))
     return policy_logprobs(learner, params, dataclasses.replace(batch, prompts=tokens, prompt_mask=mask))[0]
 
 

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.value_loss import clipped_value_loss
-from dapo_jax.data.containers import Batch, Mean
+from dapo_jax.data.containers import Mean, MicroBatch
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState
 from dapo_jax.learner.token_logprobs import response_hidden
 from dapo_jax.learner.trainable import Metrics, Trainable, build_trainable
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.transformer import AttentionKernel
+from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.weights import cast_matrices, init_params, weight_table
 from dapo_jax.parallel.sharding import batch_sharding, replicated
 
@@ -29,7 +29,7 @@ class CriticSettings:
     arch: Architecture  # with a scalar head
     dtype: Any  # of the operands of matrix products
     remat: str  # a name of models/remat.py's POLICIES
-    attention_kernel: AttentionKernel | None  # None: XLA's attention
+    attention: BinAttention
     cliprange_value: float
     optimizer: OptimizerSettings
     compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's, of passes over the layers
@@ -41,7 +41,7 @@ class Critic:
 
     trainable: Trainable
     init_from_policy: Callable[[Any], TrainState]  # a policy's params (not donated) -> state with a zero head
-    values: Any  # jitted: (params, micro-batch) -> [B, R], replicated
+    values: Any  # jitted: (params, micro-batch) -> [N, U], replicated
 
 
 def critic_architecture(policy: Architecture) -> Architecture:
@@ -49,16 +49,14 @@ def critic_architecture(policy: Architecture) -> Architecture:
     return dataclasses.replace(policy, scalar_head=True)
 
 
-def response_values(params: Any, batch: Batch, settings: CriticSettings) -> jax.Array:
-    """Value [B, R] of the state in which each response token was drawn; float32."""
+def response_values(params: Any, batch: MicroBatch, settings: CriticSettings) -> jax.Array:
+    """Value [N, U] of the state in which each response token was drawn; float32."""
     params = cast_matrices(params, settings.arch, settings.dtype, tables=False)
-    hidden = response_hidden(
-        params, batch, arch=settings.arch, remat=settings.remat, attention_kernel=settings.attention_kernel
-    )
+    hidden = response_hidden(params, batch, arch=settings.arch, remat=settings.remat, attention=settings.attention)
     return transformer.scalar(params, hidden)
 
 
-def loss_fn(params: Any, batch: Batch, settings: CriticSettings) -> tuple[jax.Array, Metrics]:
+def loss_fn(params: Any, batch: MicroBatch, settings: CriticSettings) -> tuple[jax.Array, Metrics]:
     """This micro-batch's share of the mini-batch's loss, and mergeable metrics."""
     values = response_values(params, batch, settings)
     token_loss, metrics = clipped_value_loss(

@@ -11,6 +11,7 @@ from dapo_jax.learner.trainable import WithFrozen
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.layers import unstacked
 from dapo_jax.models.lora import Lora, merged
+from dapo_jax.models.vocabulary_blocks import with_whole_blocks
 from dapo_jax.models.weights import cast_matrices, weight_shardings, weight_table
 from dapo_jax.parallel.sharding import DECODE_RULES
 
@@ -20,13 +21,15 @@ def build_decode_weights(
 ) -> WithFrozen:
     """Compiles (on first use) params -> weights for rollout/: cast to `dtype`, resharded over `mesh`, layers unstacked.
 
+    The tables of tokens may have more rows, see `with_whole_blocks`.
+
     Args:
         lora, frozen: adapters, and the weights that they are added to, in the dtype of matrix products.
     """
 
     def decoding(params, frozen):
         whole = cast_matrices(params, arch, dtype) if lora is None else merged(frozen, params, lora)
-        return unstack_layers(whole)
+        return with_whole_blocks(unstack_layers(whole), mesh.shape["tensor"])
 
     shardings = weight_shardings(weight_table(arch), mesh, DECODE_RULES)
     return WithFrozen(jax.jit(decoding, out_shardings=_unstacked_shardings(shardings, arch)), frozen)

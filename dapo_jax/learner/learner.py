@@ -38,7 +38,6 @@ class Learner:
     algorithm: AlgorithmConfig
     options: ActorConfig
     num_groups: int  # of a batch
-    rows_of_a_prompt: int  # samples of a group that share a prompt's row
     micro_batches: Mapping[str, MicroBatches]  # of the "actor" and of the "critic"
     pad_id: int
     seed: int

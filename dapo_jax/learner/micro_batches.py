@@ -1,88 +1,155 @@
-"""Host: splits a mini-batch into micro-batches, which fit a forward and backward pass, by rows or by tokens.
+"""Host: splits a mini-batch into micro-batches, each the arrays of one forward and backward pass.
 
-Which rows a mini-batch holds never depends on their lengths; which of them share a micro-batch may, as the loss is a
-sum over micro-batches. Every device gets equally many rows of equal width.
+Packed, sequences follow each other in bins without padding between them (packing.py). By rows, each bin holds one
+sequence, and all bins of a batch are equally wide.
 """
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
-from dapo_jax.data.containers import Batch
-from dapo_jax.data.padding import bucket
+from dapo_jax.data.containers import Batch, Bins, MicroBatch, Tokens
+from dapo_jax.learner.packing import EIGHTHS, Pass, plan_passes
+from dapo_jax.models.attention import XLA, BinAttention
+from dapo_jax.models.flops import TokenFlops
+
+PER_TOKEN = {field.name for field in dataclasses.fields(Tokens)} - {"noise"}  # a pass draws nothing
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch, and where its tokens are in the batch."""
+
+    micro_batch: MicroBatch
+    rows: np.ndarray  # [N, U] row of each response token, -1 on padding
+    columns: np.ndarray  # [N, U] its place in the response
+
+    def write(self, values: np.ndarray, whole: np.ndarray) -> None:
+        """Writes values [N, U] of the response tokens to their places in `whole` [B, R]."""
+        real = self.rows >= 0
+        whole[self.rows[real], self.columns[real]] = values[real]
 
 
 @dataclass(frozen=True)
 class MicroBatches:
     """How rows are split into forward and backward passes."""
 
-    num_shards: int  # devices that rows are sharded over
-    rows_per_device: int
-    max_tokens_per_device: int | None = None  # prompts and responses with their padding; None: by rows
+    num_shards: int  # devices that bins are sharded over
+    max_tokens_per_device: int = 0  # slots of a pass; at least one longest sequence
+    rows_per_device: int = 0  # not 0: by rows
+    attention: BinAttention = XLA
+    flops: TokenFlops = TokenFlops(layers=1.0, head=0.0, pair=0.0)
 
-    def split(self, batch: Batch) -> Iterator[tuple[np.ndarray, Batch]]:
-        """Each micro-batch, with rows of padding appended, and the numbers of its rows.
+    def split(self, batch: Batch) -> Iterator[Piece]:
+        """The micro-batches, which hold every row that has a response."""
+        passes, packer = self.passes(batch), _Packer(batch, self.attention)
+        sizes = {one.width: 0 for one in passes}  # response tokens of a bin: few shapes are compiled
+        for one in passes:
+            size, part = max(map(packer.num_tokens, one.bins)), -(-one.width // EIGHTHS)
+            sizes[one.width] = max(sizes[one.width], min(-(-size // part) * part, one.width))
+        for one in passes:
+            yield packer.piece(one, sizes[one.width])
 
-        Rows that share a prompt stay together. By tokens, the longest responses come first, and columns that are
-        padding in every row of a micro-batch are cut off.
-        """
-        units, length = len(batch.prompts), batch.mask.shape[1]
-        sharing = len(batch.mask) // units
-        if self.max_tokens_per_device is None:
-            size = self.rows_per_device * self.num_shards // sharing
-            for start in range(0, units, size):
-                chosen = np.arange(start, min(start + size, units))
-                yield _rows(chosen, sharing), select(batch, chosen, size, length)
-            return
-        longest = batch.mask.sum(axis=1).reshape(units, sharing).max(axis=1)
-        order = np.argsort(-longest, kind="stable")
-        while len(order):
-            width = min(bucket(int(longest[order[0]])), length)
-            tokens = batch.prompts.shape[1] + sharing * width
-            size = max(self.max_tokens_per_device // tokens, 1)
-            chosen, order = np.split(order, [size * self.num_shards])
-            while (size + 1) // 2 * self.num_shards >= len(chosen) and size > 1:
-                size = (size + 1) // 2  # the last, smaller one: few shapes, little padding
-            yield _rows(chosen, sharing), select(batch, chosen, size * self.num_shards, width)
+    def passes(self, batch: Batch) -> list[Pass]:
+        """Which rows each micro-batch has in which bins."""
+        prompts, responses = batch.prompt_mask.sum(axis=1), batch.mask.sum(axis=1)
+        if not responses.any():
+            return []
+        if self.rows_per_device:
+            return list(self._by_rows(responses, batch.prompts.shape[1] + batch.mask.shape[1]))
+        return plan_passes(
+            prompts,
+            responses,
+            num_shards=self.num_shards,
+            max_tokens=self.max_tokens_per_device,
+            attention=self.attention,
+            pair_cost=self.flops.pair / (self.flops.layers + self.flops.head),
+        )
 
+    def computed(self, piece: Piece) -> float:
+        """Operations of a forward pass over a micro-batch; each share of the devices takes as long as the slowest."""
+        slots, tokens = piece.micro_batch.bins.trees.size, piece.micro_batch.sources.size
+        pairs = self.num_shards * self.slowest_pairs(piece)
+        return self.flops.layers * slots + self.flops.head * tokens + self.flops.pair * pairs
 
-def sharing_rows(
-    samples: int, *, rows: int, max_tokens: int | None, max_prompt: int, max_response: int, mini_batch_share: int
-) -> int:
-    """How many samples of a group may share one prompt in a micro-batch: a divisor of `samples`.
+    def slowest_pairs(self, piece: Piece) -> float:
+        """Pairs of a query and a key whose score the share of the devices with the most computes."""
+        return float(self.attention.pairs(piece.micro_batch.bins).reshape(self.num_shards, -1).sum(axis=1).max())
 
-    Args:
-        rows: of a micro-batch on one device, without a token budget.
-        max_tokens: of a micro-batch on one device, or None.
-        max_prompt, max_response: tokens.
-        mini_batch_share: responses of a mini-batch for each device, so that none is left without a prompt.
-    """
-    if max_tokens is None:
-        return int(np.gcd(samples, rows))
-    fitting = min((max_tokens - bucket(max_prompt)) // max_response, mini_batch_share)
-    return max(share for share in range(1, samples + 1) if samples % share == 0 and share <= max(fitting, 1))
+    def needed(self, batch: Batch) -> float:
+        """Operations of a forward pass over the batch without padding, each prompt once."""
+        prompts, responses = batch.prompt_mask.sum(axis=1), batch.mask.sum(axis=1)
+        inputs = np.maximum(responses - 1, 0)  # a response's last token predicts nothing
+        own = np.repeat(prompts, len(responses) // len(prompts))
+        pairs = (prompts * (prompts + 1.0) / 2).sum() + (inputs * own + inputs * (inputs + 1.0) / 2).sum()
+        slots = prompts.sum() + inputs.sum()
+        return float(self.flops.layers * slots + self.flops.head * responses.sum() + self.flops.pair * pairs)
 
-
-def select(batch: Batch, units: np.ndarray, size: int, length: int) -> Batch:
-    """The rows of the prompts `units`, cut to `length` response tokens, and rows of zeros up to `size` prompts.
-
-    The masks of those rows are False, so they change nothing.
-    """
-    num_units, full = len(batch.prompts), batch.mask.shape[1]
-    rest = {name: value for name, value in vars(batch).items() if name not in ("prompts", "prompt_mask")}
-
-    def take(x: np.ndarray) -> np.ndarray:
-        x = x.reshape(num_units, -1, *x.shape[1:])[units]
-        x = np.pad(x, ((0, size - len(units)),) + ((0, 0),) * (x.ndim - 1))
-        return x.reshape(-1, *x.shape[2:])
-
-    def cut(x: np.ndarray) -> np.ndarray:
-        return take(x[:, :length] if x.shape[1:] == (full,) else x)
-
-    return Batch(prompts=take(batch.prompts), prompt_mask=take(batch.prompt_mask), **jax.tree.map(cut, rest))
+    def _by_rows(self, responses: np.ndarray, width: int) -> Iterator[Pass]:
+        rows, size = len(responses), self.rows_per_device * self.num_shards
+        for start in range(0, rows, size):
+            bins = [[row] if row < rows and responses[row] else [] for row in range(start, start + size)]
+            if any(bins):
+                yield Pass(self.attention.rounded(width), bins)
 
 
-def _rows(units: np.ndarray, sharing: int) -> np.ndarray:
-    return (units[:, None] * sharing + np.arange(sharing)).ravel()
+class _Packer:
+    """Makes the arrays of passes from the rows of a batch."""
+
+    def __init__(self, batch: Batch, attention: BinAttention) -> None:
+        self.batch, self.attention = batch, attention
+        self.prompts = [prompt[mask] for prompt, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
+        self.lengths = batch.mask.sum(axis=1).tolist()
+        self.samples = len(batch.mask) // len(batch.prompts)
+
+    def num_tokens(self, rows: Sequence[int]) -> int:
+        """Response tokens of these rows."""
+        return sum(self.lengths[row] for row in rows)
+
+    def piece(self, one: Pass, size: int) -> Piece:
+        """The micro-batch of a pass, with `size` response tokens in a bin."""
+        shares = one.width <= self.attention.shared_width
+        filled = [self._bin(rows, one.width, size, shares) for rows in one.bins]
+        arrays = {name: np.stack([of_bin[name] for of_bin in filled]) for name in filled[0]}
+        rows, columns = arrays.pop("rows"), arrays.pop("columns")
+        targets = {name: arrays.pop(name) for name in ("sources", "sequences")}
+
+        def packed(array: np.ndarray) -> np.ndarray:
+            return np.where(rows >= 0, array[rows, columns], np.zeros((), array.dtype))
+
+        fields = {name: getattr(self.batch, name) for name in PER_TOKEN}
+        tokens = {name: packed(array) for name, array in fields.items() if array is not None}
+        return Piece(MicroBatch(bins=self.attention.prepare(Bins(**arrays)), **targets, **tokens), rows, columns)
+
+    def _bin(self, rows: Sequence[int], width: int, size: int, shares: bool) -> dict[str, np.ndarray]:
+        """The arrays of one bin: [width] of its slots, [size] of its response tokens."""
+        slots = {name: np.zeros(width, np.int32) for name in ("tokens", "positions", "trees", "branches")}
+        targets = {name: np.zeros(size, np.int32) for name in ("sources", "sequences", "columns")}
+        targets["rows"] = np.full(size, -1, np.int32)
+        slot = target = tree = root = 0  # the last slot of a tree's prompt is its root
+        planted = -1  # the prompt of the tree
+
+        def put(tokens: np.ndarray, position: int, branch: int) -> int:
+            """Fills slots, and returns the one after them."""
+            end = slot + len(tokens)
+            slots["tokens"][slot:end], slots["positions"][slot:end] = tokens, position + np.arange(len(tokens))
+            slots["trees"][slot:end], slots["branches"][slot:end] = tree, branch
+            return end
+
+        for branch, row in enumerate(rows, start=1):
+            prompt, length = row // self.samples, self.lengths[row]
+            if prompt != planted or not shares:
+                planted, tree = prompt, tree + 1
+                slot = put(self.prompts[prompt], 0, 0)
+                root = slot - 1
+            of_row = slice(target, target + length)
+            targets["sources"][of_row] = [root, *range(slot, slot + length - 1)]
+            targets["sequences"][of_row], targets["rows"][of_row] = branch, row
+            targets["columns"][of_row] = np.arange(length)
+            slot, target = (
+                put(self.batch.responses[row, : length - 1], len(self.prompts[prompt]), branch),
+                target + length,
+            )
+        return slots | targets

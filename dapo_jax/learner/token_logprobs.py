@@ -3,35 +3,36 @@
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.data.containers import Batch
+from dapo_jax.data.containers import MicroBatch
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import BinAttention
 from dapo_jax.parallel.sharding import shards_left
 
 
 def response_logprobs(
     params: transformer.Params,
-    batch: Batch,
+    batch: MicroBatch,
     *,
     arch: Architecture,
     temperature: float,
     remat: str,
-    attention_kernel: transformer.AttentionKernel | None,
+    attention: BinAttention,
     chunk_size: int,
     entropy_gradient: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability [B, R] of each response token, and the entropy [B, R] of its distribution.
+    """Log-probability [N, U] of each response token, and the entropy [N, U] of its distribution.
 
     Both are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
     tokens at a time on each device, in the backward pass too.
 
     Args:
         params: weights in the dtype of the matrix products.
-        remat, attention_kernel: as for `response_hidden`.
+        remat, attention: as for `response_hidden`.
         chunk_size: tokens on one device.
         entropy_gradient: whether the entropy is differentiated, or only reported.
     """
-    hidden = response_hidden(params, batch, arch=arch, remat=remat, attention_kernel=attention_kernel)
+    hidden = response_hidden(params, batch, arch=arch, remat=remat, attention=attention)
 
     def chunk_logprobs(chunk):
         hidden, tokens = chunk
@@ -54,23 +55,15 @@ def response_logprobs(
 
 
 def response_hidden(
-    params: transformer.Params,
-    batch: Batch,
-    *,
-    arch: Architecture,
-    remat: str,
-    attention_kernel: transformer.AttentionKernel | None,
+    params: transformer.Params, batch: MicroBatch, *, arch: Architecture, remat: str, attention: BinAttention
 ) -> jax.Array:
-    """Hidden states [B, R, D] float32 that predict each response token.
+    """Hidden states [N, U, D] float32 that predict each response token.
 
     Args:
         remat: a name of models/remat.py's POLICIES.
-        attention_kernel: a fused kernel, for rows with a prompt each; None: XLA's attention.
     """
-    arrays = batch.prompts, batch.prompt_mask, batch.responses, batch.mask
-    if attention_kernel is None:
-        return transformer.forward_responses(params, *arrays, arch, remat=remat)
-    return transformer.forward_contiguous(params, *arrays, arch, remat=remat, attention_kernel=attention_kernel)
+    hidden = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
+    return jnp.take_along_axis(hidden, batch.sources[:, :, None], axis=1)
 
 
 def _split_columns(x: jax.Array, columns: int) -> jax.Array:

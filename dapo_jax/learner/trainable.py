@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dapo_jax.data.containers import Batch
+from dapo_jax.data.containers import MicroBatch
 from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
 from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
@@ -18,7 +18,7 @@ from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 HOST = "pinned_host"  # JAX's name of host memory
 Metrics = dict[str, Any]  # Mean or Max, see containers.py
 # (params, what is not trained, micro-batch) -> its share of the loss, metrics
-Loss = Callable[[Any, Any, Batch], tuple[jax.Array, Metrics]]
+Loss = Callable[[Any, Any, MicroBatch], tuple[jax.Array, Metrics]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import token_weights
-from dapo_jax.data.containers import Batch, Max, Mean
+from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
+from dapo_jax.data.work import Work, efficiencies
 from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
@@ -62,7 +63,7 @@ def update_policy(
         return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
 
     prepare = select if actor.select is not None else None
-    state, steps = _optimizer_steps(actor.trainable, state, batch, settings, mesh, pace, prepare)
+    state, steps, work = _optimizer_steps(actor.trainable, state, batch, settings, mesh, pace, prepare)
 
     def finish() -> tuple[dict[str, float], Histograms]:
         found = fetch(steps)
@@ -71,7 +72,7 @@ def update_policy(
         ratios = np.sum([metrics.pop("ratio_counts").total for metrics, _ in found], axis=0)
         low, high = -RATIO_STEP / 2, (RATIO_BUCKETS - 0.5) * RATIO_STEP
         histograms = {"actor/ratio": counted(ratios, low=low, high=high)}
-        return _policy_summary(found, clips=actor.select is None), histograms
+        return _policy_summary(found, clips=actor.select is None) | efficiencies([{"update": work}]), histograms
 
     return state, finish
 
@@ -80,7 +81,7 @@ def update_critic(
     critic: Critic, state: TrainState, batch: Batch, settings: UpdateSettings, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[TrainState, Finish]:
     """Begins all optimizer steps of the critic on `batch`, like `update_policy` but without histograms."""
-    state, steps = _optimizer_steps(critic.trainable, state, batch, settings, mesh, pace)
+    state, steps, _ = _optimizer_steps(critic.trainable, state, batch, settings, mesh, pace)
     return state, lambda: (_summary("critic", fetch(steps)), {})
 
 
@@ -88,15 +89,14 @@ def compute_logprobs(
     actor: Actor, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] of `batch` under `params`, by the training forward pass."""
-    logprobs, entropy = _in_pieces(actor.logprobs, params, batch, micro_batches, mesh, pace)
-    return np.where(batch.mask, logprobs, 0.0), np.where(batch.mask, entropy, 0.0)
+    return _in_pieces(actor.logprobs, params, batch, micro_batches, mesh, pace)
 
 
 def compute_values(
     critic: Critic, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> np.ndarray:
     """Values [B, R] of `batch`."""
-    return np.where(batch.mask, _in_pieces(critic.values, params, batch, micro_batches, mesh, pace), 0.0)
+    return _in_pieces(critic.values, params, batch, micro_batches, mesh, pace)
 
 
 def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
@@ -115,45 +115,38 @@ def sequence_lengths(batch: Batch) -> np.ndarray:
 def tokens_of_devices(batch: Batch, settings: UpdateSettings) -> np.ndarray:
     """Tokens [S] of the sequences that each share of the devices passes over in an epoch."""
     shares, tokens = settings.micro_batches.num_shards, sequence_lengths(batch)
-    totals = np.zeros(shares)
-    unread = {name: np.zeros((len(batch.mask), 1)) for name in ("responses", "loss_mask", "old_logprobs", "advantages")}
-    prompts, group_ids = {"prompts": batch.prompts, "prompt_mask": batch.prompt_mask}, batch.group_ids
-    light = Batch(mask=batch.mask, group_ids=group_ids, **prompts, **unread)
-    start = 0
-    for mini_batch in mini_batches(light, settings.mini_batch_rows):
-        for rows, piece in settings.micro_batches.split(mini_batch):
-            padded = np.zeros(len(piece.mask))
-            padded[: len(rows)] = tokens[start + rows]
-            totals += padded.reshape(shares, -1).sum(axis=1)
+    totals, start = np.zeros(shares), 0
+    for mini_batch in mini_batches(batch, settings.mini_batch_rows):
+        for one in settings.micro_batches.passes(mini_batch):
+            of_bins = [tokens[start + np.array(rows, int)].sum() for rows in one.bins]
+            totals += np.reshape(of_bins, (shares, -1)).sum(axis=1)
         start += len(mini_batch.mask)
     return totals
 
 
 def _in_pieces(
-    function: Callable[[Any, Batch], Any],
+    function: Callable[[Any, MicroBatch], Any],
     params: Any,
     batch: Batch,
     micro_batches: MicroBatches,
     mesh: Mesh,
     pace: OnMicroBatch,
 ) -> Any:
-    """The result of `function`, arrays [B, R], computed one micro-batch at a time; 0 beyond a micro-batch's width."""
-    rows, pieces = [], []
-    for numbers, piece in micro_batches.split(batch):
-        if not piece.mask.any():  # padding alone
-            continue
-        rows.append(numbers)
-        pieces.append(function(params, put(piece, batch_sharding(mesh))))
-        settle(pieces[-1])
-        pace(pieces[-1])
+    """The result of `function`, arrays [N, U] of each micro-batch, as arrays [B, R], 0 where there is no token."""
+    pieces, results = [], []
+    for piece in micro_batches.split(batch):
+        pieces.append(piece)
+        results.append(function(params, put(piece.micro_batch, batch_sharding(mesh))))
+        settle(results[-1])
+        pace(results[-1])
 
     def assemble(*parts: np.ndarray) -> np.ndarray:
         whole = np.zeros(batch.mask.shape, parts[0].dtype)
-        for numbers, part in zip(rows, parts, strict=True):
-            whole[numbers, : part.shape[1]] = part[: len(numbers)]
+        for piece, part in zip(pieces, parts, strict=True):
+            piece.write(part, whole)
         return whole
 
-    return jax.tree.map(assemble, *fetch(pieces))
+    return jax.tree.map(assemble, *fetch(results))
 
 
 def _optimizer_steps(
@@ -164,14 +157,14 @@ def _optimizer_steps(
     mesh: Mesh,
     pace: OnMicroBatch,
     prepare: Callable[[TrainState, Batch], Batch] | None = None,
-) -> tuple[TrainState, list[tuple[Metrics, jax.Array]]]:
+) -> tuple[TrainState, list[tuple[Metrics, jax.Array]], Work]:
     """One optimizer step per mini-batch that has a token to train on.
 
-    Returns the new state, and each step's metrics and gradient norm, still on the devices.
+    Returns the new state, each step's metrics and gradient norm, still on the devices, and the work of forward passes.
 
     Mini-batch j is the j-th slice of consecutive rows; which rows it holds never depends on their lengths.
     """
-    steps = []
+    steps, work, micro_batches = [], Work(), settings.micro_batches
     for _ in range(settings.epochs):
         for mini_batch in mini_batches(batch, settings.mini_batch_rows):
             if not mini_batch.loss_mask.any():  # nothing to learn: momentum alone must not move the weights
@@ -181,10 +174,10 @@ def _optimizer_steps(
             mini_batch = dataclasses.replace(mini_batch, loss_weights=_loss_weights(mini_batch, settings, mesh))
             gradients = learner.zero_gradients(state.params)
             parts: list[Metrics] = []
-            for _, micro_batch in settings.micro_batches.split(mini_batch):
-                if not micro_batch.mask.any():  # padding alone
-                    continue
-                placed = put(micro_batch, batch_sharding(mesh))
+            work += Work(needed=micro_batches.needed(mini_batch))
+            for piece in micro_batches.split(mini_batch):
+                work += Work(computed=micro_batches.computed(piece))
+                placed = put(piece.micro_batch, batch_sharding(mesh))
                 gradients, new = learner.accumulate(state.params, gradients, placed)
                 settle(gradients)
                 parts.append(new)
@@ -193,7 +186,7 @@ def _optimizer_steps(
             settle(state)
             del gradients  # before the next ones are made
             steps.append((functools.reduce(_merge, parts), norm))
-    return state, steps
+    return state, steps, work
 
 
 def _loss_weights(mini_batch: Batch, settings: UpdateSettings, mesh: Mesh) -> np.ndarray:

@@ -1,16 +1,20 @@
-"""Device: grouped-query attention (arXiv:2305.13245), over a whole sequence or behind a shared prompt.
+"""Device: grouped-query attention (arXiv:2305.13245), over whole sequences, in bins, or behind a shared prompt.
 
 Sizes: B rows, T query tokens, N query heads, K key-value heads, G = N // K, H head size, Q prompts, P prompt width,
 W width of a row's own keys. Operands of products are in the dtype of keys and values, everything else is float32.
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from dapo_jax.data.containers import Bins
 from dapo_jax.models.remat import ATTENDED
 
 MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
@@ -67,6 +71,46 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
     attended = matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
     return checkpoint_name(attended, ATTENDED)
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> [N, T, heads, H] float32
+
+
+@dataclass(frozen=True)
+class BinAttention:
+    """An implementation of attention within bins: what it takes, what it computes."""
+
+    name: str
+    attend: Callable[[Bins], Attend]  # device: attention in the bins, the same for every layer
+    prepare: Callable[[Bins], Bins]  # host: the bins with the arrays that it needs besides
+    pairs: Callable[[Bins], np.ndarray]  # host: [N] scores of a query and a key that it computes
+    skips: bool  # it leaves out most pairs that do not see each other
+    packs: bool = True  # a bin may hold several trees
+    shared_width: int = 0  # slots of the widest bin in which responses may share a prompt
+    rounded: Callable[[int], int] = int  # the next width of a bin that it takes, in slots
+
+
+def visible_in_bins(bins: Bins) -> jax.Array:
+    """visible [N, T, T]: a token sees those up to itself of its own branch and of its tree's prompt."""
+    trees, branches = bins.trees, bins.branches
+    same_tree = trees[:, :, None] == trees[:, None, :]
+    seen = (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
+    return same_tree & seen & jnp.tril(jnp.ones(trees.shape[-1:] * 2, bool))
+
+
+def _attend_xla(bins: Bins) -> Attend:
+    visible = visible_in_bins(bins)
+    return lambda query, key, value: attention(query, key, value, visible)
+
+
+XLA = BinAttention(
+    name="xla",
+    attend=_attend_xla,
+    prepare=lambda bins: bins,
+    pairs=lambda bins: np.full(len(bins.trees), float(bins.trees.shape[1]) ** 2),
+    skips=False,
+    shared_width=2**31,
+)
 
 
 def shared_prompt_attention(

@@ -7,20 +7,18 @@ Precision: operands of matrix products are in the dtype of the weight, everythin
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.attention import attention, causal, matmul, shared_prompt_attention
+from dapo_jax.models.attention import BinAttention, attention, causal, matmul, shared_prompt_attention
 from dapo_jax.models.layers import KeyValue, Params, block, rms_norm, rotary, run_layers, unstacked
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
-
-AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @struct.dataclass
@@ -59,92 +57,28 @@ def forward(
     return hidden
 
 
-def forward_responses(
-    params: Params,
-    prompts: jax.Array,
-    prompt_mask: jax.Array,
-    responses: jax.Array,
-    mask: jax.Array,
-    arch: Architecture,
-    *,
-    remat: str = "none",
+def forward_bins(
+    params: Params, bins: Bins, arch: Architecture, *, kernel: BinAttention, remat: str = "none"
 ) -> jax.Array:
-    """Hidden states [B, R, D] float32 that predict each response token; each prompt is run once.
+    """Hidden states [N, T, D] float32 after the final norm of the sequences in `bins`.
 
-    Equal to `forward` on the prompt repeated before every response, up to rounding.
+    Equal to `forward` on each prompt with each response on its own, up to rounding.
 
     Args:
         params: weights, layers stacked.
-        prompts, prompt_mask: [Q, P], left-padded; prompt q belongs to rows q * (B // Q) and following.
-        responses, mask: [B, R], right-padded.
         remat: as for `forward`.
     """
-    samples = responses.shape[0] // prompts.shape[0]
-    length = max(responses.shape[1] - 1, 1)  # the last token predicts nothing
-    visible = causal(length, mask[:, :length])
-    prompt_visible = causal(prompts.shape[1], prompt_mask)
-    prompt_lengths = jnp.repeat(jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32), samples)
-    prompt_rotation = rotary(positions_of(prompt_mask), arch)
-    rotation = rotary(prompt_lengths[:, None] + jnp.arange(length), arch)
-
-    def step(kind, hidden, layer, _):
-        layer = _gathered(layer, arch)
-
-        def attend_prompt(query, key, value):
-            return attention(query, key, value, prompt_visible), _cached(key, value)
-
-        prompt, shared = block(kind, hidden[0], layer, prompt_rotation, attend_prompt, arch)
-
-        def attend(query, key, value):
-            key, value = _cached(key, value)
-            return shared_prompt_attention(query, key, value, visible, shared[0], shared[1], prompt_mask), None
-
-        response, _ = block(kind, hidden[1], layer, rotation, attend, arch)
-        return (constrain_residual(prompt), constrain_residual(response)), None
-
-    hidden = constrain_residual(embed(params, prompts)), constrain_residual(embed(params, responses[:, :length]))
-    (prompt, response), _ = run_layers(step, hidden, params["layers"], arch, remat=remat)
-    first = jnp.repeat(prompt[:, -1:], samples, axis=0)
-    hidden = jnp.concatenate([first, response], axis=1)[:, : responses.shape[1]]
-    return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
-
-
-def forward_contiguous(
-    params: Params,
-    prompts: jax.Array,
-    prompt_mask: jax.Array,
-    responses: jax.Array,
-    mask: jax.Array,
-    arch: Architecture,
-    *,
-    attention_kernel: AttentionKernel,
-    remat: str = "none",
-) -> jax.Array:
-    """What `forward_responses` returns, with rows as kernels take them: each prompt directly before its response.
-
-    Args:
-        prompts, prompt_mask: [B, P], left-padded: one per row.
-        attention_kernel: (query, key, value, lengths) -> [B, T, N, H], see models/fused_attention.py.
-    """
-    width, length = prompts.shape[1], max(responses.shape[1] - 1, 1)  # the last token predicts nothing
-    real = jnp.concatenate([prompt_mask, mask[:, :length]], axis=1)
-    tokens = jnp.concatenate([prompts, responses[:, :length]], axis=1)
-    prompt_lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)
-    lengths = jnp.sum(real, axis=1, dtype=jnp.int32)
-    places = jnp.arange(tokens.shape[1])
-    tokens = shift_left(tokens, width - prompt_lengths, most=width)
-    rotation = rotary(jnp.broadcast_to(places, tokens.shape), arch)
+    rotation, attend_bins = rotary(bins.positions, arch), kernel.attend(bins)
 
     def attend(query, key, value):
-        return attention_kernel(query, key, value, lengths), None
+        return attend_bins(query, key, value), None
 
     def step(kind, x, layer, _):
         x, _ = block(kind, x, _gathered(layer, arch), rotation, attend, arch)
         return constrain_residual(x), None
 
-    x, _ = run_layers(step, constrain_residual(embed(params, tokens)), params["layers"], arch, remat=remat)
-    hidden = shift_left(x, jnp.maximum(prompt_lengths - 1, 0), most=width)[:, : responses.shape[1]]
-    return rms_norm(hidden, params["final_norm"], arch.rms_norm_eps)
+    x, _ = run_layers(step, constrain_residual(embed(params, bins.tokens)), params["layers"], arch, remat=remat)
+    return rms_norm(x, params["final_norm"], arch.rms_norm_eps)
 
 
 def prefill(params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture) -> tuple[jax.Array, list[KeyValue]]:
@@ -191,8 +125,13 @@ def decode(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
+    return matmul("...d,vd->...v", hidden, head_table(params))
+
+
+def head_table(params: Params) -> jax.Array:
+    """The table [V, D] of the head, which may be the embedding, in the dtype of matrix products."""
     table: Any = gather_weight(params["head"] if "head" in params else params["embedding"], ("vocab", "embed"))
-    return matmul("...d,vd->...v", hidden, table.astype(product_dtype(params)))
+    return table.astype(product_dtype(params))
 
 
 def product_dtype(params: Params) -> Any:
@@ -250,17 +189,6 @@ def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array
 def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
     """Keys and values [B, T, K, H] as a cache holds them: [B, K, H, T] and [B, K, T, H]."""
     return jnp.moveaxis(key, 1, 3), value.swapaxes(1, 2)
-
-
-def shift_left(x: jax.Array, columns: jax.Array, *, most: int) -> jax.Array:
-    """Row b of [B, T, ...] moved to the left by columns[b], 0..most; what leaves a row wraps around to its right.
-
-    By one power of two at a time: on a TPU a gather is slow, its gradient is slower, and both take long to compile.
-    """
-    for bit in range(most.bit_length()):
-        moves = (columns >> bit & 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
-        x = jnp.where(moves, jnp.roll(x, -(1 << bit), axis=1), x)
-    return x
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:

@@ -213,6 +213,8 @@ perf/throughput        tokens/s  total_num_tokens / time_per_step / devices
 perf/time_per_step  s  of the step without evaluation and saving
 [own | a batch was trained on]
 perf/forward_tflop  10^12 operations  of one forward pass over the trained sequences (step_metrics.py)
+perf/update_efficiency  share  of the policy's update, the operations that its mini-batches need: without padding, and
+    each prompt once (docs/update.md)
 [own | groups were sampled]
 perf/{decode|prefill}_efficiency  share  of the sampler's operations, those that its tokens need: by rows that have not
     ended and keys that exist, and each prompt once (docs/rollout.md)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from dapo_jax.config.derived import token_budget
 from dapo_jax.config.sections import Config
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.preflight.compiled import TEMPORARIES, Compiled
@@ -80,7 +79,7 @@ def _smaller_passes(config: Config, attention: str) -> list[str]:
         cures.append(f"set model.{change}: a fused kernel stores no attention scores (on a TPU, or a GPU in bfloat16)")
     if not model.enable_gradient_checkpointing or model.remat_policy != "full":
         cures.append("set model.enable_gradient_checkpointing=True and model.remat_policy=full")
-    longest, budget = data.max_prompt_length + data.max_response_length, token_budget(config)
+    longest, budget = data.max_prompt_length + data.max_response_length, actor.ppo_max_token_len_per_device
     if budget is None and actor.ppo_micro_batch_size_per_device > 1:
         cures.append(f"set actor.ppo_micro_batch_size_per_device={actor.ppo_micro_batch_size_per_device // 2}")
     elif budget is not None and budget > longest:

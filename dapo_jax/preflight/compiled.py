@@ -59,7 +59,7 @@ def compile_program(program: Program, mesh: Mesh, cache: str) -> Compiled:
     found[TEMPORARIES] = max(executable.bytes - inside, 0.0)
     seconds = time.perf_counter() - start
     hosts = [device.process_index for device in mesh.devices.flat]
-    return Compiled(program, found, program_costs(executable.text, hosts), seconds)
+    return Compiled(program, found, program_costs(executable.text, hosts, program.pairs), seconds)
 
 
 def refused(message: str, inside: float) -> float | None:

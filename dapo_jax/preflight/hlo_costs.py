@@ -58,25 +58,30 @@ class _Total:
     channels: set[tuple] = field(default_factory=set)
 
 
-def program_costs(text: str, hosts: Sequence[int]) -> Costs:
+def program_costs(text: str, hosts: Sequence[int], pairs: float | None = None) -> Costs:
     """The costs of a program.
 
     Args:
         text: `compiled.as_text()`.
         hosts: the host's number of each device, in the order of the mesh.
+        pairs: scores that a kernel of attention computes for a bin and a head; None: on and below the diagonal.
     """
     computations, entry = parse(text)
     total = _Total()
-    _Counter(computations, hosts, total).visit(entry, 1.0)
+    _Counter(computations, hosts, total, pairs).visit(entry, 1.0)
     collectives = tuple(Collective(*key, *values) for key, values in sorted(total.collectives.items()))
     return Costs(total.flops, total.bytes, collectives, tuple(sorted(total.unknown)))
 
 
 class _Counter:
     def __init__(
-        self, computations: Mapping[str, Mapping[str, Instruction]], hosts: Sequence[int], total: _Total
+        self,
+        computations: Mapping[str, Mapping[str, Instruction]],
+        hosts: Sequence[int],
+        total: _Total,
+        pairs: float | None,
     ) -> None:
-        self.computations, self.hosts, self.total = computations, hosts, total
+        self.computations, self.hosts, self.total, self.pairs = computations, hosts, total, pairs
 
     def visit(self, name: str, times: float, *, fused: bool = False) -> None:
         """Adds a computation that runs `times` times. Inside a fusion, nothing goes through memory."""
@@ -101,7 +106,7 @@ class _Counter:
                 for branch in called:
                     self.visit(branch, times / len(called) if op == "conditional" else times, fused=fused)
             elif op in ("dot", "convolution", "custom-call"):
-                flops = product_flops(instruction, self._operands(instruction, name))
+                flops = product_flops(instruction, self._operands(instruction, name), self.pairs)
                 if flops is None:
                     self.total.unknown.add(f"FLOPs of {instruction.target}")
                 self.total.flops += times * (flops or 0.0)

@@ -11,12 +11,17 @@ SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
 SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and [T, H]
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
+FLOATS = ("bf16", "f16", "f32")
 
 
-def product_flops(instruction: Instruction, operands: Sequence[Shape]) -> float | None:
-    """FLOPs of a dot, a convolution or a custom call; None for an unknown kernel that contains products."""
+def product_flops(instruction: Instruction, operands: Sequence[Shape], pairs: float | None = None) -> float | None:
+    """FLOPs of a dot, a convolution or a custom call; None for an unknown kernel that contains products.
+
+    Args:
+        pairs: see `_attention`.
+    """
     if instruction.op == "custom-call":
-        return _kernel_flops(instruction, operands)
+        return _kernel_flops(instruction, operands, pairs)
     left, right = operands[:2]
     output = instruction.shapes[0]
     if instruction.op == "convolution":
@@ -26,34 +31,29 @@ def product_flops(instruction: Instruction, operands: Sequence[Shape]) -> float 
     return 2.0 * math.prod(output.sizes) * math.prod(sizes)
 
 
-def _kernel_flops(instruction: Instruction, operands: Sequence[Shape]) -> float | None:
+def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: float | None) -> float | None:
     estimate = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.attributes)
     if estimate:
         return float(estimate[1])
     if splash := SPLASH.match(instruction.name):
-        return _splash(splash[1], operands)
+        query = next(shape for shape in operands if len(shape.sizes) >= 3 and shape.kind in FLOATS)
+        return _attention(SPLASH_PRODUCTS[splash[1]], query, pairs)
     if cudnn := CUDNN.match(instruction.target):
-        return _cudnn(cudnn[1], operands[0], instruction)
+        return _attention(CUDNN_PRODUCTS[cudnn[1]], operands[0], pairs)
     if "__cublas$" in instruction.target:
         return _cublas(operands[0], instruction)
     return None if re.search("tpu_custom_call|gemm|cudnn", instruction.target) else 0.0
 
 
-def _splash(part: str, operands: Sequence[Shape]) -> float:
-    """FLOPs of JAX's splash attention with a causal mask, which skips the blocks above the diagonal."""
-    blocks = next(shape.sizes[-1] for shape in operands if shape.kind == "s8")  # [.., query blocks, key blocks]
-    query = max((shape.sizes for shape in operands if shape.kind in ("bf16", "f16")), key=math.prod)
-    length = query[-2]
-    return SPLASH_PRODUCTS[part] * 2.0 * math.prod(query) * length * (blocks + 1) / (2 * blocks)
+def _attention(products: int, query: Shape, pairs: float | None) -> float:
+    """FLOPs of a kernel's `products` of queries with keys, or of scores with values.
 
-
-def _cudnn(direction: str | None, query: Shape, instruction: Instruction) -> float:
-    """FLOPs of cuDNN's attention, from the shape of the scores in its attributes; half with a causal mask."""
-    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.attributes)
-    assert scores is not None, instruction.attributes[:200]
-    size = math.prod(int(part) for part in re.findall(r"\d+", scores[1])) * query.sizes[-1]
-    causal = re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes)
-    return CUDNN_PRODUCTS[direction] * 2.0 * size / (2 if causal else 1)
+    Args:
+        query: [..., T, H], with the bins and heads of a device before.
+        pairs: scores of a bin and head that are computed; None: those on and below the diagonal.
+    """
+    *batch, length, size = query.sizes
+    return products * 2.0 * math.prod(batch) * size * (length * (length + 1) / 2 if pairs is None else pairs)
 
 
 def _cublas(left: Shape, instruction: Instruction) -> float:

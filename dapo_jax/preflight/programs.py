@@ -25,7 +25,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, weight_sharding
 from dapo_jax.preflight.lengths import Lengths
-from dapo_jax.preflight.step_batch import StepBatch, size_of
+from dapo_jax.preflight.step_batch import StepBatch
 from dapo_jax.rollout.wave_plan import RoundPlan, RoundProgram, plan_round
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings
 
@@ -48,11 +48,12 @@ class Program:
     beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
     family: str = ""  # the costs of programs of one family are linear in `features`; "" = not known
     features: tuple[float, ...] = ()
+    pairs: float | None = None  # scores that a kernel of attention computes for a bin and a head; None: see hlo_costs
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for the same program of two steps. Names are of one step: they leave out what is the same in all."""
-        return self.name, *sorted(self.inside.items())
+        return self.name, self.pairs, *sorted(self.inside.items())
 
 
 @dataclass(frozen=True)
@@ -163,27 +164,29 @@ class _Builder:
         if self.reference is not None:
             passes["reference's log-probabilities"] = (self.reference, 1.0)
         for name, (params, times) in passes.items():
-            for piece, count in self.batch.micro_batches("actor"):
+            for shape in self.batch.shapes("actor"):
                 yield Program(
                     "log-probabilities",
-                    f"{name}, {size_of(piece)}",
-                    count * times,
-                    lambda params=params, piece=piece: self.actor.logprobs.lower(params, piece),
+                    f"{name}, {shape}",
+                    shape.count * times,
+                    lambda params=params, shape=shape: self.actor.logprobs.lower(params, shape.micro_batch),
                     {PARAMETERS: device_bytes([params, self.frozen])},
                     {**state, PARAMETERS: state[PARAMETERS] - device_bytes([params, self.frozen])},
+                    pairs=shape.pairs,
                 )
         yield from self._update("actor", self.actor.trainable)
         if self.critic is not None:
             critic = self.critic
             params = critic.trainable.state_shape.params
-            for piece, count in self.batch.micro_batches("critic"):
+            for shape in self.batch.shapes("critic"):
                 yield Program(
                     "values",
-                    f"values, {size_of(piece)}",
-                    count,
-                    lambda piece=piece: critic.values.lower(params, piece),
+                    f"values, {shape}",
+                    shape.count,
+                    lambda shape=shape: critic.values.lower(params, shape.micro_batch),
                     {PARAMETERS: device_bytes(params)},
                     {**state, PARAMETERS: state[PARAMETERS] - device_bytes(params)},
+                    pairs=shape.pairs,
                 )
             yield from self._update("critic", critic.trainable)
 
@@ -199,14 +202,15 @@ class _Builder:
         frozen = self.frozen if name == "actor" else None
         read = device_bytes([state.params, frozen])
         others = {**beside, PARAMETERS: self.state[PARAMETERS] - read}
-        for piece, count in self.batch.micro_batches(name, trained=True):
+        for shape in self.batch.shapes(name, updated=True):
             yield Program(
                 "update",
-                f"{name}, gradients of {size_of(piece)}",
-                count * epochs,
-                lambda piece=piece: trainable.accumulate.lower(state.params, gradients, piece),
+                f"{name}, gradients of {shape}",
+                shape.count * epochs,
+                lambda shape=shape: trainable.accumulate.lower(state.params, gradients, shape.micro_batch),
                 {PARAMETERS: read, GRADIENTS: of_gradients},
                 others,
+                pairs=shape.pairs,
             )
         moments = device_bytes(state.moments)
         yield Program(

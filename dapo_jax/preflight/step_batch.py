@@ -1,7 +1,7 @@
 """Host: the micro-batches of a training step as shapes, from the lengths of its prompts and responses."""
 
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,15 +10,29 @@ from jax.sharding import Mesh
 
 from dapo_jax.config.derived import mini_batch_size
 from dapo_jax.config.sections import Config
-from dapo_jax.data.containers import Batch
+from dapo_jax.data.containers import Batch, MicroBatch
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.work import Work
-from dapo_jax.learner.choices import uses_critic
+from dapo_jax.learner.choices import trained, uses_critic
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.sharding import batch_sharding
 from dapo_jax.preflight.lengths import Lengths
-from dapo_jax.settings import micro_batches, rows_of_a_prompt
-from dapo_jax.step_metrics import forward_flops
+from dapo_jax.settings import micro_batches
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Micro-batches of one shape, in an epoch."""
+
+    micro_batch: MicroBatch  # of jax.ShapeDtypeStruct with shardings
+    count: float
+    pairs: float  # scores that a bin and head of the slowest device computes, on average
+
+    def __str__(self) -> str:
+        (bins, slots), (_, predicted) = self.micro_batch.bins.tokens.shape, self.micro_batch.sources.shape
+        shared = self.micro_batch.bins.prompt_slots
+        keys = "" if shared is None else f" + {shared.shape[1]} keys"
+        return f"{bins} x {slots} tokens{keys}, {predicted} predicted"
 
 
 class StepBatch:
@@ -29,46 +43,42 @@ class StepBatch:
     """
 
     def __init__(self, config: Config, arch: Architecture, mesh: Mesh, lengths: Lengths, *, draws: bool) -> None:
-        self.config, self.arch, self.mesh, self.draws = config, arch, mesh, draws
+        self.config, self.draws = config, draws
         self.responses, self.prompts = lengths.sample(config.data.train_batch_size, config.rollout.n)
-        self.samples_per_prompt = rows_of_a_prompt(config, arch, mesh)
+        self.splits = {name: micro_batches(config, arch, mesh, name) for name in trained(config)}
+        self.sharding = batch_sharding(mesh)
 
-    def micro_batches(self, name: str, *, trained: bool = False) -> list[tuple[Batch, float]]:
-        """The micro-batches of the "actor" or the "critic" as shapes, each with how many there are in an epoch.
+    def shapes(self, name: str, *, updated: bool = False) -> list[Shape]:
+        """The micro-batches of the "actor" or the "critic".
 
         Args:
-            trained: they have what an update needs besides the sampled rows.
+            updated: they have what an update needs besides the sampled rows.
         """
-        sharding, shares = batch_sharding(self.mesh), micro_batches(self.config, self.mesh, name)
-        found: Counter[tuple[Any, ...]] = Counter()
-        shapes: dict[tuple[Any, ...], Batch] = {}
+        split = self.splits[name]
+        found: dict[Any, list[tuple[int, float]]] = {}  # how many, and their pairs
+        shapes: dict[Any, MicroBatch] = {}
         for mini, times in self._mini_batches(mini_batch_size(self.config, name)):
-            for _, piece in shares.split(self._trained(mini, name) if trained else mini):
-                key = tuple(x.shape for x in jax.tree.leaves(piece))
-                found[key] += times
-                shapes.setdefault(
-                    key, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), piece)
-                )
-        return [(shapes[key], float(count)) for key, count in found.items()]
+            for piece in split.split(self._updated(mini, name) if updated else mini):
+                shape = jax.tree.map(self._shape, piece.micro_batch)
+                key = tuple(jax.tree.leaves(shape))
+                found.setdefault(key, []).append((times, split.slowest_pairs(piece)))
+                shapes[key] = shape
+        result = []
+        for key, pieces in found.items():
+            counts, pairs = np.array(pieces, float).T
+            bins = len(shapes[key].sources) / split.num_shards
+            result.append(Shape(shapes[key], counts.sum(), float(np.average(pairs, weights=counts)) / bins))
+        return result
+
+    def _shape(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.sharding)
 
     def work(self) -> Work:
-        """Of a forward pass of the policy over an epoch: rows with their padding, of which real tokens are needed."""
-        samples = self.responses.shape[1]
-        needed = self._flops(self.responses + self.prompts[:, None], np.repeat(self.prompts, self._saved(samples)))
-        computed = 0.0
-        for piece, count in self.micro_batches("actor"):
-            rows, width = len(piece.responses), piece.prompts.shape[1]
-            lengths = np.full(rows, width + piece.responses.shape[1])
-            computed += count * self._flops(lengths, np.full(self._saved(rows), width))
-        return Work(computed, needed)
-
-    def _flops(self, sequences: np.ndarray, saved: np.ndarray) -> float:
-        """Of a forward pass over these lengths, without those of prompts that are run once for several responses."""
-        return forward_flops(self.arch, sequences) - forward_flops(self.arch, saved)
-
-    def _saved(self, rows: int) -> int:
-        """How many copies of a prompt fewer than `rows` are run."""
-        return rows - rows // self.samples_per_prompt
+        """Of forward passes of the policy in an epoch."""
+        split, total = self.splits["actor"], Work()
+        for mini, times in self._mini_batches(mini_batch_size(self.config, "actor")):
+            total += Work(times * sum(map(split.computed, split.split(mini))), times * split.needed(mini))
+        return total
 
     def _mini_batches(self, size: int) -> Iterator[tuple[Batch, int]]:
         """The mini-batches of `size` prompts that differ in their lengths, each with how many there are."""
@@ -85,8 +95,7 @@ class StepBatch:
         """
         width = bucket(int(self.prompts.max()))
         length = min(bucket(int(self.responses.max())), self.config.data.max_response_length)
-        copies = responses.shape[1] // self.samples_per_prompt
-        prompt_mask = np.arange(width) >= width - np.repeat(prompts, copies)[:, None]
+        prompt_mask = np.arange(width) >= width - prompts[:, None]
         mask = np.arange(length) < responses.reshape(-1, 1)
         return Batch(
             prompts=_zeros(prompt_mask.shape, np.int32),
@@ -99,7 +108,7 @@ class StepBatch:
             advantages=_zeros(mask.shape, np.float32),
         )
 
-    def _trained(self, batch: Batch, name: str) -> Batch:
+    def _updated(self, batch: Batch, name: str) -> Batch:
         """`batch` with what `make_batch` and the update add to it."""
         config = self.config
         corrected = config.actor.old_logprob == "recompute" and config.algorithm.rollout_correction.rollout_is != "none"
@@ -110,12 +119,6 @@ class StepBatch:
         if self.draws and name == "actor":
             added["selected"] = _zeros(batch.mask.shape, np.bool_)
         return batch.replace(**added)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def size_of(micro_batch: Batch) -> str:
-    """For the name of a program."""
-    rows, length = micro_batch.responses.shape
-    return f"{rows} x {micro_batch.prompts.shape[1]} + {length} tokens"
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:

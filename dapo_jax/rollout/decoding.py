@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.transformer import LayerCache, Params
+from dapo_jax.models.vocabulary_blocks import block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import constrain
 from dapo_jax.rollout.sampling import Sampling, sample
@@ -98,7 +99,7 @@ def prefill_part(
                 prompt_value=_put_part(cache.prompt_value, value, first),
             )
         )
-    logits = jnp.repeat(transformer.logits(params, _spread(hidden, copies)), samples, axis=0)
+    logits = jnp.repeat(block_logits(params, _spread(hidden, copies), arch.vocab_size), samples, axis=0)
     keys, padding = _part(wave.keys, first_row, rows), _part(wave.finished, first_row, rows)
     drawn, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
     drawn, finished = _settle(drawn, padding, eos_ids, pad_id)
@@ -131,7 +132,8 @@ def decode_chunk(
         hidden, caches = transformer.decode(
             params, wave.tokens, prompt_lengths + index, wave.prompt_mask, wave.caches, index, arch
         )
-        tokens, logprobs = sample(transformer.logits(params, hidden), wave.keys, wave.length, sampling, eos_ids)
+        logits = block_logits(params, hidden, arch.vocab_size)
+        tokens, logprobs = sample(logits, wave.keys, wave.length, sampling, eos_ids)
         sampled = ~wave.finished
         tokens, finished = _settle(tokens, wave.finished, eos_ids, pad_id)
         new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)

@@ -58,6 +58,14 @@ def walk_round(
     )
 
 
+def expected_shapes(settings: WaveSettings, layout: WaveLayout, history: LengthHistory) -> list[WaveShape]:
+    """The shapes in which a wave is decoded if its responses end as those so far, in order."""
+    counted, lengths = _Counting(settings.tokens_per_chunk), history.typical(layout.num_rows)
+    outcome = _KnownLengths(lengths, settings.max_response_length)
+    WaveWalk(settings, layout, outcome, first_row=0, end_row=layout.num_rows).run(counted)
+    return list(counted.decodes)
+
+
 class _Counting:
     """Devices that only count; a chunk is its number of tokens."""
 

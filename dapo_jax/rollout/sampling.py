@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-BLOCK = 128  # vocabulary entries per block of the two-level inverse CDF
+from dapo_jax.models.vocabulary_blocks import BLOCK, tokens_of_blocks
+
 # Purposes: the first part of an address after the seed.
 TRAIN, EVALUATE, BASELINE, SELECT = range(4)
 
@@ -35,6 +36,11 @@ class Sampling:
             greedy=np.bool_(greedy),
             min_length=np.int32(min_length),
         )
+
+    @property
+    def is_filtered(self) -> Any:
+        """Whether unlikely tokens are never drawn."""
+        return self.greedy | (self.top_p < 1) | (self.top_k > 0)
 
 
 def row_keys(seed: int, purpose: int, numbers: jax.Array, num_samples: int) -> jax.Array:
@@ -66,8 +72,10 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row, and its log-probability log_softmax(logits / temperature) over the whole vocabulary.
 
+    While every token may be drawn, this reads the logits twice: for the highest, and for one exponential of each.
+
     Args:
-        logits: [B, V] float32.
+        logits: [B, n, BLOCK] float32, see models/vocabulary_blocks.py.
         keys: [B], from `row_keys`.
         position: scalar, number of tokens sampled before.
         eos_ids: tokens not drawn before sampling.min_length.
@@ -75,33 +83,71 @@ def sample(
     Returns:
         tokens [B] int32 and logprobs [B] float32.
     """
-    logits = logits / sampling.temperature
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - highest)  # for the normaliser and the draw
-    allowed = jnp.ones(logits.shape[-1], bool).at[jnp.array(eos_ids, jnp.int32)].set(position >= sampling.min_length)
-    highest_allowed = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, keepdims=True)
-    candidates = jnp.where(allowed, jnp.exp(logits - highest_allowed), 0.0)
-    candidates = jnp.where(candidates >= _lowest_weight(candidates, sampling), candidates, 0.0)
+    # Without the barrier, compilers divide again in each pass, with another rounding, and copy to other layouts.
+    logits = jax.lax.optimization_barrier(logits / sampling.temperature)
+    highest = jnp.max(logits, axis=(1, 2), keepdims=True)
+    early = position < sampling.min_length
+
+    def forbidden(tokens: jax.Array) -> jax.Array:
+        return early & jnp.any(tokens[..., None] == jnp.array(eos_ids, jnp.int32), axis=-1)
+
+    def limits() -> tuple[jax.Array, jax.Array, jax.Array]:
+        allowed = jnp.where(forbidden(tokens_of_blocks(logits)), -jnp.inf, logits)
+        weights, reference, lowest = _limits(allowed, sampling)
+        mass = jax.lax.cond(early, lambda: _totals(jnp.exp(logits - highest)), lambda: _totals(weights))
+        return reference, lowest, jnp.sum(mass, axis=-1)
+
+    def no_limits() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return highest, jnp.full_like(highest, -jnp.inf), jnp.zeros_like(highest[:, 0, 0])
+
+    limited = early | sampling.is_filtered
+    reference, lowest, mass = jax.lax.cond(limited, limits, no_limits)
+
+    def weigh(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        return jnp.where((logits < lowest) | forbidden(tokens), 0.0, jnp.exp(logits - reference))
+
+    def weights_in(block: jax.Array) -> jax.Array:
+        place = block[:, None, None]
+        return weigh(jnp.take_along_axis(logits, place, axis=1), place * BLOCK + jnp.arange(BLOCK))[:, 0]
+
+    totals = _totals(weigh(logits, tokens_of_blocks(logits)))
+    mass = jnp.where(limited, mass, jnp.sum(totals, axis=-1))
     uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(keys)
-    tokens = inverse_cdf(candidates, jnp.where(sampling.greedy, 0.0, uniform))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - highest
-    return tokens.astype(jnp.int32), chosen[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
+    tokens = inverse_cdf(totals, weights_in, jnp.where(sampling.greedy, 0.0, uniform))
+    chosen = logits[jnp.arange(len(tokens)), tokens // BLOCK, tokens % BLOCK] - highest[:, 0, 0]
+    return tokens, chosen - jnp.log(mass)
 
 
-def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Token [B] at which the cumulative sum of `weights` [B, V] passes `uniform` [B] in [0, 1) of their total.
+def inverse_cdf(totals: jax.Array, weights_in: Callable[[jax.Array], jax.Array], uniform: jax.Array) -> jax.Array:
+    """Token [B] int32 at which the cumulative sum of the weights passes `uniform` [B] in [0, 1) of their total.
 
-    Two levels, first the block, then the entry: no cumulative sum runs over the whole vocabulary.
-    Entries of weight 0 are never returned.
+    Two levels, first the block, then the token in it: no cumulative sum runs over the whole vocabulary.
+    Tokens of weight 0 are never returned.
+
+    Args:
+        totals: [B, n], the sum of the weights in each block.
+        weights_in: block [B] -> its weights [B, BLOCK].
     """
-    rows, vocabulary = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocabulary % BLOCK))).reshape(rows, -1, BLOCK)
-    totals = jnp.sum(blocks, axis=-1)
     target = uniform * jnp.sum(totals, axis=-1)
     block, before = _first_above(totals, target)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    entry, _ = _first_above(inside, target - before)
-    return block * BLOCK + entry
+    place, _ = _first_above(weights_in(block), target - before)
+    return (block * BLOCK + place).astype(jnp.int32)
+
+
+def _totals(weights: jax.Array) -> jax.Array:
+    """[B, n, BLOCK] -> [B, n]. The barrier keeps compilers from summing all weights again to sum the totals."""
+    return jax.lax.optimization_barrier(jnp.sum(weights, axis=-1))
+
+
+def _limits(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The weights exp(logits - highest) of `logits` [B, n, BLOCK], the highest, and the lowest that may be drawn.
+
+    The latter are [B, 1, 1]. The lowest is a logit, not a weight, so that each pass that compares with it agrees.
+    """
+    highest = jnp.max(logits, axis=(1, 2), keepdims=True)
+    weights = jnp.exp(logits - highest)
+    kept = weights >= _lowest_weight(weights, sampling)
+    return weights, highest, jnp.min(jnp.where(kept, logits, jnp.inf), axis=(1, 2), keepdims=True)
 
 
 def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -119,25 +165,23 @@ def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _lowest_weight(weights: jax.Array, sampling: Sampling) -> jax.Array:
-    """The smallest weight [B, 1] that may be drawn: the highest if greedy, else that of top-k, and then of top-p.
+    """The smallest of the weights [B, n, BLOCK] that may be drawn, [B, 1, 1].
 
-    Top-p keeps a token if those above it have less than top_p of the mass that top-k leaves. Equal weights are kept
-    or dropped together.
+    It is the highest, 1, if greedy; else that of top-k, and then of top-p. Top-p keeps a token if those above it have
+    less than top_p of the mass that top-k leaves. Equal weights are kept or dropped together.
     """
     top_k, top_p = sampling.top_k, sampling.top_p
-    of_top_k = _smallest_above_which(weights, lambda above: jnp.sum(above, axis=-1) < top_k, needed=top_k > 0)
-    mass = jnp.sum(jnp.where(weights >= of_top_k, weights, 0.0), axis=-1)
-    of_top_p = _smallest_above_which(
-        weights, lambda above: jnp.sum(jnp.where(above, weights, 0.0), axis=-1) < top_p * mass, needed=top_p < 1
-    )
-    highest = jnp.max(weights, axis=-1, keepdims=True)
-    return jnp.where(sampling.greedy, highest, jnp.maximum(of_top_k, of_top_p))
+    of_top_k = _smallest_with_less_above(weights, 1.0, 1.0 * top_k, needed=top_k > 0)
+    mass = jnp.sum(jnp.where(weights >= of_top_k, weights, 0.0), axis=(1, 2))
+    of_top_p = _smallest_with_less_above(weights, weights, top_p * mass, needed=top_p < 1)
+    return jnp.where(sampling.greedy, 1.0, jnp.maximum(of_top_k, of_top_p))
 
 
-def _smallest_above_which(weights: jax.Array, holds: Callable[[jax.Array], jax.Array], *, needed: Any) -> jax.Array:
-    """The smallest t in [0, 1] with `holds(weights > t)`, [B, 1], by bisection over the floating-point numbers.
+def _smallest_with_less_above(weights: jax.Array, counts: Any, limit: jax.Array, *, needed: Any) -> jax.Array:
+    """The smallest t in [0, 1], [B, 1, 1], such that the sum of `counts` where weights > t is less than `limit`.
 
-    Exact, without a sort, in 30 passes over the weights; 0, without a pass, if it is not `needed`.
+    Found by bisection over the floating-point numbers: exact, without a sort, in 30 passes over the weights. 0, without
+    a pass, if it is not `needed`. Counts of 1.0 are exact up to 2^24, and faster than integers on a CPU.
     """
     one = np.float32(1.0).view(np.int32)  # the bits of non-negative floats are ordered like the floats
     low = jnp.zeros(weights.shape[:1], jnp.int32)
@@ -146,8 +190,9 @@ def _smallest_above_which(weights: jax.Array, holds: Callable[[jax.Array], jax.A
     def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high) // 2
-        enough = holds(weights > jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None])
+        above = weights > jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None, None]
+        enough = jnp.sum(jnp.where(above, counts, 0.0), axis=(1, 2)) < limit
         return jnp.where(enough, low, jnp.minimum(middle + 1, high)), jnp.where(enough, middle, high)
 
     _, high = jax.lax.fori_loop(0, jnp.where(needed, int(one).bit_length(), 0), halve, (low, high))
-    return jax.lax.bitcast_convert_type(high, jnp.float32)[:, None]
+    return jax.lax.bitcast_convert_type(high, jnp.float32)[:, None, None]

@@ -91,26 +91,11 @@ class LengthHistory:
         """Expected share of responses of more than `length` tokens."""
         return float(self._share[length + 1 :].sum())
 
-
-def expected_path(
-    heights: Sequence[int], chunk_length: int, ladder: Sequence[int], alive: Callable[[int], float], *, lookahead: int
-) -> list[tuple[int, int]]:
-    """The shapes (rows per device, window) that a wave is expected to go through, in order.
-
-    Args:
-        heights: rungs.
-        ladder: windows.
-        alive: expected share of responses longer than a number of tokens.
-        lookahead: chunks by which the host's knowledge lags.
-    """
-    path: list[tuple[int, int]] = []
-    for end in range(chunk_length, ladder[-1] + 1, chunk_length):
-        known = max(1 + end - chunk_length * (1 + lookahead), 0)
-        rung = min(size for size in heights if size >= round(alive(known) * heights[0]))
-        shape = rung, window_of(ladder, end)
-        if shape not in path:
-            path.append(shape)
-    return path
+    def typical(self, count: int) -> np.ndarray:
+        """[count] lengths that are spread as those so far, always in the same mixed order."""
+        below = np.cumsum(self._share)
+        lengths = np.searchsorted(below, (np.arange(count) + 0.5) / count * below[-1])
+        return np.random.default_rng(0).permutation(lengths)
 
 
 def rows_in_memory(

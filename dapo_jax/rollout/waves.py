@@ -24,8 +24,9 @@ from dapo_jax.rollout.engine import OnFinished, StopRule
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import Responses
+from dapo_jax.rollout.round_walk import expected_shapes
 from dapo_jax.rollout.sampling import Sampling, keys_of
-from dapo_jax.rollout.shapes import LengthHistory, expected_path, rungs
+from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.wave_layout import WaveLayout
 from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype, layout_of_waves, lower_chunk
 from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk
@@ -208,21 +209,9 @@ class _Wave:
 
     def _prepare(self) -> None:
         """Starts to compile the shapes that the wave is expected to go through."""
-        settings, layout, history = self.settings, self.call.layout, self.call.history
-        whole = layout.num_rows // layout.shards
-        path = [(whole, settings.ladder[0])]
-        if history.known:
-            path = expected_path(
-                rungs(whole, settings.smallest_rows),
-                settings.tokens_per_chunk,
-                settings.ladder,
-                history.alive,
-                lookahead=settings.lookahead,
-            )
-        for height, window in path:
-            rows = height * layout.shards
-            prompts = layout.num_prompts if height == whole else rows
-            self.engine.programs.prepare(*self._lowering(WaveShape(rows, prompts, layout.width, window)))
+        shapes = expected_shapes(self.settings, self.call.layout, self.call.history)
+        for shape in shapes if self.call.history.known else shapes[:1]:
+            self.engine.programs.prepare(*self._lowering(shape))
 
     def _lowering(self, shape: WaveShape) -> tuple[WaveShape, Callable[[], jax.stages.Lowered]]:
         params = self.engine.param_shapes(self.call.params)

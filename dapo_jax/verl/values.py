@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dapo_jax.config.values import DEFAULTS
-from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 
 Values = Mapping[str, Any]
@@ -116,7 +115,7 @@ def unless_by_sequence(value: Any, given: Values) -> dict[str, Any]:
 
 def token_budget(value: Any, given: Values) -> dict[str, Any]:
     """At least one longest sequence; verl would divide it over sequence-parallel devices."""
-    longest = bucket(given.get("data.max_prompt_length", 1)) + given.get("data.max_response_length", 0)
+    longest = given.get("data.max_prompt_length", 1) + given.get("data.max_response_length", 0)
     return {"actor.ppo_max_token_len_per_device": max(value, longest)}
 
 

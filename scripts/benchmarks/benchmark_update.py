@@ -149,7 +149,7 @@ class Ours:
 
         self.batch = self.batch or self._make_batch()
         learner = self.run.learner
-        settings = updates_of_step(self.run.config, learner.mesh, MANY // 2)
+        settings = updates_of_step(self.run.config, self.run.arch, learner.mesh, MANY // 2)
         start = time.perf_counter()
         self.models, finish = update(learner, self.models, self.batch, settings)
         finish()

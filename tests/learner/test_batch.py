@@ -249,7 +249,7 @@ def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked
     with open_run(small_config(config.workdir, **changes)) as run:
         models = run.learner.init_models()
         batch, _ = training_batch(run, chosen, models, recompute=False, kl_coef=0.0)
-        metrics, _ = update(run.learner, models, batch, updates_of_step(run.config, run.learner.mesh, 1))[1]()
+        metrics, _ = update(run.learner, models, batch, updates_of_step(run.config, run.arch, run.learner.mesh, 1))[1]()
     total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
     sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
     assert metrics["actor/pg_loss"] == pytest.approx(total / sequences, rel=1e-3, abs=1e-6)

@@ -1,70 +1,111 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from dapo_jax.data.containers import Batch
-from dapo_jax.learner.micro_batches import MicroBatches, sharing_rows
+from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.models.attention import XLA, visible_in_bins
+from dapo_jax.models.flops import TokenFlops
+from dapo_jax.models.fused_attention import CUDNN, SPLASH
 
-PROMPT, RESPONSE = 8, 64
+PROMPTS, SAMPLES, PROMPT, RESPONSE = 12, 4, 8, 64
+COPIES = dataclasses.replace(XLA, shared_width=0)
+KINDS = {"shared": XLA, "copies": COPIES, "splash": SPLASH, "one by one": dataclasses.replace(CUDNN, packs=False)}
 
 
-def batch_of(lengths, sharing=1):
-    """Each row holds its own number, in its response and (per prompt) in its prompt."""
-    rows = len(lengths)
-    mask = np.arange(RESPONSE) < np.asarray(lengths)[:, None]
-    numbers = np.arange(rows)
+def batch_of(seed=0):
+    """Prompts of 1 to 8 tokens and responses of 0 to 64; each token names its row and column."""
+    rng = np.random.default_rng(seed)
+    rows = PROMPTS * SAMPLES
+    lengths = np.clip(rng.lognormal(2.3, 0.8, rows).astype(int), 1, RESPONSE)
+    lengths[7] = 0
+    mask = np.arange(RESPONSE) < lengths[:, None]
+    prompt_mask = np.arange(PROMPT) >= PROMPT - rng.integers(1, PROMPT + 1, PROMPTS)[:, None]
+    names = 1000 * np.arange(1, rows + 1)[:, None] + np.arange(RESPONSE)
     return Batch(
-        prompts=np.repeat(numbers[::sharing, None] // sharing, PROMPT, axis=1),
-        prompt_mask=np.ones((rows // sharing, PROMPT), bool),
-        responses=np.where(mask, numbers[:, None], 0),
+        prompts=np.where(prompt_mask, 1 + np.arange(PROMPTS)[:, None] * PROMPT + np.arange(PROMPT), 0),
+        prompt_mask=prompt_mask,
+        responses=np.where(mask, names, 0),
         mask=mask,
-        loss_mask=mask,
-        group_ids=numbers // sharing,
-        old_logprobs=np.where(mask, numbers[:, None], 0).astype(np.float32),
+        loss_mask=mask & (names % 3 > 0),
+        group_ids=np.arange(rows) // SAMPLES,
+        old_logprobs=np.where(mask, names, 0).astype(np.float32),
         advantages=np.zeros(mask.shape, np.float32),
     )
 
 
-def lengths_of(rows, seed=0):
-    return np.clip(np.random.default_rng(seed).lognormal(2.3, 0.8, rows).astype(int), 1, RESPONSE)
+def sequence(batch, row):
+    """The tokens of a prompt and the response in `row`."""
+    prompt = row // SAMPLES
+    return [*batch.prompts[prompt][batch.prompt_mask[prompt]], *batch.responses[row][batch.mask[row]]]
 
 
-@pytest.mark.parametrize("budget", [None, 80, 300, 10_000])
-@pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("sharing", [1, 4])
-def test_each_row_is_in_one_micro_batch_whole_and_behind_its_prompt(budget, shards, sharing):
-    batch = batch_of(lengths_of(48), sharing)
-    seen = []
-    for rows, piece in MicroBatches(shards, rows_per_device=8, max_tokens_per_device=budget).split(batch):
-        seen.extend(rows.tolist())
-        width = piece.mask.shape[1]
-        np.testing.assert_array_equal(piece.responses[: len(rows)], batch.responses[rows, :width])
-        np.testing.assert_array_equal(piece.old_logprobs[: len(rows)], batch.old_logprobs[rows, :width])
-        assert (piece.mask[: len(rows)].sum(axis=1) == batch.mask[rows].sum(axis=1)).all()
-        assert not piece.mask[len(rows) :].any() and not piece.loss_mask[len(rows) :].any()
-        assert (np.repeat(piece.prompts[:, 0], sharing)[: len(rows)] == rows // sharing).all()
-        assert len(piece.mask) % shards == 0 and len(piece.prompts) % shards == 0
-        if budget is not None:
-            per_device = (piece.prompts.size + piece.mask.size) // shards
-            assert per_device <= max(budget, PROMPT + sharing * width)
-    assert sorted(seen) == list(range(48))
+@pytest.mark.parametrize("attention", KINDS.values(), ids=list(KINDS))
+@pytest.mark.parametrize(("shards", "tokens"), [(1, 300), (4, 80)])
+def test_each_token_sees_its_prompt_and_response_in_order(attention, shards, tokens):
+    batch, found = batch_of(), []
+    for piece in MicroBatches(shards, max_tokens_per_device=tokens, attention=attention).split(batch):
+        packed, bins = piece.micro_batch, piece.micro_batch.bins
+        assert len(bins.tokens) % shards == 0
+        visible = np.asarray(visible_in_bins(bins))
+        for number, target in np.argwhere(packed.mask):
+            row, column = piece.rows[number, target], piece.columns[number, target]
+            source = packed.sources[number, target]
+            seen = np.flatnonzero(visible[number, source])
+            whole = sequence(batch, row)
+            behind = len(whole) - batch.mask[row].sum() + column
+            assert bins.tokens[number][seen].tolist() == whole[:behind]
+            assert bins.positions[number][seen].tolist() == list(range(behind))
+            assert packed.responses[number, target] == whole[behind] == packed.old_logprobs[number, target]
+            assert packed.loss_mask[number, target] == batch.loss_mask[row, column]
+            found.append((row, column))
+        for rows, numbers in zip(piece.rows, packed.sequences, strict=True):
+            assert len({*zip(rows, numbers, strict=True)}) == len({*rows}) and ((rows < 0) == (numbers == 0)).all()
+    assert sorted(found) == [tuple(place) for place in np.argwhere(batch.mask)]
 
 
-def test_a_token_budget_computes_less_padding_in_few_shapes():
-    shapes, by_tokens, by_rows = set(), 0, 0
-    for seed in range(20):
-        batch = batch_of(lengths_of(64, seed))
-        pieces = [piece for _, piece in MicroBatches(2, 8, max_tokens_per_device=400).split(batch)]
-        shapes |= {piece.mask.shape for piece in pieces}
-        by_tokens += sum(piece.mask.size for piece in pieces)
-        by_rows += sum(piece.mask.size for _, piece in MicroBatches(2, 8).split(batch))
-    assert by_tokens < 0.45 * by_rows
-    assert len(shapes) <= 24
+def test_by_rows_each_bin_has_one_row_in_order():
+    batch = batch_of()
+    pieces = list(MicroBatches(2, rows_per_device=3).split(batch))
+    assert [piece.micro_batch.bins.tokens.shape for piece in pieces] == [(6, PROMPT + RESPONSE)] * 8
+    rows = [row for piece in pieces for row in piece.rows.max(axis=1)]
+    assert rows == [row if row != 7 else -1 for row in range(48)]
 
 
-def test_as_many_rows_share_a_prompt_as_fit():
-    sizes = {"max_prompt": 100, "max_response": 100, "mini_batch_share": 64}
-    assert sharing_rows(16, rows=12, max_tokens=None, **sizes) == 4
-    assert sharing_rows(16, rows=8, max_tokens=10_000, **sizes) == 16
-    assert sharing_rows(16, rows=8, max_tokens=900, **sizes) == 4  # 128 + 7 x 100 fit, and 4 divides 16
-    assert sharing_rows(16, rows=8, max_tokens=200, **sizes) == 1
-    assert sharing_rows(16, rows=8, max_tokens=10_000, **{**sizes, "mini_batch_share": 5}) == 4
+@pytest.mark.parametrize("attention", KINDS.values(), ids=list(KINDS))
+def test_values_of_a_micro_batch_find_their_places(attention):
+    batch = batch_of()
+    whole = np.zeros(batch.mask.shape, np.float32)
+    for piece in MicroBatches(2, max_tokens_per_device=200, attention=attention).split(batch):
+        piece.write(piece.micro_batch.old_logprobs, whole)
+    np.testing.assert_array_equal(whole, batch.old_logprobs)
+
+
+def test_a_batch_without_responses_has_no_micro_batch():
+    empty = batch_of()
+    empty = empty.replace(mask=empty.mask & False)
+    assert list(MicroBatches(1, max_tokens_per_device=100).split(empty)) == []
+
+
+def test_work_is_counted_in_operations():
+    """A prompt of two tokens with responses of one and three: slots a b | c d, whose last tokens predict nothing."""
+    mask = np.arange(3) < np.array([[1], [3]])
+    zeros = np.zeros(mask.shape, np.float32)
+    batch = Batch(
+        prompts=np.array([[5, 6]]),
+        prompt_mask=np.ones((1, 2), bool),
+        responses=mask.astype(np.int32),
+        mask=mask,
+        loss_mask=mask,
+        group_ids=np.zeros(2, np.int32),
+        old_logprobs=zeros,
+        advantages=zeros,
+    )
+    split = MicroBatches(1, max_tokens_per_device=6, flops=TokenFlops(layers=1.0, head=100.0, pair=10_000.0))
+    assert split.needed(batch) == 4 + 4 * 100 + (1 + 2 + 3 + 4) * 10_000
+    (piece,) = split.split(batch)
+    assert piece.micro_batch.bins.tokens.shape == (1, 4) and piece.micro_batch.sources.shape == (1, 4)
+    assert split.computed(piece) == 4 + 4 * 100 + 16 * 10_000
+    copies = dataclasses.replace(split, attention=COPIES)
+    assert sum(map(copies.computed, copies.split(batch))) > split.computed(piece)

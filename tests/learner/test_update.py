@@ -69,7 +69,7 @@ def test_a_mini_batch_without_a_token_to_train_on_has_no_step():
     batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (np.arange(8) >= 4)[:, None])
     settings = settings_of(MicroBatches(1, 4, None), mini=4)
     learner, state = cast(Any, Recorded()), cast(Any, SimpleNamespace(params=None, steps=[]))
-    state, steps = _optimizer_steps(learner, state, batch, settings, make_mesh(1, 1, 1, jax.devices()[:1]), unpaced)
+    state, steps, _ = _optimizer_steps(learner, state, batch, settings, make_mesh(1, 1, 1, jax.devices()[:1]), unpaced)
     assert state.steps == pytest.approx([1.0, 1.0]) and len(steps) == 2  # the second half, in each of two epochs
 
 

@@ -1,23 +1,59 @@
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec
 
-from dapo_jax.models import fused_attention as module
-from dapo_jax.models.attention import attention, causal
-from dapo_jax.models.fused_attention import fused_attention
+from dapo_jax.data.containers import Bins
+from dapo_jax.models import splash
+from dapo_jax.models.attention import attention, visible_in_bins
+from dapo_jax.models.fused_attention import CUDNN, SPLASH, bin_attention, on_each_device
 from dapo_jax.models.remat import rematerialized
 from dapo_jax.parallel.mesh import make_mesh
 
-LENGTHS = np.array([136, 0, 1, 128, 129, 50, 135, 7], np.int32)
-T, N, K, H = 136, 4, 2, 24  # two of splash's smallest blocks, the second nearly empty
-REAL = np.arange(T) < LENGTHS[:, None]
+# Slots of prompts and of their responses, by bin and tree; a bin has 256 slots.
+TREES = {
+    "shared": [
+        [(5, [100, 1, 60]), (30, [10])],
+        [(200, [20, 20])],
+        [],
+        [(1, [0]), (3, [4, 0, 4]), (40, [180])],
+        [(120, [7] * 10), (2, [60])],
+        [(128, [128])],
+        [(7, [9])],
+        [(64, [64, 64, 64])],
+    ],
+    "copies": [
+        [(5, [100]), (30, [10])],
+        [(200, [56])],
+        [],
+        [(1, [0]), (3, [4])],
+        *[[(i, [50]), (9, [i])] for i in range(1, 5)],
+    ],
+    "one by one": [[(n, [0])] if n else [] for n in (256, 0, 1, 128, 129, 50, 255, 7)],
+}
+T, N, K, H = 256, 4, 2, 24
 DTYPES = {"splash": jnp.float32, "cudnn": jnp.bfloat16}
 TOLERANCES = {"splash": 1e-5, "cudnn": 0.03}
-xla_attention = jax.nn.dot_product_attention
+
+
+def bins_of(name) -> Bins:
+    """The bins of TREES; only splash takes shared prompts."""
+    trees, branches = np.zeros((2, len(TREES[name]), T), np.int32)
+    for row, bin_ in enumerate(TREES[name]):
+        slot = branch = 0
+        for number, (prompt, responses) in enumerate(bin_, start=1):
+            trees[row, slot : slot + prompt + sum(responses)] = number
+            slot += prompt
+            for length in responses:
+                branch += 1
+                branches[row, slot : slot + length] = branch
+                slot += length
+    return Bins(tokens=trees, positions=trees, trees=trees, branches=branches)
 
 
 @jax.custom_vjp
@@ -30,103 +66,155 @@ nan_gradient_on_padding.defvjp(
 )
 
 
-def careless_kernel(query, key, value, *, query_seq_lengths, implementation, **kwargs):
-    """XLA's attention in the place of cuDNN's: it leaves NaN on padding, and everywhere if a row is empty."""
-    assert implementation == "cudnn"
-    real = (jnp.arange(query.shape[1]) < query_seq_lengths[:, None])[:, :, None, None]
+def careless_cudnn(query, key, value, *, scale, mask_type, q_seqlen, kv_seqlen, q_offsets=None, kv_offsets=None):
+    """XLA's attention in the place of cuDNN's: it leaves NaN on padding, and everywhere if there is a row of no keys."""
+    assert mask_type == cudnn.MaskType.PADDING_CAUSAL and cudnn.check_compute_capability("99.0")
+    places = jnp.arange(query.shape[1])
+    if q_offsets is None:
+        segments = (places < q_seqlen[:, None]).astype(jnp.int32)
+        empty = jnp.any(q_seqlen == 0)
+    else:
+        begins, lengths = q_offsets[:, :-1, None], q_seqlen[:, :, None]
+        inside = (places >= begins) & (places < begins + lengths) & (begins >= 0)
+        segments = jnp.sum(inside * jnp.arange(1, inside.shape[1] + 1)[:, None], axis=1)
+        empty = (
+            jnp.any(~jnp.any(q_seqlen > 0, axis=1)) | jnp.any(q_seqlen == 0) | jnp.any((begins < 0) != (lengths < 0))
+        )
+    real = (segments > 0)[:, :, None, None]
     query, key, value = (nan_gradient_on_padding(x, real) for x in (query, key, value))
-    attended = xla_attention(query, key, value, query_seq_lengths=query_seq_lengths, implementation="xla", **kwargs)
-    return jnp.where(real & jnp.all(query_seq_lengths > 0), attended, jnp.nan)
+    visible = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))
+    attended = attention(query * scale * query.shape[-1] ** 0.5, key, value, visible).astype(query.dtype)
+    return jnp.where(real & ~empty, attended, jnp.nan)
 
 
-@pytest.fixture(params=["splash", "cudnn"])
-def implementation(request, monkeypatch):
+CASES = [("splash", "shared"), ("splash", "copies"), ("cudnn", "copies"), ("cudnn", "one by one")]
+
+
+@pytest.fixture(params=CASES, ids=" ".join)
+def case(request, monkeypatch):
     """Both kernels as far as a CPU can run them: splash is interpreted, cuDNN's has a stand-in."""
-    monkeypatch.setattr(jax.nn, "dot_product_attention", careless_kernel)
+    monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
     return request.param
 
 
 def arrays(dtype):
-    """query, key, value, lengths and a cotangent, none of them zero on padding."""
+    """query, key, value and a cotangent, none of them zero on padding."""
     draw = np.random.default_rng(0).normal
-    shapes = (N, H), (K, H), (K, H), (N, H)
-    query, key, value, cotangent = (jnp.float32(draw(size=(len(LENGTHS), T, *shape))) for shape in shapes)
-    return query.astype(dtype), key.astype(dtype), value.astype(dtype), jnp.array(LENGTHS), cotangent
+    query, key, value, cotangent = (jnp.float32(draw(size=(8, T, heads, H))) for heads in (N, K, K, N))
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype), cotangent
 
 
 def fused(implementation):
-    return functools.partial(fused_attention, implementation=implementation, interpret=True)
+    """(query, key, value, bins) -> what is attended."""
+    attend = CUDNN.attend
+    if implementation == "splash":
+        attend = on_each_device(functools.partial(splash.attend, interpret=True))
+    return lambda query, key, value, bins: attend(bins)(query, key, value)
 
 
-def result_and_gradients(attend, query, key, value, lengths, cotangent):
-    result, pull_back = jax.vjp(lambda *operands: attend(*operands, lengths), query, key, value)
+def prepared(implementation, bins):
+    return {"splash": SPLASH, "cudnn": CUDNN}[implementation].prepare(bins)
+
+
+def result_and_gradients(attend, query, key, value, cotangent, bins):
+    result, pull_back = jax.vjp(lambda *operands: attend(*operands, bins), query, key, value)
     return result, *pull_back(cotangent)
 
 
-def reference(query, key, value, lengths):
-    return attention(query, key, value, causal(T, jnp.arange(T) < lengths[:, None]))
-
-
 @functools.cache
-def expected(dtype):
+def expected(dtype, name):
     """In float32, of operands rounded to `dtype`, with a cotangent that is zero on padding."""
-    query, key, value, lengths, cotangent = arrays(dtype)
+    query, key, value, cotangent = arrays(dtype)
+    bins = bins_of(name)
     operands = (x.astype(jnp.float32) for x in (query, key, value))
+
+    def reference(query, key, value, bins):
+        return attention(query, key, value, visible_in_bins(bins))
+
     run = jax.jit(functools.partial(result_and_gradients, reference))
-    return run(*operands, lengths, cotangent * REAL[:, :, None, None])
+    return run(*operands, cotangent * (bins.trees > 0)[:, :, None, None], bins)
 
 
-def check(found, implementation):
+def check(found, case):
     """On real tokens the result and its gradients are those of `attention`; everywhere they are finite."""
-    dtype, tolerance = DTYPES[implementation], TOLERANCES[implementation]
+    implementation, name = case
+    dtype, tolerance, real = DTYPES[implementation], TOLERANCES[implementation], bins_of(name).trees > 0
     assert [x.dtype for x in found] == [jnp.float32, dtype, dtype, dtype]
-    for x, y in zip(found, expected(dtype), strict=True):
+    for x, y in zip(found, expected(dtype, name), strict=True):
         assert x.shape == y.shape and np.isfinite(x).all()
-        np.testing.assert_allclose(x.astype(jnp.float32)[REAL], y[REAL], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(x.astype(jnp.float32)[real], y[real], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("max_block", [128, 512], ids=["two_blocks", "one_block"])
-def test_equals_attention_whatever_stands_on_padding(implementation, max_block, monkeypatch):
-    monkeypatch.setattr(module, "MAX_BLOCK", max_block)
+@pytest.mark.parametrize("block", [128, 512], ids=["two_blocks", "one_block"])
+def test_equals_attention_whatever_stands_on_padding(case, block, monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", block)
+    implementation, name = case
     run = jax.jit(functools.partial(result_and_gradients, fused(implementation)))
-    check(run(*arrays(DTYPES[implementation])), implementation)
+    check(run(*arrays(DTYPES[implementation]), prepared(implementation, bins_of(name))), case)
 
 
 @pytest.mark.parametrize("manual", [(), ("data",)], ids=["whole", "inside_a_shard_map_over_data"])
-def test_equals_attention_on_a_mesh(implementation, manual):
+def test_equals_attention_on_a_mesh(case, manual):
+    implementation, name = case
     run = functools.partial(result_and_gradients, fused(implementation))
     with jax.set_mesh(make_mesh(2, 2, 2)):
         if manual:
             rows = PartitionSpec(manual)
             run = jax.shard_map(run, in_specs=rows, out_specs=rows, axis_names=set(manual), check_vma=False)
-        found = jax.jit(run)(*arrays(DTYPES[implementation]))
-    check(found, implementation)
+        found = jax.jit(run)(*arrays(DTYPES[implementation]), prepared(implementation, bins_of(name)))
+    check(found, case)
+
+
+def test_splash_computes_the_blocks_in_which_a_token_sees_another(monkeypatch):
+    """Of 128 slots, against the pairs themselves; and each block that it skips, it loads no keys for."""
+    monkeypatch.setattr(splash, "BLOCK", 128)
+    bins = bins_of("shared")
+    found = splash.prepare(bins)
+    visible = np.asarray(visible_in_bins(bins))
+    shared = np.array(
+        [
+            np.bincount(np.unique(np.stack([t, b]), axis=1)[0], minlength=9)[t] > 2
+            for t, b in zip(bins.trees, bins.branches, strict=True)
+        ]
+    )
+    to_prompt = visible & (shared & (bins.branches > 0))[:, :, None] & (bins.branches == 0)[:, None, :]
+    own = (visible & ~to_prompt).reshape(8, 2, 128, 2, 128).any(axis=(2, 4))
+    np.testing.assert_array_equal(found.blocks[:, :, :2], own)
+    assert found.prompt_slots.shape == (8, 256) and found.blocks.shape == (8, 2, 4)
+    assert (found.blocks[:, :, 2:].any(axis=2) == to_prompt.reshape(8, 2, -1).any(axis=2)).all()
+    assert splash.pairs(found).tolist() == (found.blocks.sum(axis=(1, 2)) * 128.0**2).tolist()
+
+
+def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
+    lengths = CUDNN.prepare(bins_of("copies")).lengths
+    assert lengths[:4].tolist() == [[105, 40], [256, 0], [1, 0], [1, 7]]  # an empty bin has one slot
+    assert CUDNN.pairs(CUDNN.prepare(bins_of("one by one"))).tolist()[:2] == [256 * 257 / 2, 1]
+
+    def device(capability) -> Any:
+        return cast(Any, type("Device", (), {"platform": "gpu", "device_kind": "?", "compute_capability": capability}))
+
+    assert bin_attention("cudnn", device("9.0")).packs and not bin_attention("cudnn", device("8.0")).packs
 
 
 def test_products_of_float32_are_not_rounded():
     """A TPU multiplies in bfloat16 what has no precision."""
-    *operands, lengths, cotangent = arrays(jnp.float32)
     run = functools.partial(result_and_gradients, fused("splash"))
-    text = str(jax.make_jaxpr(run)(*operands, lengths, cotangent))
+    one_bin = jax.tree.map(lambda x: x[:1], (arrays(jnp.float32), prepared("splash", bins_of("shared"))))
+    text = str(jax.make_jaxpr(run)(*one_bin[0], one_bin[1]))
     products = text.count("dot_general[")
     assert products >= 2 + 3 + 4 and text.count("precision=(Precision.HIGHEST") == products
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("full", 2), ("attention", 1)])
 def test_remat_attention_does_not_run_the_kernel_again(policy, passes):
-    *operands, lengths, _ = arrays(jnp.float32)
-    attend = rematerialized(lambda *operands: fused("splash")(*operands, lengths), policy)
+    *operands, _ = (x[:1] for x in arrays(jnp.float32))
+    bins = jax.tree.map(lambda x: x[:1], prepared("splash", bins_of("shared")))
+    attend = rematerialized(lambda *operands: fused("splash")(*operands, bins), policy)
     text = str(jax.make_jaxpr(jax.grad(lambda *operands: jnp.sum(attend(*operands))))(*operands))
     assert text.count("name=splash_mha_fwd") == passes and text.count("name=splash_mha_dkv") == 1
 
 
 def test_cudnn_refuses_float32():
-    query, key, value, lengths, _ = arrays(jnp.float32)
+    *operands, _ = arrays(jnp.float32)
     with pytest.raises(ValueError, match="query.dtype=float32 must be bfloat16 or float16"):
-        fused_attention(query, key, value, lengths, implementation="cudnn")
-
-
-def test_an_unknown_implementation_is_refused():
-    query, key, value, lengths, _ = arrays(jnp.float32)
-    with pytest.raises(ValueError, match="implementation='flash' is unknown: choose one of cudnn, splash"):
-        fused_attention(query, key, value, lengths, implementation="flash")
+        fused("cudnn")(*operands, prepared("cudnn", bins_of("copies")))

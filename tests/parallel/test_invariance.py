@@ -16,8 +16,10 @@ from small_policy import (
     actor_settings,
     assert_close,
     batch_of,
+    bins,
     critic_of,
     gradient_of,
+    micro_batch,
     reference,
     roll_out,
     rows,
@@ -49,7 +51,7 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         sharded = roll_out(actor, state, mesh)
-        batch = batch_of(sharded, sharing=2)  # two rows per device and micro-batch
+        batch = batch_of(sharded)  # two rows per device and micro-batch
         state, sharded_metrics = step(actor, state, batch, mesh)
     np.testing.assert_array_equal(sharded.responses, rollout.responses)
     np.testing.assert_allclose(sharded.logprobs, rollout.logprobs, atol=1e-5)
@@ -64,7 +66,7 @@ def test_parameters_and_moments_are_really_divided():
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         rollout, _, _ = reference()
-        state, _ = step(actor, state, batch_of(rollout, sharing=2), mesh)
+        state, _ = step(actor, state, batch_of(rollout), mesh)
     moments = state.moments[0]
     for tree in (state.params, moments.mu, moments.nu):
         for path in ("query", "output", "gate", "down"):
@@ -147,17 +149,16 @@ def test_one_model_sampler_and_training_logprobs_agree():
     with jax.set_mesh(mesh):
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
-        for sharing, width in ((SAMPLES, 8), (2, 12), (1, 8)):
-            batch = batch_of(rollout, sharing, width)
-            trained, _ = compute_logprobs(actor, state.params, batch, rows(12), mesh)
+        for split, width in ((rows(12), 8), (bins(1, 24), 12), (bins(1, 100), 8)):
+            trained, _ = compute_logprobs(actor, state.params, batch_of(rollout, width), split, mesh)
             np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_micro_batches_prompt_sharing_and_padding_change_no_gradient(mode):
+def test_micro_batches_packing_and_padding_change_no_gradient(mode):
     rollout, _, _ = reference()
     whole, metrics = gradient_of(batch_of(rollout), micro=32, mode=mode)
-    for batch, micro in ((batch_of(rollout), 8), (batch_of(rollout, 2, 16), 6)):
+    for batch, micro in ((batch_of(rollout, 16), 6), (batch_of(rollout), bins(1, 70))):
         split, split_metrics = gradient_of(batch, micro=micro, mode=mode, chunk_size=7)
         assert_close(split, whole, 1e-5)
         for name in ("actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/grad_norm"):
@@ -222,7 +223,7 @@ def test_no_loss_depends_on_micro_batches_or_mesh(loss):
     rollout, _, _ = reference()
     weights = np.random.default_rng(3).uniform(0.5, 2, rollout.mask.shape).astype(np.float32)
     terms = {"loss_mode": loss, "entropy_coeff": 0.01, "kl_loss_coef": 0.1}
-    batch = drifted(batch_of(rollout, sharing=2)).replace(importance_weights=weights)
+    batch = drifted(batch_of(rollout)).replace(importance_weights=weights)
     whole, metrics = gradient_of(batch, micro=32, **terms)
     split, split_metrics = gradient_of(batch, micro=16, mesh=make_mesh(2, 2, 2), **terms)
     assert_close(split, whole, 1e-5)
@@ -233,7 +234,7 @@ def test_no_loss_depends_on_micro_batches_or_mesh(loss):
 @pytest.mark.slow
 def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
     rollout, _, _ = reference()
-    batch = batch_of(rollout, sharing=2)
+    batch = batch_of(rollout)
     results = []
     for micro, mesh in ((32, one_device_mesh()), (6, one_device_mesh()), (16, make_mesh(2, 2, 2))):
         with jax.set_mesh(mesh):
@@ -278,21 +279,27 @@ def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
     rollout, _, _ = reference()
     batch = batch_of(rollout)
     weights = (batch.mask / batch.mask.sum()).astype(np.float32)
-    batch = jax.tree.map(jnp.asarray, batch.replace(loss_weights=weights, advantages=0 * batch.advantages))
+    batch = batch.replace(loss_weights=weights, advantages=0 * batch.advantages)
     params = init_params(ARCH, 0)
 
     def expected(params):
-        hidden = transformer.forward_responses(
-            params, batch.prompts, batch.prompt_mask, batch.responses, batch.mask, ARCH
-        )
-        log_probabilities = jax.nn.log_softmax(transformer.logits(params, hidden) / 0.8)
-        entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
-        chosen = jnp.take_along_axis(log_probabilities, batch.responses[..., None], axis=-1)[..., 0]
-        kl = kl_penalty(chosen, batch.ref_logprobs, "k2")
-        return jnp.sum(weights * (0.2 * kl - 0.3 * entropy), where=batch.mask)
+        total = 0.0
+        for row in np.flatnonzero(batch.mask.any(axis=1)):
+            length, prompt = int(batch.mask[row].sum()), PROMPTS[row // SAMPLES]
+            response = batch.responses[row, :length]
+            tokens = jnp.array([*prompt, *response])[None]
+            hidden = transformer.forward(params, tokens, jnp.arange(tokens.size)[None], tokens >= 0, ARCH)
+            scores = transformer.logits(params, hidden[0, len(prompt) - 1 : -1]) / 0.8
+            log_probabilities = jax.nn.log_softmax(scores)
+            entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
+            chosen = jnp.take_along_axis(log_probabilities, response[:, None], axis=-1)[:, 0]
+            kl = kl_penalty(chosen, batch.ref_logprobs[row, :length], "k2")
+            total += jnp.sum(weights[row, :length] * (0.2 * kl - 0.3 * entropy))
+        return total
 
+    packed = jax.tree.map(jnp.asarray, micro_batch(batch))
     settings = actor_settings(entropy_coeff=0.3, kl_loss_coef=0.2, kl_loss_type="k2", chunk_size=50)
-    found = jax.jit(jax.value_and_grad(lambda params: loss_fn(params, None, batch, settings), has_aux=True))
+    found = jax.jit(jax.value_and_grad(lambda params: loss_fn(params, None, packed, settings), has_aux=True))
     (loss, metrics), gradient = found(params)
     value, expected_gradient = jax.jit(jax.value_and_grad(expected))(params)
     np.testing.assert_allclose(loss, value, rtol=1e-5)

@@ -1,6 +1,7 @@
 """The update: memory, reductions, adapters, and equivalent ways to compute the gradient."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -15,7 +16,9 @@ from small_policy import (
     actor_settings,
     assert_close,
     batch_of,
+    bins,
     gradient_of,
+    micro_batch,
     reference,
     roll_out,
     rows,
@@ -23,37 +26,40 @@ from small_policy import (
     update_settings,
 )
 
-from dapo_jax.data.containers import Batch
+from dapo_jax.data.containers import Batch, Bins, MicroBatch
 from dapo_jax.learner.actor import RATIO_BUCKETS, build_actor, count_ratios, loss_fn
-from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.update import compute_logprobs, update_policy
-from dapo_jax.models.attention import attention, causal
+from dapo_jax.models import fused_attention, splash
+from dapo_jax.models.attention import XLA
+from dapo_jax.models.fused_attention import on_each_device
 from dapo_jax.models.lora import Lora, adapter_table, merged
 from dapo_jax.models.weights import build_freeze, init_params, weight_table
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
 from dapo_jax.parallel.sharding import batch_sharding, put, shards_left
 
+SPLASH = dataclasses.replace(
+    fused_attention.SPLASH, attend=on_each_device(functools.partial(splash.attend, interpret=True))
+)
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 
 
-def plain_kernel(query, key, value, lengths):
-    """The result of a fused kernel, computed by XLA."""
-    visible = causal(query.shape[1], jnp.arange(query.shape[1]) < lengths[:, None])
-    return attention(query, key, value, visible)
-
-
 @pytest.mark.parametrize(
-    ("shape", "way"),
+    ("shape", "attention", "tokens"),
     [
-        ((4, 2, 1), {"micro": MicroBatches(8, 1, max_tokens_per_device=30)}),
-        pytest.param((2, 2, 2), {"micro": rows(8), "attention_kernel": plain_kernel}, marks=pytest.mark.slow),
+        ((4, 2, 1), XLA, 30),
+        pytest.param((1, 1, 1), dataclasses.replace(XLA, shared_width=0), 60, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), dataclasses.replace(XLA, packs=False), 60, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), SPLASH, 200, marks=pytest.mark.slow),
+        pytest.param((8, 1, 1), dataclasses.replace(SPLASH, shared_width=0), 1, marks=pytest.mark.slow),
     ],
 )
-def test_token_budgets_and_kernels_change_no_gradient(shape, way):
+def test_packing_changes_no_gradient(shape, attention, tokens):
     rollout, _, _ = reference()
+    mesh = mesh_of(shape)
     whole, metrics = gradient_of(batch_of(rollout), micro=32)
-    split, split_metrics = gradient_of(batch_of(rollout, 1), mesh=mesh_of(shape), **way)
+    packed = bins(num_batch_shards(mesh), tokens, attention)
+    split, split_metrics = gradient_of(batch_of(rollout), mesh=mesh, micro=packed, attention=attention)
     assert_close(split, whole, 1e-5)
     for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
         np.testing.assert_allclose(split_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
@@ -61,7 +67,7 @@ def test_token_budgets_and_kernels_change_no_gradient(shape, way):
 
 def compiled_accumulate(actor, state, batch, mesh):
     weights = (batch.mask / batch.mask.sum()).astype(np.float32)
-    placed = put(batch.replace(loss_weights=weights), batch_sharding(mesh))
+    placed = put(micro_batch(batch.replace(loss_weights=weights)), batch_sharding(mesh))
     gradients = actor.trainable.zero_gradients(state.params)
     return actor.trainable.accumulate.lower(state.params, gradients, placed).compile()
 
@@ -77,7 +83,7 @@ def all_reduced(compiled):
 
 def test_gradients_cross_the_data_axis_once_an_optimizer_step():
     rollout, _, _ = reference()
-    batch, mesh = batch_of(rollout, 2), make_mesh(8, 1, 1)
+    batch, mesh = batch_of(rollout), make_mesh(8, 1, 1)
     with jax.set_mesh(mesh):
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
@@ -109,7 +115,7 @@ def test_ratios_are_counted_by_hundredths():
 )
 def test_ratios_of_trained_tokens_are_counted_alike_in_every_piece_and_on_every_mesh(loss, pieces):
     rollout, _, _ = reference()
-    batch = batch_of(rollout, sharing=1)
+    batch = batch_of(rollout)
     drawn = np.random.default_rng(0).choice([0.3, 0.8, 1.0, 1.28, 1.5, 4.0], rollout.mask.shape).astype(np.float32)
     trained = batch.mask & (np.arange(batch.mask.shape[1]) % 3 != 0)
     expected = {value: int(np.sum(drawn[trained] == np.float32(value))) for value in (0.3, 0.8, 1.0, 1.28, 1.5)}
@@ -135,7 +141,19 @@ def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
     params = jax.jit(init_params, static_argnums=0)(arch, 0)
     mask, tokens = np.ones((1, length), bool), np.full((1, length), 5, np.int32)
     values = np.ones((1, length), np.float32)
-    batch = Batch(tokens[:, :2], mask[:, :2], tokens, mask, mask, np.zeros(1, np.int32), values, values, values)
+    batch = micro_batch(
+        Batch(
+            prompts=tokens[:, :2],
+            prompt_mask=mask[:, :2],
+            group_ids=np.zeros(1, np.int32),
+            responses=tokens,
+            mask=mask,
+            loss_mask=mask,
+            old_logprobs=values,
+            advantages=values,
+            loss_weights=values,
+        )
+    )
 
     def gradients(dtype):
         settings = actor_settings(arch=arch, dtype=jnp.dtype(dtype), chunk_size=1)
@@ -149,12 +167,12 @@ def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
 
 def test_what_a_layer_keeps_is_divided_over_tensor():
     rollout, _, _ = reference()
-    batch, mesh = batch_of(rollout, 1), make_mesh(1, 4, 2)
+    batch, mesh = batch_of(rollout), make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
-        actor = build_actor(actor_settings(attention_kernel=plain_kernel), mesh)
+        actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         text = compiled_accumulate(actor, state, batch, mesh).as_text()
-    rows, tokens = len(batch.mask) // 4, batch.prompts.shape[1] + batch.mask.shape[1] - 1
+    rows, tokens = len(batch.mask) // 4, batch.prompts.shape[1] + batch.mask.shape[1]
     kept = re.findall(rf"f32\[{ARCH.num_layers},{rows},{tokens},(\d+)\]", text)
     assert set(kept) == {str(ARCH.hidden_size // 2)}
 
@@ -163,11 +181,17 @@ def test_logits_of_a_large_vocabulary_never_exist_whole():
     """Compiled temporaries of the head with its backward pass, at the vocabulary of Qwen2.5."""
     arch = dataclasses.replace(ARCH, vocab_size=151936, num_layers=1, tie_embeddings=True)
     params = jax.eval_shape(lambda: init_params(arch, 0))
-    shape = jax.ShapeDtypeStruct
-    tokens, mask = shape((16, 128), np.int32), shape((16, 128), bool)
-    values = shape((16, 128), np.float32)
-    groups = shape((16,), np.int32)
-    batch = Batch(shape((16, 8), np.int32), shape((16, 8), bool), tokens, mask, mask, groups, values, values)
+    tokens, mask, values = (jax.ShapeDtypeStruct((16, 128), dtype) for dtype in (np.int32, np.bool_, np.float32))
+    batch = MicroBatch(
+        bins=Bins(tokens, tokens, tokens, tokens),
+        sources=tokens,
+        sequences=tokens,
+        responses=tokens,
+        mask=mask,
+        loss_mask=mask,
+        old_logprobs=values,
+        advantages=values,
+    )
 
     def temporaries(chunk_size):
         def loss(params, batch):
@@ -178,7 +202,7 @@ def test_logits_of_a_large_vocabulary_never_exist_whole():
                     arch=arch,
                     temperature=1.0,
                     remat="full",
-                    attention_kernel=None,
+                    attention=XLA,
                     chunk_size=chunk_size,
                     entropy_gradient=False,
                 )[0]
@@ -236,7 +260,8 @@ def test_fresh_adapters_change_nothing_and_they_alone_are_trained():
 def test_adapters_have_the_gradient_of_the_merged_model():
     rollout, _, _ = reference()
     batch = batch_of(rollout)
-    batch = jax.tree.map(jnp.asarray, batch.replace(loss_weights=(batch.mask / batch.mask.sum()).astype(np.float32)))
+    batch = batch.replace(loss_weights=(batch.mask / batch.mask.sum()).astype(np.float32))
+    batch = jax.tree.map(jnp.asarray, micro_batch(batch))
     base = init_params(ARCH, 0)
     mesh = one_device_mesh()
     adapters = lora_actor(mesh).trainable.init_random(1).params
@@ -261,7 +286,7 @@ def test_adapters_do_not_depend_on_the_mesh():
         mesh = mesh_of(shape)
         with jax.set_mesh(mesh):
             actor = lora_actor(mesh)
-            state, metrics = step(actor, actor.trainable.init_random(1), batch_of(rollout, 2), mesh, lr=1e-3)
+            state, metrics = step(actor, actor.trainable.init_random(1), batch_of(rollout), mesh, lr=1e-3)
             results.append((jax.device_get(state.params), metrics))
     assert_close(results[1][0], results[0][0], 1e-5)
     np.testing.assert_allclose(results[1][1]["actor/grad_norm"], results[0][1]["actor/grad_norm"], rtol=1e-4)

@@ -134,8 +134,9 @@ def test_tpu_text():
         ("all-gather", 2, 3, 3 * 8 * 4 * 2)
     ]
     batched = 4 * 2 * 32 * 7 * 16  # 4 products, which a dilated window keeps apart
-    splash = 3 * 2 * (2 * 14 * 1024 * 64) * 1024 * 3 / 4  # three of four blocks lie under the diagonal
-    assert costs.flops == batched + splash and not costs.unknown
+    splash = 3 * 2 * (2 * 14 * 64)  # a score in each bin and head
+    assert costs.flops == batched + splash * 1024 * 1025 / 2 and not costs.unknown  # those below the diagonal
+    assert program_costs(TPU, HOST[:4], pairs=7000.0).flops == batched + splash * 7000
 
 
 def test_what_lies_on_the_chip_is_not_moved():
@@ -248,10 +249,9 @@ HOSTS = [0] * 4 + [1] * 4
 
 def test_gpu_products_are_those_of_cudnn_cublas_and_triton():
     costs = program_costs(GPU, HOSTS)
-    product = 2 * (2 * 4 * 64 * 64) * 16 / 2  # under the causal mask
-    assert costs.flops == (2 + 5) * product + 2 * (2 * 8 * 16 * 32) and not costs.unknown
-    without_mask = GPU.replace("PADDING_CAUSAL", "PADDING")
-    assert program_costs(without_mask, HOSTS).flops == costs.flops + 7 * product
+    score, others = (2 + 5) * 2 * (2 * 4 * 16), 2 * (2 * 8 * 16 * 32)
+    assert costs.flops == score * 64 * 65 / 2 + others and not costs.unknown  # below the diagonal
+    assert program_costs(GPU, HOSTS, pairs=100.0).flops == score * 100 + others
 
 
 def test_gpu_collectives_count_once_and_know_their_hosts():

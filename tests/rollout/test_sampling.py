@@ -1,12 +1,20 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.rollout.sampling import EVALUATE, SELECT, TRAIN, Sampling, inverse_cdf, position_noise, row_keys, sample
+from dapo_jax.models.vocabulary_blocks import BLOCK, in_blocks
+from dapo_jax.rollout import sampling as sampling_module
+from dapo_jax.rollout.sampling import EVALUATE, SELECT, TRAIN, Sampling, inverse_cdf, position_noise, row_keys
 
 LOGITS = np.random.default_rng(0).normal(size=300).astype(np.float32) * 2
 DRAWS = 20000
+
+
+def sample(logits, *arguments):
+    return sampling_module.sample(in_blocks(logits), *arguments)
 
 
 def draw(sampling, logits=LOGITS):
@@ -54,13 +62,54 @@ def test_temperature_zero_takes_the_most_likely_token():
     np.testing.assert_allclose(logprobs, jax.nn.log_softmax(LOGITS).max(), atol=1e-5)
 
 
+def draw_at(weights, uniform):
+    """Draws from weights [B, V]."""
+    blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % BLOCK))).reshape(len(weights), -1, BLOCK)
+    return inverse_cdf(blocks.sum(-1), lambda block: blocks[jnp.arange(len(weights)), block], uniform)
+
+
+def draw_plainly(logits, keys, position, sampling, eos_ids):
+    """What `sample` returns, operation by operation over [B, V], with a sort."""
+    scaled = np.asarray(jnp.asarray(logits) / sampling.temperature)
+    allowed = scaled.copy()
+    if position < sampling.min_length:
+        allowed[:, list(eos_ids)] = -np.inf
+    weights = np.array(jnp.exp(allowed - allowed.max(-1, keepdims=True)))
+    if sampling.greedy:
+        weights[weights < 1] = 0
+    if sampling.top_k > 0:
+        weights[weights < np.sort(weights)[:, -sampling.top_k :][:, :1]] = 0
+    if sampling.top_p < 1:
+        above = np.array([[row[row > weight].sum(dtype=np.float64) for weight in row] for row in weights])
+        weights[above >= sampling.top_p * weights.sum(-1, keepdims=True, dtype=np.float64)] = 0
+    uniform = jnp.array([jax.random.uniform(jax.random.fold_in(key, position)) for key in keys])
+    tokens = draw_at(jnp.array(weights), jnp.where(sampling.greedy, 0.0, uniform))
+    return tokens, np.take_along_axis(np.asarray(jax.nn.log_softmax(scaled)), np.asarray(tokens)[:, None], 1)[:, 0]
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("vocabulary", [5, 128, 300])
+def test_draws_are_those_of_the_plain_formula(vocabulary, ties):
+    rng, rows, ends = np.random.default_rng(vocabulary), 24, (2, vocabulary - 1)
+    compiled = jax.jit(lambda *arguments: sample(*arguments, ends))
+    for how in itertools.product((0.0, 0.7, 1.0), (1.0, 0.8), (-1, 1, 4), (0, 3)):
+        logits = rng.normal(size=(rows, vocabulary)).astype(np.float32) * 3
+        logits = np.round(logits) if ties else logits
+        arguments = row_keys(int(rng.integers(99)), TRAIN, jnp.arange(rows), 1), jnp.int32(2), Sampling.create(*how)
+        tokens, logprobs = compiled(logits, *arguments)
+        expected, expected_logprobs = draw_plainly(logits, *arguments, ends)
+        np.testing.assert_array_equal(tokens, expected, str(how))
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6, err_msg=str(how))
+    assert compiled._cache_size() == 1
+
+
 @pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])
 def test_entries_of_weight_zero_are_never_drawn(vocabulary):
     rng = np.random.default_rng(vocabulary)
     weights = rng.random((200, vocabulary)).astype(np.float32) * (rng.random((200, vocabulary)) < 0.3)
     weights[:, rng.integers(vocabulary)] += 0.1
     for uniform in (0.0, 0.5, np.nextafter(np.float32(1), np.float32(0))):
-        tokens = inverse_cdf(jnp.array(weights), jnp.full(200, uniform, jnp.float32))
+        tokens = draw_at(jnp.array(weights), jnp.full(200, uniform, jnp.float32))
         assert (np.take_along_axis(weights, np.asarray(tokens)[:, None], 1) > 0).all()
 
 

@@ -2,19 +2,23 @@ import itertools
 
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
+from small_policy import wave_settings
 
 from dapo_jax.data.padding import bucket, pad_prompts
+from dapo_jax.parallel.mesh import AXES
+from dapo_jax.rollout.round_walk import expected_shapes
 from dapo_jax.rollout.shapes import (
     FIRST_WINDOW,
     ROW_MULTIPLE,
     LengthHistory,
-    expected_path,
     prompt_width,
     rows_in_memory,
     rungs,
     wave_size,
     windows,
 )
+from dapo_jax.rollout.wave_layout import WaveLayout
 
 
 def test_buckets_are_few_and_close():
@@ -73,18 +77,31 @@ def test_the_history_says_how_many_responses_go_on():
     assert history.alive(4) == pytest.approx(0.25 + 0.3 * 0.75)
 
 
+def expected(history, rows=64, *, lookahead=0, width=8):
+    """(rows, window) of an engine with this history, on one device."""
+    settings = wave_settings(
+        AbstractMesh((1, 1, 1), AXES), max_response_length=256, chunk_length=32, smallest_rows=8, lookahead=lookahead
+    )
+    layout = WaveLayout(size=rows // 4, num_samples=4, shards=1, width=width, at_once=99)
+    return [(shape.rows, shape.window) for shape in expected_shapes(settings, layout, history)]
+
+
 def test_the_expected_shapes_follow_the_history():
-    ladder = windows(256, 32)
-    unknown = expected_path(rungs(64, 8), 32, ladder, LengthHistory(256).alive, lookahead=0)
-    assert unknown == [(64, 64), (64, 96), (64, 128), (64, 192), (64, 256)]
-    short = expected_path(rungs(64, 8), 32, ladder, history_of([20] * 40 + [60] * 20 + [256] * 4).alive, lookahead=0)
+    assert expected(LengthHistory(256)) == [(64, 64), (64, 96), (64, 128), (64, 192), (64, 256)]
+    short = expected(history_of([20] * 40 + [60] * 20 + [256] * 4))
     assert short == [(64, 64), (24, 64), (8, 96), (8, 128), (8, 192), (8, 256)]
 
 
 def test_knowledge_that_is_a_chunk_old_keeps_rows_longer():
-    alive = history_of([20] * 40 + [60] * 20 + [256] * 4).alive
-    late = expected_path(rungs(64, 8), 32, windows(256, 32), alive, lookahead=1)
+    late = expected(history_of([20] * 40 + [60] * 20 + [256] * 4), lookahead=1)
     assert late == [(64, 64), (24, 96), (8, 128), (8, 192), (8, 256)]
+
+
+def test_typical_lengths_are_those_of_the_history():
+    history = history_of([2, 2, 4, 8], 8)
+    lengths = history.typical(16)
+    assert sorted(lengths) == [2] * 8 + [4] * 4 + [8] * 4 and list(lengths) != sorted(lengths)
+    np.testing.assert_array_equal(lengths, history.typical(16))
 
 
 def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
@@ -102,7 +119,7 @@ def test_no_moment_of_a_wave_takes_more_than_the_memory(lengths, lookahead):
     rows = rows_in_memory(
         1e6, bytes_per_token=10.0, width=64, chunk_length=32, ladder=ladder, alive=history.alive, lookahead=lookahead
     )
-    path = expected_path(rungs(rows, 8), 32, ladder, history.alive, lookahead=lookahead)
+    path = expected(history, rows, lookahead=lookahead, width=64)
     assert max(height * (64 + window) for height, window in path) * 10 <= 1e6
 
 

@@ -1,0 +1,171 @@
+"""Host: which sequences share a bin, and which bins share a forward and backward pass.
+
+Nothing here changes a gradient: which rows a mini-batch holds is decided before, and its loss is a sum over tokens.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapo_jax.data.padding import bucket
+from dapo_jax.models.attention import BinAttention
+
+EIGHTHS = 8  # widths are so many parts of the widest, so that few shapes are compiled
+Rounded = Callable[[int], int]  # slots -> the next width that attention takes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass: equally many bins for each share of the devices, those of a share together."""
+
+    width: int  # slots of a bin
+    bins: list[list[int]]  # rows of each, ascending; a bin may be empty
+
+
+def plan_passes(
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    *,
+    num_shards: int,
+    max_tokens: int,
+    attention: BinAttention,
+    pair_cost: float,
+) -> list[Pass]:
+    """All rows with a response, in passes of at most `max_tokens` slots, or one longest sequence, on each device.
+
+    Args:
+        prompts: [Q] tokens.
+        responses: [B] tokens; row b answers prompt b // (B // Q).
+        pair_cost: the work of one pair of a query and a key, by that of a slot.
+    """
+    longest = int(np.max(np.repeat(prompts, len(responses) // len(prompts)) + responses - 1))
+    most = attention.rounded(max(max_tokens, longest))
+    rows = _Rows(prompts, responses, shares=most <= attention.shared_width)
+    if not attention.packs:
+        return list(_one_by_one(rows, num_shards, most, attention.rounded))
+    if attention.skips:
+        return _wide_bins(rows, num_shards, most, attention.rounded)
+    return _narrow_bins(rows, num_shards, most, pair_cost)
+
+
+class _Rows:
+    """The lengths of sequences, and how they fill bins.
+
+    A prompt takes its tokens once per bin, or once per response if it is not shared. A response takes one slot less
+    than it has tokens, as its last token predicts nothing.
+    """
+
+    def __init__(self, prompts: np.ndarray, responses: np.ndarray, *, shares: bool) -> None:
+        self.prompts, self.responses, self.shares = prompts, responses, shares
+        self.samples = len(responses) // len(prompts)
+        self.slots = np.where(responses > 0, np.repeat(prompts, self.samples) + responses - 1, 0)
+        self.longest = int(self.slots.max())
+        self.rows = np.flatnonzero(responses)
+        tails = int((responses[self.rows] - 1).sum())
+        answered = responses.reshape(-1, self.samples).any(axis=1)
+        self.least = int(prompts[answered].sum()) + tails if shares else int(self.slots.sum())
+
+    def fill(self, widths: np.ndarray) -> list[list[int]] | None:
+        """First-fit decreasing: the rows of each bin, or None if bins of `widths` [N], descending, hold not all rows.
+
+        The longest responses come first. If prompts are shared, it also tries those of one prompt after the other, with
+        fewer copies of prompts but gaps that are harder to fill, and takes what leaves more bins empty.
+        """
+        orders = [self.rows[np.argsort(-self.responses[self.rows], kind="stable")]]
+        if self.shares:
+            totals = np.repeat(self.responses.reshape(-1, self.samples).sum(axis=1), self.samples)
+            keys = self.rows, -self.responses[self.rows], self.rows // self.samples, -totals[self.rows]
+            orders.append(self.rows[np.lexsort(keys)])
+        found = [bins for order in orders if (bins := self._first_fit(order, widths)) is not None]
+        return max(found, key=lambda bins: bins.count([]), default=None)
+
+    def _first_fit(self, order: np.ndarray, widths: np.ndarray) -> list[list[int]] | None:
+        slots, tokens = widths.copy(), widths.copy()  # free in each bin; it predicts no more tokens than it has slots
+        bins: list[list[int]] = [[] for _ in widths]
+        homes: dict[int, list[int]] = {}  # bins that hold a prompt
+        for row in order.tolist():
+            prompt, length = row // self.samples, int(self.responses[row])
+            needed, place = length - 1, None
+            if self.shares:
+                there = homes.setdefault(prompt, [])
+                place = next((one for one in there if slots[one] >= needed and tokens[one] >= length), None)
+            if place is None:
+                needed += int(self.prompts[prompt])
+                fitting = (slots >= needed) & (tokens >= length)
+                place = int(np.argmax(fitting))
+                if not fitting[place]:
+                    return None
+                homes.setdefault(prompt, []).append(place)
+            bins[place].append(row)
+            slots[place] -= needed
+            tokens[place] -= length
+        return [sorted(rows) for rows in bins]
+
+    def attention(self, bins: list[list[int]]) -> list[float]:
+        """About how much work attention has with each bin."""
+        return [float(np.square(self.slots[rows], dtype=np.float64).sum()) for rows in bins]
+
+
+def _wide_bins(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> list[Pass]:
+    """One bin for each device in a pass, as wide as it may be; the last pass is narrower if that is enough."""
+    for parts in itertools.count(max(EIGHTHS * rows.least // (num_shards * most), 1)):
+        full, rest = divmod(parts, EIGHTHS)
+        last = [min(rounded(-(-most * rest // EIGHTHS)), most)] if rest else []
+        widths = [most] * full + last
+        if widths[0] >= rows.longest and (filled := rows.fill(np.repeat(widths, num_shards))) is not None:
+            wide = full * num_shards
+            passes = list(_passes(rows, filled[:wide], most, num_shards, 1))
+            return passes + [one for width in last for one in _passes(rows, filled[wide:], width, num_shards, 1)]
+    raise AssertionError
+
+
+def _narrow_bins(rows: _Rows, num_shards: int, most: int, pair_cost: float) -> list[Pass]:
+    """Bins that hold little more than the longest sequence, many in a pass: attention computes all pairs in a bin.
+
+    Of few widths, the one with the least work.
+    """
+    best, least, width = [], float("inf"), min(bucket(rows.longest), most)
+    while rows.least * (1 + pair_cost * width) < least:
+        filled = rows.fill(np.full(len(rows.rows), width))
+        assert filled is not None
+        passes = list(_passes(rows, [one for one in filled if one], width, num_shards, most // width))
+        work = sum(width * len(one.bins) * (1 + pair_cost * width) for one in passes)
+        if work < least:
+            best, least = passes, work
+        if width == most:
+            break
+        width = min(bucket(width + 1), most)
+    return best
+
+
+def _passes(rows: _Rows, bins: list[list[int]], width: int, num_shards: int, most: int) -> Iterator[Pass]:
+    """The bins with the longest sequences first, so that those of a pass take about equally long.
+
+    Args:
+        most: bins of a device in a pass.
+    """
+    order = np.argsort(-np.array(rows.attention(bins)), kind="stable")
+    bins = [bins[number] for number in order]
+    while bins:
+        size = min(_few(-(-len(bins) // num_shards)), most)
+        chosen, bins = bins[: size * num_shards], bins[size * num_shards :]
+        chosen += [[] for _ in range(size * num_shards - len(chosen))]
+        if any(chosen):
+            yield Pass(width, [one for shard in range(num_shards) for one in chosen[shard::num_shards]])
+
+
+def _one_by_one(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> Iterator[Pass]:
+    """One sequence in a bin, the longest first; a pass is as wide as its longest."""
+    left = [[row] for row in rows.rows[np.argsort(-rows.slots[rows.rows], kind="stable")].tolist()]
+    while left:
+        width = min(rounded(bucket(int(rows.slots[left[0][0]]))), most)
+        first = next(_passes(rows, left, width, num_shards, most // width))
+        left = left[sum(map(bool, first.bins)) :]
+        yield first
+
+
+def _few(count: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, ... that is at least `count`."""
+    return count if count < 4 else bucket(count)

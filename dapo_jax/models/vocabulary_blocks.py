@@ -1,0 +1,51 @@
+"""Device: the vocabulary in blocks of 128 tokens, the form in which decoding has its logits.
+
+The sampler draws a block first and then a token in it. With a dimension for each in the product's output, no copy of
+the logits is needed on a TPU, and none of them leaves its device along "tensor" if each holds whole blocks.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dapo_jax.models.attention import matmul
+from dapo_jax.models.layers import Params
+from dapo_jax.models.transformer import head_table
+
+BLOCK = 128  # tokens
+TABLES = "embedding", "head"
+
+
+def with_whole_blocks(params: Params, shards: int) -> Params:
+    """`params` with zero rows after the tables of tokens, so that each of `shards` shards holds whole blocks."""
+    return {**params, **{name: _padded(params[name], BLOCK * shards, 0) for name in TABLES if name in params}}
+
+
+def block_logits(params: Params, hidden: jax.Array, vocab_size: int) -> jax.Array:
+    """The `logits` [B, D] -> [B, n, BLOCK] of decoding weights, in blocks; -inf after the last token.
+
+    Args:
+        vocab_size: V; tables have at least as many rows, see `with_whole_blocks`.
+    """
+    table = _padded(head_table(params), BLOCK, 0)
+    scores = matmul("bd,nkd->bnk", hidden, table.reshape(-1, BLOCK, table.shape[-1]))
+    if len(table) == vocab_size:
+        return scores
+    return jnp.where(tokens_of_blocks(scores) < vocab_size, scores, -jnp.inf)
+
+
+def in_blocks(logits: jax.Array) -> jax.Array:
+    """Logits [B, V] in blocks, as `block_logits` returns them."""
+    return _padded(logits.T, BLOCK, -jnp.inf).T.reshape(len(logits), -1, BLOCK)
+
+
+def tokens_of_blocks(logits: jax.Array) -> jax.Array:
+    """The token [n, BLOCK] int32 of each logit of a row of [B, n, BLOCK]."""
+    return jnp.arange(logits[0].size, dtype=jnp.int32).reshape(logits.shape[1:])
+
+
+def _padded(table: jax.Array, multiple: int, value: Any) -> jax.Array:
+    """[V, ...] with more rows, of `value`, up to a multiple."""
+    missing = -len(table) % multiple
+    return jnp.pad(table, ((0, missing), *[(0, 0)] * (table.ndim - 1)), constant_values=value)

@@ -1,0 +1,122 @@
+"""Packing: all rows once, within the bins; and how much work it saves on responses of long-tailed lengths."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_jax.data.containers import Batch
+from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.packing import EIGHTHS, plan_passes
+from dapo_jax.models.attention import XLA
+from dapo_jax.models.flops import token_flops
+from dapo_jax.models.fused_attention import CUDNN, SPLASH
+from dapo_jax.models.load import read_model_architecture
+
+SAMPLES = 16
+CONFIGS = Path(__file__).parents[2] / "configs"
+ONE_BY_ONE = dataclasses.replace(CUDNN, packs=False)
+ALL = {"xla": XLA, "splash": SPLASH, "cudnn": CUDNN, "one by one": ONE_BY_ONE}
+
+
+def lengths(prompts, *, median, clip, sigma=1.0, of_prompt=200, seed=0):
+    """Tokens of prompts [Q] and of their responses [Q * SAMPLES]: half of the variance is a prompt's own."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.normal(size=(prompts, 1)) + rng.normal(size=(prompts, SAMPLES))
+    responses = np.exp(np.log(median) + sigma * np.sqrt(0.5) * drawn)
+    own = np.exp(np.log(of_prompt) + 0.5 * rng.normal(size=prompts))
+    return np.clip(own, 1, 2048).astype(int), np.clip(responses, 1, clip).astype(int).reshape(-1)
+
+
+def plan(sizes, *, shards, tokens, attention, pair_cost=1e-4):
+    return plan_passes(*sizes, num_shards=shards, max_tokens=tokens, attention=attention, pair_cost=pair_cost)
+
+
+def slots_of(rows, sizes, shares):
+    """Slots that a bin needs for these rows."""
+    prompts, responses = sizes
+    of_prompts = [row // SAMPLES for row in rows]
+    shown = set(of_prompts) if shares else of_prompts
+    return sum(prompts[prompt] for prompt in shown) + sum(responses[row] - 1 for row in rows)
+
+
+@pytest.mark.parametrize("attention", ALL.values(), ids=list(ALL))
+@pytest.mark.parametrize(("shards", "tokens"), [(1, 400), (4, 1000), (8, 4096)])
+def test_every_row_is_in_one_bin_that_holds_it(attention, shards, tokens):
+    sizes = lengths(12, median=60, clip=300, of_prompt=20)
+    sizes[1][5] = 0  # padding
+    passes = plan(sizes, shards=shards, tokens=tokens, attention=attention)
+    assert sorted(row for one in passes for rows in one.bins for row in rows) == [i for i in range(192) if i != 5]
+    longest = int((np.repeat(sizes[0], SAMPLES) + sizes[1] - 1).max())
+    for one in passes:
+        assert len(one.bins) % shards == 0 and any(one.bins)
+        assert one.width * len(one.bins) // shards <= attention.rounded(max(tokens, longest))
+        for rows in one.bins:
+            assert slots_of(rows, sizes, attention.shared_width > 0) <= one.width
+            assert sizes[1][rows].sum() <= one.width or not attention.packs
+
+
+def test_the_plan_follows_from_the_lengths_alone():
+    sizes = lengths(32, median=3000, clip=20480)
+    assert plan(sizes, shards=16, tokens=22528, attention=SPLASH) == plan(
+        sizes, shards=16, tokens=22528, attention=SPLASH
+    )
+
+
+def ratio(batches, *, shards, tokens, attention, flops):
+    """Computed over needed operations."""
+    split = MicroBatches(shards, max_tokens_per_device=tokens, attention=attention, flops=flops)
+    found = [(split.needed(batch), sum(map(split.computed, split.split(batch)))) for batch in map(batch_of, batches)]
+    needed, computed = np.sum(found, axis=0)
+    return computed / needed
+
+
+def batch_of(sizes):
+    """A batch of sequences of these lengths, whose tokens are 0."""
+    prompts, responses = sizes
+    mask = np.arange(responses.max()) < responses[:, None]
+    zeros = np.broadcast_to(np.float32(0), mask.shape)
+    return Batch(
+        prompts=np.zeros((len(prompts), prompts.max()), np.int32),
+        prompt_mask=np.arange(prompts.max()) >= prompts.max() - prompts[:, None],
+        group_ids=np.arange(len(responses)) // SAMPLES,
+        responses=np.broadcast_to(np.int32(0), mask.shape),
+        mask=mask,
+        loss_mask=mask,
+        old_logprobs=zeros,
+        advantages=zeros,
+    )
+
+
+def flops_of(name):
+    return token_flops(read_model_architecture(CONFIGS / "shapes" / name))
+
+
+@pytest.mark.parametrize("attention", [SPLASH, CUDNN], ids=["splash", "cudnn"])
+def test_long_tails_take_little_more_than_the_needed_work(attention):
+    """Mini-batches of 32 prompts of DAPO's 7B recipe with responses of up to 20k tokens, on 16 devices."""
+    batches = [lengths(32, median=3000, clip=20480, seed=seed) for seed in range(8)]
+    assert ratio(batches, shards=16, tokens=22528, attention=attention, flops=flops_of("Qwen2.5-Math-7B")) < 1.10
+
+
+@pytest.mark.parametrize(("attention", "most"), [(SPLASH, 1.20), (XLA, 1.30)], ids=["splash", "xla"])
+def test_short_responses_share_their_prompts(attention, most):
+    """GSM8K's lengths with a model of 0.5B."""
+    batches = [lengths(32, median=200, sigma=0.6, clip=1024, of_prompt=120, seed=seed) for seed in range(4)]
+    assert ratio(batches, shards=1, tokens=16384, attention=attention, flops=flops_of("Qwen2.5-0.5B")) < most
+
+
+def test_few_shapes_are_compiled():
+    found = {
+        (one.width, len(one.bins))
+        for seed in range(30)
+        for one in plan(lengths(32, median=3000, clip=20480, seed=seed), shards=16, tokens=22528, attention=SPLASH)
+    }
+    assert len(found) <= EIGHTHS
+    found = {
+        (one.width, len(one.bins))
+        for seed in range(30)
+        for one in plan(lengths(8, median=24, clip=128, of_prompt=40, seed=seed), shards=1, tokens=2048, attention=XLA)
+    }
+    assert len(found) <= 16

@@ -1,0 +1,39 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models.transformer import logits
+from dapo_jax.models.vocabulary_blocks import BLOCK, block_logits, in_blocks, with_whole_blocks
+
+
+def tables(vocab_size, *, tied):
+    rng = np.random.default_rng(vocab_size)
+    names = ["embedding"] if tied else ["embedding", "head"]
+    params = {name: jnp.array(rng.normal(size=(vocab_size, 6)), jnp.float32) for name in names}
+    return {**params, "layers": [{"query": jnp.zeros((6, 1, 6))}]}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+@pytest.mark.parametrize("shards", [0, 1, 3])
+@pytest.mark.parametrize("vocab_size", [5, 128, 300])
+def test_logits_in_blocks_are_the_logits(vocab_size, shards, tied):
+    params = tables(vocab_size, tied=tied)
+    padded = with_whole_blocks(params, shards) if shards else params
+    hidden = jnp.array(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+    found = jax.jit(block_logits, static_argnums=2)(padded, hidden, vocab_size)
+    assert found.shape[1] % max(shards, 1) == 0 and found.shape[2] == BLOCK
+    expected = logits(params, hidden)
+    np.testing.assert_array_equal(found.reshape(4, -1)[:, :vocab_size], expected)
+    assert (found.reshape(4, -1)[:, vocab_size:] == -jnp.inf).all()
+    blocks = in_blocks(expected)
+    np.testing.assert_array_equal(found[:, : blocks.shape[1]], blocks)
+
+
+def test_only_tables_of_tokens_get_rows_and_these_are_zero():
+    params = tables(200, tied=False)
+    padded = with_whole_blocks(params, 2)
+    assert padded["layers"] is params["layers"]
+    for name in ("embedding", "head"):
+        assert padded[name].shape == (256, 6) and not padded[name][200:].any()
+        np.testing.assert_array_equal(padded[name][:200], params[name])

@@ -1,0 +1,29 @@
+"""Decoding on several devices: what they send each other."""
+
+import dataclasses
+
+import jax
+import pytest
+from shapes import ARCH, mesh_of
+from small_policy import actor_settings, wave_settings
+
+from dapo_jax.learner.actor import build_actor
+from dapo_jax.preflight.hlo_costs import program_costs
+from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.wave_programs import lower_chunk
+
+
+@pytest.mark.parametrize("vocab_size", [896, 1000], ids=["seven_blocks", "broken_blocks"])
+def test_logits_stay_on_their_devices(vocab_size):
+    """Also where their share of the vocabulary ends within a block: the tables of decoding weights have more rows."""
+    arch, mesh, rows = dataclasses.replace(ARCH, vocab_size=vocab_size, num_layers=1), mesh_of((1, 1, 2)), 64
+    settings = wave_settings(mesh, arch=arch)
+    actor = build_actor(actor_settings(arch=arch), mesh)
+    with jax.set_mesh(mesh):
+        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
+        sampling, shape = Sampling.create(1.0, 1.0, -1), {"rows": rows, "prompts": rows, "width": 8, "window": 16}
+        text = lower_chunk(settings, weights, sampling, **shape).compile().as_text()
+    assert text is not None
+    share = 4 * rows * vocab_size / 2  # bytes of a device's logits
+    largest = max(one.bytes / one.count for one in program_costs(text, [0, 0]).collectives if one.kind == "all-gather")
+    assert largest < share / 8
