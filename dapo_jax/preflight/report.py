@@ -73,7 +73,8 @@ def preflight(
     other = step_programs(config, arch, mesh, lengths=expected, memory=usable) if expected else None
     programs, keys = list(step.programs), {program.key for program in step.programs}
     if other is not None:  # what only shorter lengths call must fit too
-        programs += [dataclasses.replace(one, calls=0.0) for one in other.programs if one.key not in keys]
+        called = [one for one in other.programs if one.calls and one.key not in keys]
+        programs += [dataclasses.replace(one, calls=0.0) for one in called]
     few = to_compile(programs)
     chosen = few if quick else [one for one in programs if one in few or one.key in keys]
     compiled = complete(programs, _compile_all(chosen, mesh, cache, progress))
@@ -115,7 +116,7 @@ def _expected(
     """The report's entry for a step with these lengths.
 
     Args:
-        compiled: at least the step's programs.
+        compiled: at least the programs that the step calls.
     """
     responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
     measured = {one.program.key: one for one in compiled}
@@ -125,7 +126,7 @@ def _expected(
         "prompt_tokens": _spread(prompts),
         "plan": _plan(step),
         "efficiency": {stage: work.efficiency for stage, work in step.work.items()},
-        **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs], limits),
+        **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs if one.calls], limits),
     }
 
 
