@@ -7,6 +7,7 @@ independent features are compiled, chosen as far apart as possible; the others a
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,9 @@ def complete(programs: Sequence[Program], compiled: Sequence[Compiled]) -> list[
 
 
 def _families(programs: Sequence[Program]) -> list[list[Program]]:
-    families: dict[str, list[Program]] = defaultdict(list)
+    families: dict[Any, list[Program]] = defaultdict(list)
     for program in programs:
-        families[program.family or program.name].append(program)
+        families[program.family or program.key].append(program)
     return list(families.values())
 
 

@@ -50,7 +50,8 @@ def preflight(
 
     Args:
         lengths: of prompts and responses, for the expected time, as in `parse_lengths`; "" = none.
-        quick: compile only a few of the engine's programs, and interpolate the costs of the others.
+        quick: compile only a few of the engine's programs, and interpolate the costs of the others, as is always done
+            for those that only `lengths` calls.
         progress: a file for a line per program.
 
     Raises:
@@ -70,11 +71,13 @@ def preflight(
     usable, cache = memory * USABLE, config.trainer.compilation_cache_dir
     step = step_programs(config, arch, mesh, lengths=all_longest(config.data), memory=usable)
     other = step_programs(config, arch, mesh, lengths=expected, memory=usable) if expected else None
-    programs = list(step.programs)
+    programs, keys = list(step.programs), {program.key for program in step.programs}
     if other is not None:  # what only shorter lengths call must fit too
-        keys = {program.key for program in programs}
-        programs += [dataclasses.replace(one, calls=0.0) for one in other.programs if one.key not in keys]
-    compiled = complete(programs, _compile_all(to_compile(programs) if quick else programs, mesh, cache, progress))
+        called = [one for one in other.programs if one.calls and one.key not in keys]
+        programs += [dataclasses.replace(one, calls=0.0) for one in called]
+    few = to_compile(programs)
+    chosen = few if quick else [one for one in programs if one in few or one.key in keys]
+    compiled = complete(programs, _compile_all(chosen, mesh, cache, progress))
     attention = chosen_attention(config.model, arch, mesh)[0]
     return {
         "model": {
@@ -113,7 +116,7 @@ def _expected(
     """The report's entry for a step with these lengths.
 
     Args:
-        compiled: at least the step's programs.
+        compiled: at least the programs that the step calls.
     """
     responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
     measured = {one.program.key: one for one in compiled}
@@ -123,7 +126,7 @@ def _expected(
         "prompt_tokens": _spread(prompts),
         "plan": _plan(step),
         "efficiency": {stage: work.efficiency for stage, work in step.work.items()},
-        **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs], limits),
+        **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs if one.calls], limits),
     }
 
 

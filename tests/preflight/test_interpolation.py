@@ -57,6 +57,13 @@ def test_the_program_with_the_most_cache_is_compiled_and_families_stay_apart():
     assert to_compile([PATH[0]]) == [PATH[0]]
 
 
+def test_programs_of_no_family_are_all_compiled_even_if_they_share_a_name():
+    """The update of one shape computes more scores of attention for long sequences than for short ones."""
+    pairs = [Program("update", "gradients", 1.0, lambda: pytest.fail(), {}, pairs=pairs) for pairs in (10.0, 20.0)]
+    caches = [Program("prefill", "prefill", 1.0, lambda: pytest.fail(), {CACHE: size}) for size in (1.0, 2.0)]
+    assert to_compile([*pairs, *caches]) == [*pairs, *caches]
+
+
 def test_what_does_not_compile_has_no_costs_to_interpolate():
     chosen = to_compile(PATH)
     compiled = [linear(chosen[0]), *(measured(one, None) for one in chosen[1:])]

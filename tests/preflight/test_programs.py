@@ -110,14 +110,16 @@ def test_kinds_of_memory_are_counted_once_and_on_one_device():
     assert all(found == everywhere[0] for found in everywhere)
 
 
-@pytest.mark.parametrize("budget", [{}, {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 60}])
-def test_micro_batches_follow_from_the_lengths(budget):
-    """By tokens there are fewer of them for shorter responses; by rows, equally many that are less wide."""
-    config = small_config("unused", **{**ONE_STEP, **budget, "data.max_response_length": 40})
+@pytest.mark.parametrize("packed", [True, False])
+def test_micro_batches_follow_from_the_lengths(packed):
+    """Packed, there are fewer of them for shorter responses; by rows, equally many that are less wide."""
+    changes = {"data.max_response_length": 40, "actor.use_dynamic_bsz": packed}
+    config = small_config("unused", **{**ONE_STEP, **changes})
     longest, mesh = programs_of(config)
     shorter, _ = programs_of(config, lengths=parse_lengths("lognormal:median=5,sigma=0.5", config.data))
-    assert 0 < shorter.work["update"].efficiency < longest.work["update"].efficiency <= 1
-    if budget:
+    assert shorter.work["update"].needed < longest.work["update"].needed
+    assert 0 < shorter.work["update"].efficiency <= 1 and 0 < longest.work["update"].efficiency <= 1
+    if packed:
         assert shorter.micro_batches < longest.micro_batches
     else:
         assert shorter.micro_batches == longest.micro_batches == 2 * num_micro_batches(config, mesh)
