@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/cpo.py
 
-Hardware: 8 devices of 80 GB in one host. The preflight reports 46 GiB per device on 8 x H100 and at least 3.4 hours per
-step, if every response has all 16384 tokens. Not run.
+Hardware: 8 devices of 80 GB in one host. docs/preflight.md has the memory per device and the minimum time of a step on
+8 x H100. Not run.
 Published: only the settings, as run_qwen3_base_math_grpo_cpo_seqkl_neg.sh of a fork of verl (adv_estimator=cpo); no
 accuracy.
 

@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b.py
 
-Hardware: 8 devices of 80 GB in one host. The preflight reports 34 GiB per device on 8 x H100 and at least 15 minutes
-per step of one round, if every response reaches its limit. Not run.
+Hardware: 8 devices of 80 GB in one host. docs/preflight.md has the memory per device and the minimum time of a step
+of one round on 8 x H100. Not run.
 Published: only the settings, as a test of the recipe (verl); no accuracy.
 
 Model: Qwen/Qwen2.5-7B of the Hugging Face hub. The script's default is Qwen2.5-Math-7B; choose it with

@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/dapo_qwen2.5_7b_math.py
 
-Hardware: 8 devices of 80 GB in one host. The preflight reports 43 GiB per device on 8 x H100, 8 x A100 and a v5p:2x2x2
-slice, and at least 42, 83 and 64 minutes per step, if every response reaches its limit (docs/preflight.md). Not run.
+Hardware: 8 devices of 80 GB in one host. docs/preflight.md has the memory per device and the minimum time of a step on
+8 x H100, 8 x A100 and a v5p:2x2x2 slice. Not run.
 Published: AIME-2024 avg@32 of 36.3 within 200 steps, with verl on 64 GPUs (verl, docs/algo/baseline.md).
 
 Model: Qwen/Qwen2.5-Math-7B of the Hugging Face hub. Data: BytedTsinghua-SIA/DAPO-Math-17k and

@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/entropy_clip_cov.py
 
-Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. Compiled for 8 x H100: 44 GiB each and at
-least 22 minutes per step, if every response reaches its limit. Not run.
+Hardware: 8 devices of 80 GB in one host, as configs/dapo_qwen2.5_7b_math.py. docs/preflight.md has the memory per
+device and the minimum time of a step on 8 x H100. Not run.
 Published: AIME-2024 22.1, mean of seven benchmarks 40.4; GRPO 21.2 and 38.6 (verl, recipe/entropy/README.md).
 
 Model: Qwen/Qwen2.5-7B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.

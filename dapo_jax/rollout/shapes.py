@@ -102,13 +102,14 @@ def rows_in_memory(
     free_bytes: float,
     *,
     bytes_per_token: float,
+    bytes_per_row: float,
     width: int,
     chunk_length: int,
     ladder: Sequence[int],
     alive: Callable[[int], float],
     lookahead: int,
 ) -> int:
-    """Rows per device whose keys and values fit at every moment of a wave.
+    """Rows per device that fit at every moment of a wave, with keys and values by token, and what else a row takes.
 
     Survivors are rounded up to a rung, which may be half as many again; a tenth more rows than the history says, and
     two in a hundred that never end, must also fit.
@@ -118,5 +119,5 @@ def rows_in_memory(
         share = min(1.1 * 1.5 * alive(max(filled - chunk_length * (1 + lookahead), 0)) + 0.02, 1.0)
         worst = max(worst, share * (width + window))
         filled = window
-    rows = int(free_bytes / (worst * bytes_per_token))
+    rows = int(free_bytes / (worst * bytes_per_token + bytes_per_row))
     return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)

@@ -18,6 +18,7 @@ from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rows_in_memory,
 from dapo_jax.rollout.wave_layout import WaveLayout
 
 PREFILL_BYTES = 2.0**30  # of a device's memory for one call of prefill, besides keys and values
+SCORES = 4  # float32 arrays of a row's scores of the vocabulary that a draw has in memory at once
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def layout_of_waves(
     rows = settings.max_num_seqs or shards * rows_in_memory(
         free_bytes * settings.memory_share,
         bytes_per_token=cache_bytes(settings, dtype),
+        bytes_per_row=4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"],
         width=width,
         chunk_length=settings.tokens_per_chunk,
         ladder=settings.ladder,

@@ -161,9 +161,9 @@ class _Wave:
         self.tokens, self.mask = pad_prompts([*prompts, *[prompts[-1]] * missing], layout.width, self.settings.pad_id)
         prompt, sample = np.divmod(layout.rows(), layout.num_samples)
         addresses = np.array([*numbers, *[-1] * missing], np.int32)[prompt]
-        held = self._put(addresses), self._put(sample.astype(np.int32))
+        keys = keys_of(self.settings.seed, call.purpose, self._put(addresses), self._put(sample.astype(np.int32)))
         self.wave = empty_wave(
-            keys_of(self.settings.seed, call.purpose, *held),
+            keys,
             self._put(addresses < 0),
             self._put(self.mask[layout.prompts()]),
             arch=self.settings.arch,

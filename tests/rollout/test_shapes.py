@@ -106,10 +106,13 @@ def test_typical_lengths_are_those_of_the_history():
 
 def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
     full = {"bytes_per_token": 10.0, "width": 64, "chunk_length": 32, "ladder": windows(256, 32), "lookahead": 0}
+    full["bytes_per_row"] = 0.0
     assert rows_in_memory(64 * 320 * 10, **full, alive=LengthHistory(256).alive) == 64
     assert rows_in_memory(10, **full, alive=LengthHistory(256).alive) == ROW_MULTIPLE  # never less
     short = rows_in_memory(64 * 320 * 10, **full, alive=history_of([20]).alive)
     assert short == 64 * 320 // (64 + 64) // 8 * 8  # all have ended before the first window is full
+    scores = {**full, "bytes_per_row": 320 * 10.0}  # as much again for something else
+    assert rows_in_memory(64 * 320 * 10, **scores, alive=LengthHistory(256).alive) == 32
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -117,7 +120,14 @@ def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
 def test_no_moment_of_a_wave_takes_more_than_the_memory(lengths, lookahead):
     history, ladder = history_of(lengths), windows(256, 32)
     rows = rows_in_memory(
-        1e6, bytes_per_token=10.0, width=64, chunk_length=32, ladder=ladder, alive=history.alive, lookahead=lookahead
+        1e6,
+        bytes_per_token=10.0,
+        bytes_per_row=0.0,
+        width=64,
+        chunk_length=32,
+        ladder=ladder,
+        alive=history.alive,
+        lookahead=lookahead,
     )
     path = expected(history, rows, lookahead=lookahead, width=64)
     assert max(height * (64 + window) for height, window in path) * 10 <= 1e6
