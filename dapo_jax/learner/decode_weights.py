@@ -20,6 +20,8 @@ def build_decode_weights(
 ) -> WithFrozen:
     """Compiles (on first use) params -> weights for rollout/: cast to `dtype`, resharded over `mesh`, layers unstacked.
 
+    The params may lie on another mesh of the same devices in the same order. They are cast before they are sent.
+
     Args:
         lora, frozen: adapters, and the weights that they are added to, in the dtype of matrix products.
     """

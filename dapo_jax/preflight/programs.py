@@ -7,7 +7,7 @@ each response has the same number of tokens. Nothing is allocated.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
+from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, weight_sharding
 from dapo_jax.rollout.wave_plan import RoundPlan, plan_round
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings, micro_batches, rows_of_a_prompt
@@ -44,7 +45,7 @@ class Program:
     stage: str
     name: str
     calls: float  # in a training step
-    lower: Lower  # under `jax.set_mesh`
+    lower: Lower  # sets the mesh that the program runs on
     inside: Sizes  # arguments and results that outlive the call
     beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
 
@@ -63,7 +64,7 @@ class Step:
 def step_programs(
     config: Config,
     arch: Architecture,
-    mesh: Mesh,
+    meshes: Meshes,
     *,
     response_length: int,
     memory: float,
@@ -80,10 +81,10 @@ def step_programs(
         every_window: as in rollout/wave_plan.py.
         eos_ids, pad_id: the tokenizer's; they change no shape.
     """
-    builder = _Builder(config, arch, mesh, response_length)
-    with jax.set_mesh(mesh):
+    builder = _Builder(config, arch, meshes, response_length)
+    with jax.set_mesh(meshes.sampling):
         plan = plan_round(
-            engine_settings(config, arch, eos_ids, pad_id, mesh),
+            engine_settings(config, arch, eos_ids, pad_id, meshes.sampling),
             builder.decoding,
             num_prompts=gen_batch_size(config),
             num_samples=config.rollout.n,
@@ -91,9 +92,14 @@ def step_programs(
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
             every_window=every_window,
         )
+    with jax.set_mesh(meshes.training):
         learning = list(builder.learning())
     return Step(
-        programs=(*builder.rollout(plan), *learning),
+        programs=(
+            _on(meshes.training, builder.weights()),
+            *(_on(meshes.sampling, program) for program in builder.rollout(plan)),
+            *(_on(meshes.training, program) for program in learning),
+        ),
         host_bytes=builder.host_bytes,
         waves=plan.waves,
         rows=plan.rows,
@@ -101,8 +107,19 @@ def step_programs(
     )
 
 
+def _on(mesh: Mesh, program: Program) -> Program:
+    """`program`, lowered under `mesh`."""
+
+    def lower() -> jax.stages.Lowered:
+        with jax.set_mesh(mesh):
+            return program.lower()
+
+    return replace(program, lower=lower)
+
+
 class _Builder:
-    def __init__(self, config: Config, arch: Architecture, mesh: Mesh, response_length: int) -> None:
+    def __init__(self, config: Config, arch: Architecture, meshes: Meshes, response_length: int) -> None:
+        mesh = meshes.training
         self.config, self.arch, self.mesh, self.response_length = config, arch, mesh, response_length
         settings = actor_settings(config, arch, mesh)
         whole = _shapes(weight_table(arch), mesh)
@@ -111,7 +128,7 @@ class _Builder:
         self.reference = None
         if uses_reference(config):
             self.reference = {} if settings.lora is not None else frozen
-        self.actor = build_actor(settings, mesh, self.frozen)
+        self.actor = build_actor(settings, mesh, self.frozen, decode_mesh=meshes.sampling)
         self.critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
         states = [self.actor.trainable.state_shape] + ([self.critic.trainable.state_shape] if self.critic else [])
         weights = [state.params for state in states] + [self.frozen, self.reference]
@@ -122,10 +139,10 @@ class _Builder:
         self.decoding = self.actor.decode_weights.lower(self.params).out_info
         self.decoding_bytes = {DECODING: device_bytes(self.decoding)}
 
-    def rollout(self, plan: RoundPlan) -> Iterator[Program]:
-        """Re-laying the weights, and the programs of the engine."""
+    def weights(self) -> Program:
+        """Re-laying the weights."""
         read = device_bytes([self.params, self.frozen])
-        yield Program(
+        return Program(
             "weights",
             "decoding weights",
             1,
@@ -133,6 +150,9 @@ class _Builder:
             {PARAMETERS: read, **self.decoding_bytes},
             {**self.state, PARAMETERS: self.state[PARAMETERS] - read},
         )
+
+    def rollout(self, plan: RoundPlan) -> Iterator[Program]:
+        """The programs of the engine."""
         for program in plan.programs:
             inside, beside = {CACHE: device_bytes(program.cache)}, {CACHE: device_bytes(program.other_cache)}
             (inside if program.reads_weights else beside).update(self.decoding_bytes)

@@ -44,7 +44,8 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
     assert report["device"]["name"] == "TPU v5e" and report["model"]["dtype"] == "bfloat16"
     assert "It fits" in done.stdout and "| update |" in done.stdout
     assert report["step_seconds"] > 0
-    assert {one["kind"] for one in report["stages"]["weights"]["collectives"]} == {"all-gather"}
+    # from fsdp 8 to tensor 2, then whole over fsdp
+    assert {one["kind"] for one in report["stages"]["weights"]["collectives"]} == {"all-to-all", "all-gather"}
 
 
 def test_the_report_for_a_cpu(monkeypatch, capsys):
@@ -60,6 +61,7 @@ def test_the_report_for_a_cpu(monkeypatch, capsys):
 def check(report):
     assert list(report["stages"]) == STAGES
     assert report["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert report["training_mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     assert report["fits"] and not report["advice"]
     stages = report["stages"]
     # bytes on one of eight devices; norms are replicated

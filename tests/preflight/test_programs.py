@@ -1,12 +1,9 @@
-import contextlib
-
-import jax
 import pytest
 from small_run import small_config
 
 from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.meshes import make_meshes
 from dapo_jax.preflight.programs import CACHE, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.rollout import waves
 from dapo_jax.rollout.programs import Programs
@@ -27,10 +24,10 @@ ONE_STEP = {
 
 def programs_of(config, **changes):
     arch, tokenizer = read_model(config)
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    meshes = make_meshes(config, arch)
     length = config.data.max_response_length
     values = {"response_length": length, "memory": 1e9, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
-    return step_programs(config, arch, mesh, **{**values, **changes}), mesh
+    return step_programs(config, arch, meshes, **{**values, **changes})
 
 
 def texts_of_a_run(config) -> set[tuple[str, str]]:
@@ -78,23 +75,19 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
     config = small_config(tmp_path, **ONE_STEP, **changes)
-    step, mesh = programs_of(config)
-    with jax.set_mesh(mesh):
-        texts = {program.lower().as_text() for program in step.programs}
+    texts = {program.lower().as_text() for program in programs_of(config).programs}
     missing = [stage for stage, text in texts_of_a_run(config) if text not in texts]
     assert not missing
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
     config = small_config("unused", **ONE_STEP)
-    step, mesh = programs_of(config)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(mesh))
-        for program in step.programs:
-            arguments = program.lower().compile().memory_analysis()
-            assert set(program.inside) | set(program.beside) <= set(KINDS)
-            known = sum(program.inside.values())
-            assert 0 < known <= arguments.argument_size_in_bytes + arguments.output_size_in_bytes, program.name
+    step = programs_of(config)
+    for program in step.programs:
+        arguments = program.lower().compile().memory_analysis()
+        assert set(program.inside) | set(program.beside) <= set(KINDS)
+        known = sum(program.inside.values())
+        assert 0 < known <= arguments.argument_size_in_bytes + arguments.output_size_in_bytes, program.name
     update = next(program for program in step.programs if "optimizer step" in program.name)
     assert update.inside[GRADIENTS] == update.inside[PARAMETERS]
     assert update.inside[OPTIMIZER] == pytest.approx(2 * update.inside[PARAMETERS], abs=8)
@@ -109,7 +102,7 @@ def test_calls_of_the_windows_between_are_shared_out():
     config = small_config("unused", **{**ONE_STEP, "data.max_response_length": 400})
 
     def decoding(every):
-        step, _ = programs_of(config, every_window=every)
+        step = programs_of(config, every_window=every)
         found = [program for program in step.programs if program.name.startswith("decode ") and program.calls]
         return sum(p.calls for p in found), sum(p.calls * p.inside[CACHE] for p in found), len(found)
 
@@ -120,5 +113,5 @@ def test_calls_of_the_windows_between_are_shared_out():
 
 def test_rows_follow_from_the_memory():
     config = small_config("unused", **{**ONE_STEP, "rollout.max_num_seqs": 0, "data.max_response_length": 400})
-    rows = [programs_of(config, memory=memory)[0].rows for memory in (2e6, 2e7)]
+    rows = [programs_of(config, memory=memory).rows for memory in (2e6, 2e7)]
     assert rows[0] < rows[1]
