@@ -96,9 +96,7 @@ def preflight(
         "host_bytes_per_device": step.host_bytes,
         "programs": [as_json(one, limits) for one in compiled],
         **totals(compiled, limits, memory),
-        "advice": advise(
-            config, arch, dict(meshes.sampling.shape), step, compiled, memory * USABLE, attention=attention
-        ),
+        "advice": advise(config, arch, meshes, step, compiled, memory * USABLE, attention=attention),
     }
 
 
