@@ -63,8 +63,8 @@ def train_tensor(config: Config, arch: Architecture, mesh: Mesh) -> int:
     given, both = config.mesh.train_tensor, mesh.shape["fsdp"] * mesh.shape["tensor"]
     if given and both % given:
         raise InputError(
-            f"mesh.train_tensor={given} must divide mesh.fsdp x mesh.tensor = {both}: set mesh.train_tensor="
-            f"{nearest(divisors(both), given)}, or 0 to have it chosen"
+            f"mesh.train_tensor={given} must divide mesh.fsdp x mesh.tensor = {both}: "
+            f"{_fitting_size(arch, mesh, given)}"
         )
     if given:
         return given
@@ -91,14 +91,21 @@ def _fits(config: Config, arch: Architecture, mesh: Mesh) -> bool:
 
 def _redivided_problems(config: Config, arch: Architecture, mesh: Mesh, size: int) -> list[str]:
     """One line per dimension of weights or batches that `mesh` does not divide with `size` along "tensor"."""
-    both, changed = mesh.shape["fsdp"] * mesh.shape["tensor"], with_tensor(mesh, size)
+    changed = with_tensor(mesh, size)
     names = {"fsdp": "mesh.fsdp x mesh.tensor / mesh.train_tensor", "tensor": "mesh.train_tensor"}
-    lines = []
-    for axis, dimension, common in indivisible(weight_table(arch), changed.shape, TRAIN_RULES):
-        fitting = [one for one in divisors(both) if common % (one if axis == "tensor" else both // one) == 0]
-        cure = f"set mesh.train_tensor={nearest(fitting, size)}, or 0 to have it chosen" if fitting else "set it to 0"
-        lines.append(f"{names[axis]} = {changed.shape[axis]} must divide {dimension}: {cure}")
+    lines = [
+        f"{names[axis]} = {changed.shape[axis]} must divide {dimension}: {_fitting_size(arch, mesh, size)}"
+        for axis, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
+    ]
     return lines + _batch_problems(config, num_batch_shards(changed))
+
+
+def _fitting_size(arch: Architecture, mesh: Mesh, size: int) -> str:
+    """Sizes of "tensor" in training, near `size`, for which `mesh` divides the weights."""
+    sizes = divisors(mesh.shape["fsdp"] * mesh.shape["tensor"])
+    table = weight_table(arch)
+    fitting = [one for one in sizes if not indivisible(table, with_tensor(mesh, one).shape, TRAIN_RULES)]
+    return f"set mesh.train_tensor={nearest(fitting, size) or 0}, or 0 to have it chosen"
 
 
 def check_mesh(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> None:

@@ -12,7 +12,7 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.layers import unstacked
 from dapo_jax.models.lora import Lora, merged
 from dapo_jax.models.weights import cast_matrices, weight_shardings, weight_table
-from dapo_jax.parallel.sharding import DECODE_RULES
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES
 
 
 def build_decode_weights(
@@ -28,9 +28,10 @@ def build_decode_weights(
 
     def decoding(params, frozen):
         whole = cast_matrices(params, arch, dtype) if lora is None else merged(frozen, params, lora)
-        return unstack_layers(whole)
+        # first to this mesh and then whole over its fsdp: XLA may do both at once by way of every device
+        return unstack_layers(jax.lax.with_sharding_constraint(whole, divided))
 
-    shardings = weight_shardings(weight_table(arch), mesh, DECODE_RULES)
+    divided, shardings = (weight_shardings(weight_table(arch), mesh, rules) for rules in (TRAIN_RULES, DECODE_RULES))
     return WithFrozen(jax.jit(decoding, out_shardings=_unstacked_shardings(shardings, arch)), frozen)
 
 
