@@ -28,8 +28,10 @@ def build_decode_weights(
 
     def decoding(params, frozen):
         whole = cast_matrices(params, arch, dtype) if lora is None else merged(frozen, params, lora)
-        # first to this mesh and then whole over its fsdp: XLA may do both at once by way of every device
-        return unstack_layers(jax.lax.with_sharding_constraint(whole, divided))
+        # First onto this mesh, then whole over its fsdp. Asked for both at once, XLA makes some weights whole on every
+        # device; the barrier keeps it from merging the two.
+        whole = jax.tree.map(jax.lax.optimization_barrier, jax.lax.with_sharding_constraint(whole, divided))
+        return unstack_layers(whole)
 
     divided, shardings = (weight_shardings(weight_table(arch), mesh, rules) for rules in (TRAIN_RULES, DECODE_RULES))
     return WithFrozen(jax.jit(decoding, out_shardings=_unstacked_shardings(shardings, arch)), frozen)
