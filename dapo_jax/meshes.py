@@ -174,6 +174,11 @@ def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bo
     device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
     if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
         lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
+    if training and mesh.shape["tensor"] != config.mesh.tensor:
+        lines.append(
+            f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into data "
+            f"{mesh.shape['data']}, fsdp {mesh.shape['fsdp']} and tensor {mesh.shape['tensor']}"
+        )
     if training and (chosen := chosen_attention(config.model, arch, mesh))[1]:
         lines.append(f"model.attention=fused is {chosen[0]}: the fused kernel {chosen[1]}")
     if device.platform == "gpu":
