@@ -13,9 +13,9 @@ recipe/dapo/README.md).
 Model: Qwen/Qwen2.5-32B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
 Memory: in sampling, mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8; training has
-fsdp 128 (mesh.train_tensor, docs/scaling.md). Key-value caches of 96
-responses on each sixteenth of the mesh take 61 GiB per device. The fused attention stores no scores; heads x tokens x
-tokens in float32 would be 81 GB per layer for one response of maximum length.
+fsdp 128 (mesh.train_tensor, docs/scaling.md). Key-value caches of 96 responses on each sixteenth of the mesh take 61
+GiB per device. The fused attention stores no scores; heads x tokens x tokens in float32 would be 81 GB per layer for
+one response of maximum length.
 
 Differences from the published run:
 

@@ -16,8 +16,8 @@ since evaluate.n draws the 32 samples and training repeats the prompts for any n
 scripts/launch/run_dapo_math.sh does everything: data, preflight, training, export, evaluation.
 
 Memory: in sampling, mesh.tensor divides the 28 heads (4 key-value heads) by 4; training has fsdp 8 (mesh.train_tensor,
-docs/scaling.md). Key-value caches of 256 responses on each half of the
-mesh take 29 GiB per device. The fused attention stores no scores.
+docs/scaling.md). Key-value caches of 256 responses on each half of the mesh take 29 GiB per device. The fused attention
+stores no scores.
 
 Differences from the published run:
 
