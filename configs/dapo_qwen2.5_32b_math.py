@@ -10,10 +10,10 @@ recipe/dapo/README.md).
 
 Model: Qwen/Qwen2.5-32B of the Hugging Face hub. Data: one copy of each problem, see configs/dapo_qwen2.5_7b_math.py.
 
-Memory: mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8. As many responses are
-decoded at once as fit rollout.kv_memory_share of what parameters, moments and decoding weights leave free. The fused
-attention stores no scores; heads x tokens x tokens in float32 would be 81 GB per layer for one response of maximum
-length.
+Memory: in sampling, mesh.tensor divides the 40 heads (8 key-value heads) and the decoding weights by 8; training has
+fsdp 128 (mesh.train_tensor, docs/scaling.md). As many responses are decoded at once as fit rollout.kv_memory_share of
+what parameters, moments and decoding weights leave free. The fused attention stores no scores; heads x tokens x tokens
+in float32 would be 81 GB per layer for one response of maximum length.
 
 Differences from the published run:
 

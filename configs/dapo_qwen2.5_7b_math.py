@@ -15,9 +15,9 @@ since evaluate.n draws the 32 samples and training repeats the prompts for any n
 
 scripts/launch/run_dapo_math.sh does everything: data, preflight, training, export, evaluation.
 
-Memory: mesh.tensor divides the 28 heads (4 key-value heads) by 4. As many responses are decoded at once as fit
-rollout.kv_memory_share of what parameters, moments and decoding weights leave free. The fused attention stores no
-scores.
+Memory: in sampling, mesh.tensor divides the 28 heads (4 key-value heads) by 4; training has fsdp 8 (mesh.train_tensor,
+docs/scaling.md). As many responses are decoded at once as fit rollout.kv_memory_share of what parameters, moments and
+decoding weights leave free. The fused attention stores no scores.
 
 Differences from the published run:
 

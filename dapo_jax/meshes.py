@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -13,40 +15,124 @@ from dapo_jax.learner.choices import trained
 from dapo_jax.learner.trainable import HOST
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
+from dapo_jax.parallel.devices import limits_of
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.memory import FRACTION
-from dapo_jax.parallel.mesh import make_mesh, num_batch_shards, platform, split_devices
-from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
+from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible, indivisible_weights
 from dapo_jax.settings import chosen_attention, compute_dtype, remat_policy
+from dapo_jax.training_memory import training_bytes
+
+FILLED = 0.85  # of a device's memory, which an estimate may reach
 
 
-def make_meshes(config: Config) -> tuple[Mesh, Mesh]:
-    """The mesh to train on and the one to sample on. InputError if the devices cannot be divided like this."""
+def make_meshes(config: Config, arch: Architecture, devices: Sequence[Any] | None = None) -> Meshes:
+    """The mesh to train on and the one to sample on, which fit the model and the training batches.
+
+    Args:
+        devices: those of the run; None = all.
+
+    Raises:
+        InputError: the devices cannot be divided like this, or model or batches do not fit.
+    """
     shape = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    if not config.trainer.rollout_ahead:
-        mesh = make_mesh(*shape)
-        return mesh, mesh
-    training, sampling = split_devices(config.trainer.rollout_devices, config.mesh.tensor)
-    rollout_mesh = make_mesh(-1, 1, config.mesh.tensor, sampling, in_order=True)
-    return make_mesh(*shape, training, in_order=True), rollout_mesh
+    if config.trainer.rollout_ahead:
+        of_training, of_sampling = split_devices(config.trainer.rollout_devices, config.mesh.tensor)
+        whole = make_mesh(*shape, of_training, in_order=True)
+        sampling = make_mesh(-1, 1, config.mesh.tensor, of_sampling, in_order=True)
+    else:
+        whole = sampling = make_mesh(*shape, devices)
+    check_mesh(config, arch, sampling, training=False)
+    size = train_tensor(config, arch, whole)
+    if size == config.mesh.tensor:
+        check_mesh(config, arch, whole)
+    else:
+        _refuse(_redivided_problems(config, arch, whole, size))
+    return Meshes(with_tensor(whole, size), sampling)
+
+
+def train_tensor(config: Config, arch: Architecture, mesh: Mesh) -> int:
+    """The size of "tensor" in training on the devices of `mesh`, which is divided for sampling.
+
+    If mesh.train_tensor is 0, it is the least divisor of mesh.tensor for which model and batches fit, and by an
+    estimate the memory: fsdp sends less than tensor. It follows from the config and the kind of the devices alone.
+
+    Raises:
+        InputError: mesh.train_tensor does not divide the devices.
+    """
+    given, both = config.mesh.train_tensor, mesh.shape["fsdp"] * mesh.shape["tensor"]
+    if given and both % given:
+        raise InputError(
+            f"mesh.train_tensor={given} must divide mesh.fsdp x mesh.tensor = {both}: "
+            f"{_fitting_size(arch, mesh, given)}"
+        )
+    if given:
+        return given
+    sizes = divisors(mesh.shape["tensor"])
+    fitting = (
+        size
+        for size in sizes
+        if not _redivided_problems(config, arch, mesh, size) and _fits(config, arch, with_tensor(mesh, size))
+    )
+    return next(fitting, sizes[-1])
+
+
+def _fits(config: Config, arch: Architecture, mesh: Mesh) -> bool:
+    """Whether every device has rows of a mini-batch, and by an estimate enough memory."""
+    if any(mini_batch_size(config, name) * config.rollout.n < num_batch_shards(mesh) for name in trained(config)):
+        return False
+    memory = limits_of(mesh.devices.flat[0]).memory
+    if memory is None:
+        return True
+    usable = memory * (config.trainer.gpu_memory_fraction if platform(mesh) == "gpu" else 1.0)
+    stores_scores = chosen_attention(config.model, arch, mesh)[0] == "xla"
+    return training_bytes(config, arch, mesh, stores_scores=stores_scores) <= FILLED * usable
+
+
+def _redivided_problems(config: Config, arch: Architecture, mesh: Mesh, size: int) -> list[str]:
+    """One line per dimension of weights or batches that `mesh` does not divide with `size` along "tensor"."""
+    changed = with_tensor(mesh, size)
+    names = {"fsdp": "mesh.fsdp x mesh.tensor / mesh.train_tensor", "tensor": "mesh.train_tensor"}
+    lines = [
+        f"{names[axis]} = {changed.shape[axis]} must divide {dimension}: {_fitting_size(arch, mesh, size)}"
+        for axis, dimension, _ in indivisible(weight_table(arch), changed.shape, TRAIN_RULES)
+    ]
+    return lines + _batch_problems(config, num_batch_shards(changed))
+
+
+def _fitting_size(arch: Architecture, mesh: Mesh, size: int) -> str:
+    """Sizes of "tensor" in training, near `size`, for which `mesh` divides the weights."""
+    sizes = divisors(mesh.shape["fsdp"] * mesh.shape["tensor"])
+    table = weight_table(arch)
+    fitting = [one for one in sizes if not indivisible(table, with_tensor(mesh, one).shape, TRAIN_RULES)]
+    return f"set mesh.train_tensor={nearest(fitting, size) or 0}, or 0 to have it chosen"
 
 
 def check_mesh(config: Config, arch: Architecture, mesh: Mesh, *, training: bool = True) -> None:
     """Raises one InputError with every dimension of weights and training batches that the mesh does not divide."""
-    shape = dict(mesh.shape)
-    problems = indivisible_weights(weight_table(arch), shape, TRAIN_RULES)
-    problems += indivisible_weights(weight_table(arch), shape, DECODE_RULES)
-    for name in trained(config) if training and not config.actor.use_dynamic_bsz else ():
+    problems = indivisible_weights(weight_table(arch), mesh.shape, TRAIN_RULES)
+    problems += indivisible_weights(weight_table(arch), mesh.shape, DECODE_RULES)
+    _refuse(problems + (_batch_problems(config, num_batch_shards(mesh)) if training else []))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise InputError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
+
+
+def _batch_problems(config: Config, shards: int) -> list[str]:
+    """One line per network whose mini-batches are no whole number of micro-batches on `shards` devices."""
+    problems = []
+    for name in trained(config) if not config.actor.use_dynamic_bsz else ():
         rows = mini_batch_size(config, name) * config.rollout.n
-        micro = micro_batch_size(config, name) * num_batch_shards(mesh)
+        micro = micro_batch_size(config, name) * shards
         if rows % micro:
             problems.append(
                 f"{name}.ppo_mini_batch_size x rollout.n = {rows} responses must be a multiple of "
-                f"{name}.ppo_micro_batch_size_per_device x mesh.data x mesh.fsdp = {micro}: "
-                f"{_fitting_batches(config, name, rows, micro, num_batch_shards(mesh))}"
+                f"{name}.ppo_micro_batch_size_per_device x {shards} devices that rows are divided over = {micro}: "
+                f"{_fitting_batches(config, name, rows, micro, shards)}"
             )
-    if problems:
-        raise InputError("the mesh does not fit:\n" + "\n".join(f"  - {line}" for line in dict.fromkeys(problems)))
+    return problems
 
 
 def _fitting_batches(config: Config, name: str, rows: int, micro: int, shards: int) -> str:
@@ -88,6 +174,11 @@ def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bo
     device, dtype, lines = mesh.devices.flat[0], compute_dtype(config.model, mesh), []
     if config.model.dtype == "auto" and device.platform == "gpu" and dtype == jnp.float32:
         lines.append(f"model.dtype=auto is float32: {device.device_kind} has no fast bfloat16 products")
+    if training and mesh.shape["tensor"] != config.mesh.tensor:
+        lines.append(
+            f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into data "
+            f"{mesh.shape['data']}, fsdp {mesh.shape['fsdp']} and tensor {mesh.shape['tensor']}"
+        )
     if training and (chosen := chosen_attention(config.model, arch, mesh))[1]:
         lines.append(f"model.attention=fused is {chosen[0]}: the fused kernel {chosen[1]}")
     if device.platform == "gpu":

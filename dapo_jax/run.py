@@ -24,7 +24,7 @@ from dapo_jax.learner.critic import Critic, build_critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.learner import Learner, build_estimator
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.meshes import check_memory, check_mesh, device_notes, make_meshes
+from dapo_jax.meshes import check_memory, device_notes, make_meshes
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, count_params
 from dapo_jax.monitor.bars import shows_progress
@@ -34,7 +34,7 @@ from dapo_jax.monitor.profile import StepProfiles
 from dapo_jax.monitor.timers import Stage, StageTimers
 from dapo_jax.parallel.compilation import compilation_shown, keep_compiled
 from dapo_jax.parallel.idle_gpus import idle_gpus
-from dapo_jax.parallel.mesh import platform
+from dapo_jax.parallel.mesh import platform, with_tensor
 from dapo_jax.parallel.platforms import unused_gpu
 from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import move
@@ -94,8 +94,7 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
     arch, tokenizer = read_policy(config)
     problems = read_problems(config, tokenizer)
     config = with_total_steps(config, len(problems.train_set), done=initial_step)
-    mesh, rollout_mesh = make_meshes(config)
-    check_mesh(config, arch, mesh)
+    mesh, rollout_mesh = make_meshes(config, arch)
     check_memory(config, mesh)
     report_devices(config, arch, mesh)
     with ExitStack() as stack:
@@ -202,13 +201,14 @@ def build_learner(
     settings = actor_settings(config, arch, mesh)
     freeze = build_freeze(arch, settings.dtype, mesh)
     frozen = freeze(load_base(config, arch, mesh)) if settings.lora is not None else None
-    actor = build_actor(settings, mesh, frozen)
+    decode_mesh = with_tensor(mesh, sampler.mesh.shape["tensor"])
+    actor = build_actor(settings, mesh, frozen, decode_mesh=decode_mesh)
     critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
 
     def decode_weights(params: Any) -> Any:
         with jax.set_mesh(mesh):  # callers may be sampling, under the other mesh
             weights = actor.decode_weights(params)
-        return weights if sampler.mesh is mesh else move(weights, sampler.mesh)
+        return weights if sampler.mesh == decode_mesh else move(weights, sampler.mesh)
 
     return Learner(
         mesh=mesh,

@@ -45,10 +45,10 @@ def traced_policies():
 
     build_actor, built = run.build_actor, {}
 
-    def shared(settings, mesh, frozen=None):
-        key = repr(settings), mesh
+    def shared(settings, mesh, frozen=None, *, decode_mesh=None):
+        key = repr(settings), mesh, decode_mesh
         if key not in built:
-            built[key] = build_actor(settings, mesh, frozen)
+            built[key] = build_actor(settings, mesh, frozen, decode_mesh=decode_mesh)
         return of_frozen(built[key], frozen)
 
     run.build_actor = shared

@@ -63,9 +63,9 @@ def actor_settings(**changes) -> ActorSettings:
 
 
 @functools.cache
-def actor_on(mesh: Mesh, **changes) -> Actor:
+def actor_on(mesh: Mesh, *, decode_mesh: Mesh | None = None, **changes) -> Actor:
     """One for all tests, with all that it has compiled: it holds no state."""
-    return build_actor(actor_settings(**changes), mesh)
+    return build_actor(actor_settings(**changes), mesh, decode_mesh=decode_mesh)
 
 
 @functools.cache

@@ -8,11 +8,11 @@ from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.command.warnings import warnings
 from dapo_jax.config.sections import Config
+from dapo_jax.meshes import check_mesh
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
-from dapo_jax.run import check_mesh
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))

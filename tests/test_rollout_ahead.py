@@ -105,6 +105,20 @@ def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path):
     assert len(read_metrics(tmp_path)) == 2
 
 
+@pytest.mark.slow
+def test_training_ahead_may_be_divided_without_tensor(tmp_path, ahead):
+    """The first two batches are of the first policy, so their tokens are equal; then rounding may differ."""
+    divided = {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 8, "trainer.total_training_steps": 2}
+    models = train(small_config(tmp_path, **{**AHEAD, **divided}))
+    query = models.actor.params["layers"]["query"]
+    assert query.sharding.mesh.shape == {"data": 1, "fsdp": 4, "tensor": 1}
+    for step in (1, 2):
+        name = f"samples/step_{step:06d}.jsonl"
+        assert (tmp_path / name).read_text() == (ahead[0] / name).read_text()
+    for row, wanted in zip(read_metrics(tmp_path)[1:], read_metrics(ahead[0])[1:3], strict=True):
+        assert row["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-4)
+
+
 def test_training_and_sampling_have_devices_of_their_own():
     training, sampling = split_devices(2, 2)
     assert len(training) == 6 and len(sampling) == 2 and not {*training} & {*sampling}

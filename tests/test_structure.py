@@ -20,7 +20,7 @@ LAYERS = [
     ("command", "other_runs"),
     ("base_models",),
     ("settings",),
-    ("meshes", "held_out"),
+    ("training_memory", "meshes", "held_out"),
     ("run", "reports", "step_metrics"),
     ("state", "estimator_inputs"),
     ("step",),

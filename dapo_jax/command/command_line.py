@@ -76,7 +76,8 @@ def _ending(error: BaseException, command: str) -> tuple[int, str | None]:
             return FAILED, f"JAX cannot continue: {first}"
         return FAILED, (
             f"a device ran out of memory ({first}): lower actor.ppo_micro_batch_size_per_device, "
-            "rollout.kv_memory_share (rollout.max_num_seqs if set) or data.max_response_length, or raise mesh.fsdp; "
+            "rollout.kv_memory_share (rollout.max_num_seqs if set) or data.max_response_length, or raise mesh.fsdp or "
+            "mesh.train_tensor; "
             "`python -m dapo_jax.preflight` with the same options and --topology gpu, tpu or a slice shows what fits"
         )
     if isinstance(error, MemoryError):

@@ -33,6 +33,7 @@ MOST_USED = {
         "trainer.save_freq",
         "mesh.fsdp",
         "mesh.tensor",
+        "mesh.train_tensor",
     ),
     "evaluate": (
         *_MODEL,
@@ -61,6 +62,7 @@ MOST_USED = {
         "model.enable_gradient_checkpointing",
         "actor.optim.offload",
         *_MESH,
+        "mesh.train_tensor",
     ),
 }
 WIDTH, INDENT = 100, 4

@@ -149,11 +149,12 @@ def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSet
     return token_loss, dict(metrics)
 
 
-def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Actor:
+def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, decode_mesh: Mesh | None = None) -> Actor:
     """Compiles (on first use) the functions of a policy sharded over `mesh`.
 
     Args:
         frozen: with settings.lora, the weights that have the adapters, in the dtype of matrix products.
+        decode_mesh: of the decoding weights: the same devices in the same order; None = `mesh`.
     """
     arch, lora = settings.arch, settings.lora
     trainable = build_trainable(
@@ -178,7 +179,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> Acto
     jitted_logprobs = jax.jit(logprobs, out_shardings=whole, compiler_options=dict(settings.compiler_options))
     return Actor(
         trainable=trainable,
-        decode_weights=build_decode_weights(arch, settings.dtype, mesh, lora, frozen),
+        decode_weights=build_decode_weights(arch, settings.dtype, decode_mesh or mesh, lora, frozen),
         logprobs=WithFrozen(jitted_logprobs, frozen),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
     )

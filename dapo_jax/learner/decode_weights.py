@@ -13,7 +13,7 @@ from dapo_jax.models.layers import unstacked
 from dapo_jax.models.lora import Lora, merged
 from dapo_jax.models.vocabulary_blocks import with_whole_blocks
 from dapo_jax.models.weights import cast_matrices, weight_shardings, weight_table
-from dapo_jax.parallel.sharding import DECODE_RULES
+from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES
 
 
 def build_decode_weights(
@@ -21,7 +21,8 @@ def build_decode_weights(
 ) -> WithFrozen:
     """Compiles (on first use) params -> weights for rollout/: cast to `dtype`, resharded over `mesh`, layers unstacked.
 
-    The tables of tokens may have more rows, see `with_whole_blocks`.
+    The params may lie on another mesh of the same devices in the same order. They are cast before they are sent. The
+    tables of tokens may have more rows, see `with_whole_blocks`.
 
     Args:
         lora, frozen: adapters, and the weights that they are added to, in the dtype of matrix products.
@@ -29,9 +30,12 @@ def build_decode_weights(
 
     def decoding(params, frozen):
         whole = cast_matrices(params, arch, dtype) if lora is None else merged(frozen, params, lora)
+        # First onto this mesh, then whole over its fsdp. Asked for both at once, XLA makes some weights whole on every
+        # device; the barrier keeps it from merging the two.
+        whole = jax.tree.map(jax.lax.optimization_barrier, jax.lax.with_sharding_constraint(whole, divided))
         return with_whole_blocks(unstack_layers(whole), mesh.shape["tensor"])
 
-    shardings = weight_shardings(weight_table(arch), mesh, DECODE_RULES)
+    divided, shardings = (weight_shardings(weight_table(arch), mesh, rules) for rules in (TRAIN_RULES, DECODE_RULES))
     return WithFrozen(jax.jit(decoding, out_shardings=_unstacked_shardings(shardings, arch)), frozen)
 
 

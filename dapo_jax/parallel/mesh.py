@@ -1,7 +1,7 @@
-"""Device: the mesh ("data", "fsdp", "tensor") over which every function of a run is sharded."""
+"""Device: the meshes ("data", "fsdp", "tensor") over which the functions of a run are sharded."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,13 @@ from dapo_jax.parallel.divisors import divisors, nearest
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # for rows of prompts, responses and training batches
+
+
+class Meshes(NamedTuple):
+    """A run's two meshes: the same devices, perhaps divided differently, or devices of their own."""
+
+    training: Mesh
+    sampling: Mesh
 
 
 def make_mesh(
@@ -39,6 +46,15 @@ def make_mesh(
             f"mesh.data={data}, mesh.fsdp={fsdp}, mesh.tensor={tensor} cannot be laid out on this slice: choose axes "
             f"that are products of its sides ({error})"
         ) from error
+
+
+def with_tensor(mesh: Mesh, tensor: int) -> Mesh:
+    """The devices of `mesh` in the same order, `tensor` of them along "tensor" and along "fsdp" what that leaves.
+
+    If `tensor` divides the old size, each group along "tensor" is a part of an old one, and so stays within its host.
+    """
+    shape = mesh.shape["data"], mesh.shape["fsdp"] * mesh.shape["tensor"] // tensor, tensor
+    return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types)
 
 
 def _misfit(data: int, fsdp: int, tensor: int, devices: Sequence[Any]) -> str:

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,17 @@ def place_weight(mesh: Mesh, rules: Rules) -> Callable[[LogicalWeight, np.ndarra
     return place
 
 
-def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: dict[str, int], rules: Rules) -> list[str]:
-    """One line per dimension that its mesh axis does not divide, with the fix."""
-    common: dict[str, int] = {}  # the largest divisor of all dimensions along a mesh axis
+class Indivisible(NamedTuple):
+    """A dimension that its mesh axis does not divide."""
+
+    axis: str  # of the mesh
+    dimension: str  # such as "the embed dimension of layers.query, 48"
+    common: int  # the largest divisor of all dimensions along the axis
+
+
+def indivisible(table: Sequence[LogicalWeight], mesh_shape: Mapping[str, int], rules: Rules) -> list[Indivisible]:
+    """The first of each kind of dimension that its mesh axis does not divide."""
+    common: dict[str, int] = {}
     found: dict[tuple[str, str], str] = {}
     for weight in table:
         for size, axis in zip(weight.shape, weight.axes, strict=True):
@@ -73,10 +81,15 @@ def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: dict[str, in
             common[mesh_axis] = math.gcd(common.get(mesh_axis, 0), size)
             if size % mesh_shape[mesh_axis]:
                 found.setdefault((axis, mesh_axis), f"the {axis} dimension of {'.'.join(weight.path)}, {size}")
+    return [Indivisible(axis, dimension, common[axis]) for (_, axis), dimension in found.items()]
+
+
+def indivisible_weights(table: Sequence[LogicalWeight], mesh_shape: Mapping[str, int], rules: Rules) -> list[str]:
+    """One line per dimension that its mesh axis does not divide, with the fix."""
     return [
-        f"mesh.{mesh_axis}={mesh_shape[mesh_axis]} must divide {dimension}: set mesh.{mesh_axis}="
-        f"{nearest(divisors(common[mesh_axis]), mesh_shape[mesh_axis])}"
-        for (_, mesh_axis), dimension in found.items()
+        f"mesh.{axis}={mesh_shape[axis]} must divide {dimension}: set mesh.{axis}="
+        f"{nearest(divisors(common), mesh_shape[axis])}"
+        for axis, dimension, common in indivisible(table, mesh_shape, rules)
     ]
 
 

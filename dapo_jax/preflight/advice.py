@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from dapo_jax.config.sections import Config
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.preflight.compiled import TEMPORARIES, Compiled
 from dapo_jax.preflight.programs import CACHE, DECODING, GRADIENTS, OPTIMIZER, PARAMETERS, Step
 
@@ -11,7 +12,7 @@ from dapo_jax.preflight.programs import CACHE, DECODING, GRADIENTS, OPTIMIZER, P
 def advise(
     config: Config,
     arch: Architecture,
-    mesh: Mapping[str, int],
+    meshes: Meshes,
     step: Step,
     programs: Sequence[Compiled],
     memory: float,
@@ -23,8 +24,8 @@ def advise(
     Args:
         attention: the implementation of attention in training passes on these devices.
     """
-    more_tensor, more_shards = _more_tensor(arch, mesh), _more_shards(config, mesh)
-    smaller_passes = [*_smaller_passes(config, attention), *more_tensor]
+    more_tensor, more_shards = _more_tensor(arch, meshes.sampling.shape), _more_shards(config, meshes.sampling.shape)
+    smaller_passes = [*_smaller_passes(config, attention), *_more_train_tensor(arch, meshes.training.shape)]
     fewer_rows = [f"set rollout.max_num_seqs={max(step.rows // 2, config.rollout.n)}", *more_tensor]
     lines = []
     for stage in dict.fromkeys(one.program.stage for one in programs):
@@ -95,3 +96,9 @@ def _more_tensor(arch: Architecture, mesh: Mapping[str, int]) -> list[str]:
     if arch.num_kv_heads % (2 * tensor) == 0 and fsdp % 2 == 0:
         return [f"set mesh.tensor={2 * tensor} and mesh.fsdp={fsdp // 2}"]
     return []
+
+
+def _more_train_tensor(arch: Architecture, mesh: Mapping[str, int]) -> list[str]:
+    """A larger mesh.train_tensor, if it divides the key-value heads."""
+    larger = 2 * mesh["tensor"]
+    return [f"set mesh.train_tensor={larger}"] if arch.num_kv_heads % larger == 0 and mesh["fsdp"] % 2 == 0 else []

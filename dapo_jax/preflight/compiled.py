@@ -30,9 +30,10 @@ class Compiled:
 
 
 def compile_program(program: Program, mesh: Mesh, cache: str) -> Compiled:
-    """Compiles a program and reads its memory and costs. Call it inside `jax.set_mesh(mesh)`.
+    """Compiles a program and reads its memory and costs.
 
     Args:
+        mesh: any mesh of the program's devices in their order.
         cache: the directory for results; "" = no cache.
 
     Raises:

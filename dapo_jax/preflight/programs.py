@@ -6,7 +6,7 @@ prompts and responses have given lengths. Nothing is allocated.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
+from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.sharding import TRAIN_RULES, weight_sharding
 from dapo_jax.preflight.lengths import Lengths
 from dapo_jax.preflight.step_batch import StepBatch
@@ -43,7 +44,7 @@ class Program:
     stage: str
     name: str
     calls: float  # in a training step
-    lower: Lower  # under `jax.set_mesh`
+    lower: Lower  # sets the mesh that the program runs on
     inside: Sizes  # arguments and results that outlive the call
     beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
     family: str = ""  # the costs of programs of one family are linear in `features`; "" = not known
@@ -71,7 +72,7 @@ class Step:
 def step_programs(
     config: Config,
     arch: Architecture,
-    mesh: Mesh,
+    meshes: Meshes,
     *,
     lengths: Lengths,
     memory: float,
@@ -86,19 +87,24 @@ def step_programs(
         memory: bytes of a device, from which the rows of a wave follow unless rollout.max_num_seqs sets them.
         eos_ids, pad_id: the tokenizer's; they change no shape.
     """
-    builder = _Builder(config, arch, mesh, lengths)
+    builder = _Builder(config, arch, meshes, lengths)
     responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(meshes.sampling):
         plan = plan_round(
-            engine_settings(config, arch, eos_ids, pad_id, mesh),
+            engine_settings(config, arch, eos_ids, pad_id, meshes.sampling),
             builder.decoding,
             response_lengths=responses,
             prompt_lengths=prompts,
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),
         )
+    with jax.set_mesh(meshes.training):
         learning = list(builder.learning())
     return Step(
-        programs=(*builder.rollout(plan), *learning),
+        programs=(
+            _on(meshes.training, builder.weights()),
+            *(_on(meshes.sampling, program) for program in builder.rollout(plan)),
+            *(_on(meshes.training, program) for program in learning),
+        ),
         host_bytes=builder.host_bytes,
         waves=plan.waves,
         rows=plan.rows,
@@ -107,8 +113,19 @@ def step_programs(
     )
 
 
+def _on(mesh: Mesh, program: Program) -> Program:
+    """`program`, lowered under `mesh`."""
+
+    def lower() -> jax.stages.Lowered:
+        with jax.set_mesh(mesh):
+            return program.lower()
+
+    return replace(program, lower=lower)
+
+
 class _Builder:
-    def __init__(self, config: Config, arch: Architecture, mesh: Mesh, lengths: Lengths) -> None:
+    def __init__(self, config: Config, arch: Architecture, meshes: Meshes, lengths: Lengths) -> None:
+        mesh = meshes.training
         self.config, self.arch, self.mesh = config, arch, mesh
         settings = actor_settings(config, arch, mesh)
         whole = _shapes(weight_table(arch), mesh)
@@ -117,7 +134,7 @@ class _Builder:
         self.reference = None
         if uses_reference(config):
             self.reference = {} if settings.lora is not None else frozen
-        self.actor = build_actor(settings, mesh, self.frozen)
+        self.actor = build_actor(settings, mesh, self.frozen, decode_mesh=meshes.sampling)
         self.batch = StepBatch(config, arch, mesh, lengths, draws=self.actor.select is not None)
         self.critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
         states = [self.actor.trainable.state_shape] + ([self.critic.trainable.state_shape] if self.critic else [])
@@ -129,10 +146,10 @@ class _Builder:
         self.decoding = self.actor.decode_weights.lower(self.params).out_info
         self.decoding_bytes = {DECODING: device_bytes(self.decoding)}
 
-    def rollout(self, plan: RoundPlan) -> Iterator[Program]:
-        """Re-laying the weights, and the programs of the engine."""
+    def weights(self) -> Program:
+        """Re-laying the weights."""
         read = device_bytes([self.params, self.frozen])
-        yield Program(
+        return Program(
             "weights",
             "decoding weights",
             1,
@@ -140,6 +157,9 @@ class _Builder:
             {PARAMETERS: read, **self.decoding_bytes},
             {**self.state, PARAMETERS: self.state[PARAMETERS] - read},
         )
+
+    def rollout(self, plan: RoundPlan) -> Iterator[Program]:
+        """The programs of the engine."""
         for program in plan.programs:
             inside, beside = {CACHE: device_bytes(program.cache)}, {CACHE: device_bytes(program.other_cache)}
             (inside if program.reads_weights else beside).update(self.decoding_bytes)

@@ -20,14 +20,14 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
-from dapo_jax.meshes import check_memory, check_mesh
+from dapo_jax.meshes import check_memory, make_meshes
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
 from dapo_jax.models.weights import count_params
 from dapo_jax.other_runs import RANDOM, find_trained
 from dapo_jax.parallel.devices import LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.memory import free_bytes
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.slices import libtpu_name
 from dapo_jax.places import local_model
 from dapo_jax.preflight.advice import advise
@@ -64,13 +64,14 @@ def preflight(
             "the devices that train, or those that sample"
         )
     arch = read_shape(config)
-    mesh = _mesh(config, arch, topology)
+    meshes = _meshes(config, arch, topology)
+    mesh = meshes.training
     limits = limits_of(mesh.devices.flat[0]).of_dtype(compute_dtype(config.model, mesh).name)
     memory = usable_memory(config, mesh, limits)
     expected = parse_lengths(lengths, config.data) if lengths else None
     usable, cache = memory * USABLE, config.trainer.compilation_cache_dir
-    step = step_programs(config, arch, mesh, lengths=all_longest(config.data), memory=usable)
-    other = step_programs(config, arch, mesh, lengths=expected, memory=usable) if expected else None
+    step = step_programs(config, arch, meshes, lengths=all_longest(config.data), memory=usable)
+    other = step_programs(config, arch, meshes, lengths=expected, memory=usable) if expected else None
     programs, keys = list(step.programs), {program.key for program in step.programs}
     if other is not None:  # what only shorter lengths call must fit too
         called = [one for one in other.programs if one.calls and one.key not in keys]
@@ -87,7 +88,8 @@ def preflight(
             "attention": attention,
         },
         "topology": topology if libtpu_name(topology) == topology else f"{topology} ({libtpu_name(topology)})",
-        "mesh": dict(mesh.shape),
+        "mesh": dict(meshes.sampling.shape),
+        "training_mesh": dict(mesh.shape),
         "device": dataclasses.asdict(limits) | {"memory": memory},
         "assumed": {
             "response_length": config.data.max_response_length,
@@ -101,7 +103,7 @@ def preflight(
         "host_bytes_per_device": step.host_bytes,
         "programs": [as_json(one, limits, other) for one in compiled],
         **totals(compiled, limits, memory),
-        "advice": advise(config, arch, dict(mesh.shape), step, compiled, usable, attention=attention),
+        "advice": advise(config, arch, meshes, step, compiled, usable, attention=attention),
         **({"expected": _expected(config, expected, other, compiled, limits)} if expected and other else {}),
     }
 
@@ -134,21 +136,19 @@ def _spread(lengths: np.ndarray) -> dict[str, float]:
     return {"mean": float(lengths.mean()), "median": float(np.median(lengths)), "max": int(lengths.max())}
 
 
-def _mesh(config: Config, arch: Architecture, topology: str) -> Mesh:
-    data, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    mesh = make_mesh(data, fsdp, tensor, devices_of(topology, max(data, 1) * fsdp * tensor))
-    check_mesh(config, arch, mesh)
-    check_memory(config, mesh)
-    return mesh
+def _meshes(config: Config, arch: Architecture, topology: str) -> Meshes:
+    axes = config.mesh
+    meshes = make_meshes(config, arch, devices_of(topology, max(axes.data, 1) * axes.fsdp * axes.tensor))
+    check_memory(config, meshes.training)
+    return meshes
 
 
 def _compile_all(programs: Sequence[Program], mesh: Mesh, cache: str, progress: Any) -> list[Compiled]:
     compiled = []
-    with jax.set_mesh(mesh):
-        for number, program in enumerate(programs, start=1):
-            if progress is not None:
-                print(f"compiling program {number} of {len(programs)}: {program.name}", file=progress, flush=True)
-            compiled.append(compile_program(program, mesh, cache))
+    for number, program in enumerate(programs, start=1):
+        if progress is not None:
+            print(f"compiling program {number} of {len(programs)}: {program.name}", file=progress, flush=True)
+        compiled.append(compile_program(program, mesh, cache))
     return compiled
 
 

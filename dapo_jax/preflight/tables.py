@@ -12,7 +12,9 @@ from dapo_jax.preflight.report import PARTS
 def tables(report: Mapping[str, Any]) -> str:
     """A report of `preflight` as markdown."""
     device, assumed, plan, model = (report[key] for key in ("device", "assumed", "plan", "model"))
-    stages, axes = report["stages"], ", ".join(f"{name} {size}" for name, size in report["mesh"].items())
+    stages, axes = report["stages"], _axes(report["mesh"])
+    if report["training_mesh"] != report["mesh"]:
+        axes += f", in training {_axes(report['training_mesh'])}"
     numerics = f"{model['dtype']}, {model['attention']} attention"
     lines = [
         f"{model['path']} ({model['parameters'] / 1e9:.2f}B parameters, {numerics}) on {report['topology']} "
@@ -41,6 +43,10 @@ def tables(report: Mapping[str, Any]) -> str:
             verdict += f" if all are longest, {report['expected']['step_seconds']:.0f} s at the expected lengths"
     lines += [verdict + ".", *(f"- {line}" for line in report["advice"])]
     return "\n".join(lines)
+
+
+def _axes(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in mesh.items())
 
 
 def _memory(stages: Mapping[str, Any], available: float) -> list[str]:

@@ -130,7 +130,7 @@ HERE = (
         "rollout.max_num_seqs",
         "over all devices, in verl per engine; 0 = as many as fit in memory",
     ),
-    Entry(f"{ROLLOUT}.tensor_model_parallel_size", "mesh.tensor", "also for training: both share one mesh"),
+    Entry(f"{ROLLOUT}.tensor_model_parallel_size", "mesh.tensor", "of sampling; mesh.train_tensor is that of training"),
     _actor("ppo_mini_batch_size", "prompts over all devices, as in verl"),
     Entry(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor.ppo_micro_batch_size_per_device", "responses"),
     _by_hand(
@@ -178,7 +178,7 @@ HERE = (
     Entry(
         f"{ACTOR}.fsdp_config.fsdp_size",
         "mesh.fsdp",
-        "mesh.tensor divides the weights too; -1 in verl = all devices",
+        "mesh.train_tensor divides the weights too; -1 in verl = all devices",
         fsdp_size,
     ),
     Entry(f"{ARR}.ref.{{model.path,model}}", "reference.path", "loaded only if a KL divergence needs it"),

@@ -261,8 +261,7 @@ def memory(findings: Findings, folder: Path, *, small: bool) -> None:
 
 def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     """The update's largest program by the preflight's account. Nothing is allocated."""
-    import jax
-
+    from dapo_jax.parallel.mesh import Meshes
     from dapo_jax.preflight.compiled import compile_program
     from dapo_jax.preflight.lengths import all_longest
     from dapo_jax.preflight.programs import step_programs
@@ -272,16 +271,15 @@ def forecast(args: argparse.Namespace, options: dict[str, Any]) -> Any:
         step = step_programs(
             run.config,
             run.arch,
-            run.learner.mesh,
+            Meshes(run.learner.mesh, run.sampler.mesh),
             lengths=all_longest(run.config.data),
             memory=memory_limit() or 0.0,
         )
-        with jax.set_mesh(run.learner.mesh):
-            updates = [
-                compile_program(one, run.learner.mesh, run.config.trainer.compilation_cache_dir)
-                for one in step.programs
-                if one.stage == "update"
-            ]
+        updates = [
+            compile_program(one, run.learner.mesh, run.config.trainer.compilation_cache_dir)
+            for one in step.programs
+            if one.stage == "update"
+        ]
     return max(updates, key=lambda one: one.total)
 
 

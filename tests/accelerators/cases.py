@@ -76,6 +76,7 @@ def small() -> Any:
             "mesh.data": 2,
             "mesh.fsdp": 2,
             "mesh.tensor": 2,
+            "mesh.train_tensor": 2,
             "workdir": "unused",
         }
     )
@@ -115,6 +116,7 @@ KL = {"actor.use_kl_loss": True}
 XLA, FLOAT32 = {"model.attention": "xla"}, {"model.dtype": "float32"}
 BUDGET = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 512}
 HALF = {"mesh.data": 1}  # of the mesh
+ALONE = {"mesh.tensor": 1, "mesh.train_tensor": 1}
 LORA = {"model.lora.rank": 4}
 MOMENTS = "actor.optim.moments_dtype"
 
@@ -132,10 +134,13 @@ CASES = [
     Case("one sample of a prompt", step("prefill"), {"rollout.n": 1}),
     Case("sampling on half of the devices", step("decoding", "prefill", "decode"), HALF, devices=(4, 8)),
     Case("training on the other half", step("decoding", "actor, gradients"), HALF, devices=(0, 4)),
-    Case("decoding without tensor", step("prefill", DECODE), {"mesh.tensor": 1, "mesh.fsdp": 4}),
+    Case("decoding without tensor", step("prefill", DECODE), {**ALONE, "mesh.fsdp": 4}),
     # meshes and layers
-    Case("update over fsdp alone", UPDATE, {"mesh.data": 1, "mesh.fsdp": 8, "mesh.tensor": 1}),
-    Case("update of copies", UPDATE, {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}),
+    Case("update over fsdp alone", UPDATE, {**ALONE, "mesh.data": 1, "mesh.fsdp": 8}),
+    Case("update of copies", UPDATE, {**ALONE, "mesh.data": 8, "mesh.fsdp": 1}),
+    Case("training without tensor", step(), {"mesh.train_tensor": 1}),
+    Case("training with more tensor", step("decoding", "actor"), {**ALONE, "mesh.fsdp": 4, "mesh.train_tensor": 2}),
+    Case("LoRA without tensor in training", step("decoding", "actor"), {**LORA, "mesh.train_tensor": 1}),
     Case("three layers", UPDATE, {"model.random.num_layers": 3}),
     Case("logits in several chunks", UPDATE, {"actor.logprob_chunk_size": 64}),
     # losses

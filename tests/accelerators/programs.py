@@ -34,7 +34,7 @@ from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
 from dapo_jax.parallel.devices import devices_of
-from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
+from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, batch_sharding, replicated
 from dapo_jax.preflight.lengths import all_longest
 from dapo_jax.preflight.programs import step_programs
@@ -58,7 +58,12 @@ class Parts:
 
     config: Config
     arch: Architecture
-    mesh: Mesh
+    meshes: Meshes
+
+    @property
+    def mesh(self) -> Mesh:
+        """The one that trains. Only in a step's programs may the other differ."""
+        return self.meshes.training
 
     def rows(self, *shape: int, dtype: Any = jnp.float32) -> Any:
         """The shape of an array whose first dimension is divided over the devices."""
@@ -77,7 +82,8 @@ def parts_of(config: Config, topology: str, *, devices: tuple[int, int] = (0, 8)
     validate(config)
     there = _devices(topology)[slice(*devices)]
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    return Parts(config, read_shape(config), make_mesh(*sizes, there, in_order=len(there) < 8))
+    mesh = make_mesh(*sizes, there, in_order=len(there) < 8)
+    return Parts(config, read_shape(config), Meshes(with_tensor(mesh, config.mesh.train_tensor), mesh))
 
 
 @functools.cache
@@ -90,7 +96,7 @@ def step(*names: str) -> Callable[[Parts], Iterator[Program]]:
 
     def found(parts: Parts) -> Iterator[Program]:
         lengths = all_longest(parts.config.data)
-        programs = step_programs(parts.config, parts.arch, parts.mesh, lengths=lengths, memory=1e9).programs
+        programs = step_programs(parts.config, parts.arch, parts.meshes, lengths=lengths, memory=1e9).programs
         for name in names:
             assert any(re.match(name, program.name) for program in programs), f"no program is named like {name}"
         return iter(

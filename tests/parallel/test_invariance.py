@@ -36,21 +36,30 @@ from dapo_jax.learner.update import (
     update_critic,
 )
 from dapo_jax.models.weights import weight_table
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import make_mesh, with_tensor
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 
-SHAPES = [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((8, 1, 1), (1, 8, 1)))]
+SHAPES = [  # of the mesh that samples, and its size of "tensor" in training
+    ((2, 2, 2), 2),
+    ((1, 4, 2), 1),
+    *(
+        pytest.param(shape, tensor, marks=pytest.mark.slow)
+        for shape, tensor in (((8, 1, 1), 1), ((1, 8, 1), 1), ((2, 2, 2), 1), ((2, 4, 1), 2))
+    ),
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape):
+@pytest.mark.parametrize(("shape", "train_tensor"), SHAPES)
+def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape, train_tensor):
     rollout, metrics, params = reference()
-    mesh = mesh_of(shape)
+    sampling = mesh_of(shape)
+    mesh = with_tensor(sampling, train_tensor)
     with jax.set_mesh(mesh):
-        actor = actor_on(mesh)
+        actor = actor_on(mesh, decode_mesh=sampling)
         state = actor.trainable.init_random(0)
-        sharded = roll_out(actor, state, mesh)
+        with jax.set_mesh(sampling):
+            sharded = roll_out(actor, state, sampling)
         batch = batch_of(sharded)  # two rows per device and micro-batch
         state, sharded_metrics = step(actor, state, batch, mesh)
     np.testing.assert_array_equal(sharded.responses, rollout.responses)

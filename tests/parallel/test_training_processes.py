@@ -28,6 +28,7 @@ from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.settings import actor_settings
 from dapo_jax.train import train
 
+WITHOUT_TENSOR = {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 2}  # in training
 OPTIONS = {
     **SMALL,
     "actor.optim.eps": 1e-6,  # Adam divides by what is smaller: with 1e-8 it makes steps of rounding errors
@@ -183,16 +184,21 @@ def test_processes_train_alike(tmp_path, logs, two):
     assert "held-out accuracy after" in outputs[0] and "step 4/4" in outputs[0]
     assert words(outputs[0]) and words(outputs[1]) == ""
     assert len(list(workdir.glob(EVENTS))) == 1
-    for name, devices, mesh in (("1x8", 8, {"mesh.fsdp": 2, "mesh.tensor": 2}), ("1x1", 1, {})):
+    mesh = {"mesh.fsdp": 2, "mesh.tensor": 2}
+    for name, changes in (
+        ("1x8", {"processes": 1, "devices": 8, **mesh}),
+        ("1x1", {"processes": 1, "devices": 1}),
+        ("divided", {"processes": 2, "devices": 4, **mesh, **WITHOUT_TENSOR}),
+    ):
         other = tmp_path / name
-        trained(other, logs, processes=1, devices=devices, **mesh)
+        trained(other, logs, **changes)
         assert files(other) == files(workdir)
         for step in range(1, 5):
             assert samples(other, step) == samples(workdir, step)
         rows = rows_without_clock(other)
         assert len(rows) == len(expected) == 5
         for row, wanted in zip(rows, expected, strict=True):
-            if name == "1x1":  # the batch is divided as on one device
+            if name != "1x8":  # the batch is divided as on one device
                 row, wanted = without_shares(row), without_shares(wanted)
             assert row == pytest.approx(wanted, abs=1e-5, rel=1e-4)
         for found, wanted in zip(jax.tree.leaves(policy(other)), jax.tree.leaves(params), strict=True):
@@ -239,7 +245,7 @@ def test_processes_export_what_one_exports(tmp_path, logs, two):
 @pytest.mark.slow
 def test_a_run_resumes_in_another_number_of_processes_on_another_mesh(tmp_path, logs, two):
     shutil.copytree(two[0], tmp_path / "run")
-    more = {"trainer.total_training_steps": 5, "mesh.fsdp": 4}
+    more = {"trainer.total_training_steps": 5, "mesh.fsdp": 4, "mesh.tensor": 2, **WITHOUT_TENSOR}
     trained(tmp_path / "run", logs, processes=1, devices=8, **more)
     rows = rows_without_clock(tmp_path / "run")
     assert rows[:5] == rows_without_clock(two[0]) and [row["step"] for row in rows] == [*range(6)]

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from shapes import BATCHES
+from shapes import BATCHES, mesh_of
 from small_run import load_config, small_config
 
 from dapo_jax.config.values import freeze
 from dapo_jax.models.weights import count_params
 from dapo_jax.parallel.devices import GIB, Limits, limits_of
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import Meshes, make_mesh
 from dapo_jax.preflight import report
 from dapo_jax.preflight.__main__ import main
 from dapo_jax.preflight.advice import advise
@@ -44,7 +44,8 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
     assert report["device"]["name"] == "TPU v5e" and report["model"]["dtype"] == "bfloat16"
     assert "It fits" in done.stdout and "| update |" in done.stdout
     assert report["step_seconds"] > 0
-    assert {one["kind"] for one in report["stages"]["weights"]["collectives"]} == {"all-gather"}
+    # from fsdp 8 to tensor 2, then whole over fsdp
+    assert {one["kind"] for one in report["stages"]["weights"]["collectives"]} == {"all-to-all", "all-gather"}
 
 
 def test_the_report_for_a_cpu(monkeypatch, capsys):
@@ -80,6 +81,7 @@ def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkey
 def check(report):
     assert list(report["stages"]) == STAGES
     assert report["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert report["training_mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
     assert report["fits"] and not report["advice"] and "expected" not in report
     stages = report["stages"]
     # bytes on one of eight devices; norms are replicated
@@ -222,15 +224,26 @@ def test_advice_names_the_setting_to_change_first(taken, changes, advice):
     config = small_config("unused", **changes)
     step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
     arch = read_shape(config)
-    (line,) = advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 10 * GIB, attention="xla")
+    mesh = mesh_of((1, 4, 1))
+    (line,) = advise(config, arch, Meshes(mesh, mesh), step, [taken], 10 * GIB, attention="xla")
     assert line.split("; ")[1].startswith(advice), line
-    assert not advise(config, arch, {"data": 1, "fsdp": 4, "tensor": 1}, step, [taken], 99 * GIB, attention="xla")
+    assert not advise(config, arch, Meshes(mesh, mesh), step, [taken], 99 * GIB, attention="xla")
+
+
+def test_passes_that_do_not_fit_are_divided_by_more_tensor_in_training_alone():
+    config = small_config("unused", **{"model.enable_gradient_checkpointing": True})
+    step, arch = Step((), 0.0, waves=1, rows=128, micro_batches=1), read_shape(config)
+    assert arch.num_kv_heads == 2
+    for training, proposed in (((1, 8, 1), True), ((1, 4, 2), False)):
+        meshes = Meshes(mesh_of(training), mesh_of((1, 4, 2)))
+        (line,) = advise(config, arch, meshes, step, [measured(temporaries=11)], 10 * GIB, attention="xla")
+        assert ("set mesh.train_tensor=2" in line) == proposed and "mesh.tensor" not in line
 
 
 def test_copies_of_the_parameters_are_divided_before_anything_is_offloaded():
     taken = measured(**{OPTIMIZER: 6, PARAMETERS: 5})
     config = small_config("unused")
     step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
-    mesh = {"data": 2, "fsdp": 4, "tensor": 1}
-    (line,) = advise(config, read_shape(config), mesh, step, [taken], 10 * GIB, attention="xla")
+    meshes = Meshes(mesh_of((2, 4, 1)), mesh_of((2, 4, 1)))
+    (line,) = advise(config, read_shape(config), meshes, step, [taken], 10 * GIB, attention="xla")
     assert line.split("; ")[1] == "set mesh.fsdp=8 and mesh.data=1"

@@ -1,12 +1,10 @@
-import contextlib
-
-import jax
 import pytest
 from small_run import small_config
 
 from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
-from dapo_jax.parallel.mesh import make_mesh, num_batch_shards
+from dapo_jax.meshes import make_meshes
+from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
 from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.rollout import waves
@@ -28,10 +26,9 @@ ONE_STEP = {
 
 def programs_of(config, **changes):
     arch, tokenizer = read_model(config)
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     lengths = all_longest(config.data)
     values = {"lengths": lengths, "memory": 1e9, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
-    return step_programs(config, arch, mesh, **{**values, **changes}), mesh
+    return step_programs(config, arch, make_meshes(config, arch), **{**values, **changes})
 
 
 def texts_of_a_run(config) -> set[tuple[str, str]]:
@@ -83,23 +80,19 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
     config = small_config(tmp_path, **ONE_STEP, **changes)
-    step, mesh = programs_of(config)
-    with jax.set_mesh(mesh):
-        texts = {program.lower().as_text() for program in step.programs}
+    texts = {program.lower().as_text() for program in programs_of(config).programs}
     missing = [stage for stage, text in texts_of_a_run(config) if text not in texts]
     assert not missing
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
     config = small_config("unused", **ONE_STEP)
-    step, mesh = programs_of(config)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(mesh))
-        for program in step.programs:
-            arguments = program.lower().compile().memory_analysis()
-            assert set(program.inside) | set(program.beside) <= set(KINDS)
-            known = sum(program.inside.values())
-            assert 0 < known <= arguments.argument_size_in_bytes + arguments.output_size_in_bytes, program.name
+    step = programs_of(config)
+    for program in step.programs:
+        arguments = program.lower().compile().memory_analysis()
+        assert set(program.inside) | set(program.beside) <= set(KINDS)
+        known = sum(program.inside.values())
+        assert 0 < known <= arguments.argument_size_in_bytes + arguments.output_size_in_bytes, program.name
     update = next(program for program in step.programs if "optimizer step" in program.name)
     assert update.inside[GRADIENTS] == update.inside[PARAMETERS]
     assert update.inside[OPTIMIZER] == pytest.approx(2 * update.inside[PARAMETERS], abs=8)
@@ -115,26 +108,27 @@ def test_micro_batches_follow_from_the_lengths(packed):
     """Packed, there are fewer of them for shorter responses; by rows, equally many that are less wide."""
     changes = {"data.max_response_length": 40, "actor.use_dynamic_bsz": packed}
     config = small_config("unused", **{**ONE_STEP, **changes})
-    longest, mesh = programs_of(config)
-    shorter, _ = programs_of(config, lengths=parse_lengths("lognormal:median=5,sigma=0.5", config.data))
+    longest = programs_of(config)
+    shorter = programs_of(config, lengths=parse_lengths("lognormal:median=5,sigma=0.5", config.data))
     assert shorter.work["update"].needed < longest.work["update"].needed
     assert 0 < shorter.work["update"].efficiency <= 1 and 0 < longest.work["update"].efficiency <= 1
     if packed:
         assert shorter.micro_batches < longest.micro_batches
     else:
-        assert shorter.micro_batches == longest.micro_batches == 2 * num_micro_batches(config, mesh)
+        assert shorter.micro_batches == longest.micro_batches == 2 * num_micro_batches(config)
     same = parse_lengths("lognormal:median=40,sigma=0,prompt_median=8,prompt_sigma=0", config.data)
-    found, _ = programs_of(config, lengths=same)
+    found = programs_of(config, lengths=same)
     assert [(p.name, p.calls) for p in found.programs] == [(p.name, p.calls) for p in longest.programs]
 
 
-def num_micro_batches(config, mesh):
+def num_micro_batches(config):
     """Of a mini-batch, by rows."""
+    mesh = make_meshes(config, read_model(config)[0]).training
     rows = config.actor.ppo_mini_batch_size * config.rollout.n
     return rows // (config.actor.ppo_micro_batch_size_per_device * num_batch_shards(mesh))
 
 
 def test_rows_follow_from_the_memory():
     config = small_config("unused", **{**ONE_STEP, "rollout.max_num_seqs": 0, "data.max_response_length": 400})
-    rows = [programs_of(config, memory=memory)[0].rows for memory in (2e6, 2e7)]
+    rows = [programs_of(config, memory=memory).rows for memory in (2e6, 2e7)]
     assert rows[0] < rows[1]

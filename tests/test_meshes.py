@@ -1,0 +1,121 @@
+"""The mesh that trains and the mesh that samples, on the same devices."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from shapes import ARCH
+from small_policy import actor_on
+from small_run import assert_same_policy, load_config, rows_without_clock, small_config
+
+from dapo_jax import meshes
+from dapo_jax.config.values import freeze
+from dapo_jax.meshes import make_meshes
+from dapo_jax.models.weights import weight_table
+from dapo_jax.parallel.devices import GIB, Limits
+from dapo_jax.parallel.mesh import make_mesh, with_tensor
+from dapo_jax.preflight.report import read_shape
+from dapo_jax.train import train
+from dapo_jax.training_memory import training_bytes
+
+DIVIDED = {"mesh.fsdp": 4, "mesh.tensor": 2, "rollout.n": 8, "actor.ppo_mini_batch_size": 2}
+
+
+def shapes(**changes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    config = small_config("unused", **{**DIVIDED, "actor.ppo_micro_batch_size_per_device": 2, **changes})
+    training, sampling = make_meshes(config, ARCH)
+    assert [*training.devices.flat] == [*sampling.devices.flat]
+    return training.devices.shape, sampling.devices.shape
+
+
+def test_training_takes_the_least_tensor_that_fits(monkeypatch):
+    assert shapes() == ((1, 8, 1), (1, 4, 2))
+    assert shapes(**{"mesh.data": 2, "mesh.fsdp": 2}) == ((2, 4, 1), (2, 2, 2))
+    # 16 responses are not micro-batches of 4 on 8 devices, and 8 of them give no row to each of 16
+    assert shapes(**{"actor.ppo_micro_batch_size_per_device": 4}) == ((1, 4, 2), (1, 4, 2))
+    few = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 64, "rollout.n": 2}
+    assert shapes(**few) == ((1, 4, 2), (1, 4, 2))
+    tight = Limits("a small device", 1e5, None, None, None)
+    monkeypatch.setattr(meshes, "limits_of", lambda device: tight)
+    assert shapes() == ((1, 4, 2), (1, 4, 2))
+
+
+def test_mesh_train_tensor_is_taken_as_given():
+    assert shapes(**{"mesh.train_tensor": 2}) == ((1, 4, 2), (1, 4, 2))
+    assert shapes(**{"mesh.fsdp": 8, "mesh.tensor": 1, "mesh.train_tensor": 2}) == ((1, 4, 2), (1, 8, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.train_tensor": 3}, "mesh.train_tensor=3 must divide mesh.fsdp x mesh.tensor = 8: set"),
+        ({"mesh.train_tensor": 4}, "mesh.train_tensor = 4 must divide the kv_heads dimension of layers.key, 2: set"),
+        (
+            {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 4},
+            "x 8 devices that rows are divided over",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_values_that_do(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        shapes(**changes)
+    proposed = re.findall(r"set (mesh\.train_tensor|actor\.ppo_\w+)=([\d, or]+)", str(refused.value))
+    assert proposed
+    for option, values in proposed:
+        for value in re.findall(r"\d+", values):
+            shapes(**{**changes, option: int(value)})
+
+
+def test_groups_along_tensor_stay_where_they_were():
+    mesh = make_mesh(2, 1, 4)
+    for size in (1, 2):
+        old = [{*group} for group in mesh.devices.reshape(-1, 4)]
+        for group in with_tensor(mesh, size).devices.reshape(-1, size):
+            assert any({*group} <= one for one in old)
+
+
+@pytest.mark.parametrize(("tensor", "compiled"), [(1, 18.95), (2, 12.45), (4, 8.84)])
+def test_the_estimate_of_memory_is_near_what_is_compiled(tensor, compiled):
+    """7B on v5e:8x8, one row of 2048 + 20480 tokens for each share of the mesh."""
+    values = load_config("dapo_qwen2.5_7b_math")
+    values.data.max_response_length = 20480
+    values.actor.ppo_micro_batch_size_per_device = 1
+    config = freeze(values)
+    mesh = jax.sharding.AbstractMesh((1, 64 // tensor, tensor), ("data", "fsdp", "tensor"))
+    found = training_bytes(config, read_shape(config), mesh, stores_scores=False) / GIB
+    assert found == pytest.approx(compiled, abs=2.5)
+
+
+def test_no_matrix_is_whole_on_a_device_on_its_way_to_the_sampler():
+    sampling = make_mesh(1, 4, 2)
+    actor = actor_on(with_tensor(sampling, 1), decode_mesh=sampling)
+    lowered = actor.decode_weights.lower(actor.trainable.state_shape.params)
+    compiled = lowered.compile()
+    shards = {
+        sharding.shard_shape(leaf.shape)
+        for leaf, sharding in zip(
+            jax.tree.leaves(lowered.out_info), jax.tree.leaves(compiled.output_shardings), strict=True
+        )
+    }
+    sizes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
+    whole = {weight.shape[weight.stacked :] for weight in weight_table(ARCH) if weight.is_matrix} - shards
+    assert shards <= sizes and len(whole) > 3 and not {shape[shape[0] == 1 :] for shape in sizes} & whole
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_train_tensor(tmp_path, whole):
+    """The tokens are those of a run whose training is divided otherwise, and so is the policy up to rounding."""
+    _, params, rows = whole
+    for steps, size in ((2, 2), (4, 1)):
+        changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.train_tensor": size}
+        models = train(small_config(tmp_path, **changes, **{"trainer.total_training_steps": steps}))
+    query = models.actor.params["layers"]["query"]
+    assert query.sharding.mesh.shape == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert_same_policy(models, params, 1e-5)
+    found = rows_without_clock(tmp_path)
+    assert len(found) == len(rows)
+    for row, wanted in zip(found, rows, strict=True):
+        for name in ("rollout/response_length/mean", "critic/score/mean"):
+            if name in wanted:
+                np.testing.assert_array_equal(row[name], wanted[name])
