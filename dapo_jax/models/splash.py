@@ -1,6 +1,4 @@
-"""Splash attention over bins: on TPUs, or on any device in Pallas' interpreter.
-
-Host: which blocks of scores it computes. Device: the kernel.
+"""Device: splash attention over bins, on TPUs or in Pallas' interpreter; host: which blocks of scores it computes.
 
 Splash skips blocks by a table, and masks the others by a function of two numbers: one of the query, which may hold
 anything, and the slot of the key. Keys and values of shared prompts are appended a second time, at the end, so that

@@ -39,7 +39,7 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: fl
         query = next(shape for shape in operands if len(shape.sizes) >= 3 and shape.kind in FLOATS)
         return _attention(SPLASH_PRODUCTS[splash[1]], query, pairs)
     if cudnn := CUDNN.match(instruction.target):
-        return _attention(CUDNN_PRODUCTS[cudnn[1]], operands[0], pairs)
+        return _attention(CUDNN_PRODUCTS[cudnn[1]], instruction.shapes[0], pairs)
     if "__cublas$" in instruction.target:
         return _cublas(operands[0], instruction)
     return None if re.search("tpu_custom_call|gemm|cudnn", instruction.target) else 0.0
@@ -49,7 +49,7 @@ def _attention(products: int, query: Shape, pairs: float | None) -> float:
     """FLOPs of a kernel's `products` of queries with keys, or of scores with values.
 
     Args:
-        query: [..., T, H], with the bins and heads of a device before.
+        query: [..., T, H], or what is like it, with the bins and heads of a device before.
         pairs: scores of a bin and head that are computed; None: those on and below the diagonal.
     """
     *batch, length, size = query.sizes

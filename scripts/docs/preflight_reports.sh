@@ -18,8 +18,8 @@ report() { # name, arguments of the preflight
 }
 
 chosen="$*"
-long=(--lengths lognormal:median=3000,sigma=1)
-gsm8k=(--config configs/gsm8k.py --lengths lognormal:median=200,sigma=0.6)
+long=(--lengths "lognormal:median=3000,sigma=1")
+gsm8k=(--config configs/gsm8k.py --lengths "lognormal:median=200,sigma=0.6")
 math=(--config configs/dapo_qwen2.5_7b_math.py "${long[@]}")
 report gsm8k_l4 --config configs/gsm8k.py --topology l4:1
 report gsm8k_h100 "${gsm8k[@]}" --topology h100:1

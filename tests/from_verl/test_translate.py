@@ -99,6 +99,8 @@ def test_a_script_that_sets_nothing_trains_as_verl_does():
         "reward.overlong_buffer.log",
         "critic.ppo_mini_batch_size",
         "actor.share_prompts",
+        "actor.use_dynamic_bsz",
+        "actor.ppo_max_token_len_per_device",
         "model.lora.alpha",
         "algorithm.filter_groups.max_num_gen_batches",
         "custom_reward_function.name",

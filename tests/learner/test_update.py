@@ -47,8 +47,8 @@ def settings_of(micro_batches, mini) -> UpdateSettings:
     )
 
 
-def tokens(shares, rows, *, mini=8, budget=None):
-    return tokens_of_devices(batch_of(), settings_of(MicroBatches(shares, rows, budget), mini)).tolist()
+def tokens(shares, rows, *, mini=8, budget=0):
+    return tokens_of_devices(batch_of(), settings_of(MicroBatches(shares, budget, 0 if budget else rows), mini)).tolist()
 
 
 class Recorded:
@@ -67,7 +67,7 @@ class Recorded:
 def test_a_mini_batch_without_a_token_to_train_on_has_no_step():
     batch = batch_of()
     batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (np.arange(8) >= 4)[:, None])
-    settings = settings_of(MicroBatches(1, 4, None), mini=4)
+    settings = settings_of(MicroBatches(1, rows_per_device=4), mini=4)
     learner, state = cast(Any, Recorded()), cast(Any, SimpleNamespace(params=None, steps=[]))
     state, steps, _ = _optimizer_steps(learner, state, batch, settings, make_mesh(1, 1, 1, jax.devices()[:1]), unpaced)
     assert state.steps == pytest.approx([1.0, 1.0]) and len(steps) == 2  # the second half, in each of two epochs

@@ -72,7 +72,7 @@ def test_one_number_divides_all_dimensions_of_an_axis():
     [
         {"data.train_batch_size": 24, "actor.ppo_mini_batch_size": 16},
         {"data.train_batch_size": 12, "actor.ppo_mini_batch_size": 16},
-        {"actor.ppo_micro_batch_size_per_device": 5},
+        {"actor.ppo_micro_batch_size_per_device": 5, "actor.use_dynamic_bsz": False},
     ],
 )
 def test_batches_are_proposed_that_fit(changes):
@@ -93,6 +93,7 @@ def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
         "actor.ppo_mini_batch_size": 4,
         "data.train_batch_size": 8,
         "rollout.n": 4,
+        "actor.use_dynamic_bsz": False,
     }
     config = small_config("unused", **changes)
     arch, mesh = read_model(config)[0], make_mesh(-1, 1, 1, jax.devices()[:devices])

@@ -112,9 +112,8 @@ def test_micro_batches_follow_from_the_lengths(packed):
     shorter = programs_of(config, lengths=parse_lengths("lognormal:median=5,sigma=0.5", config.data))
     assert shorter.work["update"].needed < longest.work["update"].needed
     assert 0 < shorter.work["update"].efficiency <= 1 and 0 < longest.work["update"].efficiency <= 1
-    if packed:
-        assert shorter.micro_batches < longest.micro_batches
-    else:
+    assert shorter.work["update"].computed < longest.work["update"].computed
+    if not packed:
         assert shorter.micro_batches == longest.micro_batches == 2 * num_micro_batches(config)
     same = parse_lengths("lognormal:median=40,sigma=0,prompt_median=8,prompt_sigma=0", config.data)
     found = programs_of(config, lengths=same)
