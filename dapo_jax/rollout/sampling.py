@@ -94,8 +94,8 @@ def sample(
     def limits() -> tuple[jax.Array, jax.Array, jax.Array]:
         allowed = jnp.where(forbidden(tokens_of_blocks(logits)), -jnp.inf, logits)
         weights, reference, lowest = _limits(allowed, sampling)
-        mass = jax.lax.cond(early, lambda: _totals(jnp.exp(logits - highest)), lambda: _totals(weights))
-        return reference, lowest, jnp.sum(mass, axis=-1)
+        mass = jax.lax.cond(early, lambda: _mass(jnp.exp(logits - highest)), lambda: _mass(weights))
+        return reference, lowest, mass
 
     def no_limits() -> tuple[jax.Array, jax.Array, jax.Array]:
         return highest, jnp.full_like(highest, -jnp.inf), jnp.zeros_like(highest[:, 0, 0])
@@ -137,6 +137,11 @@ def inverse_cdf(totals: jax.Array, weights_in: Callable[[jax.Array], jax.Array],
 def _totals(weights: jax.Array) -> jax.Array:
     """[B, n, BLOCK] -> [B, n]. The barrier keeps compilers from summing all weights again to sum the totals."""
     return jax.lax.optimization_barrier(jnp.sum(weights, axis=-1))
+
+
+def _mass(weights: jax.Array) -> jax.Array:
+    """[B, n, BLOCK] -> [B], added up as the draw does."""
+    return jnp.sum(_totals(weights), axis=-1)
 
 
 def _limits(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array, jax.Array]:
