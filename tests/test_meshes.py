@@ -33,9 +33,9 @@ def test_training_takes_the_least_tensor_that_fits(monkeypatch):
     assert shapes() == ((1, 8, 1), (1, 4, 2))
     assert shapes(**{"mesh.data": 2, "mesh.fsdp": 2}) == ((2, 4, 1), (2, 2, 2))
     # 16 responses are not micro-batches of 4 on 8 devices, and 8 of them give no row to each of 16
-    assert shapes(**{"actor.ppo_micro_batch_size_per_device": 4}) == ((1, 4, 2), (1, 4, 2))
-    few = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 64, "rollout.n": 2}
-    assert shapes(**few) == ((1, 4, 2), (1, 4, 2))
+    by_rows = {"actor.ppo_micro_batch_size_per_device": 4, "actor.use_dynamic_bsz": False}
+    assert shapes(**by_rows) == ((1, 4, 2), (1, 4, 2))
+    assert shapes(**{"rollout.n": 2}) == ((1, 4, 2), (1, 4, 2))
     tight = Limits("a small device", 1e5, None, None, None)
     monkeypatch.setattr(meshes, "limits_of", lambda device: tight)
     assert shapes() == ((1, 4, 2), (1, 4, 2))
@@ -52,7 +52,7 @@ def test_mesh_train_tensor_is_taken_as_given():
         ({"mesh.train_tensor": 3}, "mesh.train_tensor=3 must divide mesh.fsdp x mesh.tensor = 8: set"),
         ({"mesh.train_tensor": 4}, "mesh.train_tensor = 4 must divide the kv_heads dimension of layers.key, 2: set"),
         (
-            {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 4},
+            {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 4, "actor.use_dynamic_bsz": False},
             "x 8 devices that rows are divided over",
         ),
     ],

@@ -197,7 +197,7 @@ USES = (
     _with(f"{F}.leftover_max_staleness", f"{F}.leftover", "carry"),
     _with(f"{F}.stream.slack", f"{F}.backfill", "stream"),
     _with(f"{F}.skip_uniform.floor|decay", f"{F}.skip_uniform.enable", True),
-    _with("actor.ppo_max_token_len_per_device|share_prompts", "actor.use_dynamic_bsz", True),
+    _with("actor.ppo_max_token_len_per_device", "actor.use_dynamic_bsz", True),
     _with(
         "actor.ppo_micro_batch_size_per_device critic.ppo_micro_batch_size_per_device",
         "actor.ppo_max_token_len_per_device",

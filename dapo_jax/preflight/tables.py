@@ -13,7 +13,7 @@ def tables(report: Mapping[str, Any]) -> str:
     """A report of `preflight` as markdown."""
     device, assumed, plan, model = (report[key] for key in ("device", "assumed", "plan", "model"))
     stages, axes = report["stages"], _axes(report["mesh"])
-    if report["training_mesh"] != report["mesh"]:
+    if report.get("training_mesh", report["mesh"]) != report["mesh"]:  # older reports have one mesh
         axes += f", in training {_axes(report['training_mesh'])}"
     numerics = f"{model['dtype']}, {model['attention']} attention"
     lines = [

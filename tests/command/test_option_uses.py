@@ -134,6 +134,7 @@ VALUES = {  # valid ones, where the rule below does not give one
     "critic.optim.min_lr_ratio": 0.1,
     "actor.loss_scale_factor": 100.0,
     "critic.ppo_mini_batch_size": 64,
+    "actor.ppo_max_token_len_per_device": 65536,
     "critic.ppo_micro_batch_size_per_device": 16,
     "critic.optim.betas": (0.8, 0.9),
     "reference.path": "models/other",

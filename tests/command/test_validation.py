@@ -32,7 +32,7 @@ CHOICES = NAMES | {
 POSITIVE = (
     "data.train_batch_size data.max_prompt_length data.max_response_length rollout.n "
     "rollout.kv_memory_share rollout.decode_chunk_length reward.num_workers reward.timeout_s actor.ppo_mini_batch_size "
-    "actor.ppo_micro_batch_size_per_device actor.ppo_max_token_len_per_device actor.ppo_epochs "
+    "actor.ppo_micro_batch_size_per_device actor.ppo_epochs "
     "actor.logprob_chunk_size actor.grad_clip "
     "actor.policy_loss.clip_cov_ratio actor.policy_loss.kl_cov_ratio actor.policy_loss.tau_pos "
     "actor.policy_loss.tau_neg algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl algorithm.cpo.cpo_lambda "
@@ -123,7 +123,6 @@ def test_what_may_be_null_is_refused_at_zero_and_below(key, value):
     ("key", "value", "message"),
     [
         ("data.train_batch_size", 500, "must be a multiple of actor.ppo_mini_batch_size"),
-        ("actor.ppo_micro_batch_size_per_device", 7, "must be a multiple of"),
         ("rollout.max_num_seqs", 8, "must be at least rollout.n"),
         ("rollout.temperature", 0.0, "no gradient"),
         ("model.path", "", "model.path is empty"),
@@ -215,7 +214,7 @@ def test_a_critics_batches_fit_the_training_batch_if_there_is_a_critic():
         ("critic.ppo_mini_batch_size", "train_batch_size=512 must be a multiple of critic.ppo_mini_batch_size=7 "),
         ("critic.ppo_micro_batch_size_per_device", "32 x 16 = 512 .* of critic.ppo_micro_batch_size_per_device=7"),
     ):
-        assert_one(problems({key: 7, "algorithm.adv_estimator": "gae"}), message)
+        assert_one(problems({key: 7, "algorithm.adv_estimator": "gae", "actor.use_dynamic_bsz": False}), message)
         assert_one(problems({key: 7}), f"^{key}=7 is not read without algorithm.adv_estimator=gae")
     own = {"critic.ppo_mini_batch_size": 64, "critic.ppo_micro_batch_size_per_device": 32}
     assert problems({**own, "algorithm.adv_estimator": "gae"}) == []

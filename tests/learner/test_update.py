@@ -48,7 +48,9 @@ def settings_of(micro_batches, mini) -> UpdateSettings:
 
 
 def tokens(shares, rows, *, mini=8, budget=0):
-    return tokens_of_devices(batch_of(), settings_of(MicroBatches(shares, budget, 0 if budget else rows), mini)).tolist()
+    return tokens_of_devices(
+        batch_of(), settings_of(MicroBatches(shares, budget, 0 if budget else rows), mini)
+    ).tolist()
 
 
 class Recorded:
