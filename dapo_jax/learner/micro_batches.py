@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo_jax.data.containers import Batch, Bins, MicroBatch, Tokens
-from dapo_jax.learner.packing import EIGHTHS, Pass, plan_passes
+from dapo_jax.learner.packing import Pass, plan_passes
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 
@@ -47,7 +47,7 @@ class MicroBatches:
         passes, packer = self.passes(batch), _Packer(batch, self.attention)
         sizes = {one.width: 0 for one in passes}  # response tokens of a bin: few shapes are compiled
         for one in passes:
-            size, part = max(map(packer.num_tokens, one.bins)), -(-one.width // EIGHTHS)
+            size, part = max(map(packer.num_tokens, one.bins)), -(-one.width // 4)
             sizes[one.width] = max(sizes[one.width], min(-(-size // part) * part, one.width))
         for one in passes:
             yield packer.piece(one, sizes[one.width])

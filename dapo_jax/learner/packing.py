@@ -132,15 +132,15 @@ def _wide_bins(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> lis
 def _narrow_bins(rows: _Rows, num_shards: int, most: int, pair_cost: float) -> list[Pass]:
     """Bins that hold little more than the longest sequence, many in a pass: attention computes all pairs in a bin.
 
-    Of few widths, the one with the least work.
+    Of few widths, the one with the least work; but not a wider one for a tenth, so that few shapes are compiled.
     """
     best, least, width = [], float("inf"), min(bucket(rows.longest), most)
-    while rows.least * (1 + pair_cost * width) < least:
+    while rows.least * (1 + pair_cost * width) < 0.9 * least:
         filled = rows.fill(np.full(len(rows.rows), width))
         assert filled is not None
         passes = list(_passes(rows, [one for one in filled if one], width, num_shards, most // width))
         work = sum(width * len(one.bins) * (1 + pair_cost * width) for one in passes)
-        if work < least:
+        if work < 0.9 * least:
             best, least = passes, work
         if width == most:
             break
@@ -157,7 +157,7 @@ def _passes(rows: _Rows, bins: list[list[int]], width: int, num_shards: int, mos
     order = np.argsort(-np.array(rows.attention(bins)), kind="stable")
     bins = [bins[number] for number in order]
     while bins:
-        size = min(_few(-(-len(bins) // num_shards)), most)
+        size = _size(-(-len(bins) // num_shards), most)
         chosen, bins = bins[: size * num_shards], bins[size * num_shards :]
         chosen += [[] for _ in range(size * num_shards - len(chosen))]
         if any(chosen):
@@ -174,6 +174,9 @@ def _one_by_one(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> It
         yield first
 
 
-def _few(count: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, ... that is at least `count`."""
-    return count if count < 4 else bucket(count)
+def _size(left: int, most: int) -> int:
+    """Bins of a device in the next pass if `left` are left: `most`, or a power of two that is little more or less."""
+    if left >= most:
+        return most
+    power = 1 << (left - 1).bit_length()
+    return min(power, most) if left > 0.8 * power else power // 2
