@@ -175,7 +175,17 @@ def drawn_tokens(parts: Parts) -> Iterator[Program]:
 def _mini_batch(parts: Parts) -> Any:
     tokens, mask = parts.whole(ROWS, TOKENS, dtype=jnp.int32), parts.whole(ROWS, TOKENS, dtype=jnp.bool_)
     ids, values = parts.whole(ROWS, dtype=jnp.int32), parts.whole(ROWS, TOKENS)
-    return Batch(tokens, mask, tokens, mask, mask, ids, values, values, noise=values)
+    return Batch(
+        prompts=tokens,
+        prompt_mask=mask,
+        group_ids=ids,
+        responses=tokens,
+        mask=mask,
+        loss_mask=mask,
+        old_logprobs=values,
+        advantages=values,
+        noise=values,
+    )
 
 
 def estimator(parts: Parts) -> Iterator[Program]:

@@ -55,7 +55,7 @@ def test_remat_attention_keeps_what_the_kernel_gives(topology, policy, passes, t
 def test_a_step_compiles_for_other_gpus(topology, tmp_path):
     """Those without bfloat16, with less shared memory, newer ones, and several hosts."""
     hosts, _, devices = topology.partition(":")[2].rpartition("x")
-    changes = {"mesh.data": 1, "mesh.fsdp": int(hosts or 1) * int(devices), "mesh.tensor": 1}
+    changes = {"mesh.data": 1, "mesh.fsdp": int(hosts or 1) * int(devices), "mesh.tensor": 1, "mesh.train_tensor": 1}
     texts = compiled(Case("a step", step("prefill", DECODE, "actor"), changes), topology, tmp_path)
     fused = any("fmhaSoftmax" in text for text in texts.values())
     assert fused == (not topology.startswith("t4"))
