@@ -5,13 +5,13 @@ log-probabilities is the same policy on the CPU.
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -56,63 +56,82 @@ def attention(findings: Findings, folder: Path, *, small: bool) -> None:
     import jax
     import jax.numpy as jnp
 
-    from dapo_jax.models.fused_attention import KERNELS, fused_attention, unfit
+    from dapo_jax.models import splash
+    from dapo_jax.models.attention import XLA
+    from dapo_jax.models.fused_attention import KERNELS, SPLASH, bin_attention, on_each_device, unfit
 
     device = jax.devices()[0]
-    rows, length, heads, kv_heads = (4, 129, 4, 2) if small else (8, 2047, 8, 2)
+    rows, length, heads, kv_heads = (4, 128, 4, 2) if small else (8, 2048, 8, 2)
     on_cpu = device.platform == "cpu"
     kernel = "splash" if on_cpu else KERNELS[device.platform]
-    lengths = jnp.array([length, 0, 1, length // 2, length - 1, 2, length // 3, length][:rows], jnp.int32)
+    fused = bin_attention(kernel, device)
+    if on_cpu:
+        interpreted = on_each_device(functools.partial(splash.attend, interpret=True))
+        fused = dataclasses.replace(SPLASH, attend=interpreted)
+    bins = make_bins(rows, length, packs=fused.packs, shares=fused.shared_width > 0)
     findings.note(
-        f"{rows} rows of up to {length} tokens ({', '.join(map(str, lengths.tolist()))}), {heads} query heads and "
-        f"{kv_heads} key-value heads. Each error is the largest |x - y| / (1 + |y|) on real tokens; y is XLA's "
-        "attention in float32. Milliseconds are those of the values and gradients together, the median of three."
-        + (" Without a TPU, splash runs in Pallas' interpreter." if on_cpu else "")
+        f"{rows} bins of {length} slots with up to {bins.trees.max()} prompts and {bins.branches.max()} responses, "
+        f"{heads} query heads and {kv_heads} key-value heads. Each error is the largest |x - y| / (1 + |y|) on real "
+        "tokens; y is XLA's attention in float32. Milliseconds are those of the values and gradients together, the "
+        "median of three." + (" Without a TPU, splash runs in Pallas' interpreter." if on_cpu else "")
     )
     for head_size in (64, 128):
         for dtype in ("float32", "bfloat16"):
             problem = "" if on_cpu else unfit(kernel, device, jnp.dtype(dtype), head_size)
             if problem:
                 findings.note(f"No {kernel} for heads of {head_size} in {dtype}: it {problem}.")
-            fused = functools.partial(fused_attention, implementation=kernel, interpret=on_cpu)
             shape = rows, length, heads, kv_heads, head_size
-            attentions: dict[str, Callable[..., Any]] = {"xla": plain_attention} | ({} if problem else {kernel: fused})
-            for name, attend in attentions.items():
-                errors, milliseconds = compare_attention(attend, lengths, shape, dtype, padding=name == kernel)
+            for one in [XLA] if problem else [XLA, fused]:
+                errors, milliseconds = compare_attention(one, bins, shape, dtype, padding=one is fused)
                 findings.row(
-                    "Errors", attention=name, dtype=dtype, **{"head size": head_size}, **errors, ms=milliseconds
+                    "Errors", attention=one.name, dtype=dtype, **{"head size": head_size}, **errors, ms=milliseconds
                 )
-                if name == kernel:
+                if one is fused:
                     worst, limit = max(errors.values()), TOLERANCES[dtype]
                     findings.check(
-                        f"{name}, {dtype}, heads of {head_size}: error of values and gradients",
+                        f"{one.name}, {dtype}, heads of {head_size}: error of values and gradients",
                         worst,
                         f"at most {limit:g}",
                         worst <= limit,
                     )
 
 
-def plain_attention(query: Any, key: Any, value: Any, lengths: Any) -> Any:
-    """models/attention.py's, for right-padded rows."""
-    import jax.numpy as jnp
+def make_bins(rows: int, length: int, *, packs: bool, shares: bool) -> Any:
+    """Bins [rows, length] in which trees of different sizes follow each other, with padding; the second is empty."""
+    from dapo_jax.data.containers import Bins
 
-    from dapo_jax.models.attention import attention as attend
-    from dapo_jax.models.attention import causal
-
-    length = query.shape[1]
-    return attend(query, key, value, causal(length, jnp.arange(length) < lengths[:, None]))
+    trees, branches = np.zeros((2, rows, length), np.int32)
+    for row in range(rows):
+        if row == 1:
+            continue
+        slot = branch = 0
+        left = length * (rows - row) // rows  # the rest is padding
+        for tree in range(1, 4 if packs else 2):
+            size = left // 3 if packs else left
+            responses = [size // 5] * (3 if shares else 1)
+            prompt = size - sum(responses)
+            trees[row, slot : slot + size] = tree
+            slot += prompt
+            for response in responses:
+                branch += 1
+                branches[row, slot : slot + response] = branch
+                slot += response
+    return Bins(tokens=trees, positions=trees, trees=trees, branches=branches)
 
 
 def compare_attention(
-    attend: Callable[..., Any], lengths: Any, shape: tuple[int, ...], dtype: str, *, padding: bool
+    attention: Any, bins: Any, shape: tuple[int, ...], dtype: str, *, padding: bool
 ) -> tuple[dict[str, float], float]:
     """Errors of the values and of each gradient, and milliseconds.
 
     Args:
+        attention: a BinAttention.
         padding: the gradients that come in are not zero on padding, and must not matter there.
     """
     import jax
     import jax.numpy as jnp
+
+    from dapo_jax.models.attention import XLA
 
     rows, length, heads, kv_heads, size = shape
     rng = np.random.default_rng(0)
@@ -121,20 +140,21 @@ def compare_attention(
         for count in (heads, kv_heads, kv_heads, heads)
     ]
     operands, cotangent = [x.astype(dtype) for x in drawn[:3]], drawn[3]
-    real = np.arange(length) < np.asarray(lengths)[:, None]
+    real = bins.trees > 0
     masked = cotangent * real[:, :, None, None]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(attend: Callable[..., Any], operands: Any, cotangent: Any) -> Any:
-        values, pull_back = jax.vjp(lambda *x: attend(*x, lengths), *operands)
+    def values_and_gradients(one: Any, operands: Any, cotangent: Any, bins: Any) -> Any:
+        values, pull_back = jax.vjp(one.attend(bins), *operands)
         return values, *pull_back(cotangent)
 
-    given = cotangent if padding else masked
-    found = jax.block_until_ready(values_and_gradients(attend, operands, given))
-    seconds = [
-        seconds_of(lambda: jax.block_until_ready(values_and_gradients(attend, operands, given))) for _ in range(3)
-    ]
-    expected = values_and_gradients(plain_attention, [x.astype(jnp.float32) for x in operands], masked)
+    def run() -> Any:
+        return jax.block_until_ready(values_and_gradients(attention, operands, given, prepared))
+
+    given, prepared = cotangent if padding else masked, attention.prepare(bins)
+    found = run()
+    seconds = [seconds_of(run) for _ in range(3)]
+    expected = values_and_gradients(XLA, [x.astype(jnp.float32) for x in operands], masked, bins)
     errors = {}
     for name, x, y in zip(("values", "d query", "d key", "d value"), found, expected, strict=True):
         x, y = np.asarray(x.astype(jnp.float32))[real], np.asarray(y)[real]
@@ -228,12 +248,10 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         [B, R] arrays: greedy `tokens`; log-probabilities `sampled` of them by the sampler, `of own` of them and
         `trained` of the given tokens by the training pass.
     """
-    import jax
 
     from dapo_jax.learner.batch import policy_logprobs
     from dapo_jax.rollout.sampling import EVALUATE, Sampling
 
-    devices = jax.device_count()
     rows, prompt, length = (8, 4, 12) if small else (64, 24, 128)
     args = argparse.Namespace(
         shape=NARROW if small else WIDE, batch=rows, group=1, prompt_length=prompt, new_tokens=length, micro=rows
@@ -241,7 +259,6 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
     prompts = contenders.make_prompts(args)
     options = {
         "rollout.decode_chunk_length": length // 4,
-        "actor.use_dynamic_bsz": rows % devices != 0,
         "reward.num_workers": 1,
     }
     with ExitStack() as stack:

@@ -138,9 +138,7 @@ def training_config(*, small: bool) -> tuple[str, str]:
 
 def micro_batches(devices: int) -> dict[str, Any]:
     """Options that divide a micro-batch of 32 responses, which both configs have, among the devices."""
-    if 32 % devices:
-        return {"actor.use_dynamic_bsz": True}
-    return {"actor.ppo_micro_batch_size_per_device": 32 // devices}
+    return {"actor.ppo_micro_batch_size_per_device": max(32 // devices, 1)}
 
 
 def show_training(findings: Findings, workdir: Path, seconds: float) -> None:

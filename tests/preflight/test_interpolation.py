@@ -4,7 +4,7 @@ import pytest
 from small_run import small_config
 
 from dapo_jax.base_models import read_model
-from dapo_jax.parallel.mesh import make_mesh
+from dapo_jax.parallel.mesh import Meshes, make_mesh
 from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Collective, Costs
 from dapo_jax.preflight.interpolation import complete, to_compile
@@ -86,7 +86,7 @@ def test_interpolated_costs_are_those_of_compiled_programs():
     config = small_config("unused", **changes)
     mesh = make_mesh(1, 4, 2)
     lengths = parse_lengths("lognormal:median=60,sigma=1", config.data)
-    step = step_programs(config, read_model(config)[0], mesh, lengths=lengths, memory=1e9)
+    step = step_programs(config, read_model(config)[0], Meshes(mesh, mesh), lengths=lengths, memory=1e9)
     programs = [program for program in step.programs if program.stage == "decode"]
     chosen = {program.key for program in to_compile(programs)}
     assert len(chosen) < len(programs) / 2
