@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.config.derived import micro_batch_size, mini_batch_size
+from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
 from dapo_jax.learner.choices import trained
@@ -20,7 +20,7 @@ from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.memory import FRACTION
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, platform, split_devices, with_tensor
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible, indivisible_weights
-from dapo_jax.settings import chosen_attention, compute_dtype, remat_policy
+from dapo_jax.settings import chosen_attention, compute_dtype, remat_policy, training_attention
 from dapo_jax.training_memory import training_bytes
 
 FILLED = 0.85  # of a device's memory, which an estimate may reach
@@ -181,6 +181,14 @@ def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bo
         )
     if training and (chosen := chosen_attention(config.model, arch, mesh))[1]:
         lines.append(f"model.attention=fused is {chosen[0]}: the fused kernel {chosen[1]}")
+    if training and config.actor.share_prompts and config.actor.use_dynamic_bsz:
+        attention = training_attention(config, arch, mesh)
+        widest = max(attention.rounded(token_budget(config, name)) for name in trained(config))
+        if 0 < attention.shared_width < widest:
+            lines.append(
+                f"passes of {widest} tokens copy the prompt for each response: {attention.name} shares it up to "
+                f"{attention.shared_width} (actor.ppo_max_token_len_per_device)"
+            )
     if device.platform == "gpu":
         taken = os.environ.get(FRACTION)
         if taken is not None:

@@ -140,6 +140,21 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attent
         settings.training_attention(config, arch, eight(device))
 
 
+def test_a_note_says_where_passes_are_too_wide_to_share_prompts():
+    changes = {"data__max_prompt_length": 2048, "data__max_response_length": 20480}
+    for size, copies in ((1, False), (2, True)):
+        config, arch = configured(**changes, actor__ppo_micro_batch_size_per_device=size)
+        notes = [line for line in meshes.device_notes(config, arch, eight("tpu")) if "copy the prompt" in line]
+        assert (
+            notes
+            == [
+                "passes of 45056 tokens copy the prompt for each response: splash shares it up to 32768 "
+                "(actor.ppo_max_token_len_per_device)"
+            ]
+            * copies
+        )
+
+
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
     message = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"

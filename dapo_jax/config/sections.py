@@ -328,7 +328,7 @@ class ActorConfig:
     ppo_mini_batch_size: Positive[int] = 32  # prompts per optimizer step
     ppo_micro_batch_size_per_device: Positive[int] = 8  # responses of full length per pass on one device
     use_dynamic_bsz: bool = True  # pack responses into passes, the critic's too; False: one padded row for each
-    ppo_max_token_len_per_device: PositiveOrNull[int] = None  # tokens of a packed pass; null = of so many responses
+    ppo_max_token_len_per_device: PositiveOrNull[int] = None  # tokens of a packed pass; null = as many as those have
     share_prompts: bool = True  # compute a prompt once for the responses packed with it; not with cuDNN's attention
     ppo_epochs: Positive[int] = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)

@@ -92,7 +92,7 @@ class MicroBatches:
         for start in range(0, rows, size):
             bins = [[row] if row < rows and responses[row] else [] for row in range(start, start + size)]
             if any(bins):
-                yield Pass(self.attention.rounded(width), bins)
+                yield Pass(self.attention.rounded(width), bins, shares=False)
 
 
 class _Packer:
@@ -110,8 +110,7 @@ class _Packer:
 
     def piece(self, one: Pass, size: int) -> Piece:
         """The micro-batch of a pass, with `size` response tokens in a bin."""
-        shares = one.width <= self.attention.shared_width
-        filled = [self._bin(rows, one.width, size, shares) for rows in one.bins]
+        filled = [self._bin(rows, one.width, size, one.shares) for rows in one.bins]
         arrays = {name: np.stack([of_bin[name] for of_bin in filled]) for name in filled[0]}
         rows, columns = arrays.pop("rows"), arrays.pop("columns")
         targets = {name: arrays.pop(name) for name in ("sources", "sequences")}

@@ -22,6 +22,7 @@ class Pass:
 
     width: int  # slots of a bin
     bins: list[list[int]]  # rows of each, ascending; a bin may be empty
+    shares: bool  # the responses to a prompt in a bin share it
 
 
 def plan_passes(
@@ -34,6 +35,8 @@ def plan_passes(
     pair_cost: float,
 ) -> list[Pass]:
     """All rows with a response, in passes of at most `max_tokens` slots, or one longest sequence, on each device.
+
+    Either is rounded up to a width that attention takes.
 
     Args:
         prompts: [Q] tokens.
@@ -63,30 +66,28 @@ class _Rows:
         self.slots = np.where(responses > 0, np.repeat(prompts, self.samples) + responses - 1, 0)
         self.longest = int(self.slots.max())
         self.rows = np.flatnonzero(responses)
+        self.by_length = self.rows[np.argsort(-responses[self.rows], kind="stable")]
         tails = int((responses[self.rows] - 1).sum())
         answered = responses.reshape(-1, self.samples).any(axis=1)
         self.least = int(prompts[answered].sum()) + tails if shares else int(self.slots.sum())
 
-    def fill(self, widths: np.ndarray, *, balanced: bool = False) -> list[list[int]] | None:
-        """The rows of each bin, or None if bins of `widths` [N], descending, hold not all rows.
+    def fill(self, widths: np.ndarray) -> list[list[int]] | None:
+        """First-fit decreasing: the rows of each bin, or None if bins of `widths` [N], descending, cannot hold them.
 
-        First-fit decreasing. The longest responses come first. If prompts are shared, it also tries those of one prompt
-        after the other, with fewer copies of prompts but gaps that are harder to fill, and takes what leaves more bins
-        empty.
-
-        Args:
-            balanced: prefer that each response goes where attention has the least work so far, if all fit like this.
+        The longest responses come first. If prompts are shared, it also tries those of one prompt after the other, with
+        fewer copies of prompts but gaps that are harder to fill, and takes what leaves more bins empty.
         """
-        by_length = self.rows[np.argsort(-self.responses[self.rows], kind="stable")]
-        if balanced and (found := self._fill(by_length, widths, balanced=True)) is not None:
-            return found
-        orders = [by_length]
+        orders = [self.by_length]
         if self.shares:
             totals = np.repeat(self.responses.reshape(-1, self.samples).sum(axis=1), self.samples)
             keys = self.rows, -self.responses[self.rows], self.rows // self.samples, -totals[self.rows]
             orders.append(self.rows[np.lexsort(keys)])
         filled = [bins for order in orders if (bins := self._fill(order, widths, balanced=False)) is not None]
         return max(filled, key=lambda bins: bins.count([]), default=None)
+
+    def balance(self, widths: np.ndarray) -> list[list[int]] | None:
+        """As `fill`, but each response goes to the bin where attention has the least work so far."""
+        return self._fill(self.by_length, widths, balanced=True)
 
     def _fill(self, order: np.ndarray, widths: np.ndarray, *, balanced: bool) -> list[list[int]] | None:
         slots, tokens = widths.copy(), widths.copy()  # free in each bin; it predicts no more tokens than it has slots
@@ -111,8 +112,8 @@ class _Rows:
             work[place] += balanced * float(self.slots[row]) ** 2
         return [sorted(rows) for rows in bins]
 
-    def attention(self, bins: list[list[int]]) -> list[float]:
-        """About how much work attention has with each bin."""
+    def work(self, bins: list[list[int]]) -> list[float]:
+        """Of attention with each bin, about."""
         return [float(np.square(self.slots[rows], dtype=np.float64).sum()) for rows in bins]
 
 
@@ -122,11 +123,12 @@ def _wide_bins(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> lis
         full, rest = divmod(parts, EIGHTHS)
         last = [min(rounded(-(-most * rest // EIGHTHS)), most)] if rest else []
         widths = [most] * full + last
-        if widths[0] >= rows.longest and (filled := rows.fill(np.repeat(widths, num_shards), balanced=True)):
-            wide = full * num_shards
+        of_bins, wide = np.repeat(widths, num_shards), full * num_shards
+        if widths[0] >= rows.longest and (filled := rows.fill(of_bins)) is not None:
+            filled = rows.balance(of_bins) or filled
             passes = list(_passes(rows, filled[:wide], most, num_shards, 1))
             return passes + [one for width in last for one in _passes(rows, filled[wide:], width, num_shards, 1)]
-    raise AssertionError
+    raise AssertionError("wider bins hold all rows")
 
 
 def _narrow_bins(rows: _Rows, num_shards: int, most: int, pair_cost: float) -> list[Pass]:
@@ -154,14 +156,14 @@ def _passes(rows: _Rows, bins: list[list[int]], width: int, num_shards: int, mos
     Args:
         most: bins of a device in a pass.
     """
-    order = np.argsort(-np.array(rows.attention(bins)), kind="stable")
+    order = np.argsort(-np.array(rows.work(bins)), kind="stable")
     bins = [bins[number] for number in order]
     while bins:
         size = _size(-(-len(bins) // num_shards), most)
         chosen, bins = bins[: size * num_shards], bins[size * num_shards :]
         chosen += [[] for _ in range(size * num_shards - len(chosen))]
         if any(chosen):
-            yield Pass(width, [one for shard in range(num_shards) for one in chosen[shard::num_shards]])
+            yield Pass(width, [one for shard in range(num_shards) for one in chosen[shard::num_shards]], rows.shares)
 
 
 def _one_by_one(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> Iterator[Pass]:

@@ -160,7 +160,8 @@ def _recorded_quantiles(seen: Mapping[str, float], name: str, most: int) -> Quan
     if cut_off > 0:
         knots.append((min(max(1 - cut_off, end), 1 - end), seen[metrics["max"]]))
     shares, tokens = zip(*sorted(knots), strict=True)
-    scores, logs = _normal_scores(shares), np.log(np.maximum(tokens, 1))
+    # averages over steps, of which some have longer responses, need not ascend
+    scores, logs = _normal_scores(shares), np.log(np.maximum.accumulate(np.maximum(tokens, 1)))
     return lambda wanted: np.minimum(np.exp(np.interp(_normal_scores(wanted), scores, logs)), most)
 
 

@@ -127,7 +127,7 @@ def _expected(
         "response_tokens": _spread(responses),
         "prompt_tokens": _spread(prompts),
         "plan": _plan(step),
-        "efficiency": {stage: work.efficiency for stage, work in step.work.items()},
+        "efficiency": {stage: work.efficiency for stage, work in step.work.items() if work.computed},
         **costs_of([dataclasses.replace(measured[one.key], program=one) for one in step.programs if one.calls], limits),
     }
 

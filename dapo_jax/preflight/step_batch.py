@@ -52,13 +52,14 @@ class StepBatch:
         """The micro-batches of the "actor" or the "critic".
 
         Args:
-            updated: they have what an update needs besides the sampled rows.
+            updated: those of an update, by mini-batches; else those of forward passes over the whole batch.
         """
         split = self.splits[name]
         found: dict[Any, list[tuple[int, float]]] = {}  # how many, and their pairs
         shapes: dict[Any, MicroBatch] = {}
-        for mini, times in self._mini_batches(mini_batch_size(self.config, name)):
-            for piece in split.split(self._updated(mini, name) if updated else mini):
+        size = mini_batch_size(self.config, name) if updated else self.config.data.train_batch_size
+        for rows, times in self._mini_batches(size):
+            for piece in split.split(self._updated(rows, name) if updated else rows):
                 shape = jax.tree.map(self._shape, piece.micro_batch)
                 key = tuple(jax.tree.leaves(shape))
                 found.setdefault(key, []).append((times, split.slowest_pairs(piece)))

@@ -138,11 +138,11 @@ HERE = (
         "actor.ppo_micro_batch_size_per_device",
         "responses per device, in verl over all devices",
     ),
-    _actor("use_dynamic_bsz"),
+    _actor("use_dynamic_bsz", "on unless set"),
     Entry(
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         "actor.ppo_max_token_len_per_device",
-        "includes padding; at least the longest prompt and response",
+        "at least the longest prompt and response",
         token_budget,
     ),
     Entry(f"{ACTOR}.use_prefix_grouper", "actor.share_prompts", "on unless set"),

@@ -116,6 +116,16 @@ def test_the_lengths_of_a_run_are_found_again(tmp_path):
     assert shorter.max() == 4096
 
 
+def test_quantiles_ascend_where_steps_differ(tmp_path):
+    """Half of the steps are cut off for three responses in ten, the others for none; their means cross."""
+    short, long = np.linspace(100, 800, 100).astype(int).reshape(10, 10), np.linspace(300, 1400, 100).reshape(10, 10)
+    data = DataConfig(max_prompt_length=64, max_response_length=1024)
+    rows = [recorded(np.minimum(x, 1024).astype(int), np.full(10, 30), data) for x in (short, long)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": 1, **row}) + "\n" for row in rows))
+    found = parse_lengths(f"{tmp_path}/metrics.jsonl", data).response(np.linspace(0.01, 0.99, 99))
+    assert (np.diff(found) >= 0).all() and found[-1] == pytest.approx(912)  # the mean of 800 and 1024
+
+
 def test_a_run_without_the_quantiles_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "response_length/mean": 7}\n')
     with pytest.raises(InputError, match="has no row with response_length/p10 and the other lengths: give the file of"):
