@@ -81,10 +81,9 @@ def _fits(config: Config, arch: Architecture, mesh: Mesh) -> bool:
     """Whether every device has rows of a mini-batch, and by an estimate enough memory."""
     if any(mini_batch_size(config, name) * config.rollout.n < num_batch_shards(mesh) for name in trained(config)):
         return False
-    memory = limits_of(mesh.devices.flat[0]).memory
-    if memory is None:
+    usable = limits_of(mesh.devices.flat[0]).usable_memory(platform(mesh), config.trainer.gpu_memory_fraction)
+    if usable is None:
         return True
-    usable = memory * (config.trainer.gpu_memory_fraction if platform(mesh) == "gpu" else 1.0)
     stores_scores = chosen_attention(config.model, arch, mesh)[0] == "xla"
     return training_bytes(config, arch, mesh, stores_scores=stores_scores) <= FILLED * usable
 
@@ -179,8 +178,9 @@ def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bo
             f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into data "
             f"{mesh.shape['data']}, fsdp {mesh.shape['fsdp']} and tensor {mesh.shape['tensor']}"
         )
-    if training and (chosen := chosen_attention(config.model, arch, mesh))[1]:
-        lines.append(f"model.attention=fused is {chosen[0]}: the fused kernel {chosen[1]}")
+    name, problem = chosen_attention(config.model, arch, mesh) if training else ("", "")
+    if problem:
+        lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
     if training and config.actor.share_prompts and config.actor.use_dynamic_bsz:
         attention = training_attention(config, arch, mesh)
         widest = max(attention.rounded(token_budget(config, name)) for name in trained(config))

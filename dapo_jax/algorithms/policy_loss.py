@@ -6,10 +6,13 @@ LOSSES names every loss. All of them take
     advantages              [B, R], not differentiated
     mask                    [B, R] bool, tokens to train on
 
-and return the loss [B, R] of each token and its metrics. Without `sequences` a row is a sequence; with it, a row holds
-several of them. Whatever else a loss needs is a parameter of that name: an
-option of config.actor, `selected`, which token_selection.py computes from the whole mini-batch, or `sequences` [B, R]
-int32, the number of each token's sequence within its row. To add one: write the function, and its line in LOSSES.
+and return the loss [B, R] of each token and its metrics. Whatever else a loss needs is a parameter of that name:
+
+    an option of config.actor
+    selected                [B, R] bool, which token_selection.py computes from the whole mini-batch
+    sequences               [B, R] int32, the sequence within its row of each token; without it, a row is one sequence
+
+To add a loss: write the function, and its line in LOSSES.
 
 With r = exp(logprobs - old_logprobs), A the advantage and clip(r) = r within [1 - clip_ratio_low, 1 +
 clip_ratio_high]. A sequence here is those of its tokens that `mask` marks.

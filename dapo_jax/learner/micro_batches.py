@@ -52,7 +52,7 @@ class MicroBatches:
         for one in passes:
             yield packer.piece(one, sizes[one.width])
 
-    def passes(self, batch: Batch) -> list[Pass]:
+    def passes(self, batch: Batch) -> Sequence[Pass]:
         """Which rows each micro-batch has in which bins."""
         prompts, responses = batch.prompt_mask.sum(axis=1), batch.mask.sum(axis=1)
         if not responses.any():
@@ -69,10 +69,13 @@ class MicroBatches:
         )
 
     def computed(self, piece: Piece) -> float:
-        """Operations of a forward pass over a micro-batch; each share of the devices takes as long as the slowest."""
-        slots, tokens = piece.micro_batch.bins.trees.size, piece.micro_batch.sources.size
-        pairs = self.num_shards * self.slowest_pairs(piece)
-        return self.flops.layers * slots + self.flops.head * tokens + self.flops.pair * pairs
+        """Operations of a forward pass over a micro-batch."""
+        return self.operations(piece.micro_batch, self.slowest_pairs(piece))
+
+    def operations(self, micro_batch: MicroBatch, pairs: float) -> float:
+        """Operations of a forward pass whose slowest share of the devices computes so many scores; all wait for it."""
+        slots, tokens = micro_batch.bins.trees.size, micro_batch.sources.size
+        return self.flops.layers * slots + self.flops.head * tokens + self.flops.pair * self.num_shards * pairs
 
     def slowest_pairs(self, piece: Piece) -> float:
         """Pairs of a query and a key whose score the share of the devices with the most computes."""
@@ -81,11 +84,9 @@ class MicroBatches:
     def needed(self, batch: Batch) -> float:
         """Operations of a forward pass over the batch without padding, each prompt once."""
         prompts, responses = batch.prompt_mask.sum(axis=1), batch.mask.sum(axis=1)
-        inputs = np.maximum(responses - 1, 0)  # a response's last token predicts nothing
-        own = np.repeat(prompts, len(responses) // len(prompts))
-        pairs = (prompts * (prompts + 1.0) / 2).sum() + (inputs * own + inputs * (inputs + 1.0) / 2).sum()
-        slots = prompts.sum() + inputs.sum()
-        return float(self.flops.layers * slots + self.flops.head * responses.sum() + self.flops.pair * pairs)
+        by_prompt = responses.reshape(len(prompts), -1)
+        first_tokens = self.flops.head * np.count_nonzero(responses)  # the prompts predict them
+        return float(self.flops.of_prompts(prompts) + self.flops.of_responses(prompts, by_prompt) + first_tokens)
 
     def _by_rows(self, responses: np.ndarray, width: int) -> Iterator[Pass]:
         rows, size = len(responses), self.rows_per_device * self.num_shards

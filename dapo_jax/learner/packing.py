@@ -3,6 +3,7 @@
 Nothing here changes a gradient: which rows a mini-batch holds is decided before, and its loss is a sum over tokens.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ def plan_passes(
     max_tokens: int,
     attention: BinAttention,
     pair_cost: float,
-) -> list[Pass]:
+) -> tuple[Pass, ...]:
     """All rows with a response, in passes of at most `max_tokens` slots, or one longest sequence, on each device.
 
     Either is rounded up to a width that attention takes.
@@ -43,14 +44,27 @@ def plan_passes(
         responses: [B] tokens; row b answers prompt b // (B // Q).
         pair_cost: the work of one pair of a query and a key, by that of a slot.
     """
-    longest = int(np.max(np.repeat(prompts, len(responses) // len(prompts)) + responses - 1))
+    return _plan(tuple(prompts.tolist()), tuple(responses.tolist()), num_shards, max_tokens, attention, pair_cost)
+
+
+@functools.lru_cache(maxsize=64)  # a step asks for the same rows several times: in each epoch, and for each model
+def _plan(
+    prompts: tuple[int, ...],
+    responses: tuple[int, ...],
+    num_shards: int,
+    max_tokens: int,
+    attention: BinAttention,
+    pair_cost: float,
+) -> tuple[Pass, ...]:
+    lengths = np.array(prompts), np.array(responses)
+    longest = int(np.max(np.repeat(lengths[0], len(responses) // len(prompts)) + lengths[1] - 1))
     most = attention.rounded(max(max_tokens, longest))
-    rows = _Rows(prompts, responses, shares=most <= attention.shared_width)
+    rows = _Rows(*lengths, shares=most <= attention.shared_width)
     if not attention.packs:
-        return list(_one_by_one(rows, num_shards, most, attention.rounded))
+        return tuple(_one_by_one(rows, num_shards, most, attention.rounded))
     if attention.skips:
-        return _wide_bins(rows, num_shards, most, attention.rounded)
-    return _narrow_bins(rows, num_shards, most, pair_cost)
+        return tuple(_wide_bins(rows, num_shards, most, attention.rounded))
+    return tuple(_narrow_bins(rows, num_shards, most, pair_cost))
 
 
 class _Rows:
@@ -67,6 +81,9 @@ class _Rows:
         self.longest = int(self.slots.max())
         self.rows = np.flatnonzero(responses)
         self.by_length = self.rows[np.argsort(-responses[self.rows], kind="stable")]
+        totals = np.repeat(responses.reshape(-1, self.samples).sum(axis=1), self.samples)
+        keys = self.rows, -responses[self.rows], self.rows // self.samples, -totals[self.rows]
+        self.by_prompt = self.rows[np.lexsort(keys)]
         tails = int((responses[self.rows] - 1).sum())
         answered = responses.reshape(-1, self.samples).any(axis=1)
         self.least = int(prompts[answered].sum()) + tails if shares else int(self.slots.sum())
@@ -77,11 +94,7 @@ class _Rows:
         The longest responses come first. If prompts are shared, it also tries those of one prompt after the other, with
         fewer copies of prompts but gaps that are harder to fill, and takes what leaves more bins empty.
         """
-        orders = [self.by_length]
-        if self.shares:
-            totals = np.repeat(self.responses.reshape(-1, self.samples).sum(axis=1), self.samples)
-            keys = self.rows, -self.responses[self.rows], self.rows // self.samples, -totals[self.rows]
-            orders.append(self.rows[np.lexsort(keys)])
+        orders = [self.by_length, self.by_prompt] if self.shares else [self.by_length]
         filled = [bins for order in orders if (bins := self._fill(order, widths, balanced=False)) is not None]
         return max(filled, key=lambda bins: bins.count([]), default=None)
 

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import weight_table
 
@@ -17,6 +19,27 @@ class TokenFlops:
     layers: float  # a token through the matrices of all layers
     head: float  # the vocabulary's scores for a token
     pair: float  # a token that attends to a key, in all layers
+
+    def of_prompts(self, prompts: np.ndarray) -> float:
+        """Each token of the prompts [Q] once, under causal attention. Their scores of the vocabulary are not counted.
+
+        Args:
+            prompts: tokens of each.
+        """
+        pairs = prompts * (prompts + 1.0) / 2
+        return float(self.layers * prompts.sum() + self.pair * pairs.sum())
+
+    def of_responses(self, prompts: np.ndarray, responses: np.ndarray) -> float:
+        """Each token of the responses [Q, G] but the last, which predicts nothing, with scores of the vocabulary.
+
+        A token attends to its prompt and to the response up to itself.
+
+        Args:
+            prompts, responses: tokens of each.
+        """
+        steps = np.maximum(responses - 1.0, 0)
+        pairs = steps * prompts[:, None] + steps * (steps + 1) / 2
+        return float((self.layers + self.head) * steps.sum() + self.pair * pairs.sum())
 
 
 def token_flops(arch: Architecture) -> TokenFlops:

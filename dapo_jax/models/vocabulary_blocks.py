@@ -4,8 +4,6 @@ The sampler draws a block first and then a token in it. With a dimension for eac
 the logits is needed on a TPU, and none of them leaves its device along "tensor" if each holds whole blocks.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +17,7 @@ TABLES = "embedding", "head"
 
 def with_whole_blocks(params: Params, shards: int) -> Params:
     """`params` with zero rows after the tables of tokens, so that each of `shards` shards holds whole blocks."""
-    return {**params, **{name: _padded(params[name], BLOCK * shards, 0) for name in TABLES if name in params}}
+    return {**params, **{name: _padded(params[name], BLOCK * shards) for name in TABLES if name in params}}
 
 
 def block_logits(params: Params, hidden: jax.Array, vocab_size: int) -> jax.Array:
@@ -28,16 +26,11 @@ def block_logits(params: Params, hidden: jax.Array, vocab_size: int) -> jax.Arra
     Args:
         vocab_size: V; tables have at least as many rows, see `with_whole_blocks`.
     """
-    table = _padded(head_table(params), BLOCK, 0)
+    table = _padded(head_table(params), BLOCK)
     scores = matmul("bd,nkd->bnk", hidden, table.reshape(-1, BLOCK, table.shape[-1]))
     if len(table) == vocab_size:
         return scores
     return jnp.where(tokens_of_blocks(scores) < vocab_size, scores, -jnp.inf)
-
-
-def in_blocks(logits: jax.Array) -> jax.Array:
-    """Logits [B, V] in blocks, as `block_logits` returns them."""
-    return _padded(logits.T, BLOCK, -jnp.inf).T.reshape(len(logits), -1, BLOCK)
 
 
 def tokens_of_blocks(logits: jax.Array) -> jax.Array:
@@ -45,7 +38,6 @@ def tokens_of_blocks(logits: jax.Array) -> jax.Array:
     return jnp.arange(logits[0].size, dtype=jnp.int32).reshape(logits.shape[1:])
 
 
-def _padded(table: jax.Array, multiple: int, value: Any) -> jax.Array:
-    """[V, ...] with more rows, of `value`, up to a multiple."""
-    missing = -len(table) % multiple
-    return jnp.pad(table, ((0, missing), *[(0, 0)] * (table.ndim - 1)), constant_values=value)
+def _padded(table: jax.Array, multiple: int) -> jax.Array:
+    """[V, D] with rows of zeros up to a multiple."""
+    return jnp.pad(table, ((0, -len(table) % multiple), (0, 0)))

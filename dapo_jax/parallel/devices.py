@@ -46,6 +46,10 @@ class Limits:
             return self.link
         return min(self.link, per_host * self.network)
 
+    def usable_memory(self, platform: str, gpu_memory_fraction: float) -> float | None:
+        """Bytes that JAX may take on such a device; None if its memory is unknown."""
+        return self.memory and self.memory * (gpu_memory_fraction if platform == "gpu" else 1.0)
+
     @property
     def is_known(self) -> bool:
         """Whether the figures suffice to estimate a time."""

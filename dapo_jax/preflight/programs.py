@@ -184,7 +184,7 @@ class _Builder:
         if self.reference is not None:
             passes["reference's log-probabilities"] = (self.reference, 1.0)
         for name, (params, times) in passes.items():
-            for shape in self.batch.shapes("actor"):
+            for shape in self.batch.passes("actor"):
                 yield Program(
                     "log-probabilities",
                     f"{name}, {shape}",
@@ -198,7 +198,7 @@ class _Builder:
         if self.critic is not None:
             critic = self.critic
             params = critic.trainable.state_shape.params
-            for shape in self.batch.shapes("critic"):
+            for shape in self.batch.passes("critic"):
                 yield Program(
                     "values",
                     f"values, {shape}",
@@ -222,7 +222,7 @@ class _Builder:
         frozen = self.frozen if name == "actor" else None
         read = device_bytes([state.params, frozen])
         others = {**beside, PARAMETERS: self.state[PARAMETERS] - read}
-        for shape in self.batch.shapes(name, updated=True):
+        for shape in self.batch.updates[name]:
             yield Program(
                 "update",
                 f"{name}, gradients of {shape}",

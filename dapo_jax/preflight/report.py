@@ -153,13 +153,14 @@ def _compile_all(programs: Sequence[Program], mesh: Mesh, cache: str, progress: 
 
 
 def usable_memory(config: Config, mesh: Mesh, limits: Limits) -> float:
-    """Bytes of a device that JAX can use: on a GPU, the share trainer.gpu_memory_fraction."""
+    """Bytes of a device that JAX can use: what is free if the device is here."""
     device = mesh.devices.flat[0]
     if device in jax.devices():
         return free_bytes(mesh)
-    if limits.memory is None:
+    usable = limits.usable_memory(device.platform, config.trainer.gpu_memory_fraction)
+    if usable is None:
         raise InputError(f"the memory of {device.device_kind} is unknown: choose one of {', '.join(LIMITS)}")
-    return limits.memory * (config.trainer.gpu_memory_fraction if device.platform == "gpu" else 1.0)
+    return usable
 
 
 def read_shape(config: Config) -> Architecture:

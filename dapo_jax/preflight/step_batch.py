@@ -1,6 +1,7 @@
 """Host: the micro-batches of a training step as shapes, from the lengths of its prompts and responses."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,13 @@ class Shape:
 
     micro_batch: MicroBatch  # of jax.ShapeDtypeStruct with shardings
     count: float
-    pairs: float  # scores that a bin and head of the slowest device computes, on average
+    slowest: float  # scores that a head of the slowest share of the devices computes, on average
+    shares: int
+
+    @property
+    def pairs(self) -> float:
+        """As `slowest`, of a bin."""
+        return self.slowest * self.shares / len(self.micro_batch.sources)
 
     def __str__(self) -> str:
         (bins, slots), (_, predicted) = self.micro_batch.bins.tokens.shape, self.micro_batch.sources.shape
@@ -48,18 +55,25 @@ class StepBatch:
         self.splits = {name: micro_batches(config, arch, mesh, name) for name in trained(config)}
         self.sharding = batch_sharding(mesh)
 
-    def shapes(self, name: str, *, updated: bool = False) -> list[Shape]:
-        """The micro-batches of the "actor" or the "critic".
+    def passes(self, name: str) -> list[Shape]:
+        """The micro-batches of forward passes of the "actor" or the "critic" over the whole batch."""
+        return self._shapes(name, self.config.data.train_batch_size, lambda batch: batch)
 
-        Args:
-            updated: those of an update, by mini-batches; else those of forward passes over the whole batch.
-        """
+    @functools.cached_property
+    def updates(self) -> dict[str, list[Shape]]:
+        """The micro-batches of an update, by mini-batches, of each model that is trained."""
+        return {
+            name: self._shapes(name, mini_batch_size(self.config, name), functools.partial(self._updated, name=name))
+            for name in self.splits
+        }
+
+    def _shapes(self, name: str, size: int, change: Callable[[Batch], Batch]) -> list[Shape]:
+        """The micro-batches of parts of `size` prompts, each changed first."""
         split = self.splits[name]
         found: dict[Any, list[tuple[int, float]]] = {}  # how many, and their pairs
         shapes: dict[Any, MicroBatch] = {}
-        size = mini_batch_size(self.config, name) if updated else self.config.data.train_batch_size
         for rows, times in self._mini_batches(size):
-            for piece in split.split(self._updated(rows, name) if updated else rows):
+            for piece in split.split(change(rows)):
                 shape = jax.tree.map(self._shape, piece.micro_batch)
                 key = tuple(jax.tree.leaves(shape))
                 found.setdefault(key, []).append((times, split.slowest_pairs(piece)))
@@ -67,8 +81,7 @@ class StepBatch:
         result = []
         for key, pieces in found.items():
             counts, pairs = np.array(pieces, float).T
-            bins = len(shapes[key].sources) / split.num_shards
-            result.append(Shape(shapes[key], counts.sum(), float(np.average(pairs, weights=counts)) / bins))
+            result.append(Shape(shapes[key], counts.sum(), float(np.average(pairs, weights=counts)), split.num_shards))
         return result
 
     def _shape(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -76,10 +89,12 @@ class StepBatch:
 
     def work(self) -> Work:
         """Of forward passes of the policy in an epoch."""
-        split, total = self.splits["actor"], Work()
-        for mini, times in self._mini_batches(mini_batch_size(self.config, "actor")):
-            total += Work(times * sum(map(split.computed, split.split(mini))), times * split.needed(mini))
-        return total
+        split = self.splits["actor"]
+        mini_batches = self._mini_batches(mini_batch_size(self.config, "actor"))
+        return Work(
+            sum(shape.count * split.operations(shape.micro_batch, shape.slowest) for shape in self.updates["actor"]),
+            sum(times * split.needed(mini) for mini, times in mini_batches),
+        )
 
     def _mini_batches(self, size: int) -> Iterator[tuple[Batch, int]]:
         """The mini-batches of `size` prompts that differ in their lengths, each with how many there are."""

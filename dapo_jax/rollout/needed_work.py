@@ -12,24 +12,17 @@ from dapo_jax.models.flops import token_flops
 def needed_work(arch: Architecture, prompt_lengths: np.ndarray, response_lengths: np.ndarray) -> dict[str, float]:
     """Operations by stage.
 
-    prefill: each token of a prompt once, under causal attention. Its scores of the vocabulary are not counted.
-    decode: each token of a response but the first, which the prompt predicts. A token attends to its prompt and to the
-    tokens sampled before it.
+    prefill: each token of a prompt once. Its scores of the vocabulary are not counted.
+    decode: each step that samples a token of a response; not the first token, which prefill predicts.
 
     Args:
         prompt_lengths: [Q] tokens.
         response_lengths: [Q, G] tokens.
     """
-    flops, prompts, responses = (
-        token_flops(arch),
-        prompt_lengths.astype(np.float64),
-        response_lengths.astype(np.float64),
-    )
-    steps = np.maximum(responses - 1, 0)
-    keys = steps * prompts[:, None] + steps * (steps + 1) / 2
+    flops = token_flops(arch)
     return {
-        "prefill": float(flops.layers * prompts.sum() + flops.pair * (prompts * (prompts + 1) / 2).sum()),
-        "decode": float((flops.layers + flops.head) * steps.sum() + flops.pair * keys.sum()),
+        "prefill": flops.of_prompts(prompt_lengths),
+        "decode": flops.of_responses(prompt_lengths, response_lengths),
     }
 
 

@@ -19,9 +19,7 @@ def prompt_width(longest: int, limit: int) -> int:
 def windows(max_response_length: int, chunk_length: int) -> list[int]:
     """Cache widths, ascending, in whole chunks: buckets from FIRST_WINDOW up, then every WIDEST_STEP tokens.
 
-    The last holds a whole response.
-
-    The last token of a response is not cached, so `max_response_length` - 1 tokens are enough.
+    The widest holds a whole response but its last token, which is not cached.
     """
     last = max(-(-(max_response_length - 1) // chunk_length), 1) * chunk_length
     found, size = [], FIRST_WINDOW

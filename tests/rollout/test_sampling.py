@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.models.vocabulary_blocks import BLOCK, in_blocks
+from dapo_jax.models.vocabulary_blocks import BLOCK
 from dapo_jax.rollout import sampling as sampling_module
 from dapo_jax.rollout.sampling import EVALUATE, SELECT, TRAIN, Sampling, inverse_cdf, position_noise, row_keys
 
@@ -14,7 +14,9 @@ DRAWS = 20000
 
 
 def sample(logits, *arguments):
-    return sampling_module.sample(in_blocks(logits), *arguments)
+    missing = -logits.shape[1] % BLOCK
+    blocks = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf).reshape(len(logits), -1, BLOCK)
+    return sampling_module.sample(blocks, *arguments)
 
 
 def draw(sampling, logits=LOGITS):
