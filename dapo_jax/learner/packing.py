@@ -190,8 +190,6 @@ def _one_by_one(rows: _Rows, num_shards: int, most: int, rounded: Rounded) -> It
 
 
 def _size(left: int, most: int) -> int:
-    """Bins of a device in the next pass if `left` are left: `most`, or a power of two that is little more or less."""
-    if left >= most:
-        return most
-    power = 1 << (left - 1).bit_length()
-    return min(power, most) if left > 0.8 * power else power // 2
+    """Bins of a device in the next pass if `left` are left: passes take evenly many, but of few different numbers."""
+    even = -(-left // -(-left // most))
+    return min(bucket(even) if even > 3 else even, most)
