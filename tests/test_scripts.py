@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import benchmark_rollout
 import benchmark_update
 import contenders
 import monitor_filter_groups
@@ -229,12 +228,6 @@ def test_a_foreign_loop_takes_a_step_only_when_it_is_asked_to_and_its_error_is_s
     assert steps == [0]
     with pytest.raises(OSError, match="the end"):
         turns.take()
-
-
-def test_benchmarked_lengths_have_a_long_tail():
-    lengths = benchmark_rollout.make_lengths("long tail 256", 64)
-    assert lengths.min() >= 1 and lengths.max() <= 256 and 256 / 8 < lengths.mean() < 256 / 5
-    assert (benchmark_rollout.make_lengths("fixed 64", 3) == 64).all()
 
 
 def test_a_benchmark_gives_the_seconds_of_the_first_call_as_they_were():

@@ -52,7 +52,7 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
         findings.keep(skipped=f"{shape} does not fit {_gib(memory_limit())}")
         return
     args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
-    ours, case = benchmark_rollout.Ours(args, DTYPE), f"fixed {length}"
+    ours, case = benchmark_rollout.Ours(args, DTYPE), str(length)
     first = seconds_of(lambda: ours(case))
     results = [ours(case) for _ in range(REPEATS)]
     seconds = statistics.median(taken for _, taken in results)
@@ -139,7 +139,7 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
         "batch": batch,
         "group": GROUP,
         "prompt_length": prompt,
-        "new_tokens": length,
+        "lengths": str(length),
         "micro": micro * devices,
     }
     options = {
@@ -204,7 +204,7 @@ def micro_batch_that_fits(arch: Any, length: int, devices: int, chunk: int) -> i
 
 def model_flops(arch: Any, args: argparse.Namespace) -> float:
     """FLOPs of an update, by the formula on the page."""
-    length = args.prompt_length + args.new_tokens
+    length = args.prompt_length + int(args.lengths)
     attention = 6.0 * arch.num_layers * arch.num_heads * arch.head_dim * args.batch * length**2
     return benchmark_update.least_flops(arch, args) + attention
 

@@ -21,6 +21,7 @@ import numpy as np
 from accelerator_findings import Findings
 from benchmark_update import open_random_run
 from contenders import seconds_of
+from workload import make_prompts
 
 LOGPROB_TOLERANCE = 1e-3  # nats, in float32
 K3_LIMITS = {"float32": 1e-6, "bfloat16": 1e-3}  # nats, training pass against sampler: docs/troubleshooting.md
@@ -254,9 +255,9 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
 
     rows, prompt, length = (8, 4, 12) if small else (64, 24, 128)
     args = argparse.Namespace(
-        shape=NARROW if small else WIDE, batch=rows, group=1, prompt_length=prompt, new_tokens=length, micro=rows
+        shape=NARROW if small else WIDE, batch=rows, group=1, prompt_length=prompt, lengths=str(length), micro=rows
     )
-    prompts = contenders.make_prompts(args)
+    prompts = make_prompts(args)
     options = {
         "rollout.decode_chunk_length": length // 4,
         "reward.num_workers": 1,

@@ -5,16 +5,13 @@
 
 Each contender is a separate process with the same random Llama (default: the shape of SmolLM2-135M), the same prompts
 and lengths, and no end-of-sequence token. They take turns; only one computes at a time. A peer is left out if its
-Python is not given and its packages are not installed next to dapo_jax. The cases:
-
-    fixed N       every response has N tokens
-    long tail N   lognormal lengths with a mean of about N / 6, cut at N; tokens after a response's end do not count.
-                  Tunix has no lengths per row and is left out
+Python is not given and its packages are not installed next to dapo_jax. Tokens after a response's end do not count.
+Tunix has no lengths per row and takes part only in equal ones.
 
 Columns: "tokens/s" is the median of the repeats after a first call, which compiles and takes "first s". "of the limit"
 is the share of what the device could do at best: for every step, the time of the matrix products of the rows that are
 still alive, measured on the same weights in the same run, or the time of reading weights and cache at memory bandwidth,
-whichever is longer. "peak" is the most memory that the process has taken so far, earlier cases included.
+whichever is longer. "peak" is the most memory that the process has taken so far, earlier lengths included.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -39,7 +36,6 @@ from contenders import (
     forward_products,
     jax_peak,
     make_parser,
-    make_prompts,
     max_rss,
     seconds_of,
     serve,
@@ -48,20 +44,14 @@ from contenders import (
     tunix_llama,
     write_output,
 )
+from workload import LENGTHS, as_numbers, as_text, make_prompts, response_lengths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
 from markdown_table import markdown_table
 from script_ends import command
 
-
-def make_lengths(case: str, batch: int) -> np.ndarray:
-    """Tokens of each response."""
-    kind, longest = case.rsplit(" ", 1)
-    if kind == "fixed":
-        return np.full(batch, int(longest))
-    drawn = np.random.default_rng(3).lognormal(np.log(int(longest) / 6) - 0.32, 0.8, batch)
-    return np.clip(drawn.round().astype(int), 1, int(longest))
+LONG_TAIL = "lognormal:median=31,sigma=0.8,clip=256"
 
 
 class Ours:
@@ -91,7 +81,7 @@ class Ours:
         from dapo_jax.rollout.waves import WaveEngine
 
         start = time.perf_counter()
-        lengths, on_cpu = make_lengths(case, self.args.batch), self.jax.default_backend() == "cpu"
+        lengths, on_cpu = response_lengths(case, self.args), self.jax.default_backend() == "cpu"
         if case not in self.engines:
             self.engines[case] = WaveEngine(
                 WaveSettings(
@@ -100,7 +90,7 @@ class Ours:
                     eos_ids=(),
                     pad_id=0,
                     max_prompt_length=self.args.prompt_length,
-                    max_response_length=int(case.rsplit(" ", 1)[1]),
+                    max_response_length=int(lengths.max()),
                     max_num_seqs=self.args.batch,
                     memory_share=1.0,
                     chunk_length=self.args.chunk,
@@ -123,7 +113,7 @@ class Ours:
 
     def limit(self, case: str) -> dict[str, float]:
         """Tokens per second of matrix products alone, or of memory traffic alone."""
-        lengths = make_lengths(case, self.args.batch)
+        lengths = response_lengths(case, self.args)
         seconds = least_seconds(self.params, self.arch, self.mesh, lengths, self.args.prompt_length)
         return {"limit": float(lengths.sum() / seconds)}
 
@@ -179,7 +169,7 @@ class HuggingFace:
 
     def __call__(self, case: str) -> tuple[int, float]:
         start = time.perf_counter()
-        torch, lengths = self.torch, make_lengths(case, self.args.batch)
+        torch, lengths = self.torch, response_lengths(case, self.args)
         ends = torch.tensor(lengths + self.args.prompt_length, device=self.device)
 
         def ended(ids: Any, _scores: Any, **_: Any) -> Any:
@@ -215,7 +205,7 @@ class Tunix:
 
         self.jax, self.args, self.base_rollout, shape = jax, args, base_rollout, SHAPES[args.shape]
         head_dim = shape["hidden_size"] // shape["num_attention_heads"]
-        longest = max(int(case.rsplit(" ", 1)[1]) for case in args.cases)
+        longest = max(int(response_lengths(case, args).max()) for case in args.lengths)
         cache = base_rollout.CacheConfig(
             cache_size=args.prompt_length + longest,
             num_layers=shape["num_hidden_layers"],
@@ -223,11 +213,11 @@ class Tunix:
             head_dim=head_dim,
         )
         self.rollout = vanilla_rollout.VanillaRollout(tunix_llama(shape, dtype), Integers(), cache_config_or_size=cache)
-        self.prompts = [" ".join(map(str, prompt)) for prompt in make_prompts(args) for _ in range(args.group)]
+        self.prompts = [prompt for prompt in as_text(make_prompts(args)) for _ in range(args.group)]
 
     def __call__(self, case: str) -> tuple[int, float]:
         start = time.perf_counter()
-        lengths = make_lengths(case, self.args.batch)
+        lengths = response_lengths(case, self.args)
         if lengths.min() < lengths.max():
             raise NotImplementedError("no lengths per row")
         new = int(lengths[0])
@@ -258,11 +248,12 @@ def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str
     contenders = start_contenders(__file__, wanted, args, arguments)
     rows = []
     try:
-        for case in args.cases:
+        for lengths in args.lengths:
+            case = as_numbers(lengths, args)
             results = take_turns(contenders, case, args.repeats)
             for result in results:
                 limit = result.contender.ask(case=case, limit=True)["limit"] if result.contender.ours else None
-                rows.append({"case": case, **result.row(results[0], limit)})
+                rows.append({"lengths": lengths, **result.row(results[0], limit)})
                 print(markdown_table(rows[-1:], leave_out=("seconds",)), flush=True)
     finally:
         for contender in contenders:
@@ -275,12 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--chunk", type=int, default=16, help="tokens between two checks for finished responses (dapo_jax)"
     )
-    parser.add_argument("--cases", nargs="+", default=["fixed 64", "fixed 256", "long tail 256"])
+    parser.add_argument("--lengths", nargs="+", default=["64", "256", LONG_TAIL], help=LENGTHS)
     args = parser.parse_args(arguments)
     if args.serve:
         serve(args.serve, lambda name, dtype: CONTENDERS[name](args, dtype))
         return
-    rows = measure(args, list(sys.argv[1:] if arguments is None else arguments))
+    numbers = [as_numbers(lengths, args) for lengths in args.lengths]
+    rows = measure(args, [*(sys.argv[1:] if arguments is None else arguments), "--lengths", *numbers])
     print("\n" + markdown_table(rows, leave_out=("seconds",)))
     write_output(args, rows=rows)
 

@@ -3,8 +3,10 @@
     python scripts/benchmarks/benchmark_step.py --repeats 3 --output step.json
     python scripts/benchmarks/benchmark_step.py --peers trl=TORCH_ENV/bin/python tunix=TUNIX_ENV/bin/python
 
-A step samples a fixed number of tokens for every prompt (no end-of-sequence token is possible), scores the responses
-and updates the policy once. Model, options and contenders are those of benchmark_update.py. Measured are:
+A step samples responses, scores them and updates the policy once. Model, lengths, options and contenders are those of
+benchmark_update.py. Responses end where the benchmark says: dapo_jax limits each one, and in TRL a logits processor
+makes the end-of-sequence token certain there and impossible before. Tunix's sampler has no lengths per row, so Tunix
+takes part only in equal lengths. Measured are:
 
     dapo_jax NAME  sample_batch (with the verifier processes and the group filter) and train_on of step.py, metrics,
                    advance; without logging and saving
@@ -20,16 +22,19 @@ if __name__ == "__main__":  # the imports below take seconds
 
     end_at_once("benchmark_step")
 
+import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import benchmark_rollout
 import benchmark_update
-import numpy as np
 from benchmark_update import Ours, run_benchmark
-from peer_trainers import TRL, Tunix, num_tokens
+from peer_trainers import TRL, Tunix
+from workload import make_lengths, num_tokens
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -38,6 +43,11 @@ from script_ends import command
 
 class OursStep(Ours):
     """dapo_jax."""
+
+    def __init__(self, args: argparse.Namespace, dtype: str, options: dict[str, Any]) -> None:
+        super().__init__(args, dtype, options)
+        engine: Any = self.run.sampler.engine
+        engine.generate = functools.partial(engine.generate, limits=make_lengths(args))
 
     def __call__(self, case: str) -> tuple[int, float]:
         from dapo_jax.progress import advance
@@ -51,15 +61,14 @@ class OursStep(Ours):
         self.jax.block_until_ready(self.models)
         seconds = time.perf_counter() - start
         assert batch.experience is not None
-        assert batch.experience.num_tokens == self.args.batch * self.args.new_tokens
+        assert batch.experience.num_tokens == make_lengths(self.args).sum()
         return num_tokens(self.args), seconds
 
     def limit(self, case: str) -> dict[str, float | None]:
         """Tokens per second of matrix products and memory traffic alone."""
         weights = self.run.learner.decode_weights(self.models.actor.params)
-        lengths = np.full(self.args.batch, self.args.new_tokens)
         sampling = benchmark_rollout.least_seconds(
-            weights, self.run.arch, self.run.learner.mesh, lengths, self.args.prompt_length
+            weights, self.run.arch, self.run.learner.mesh, make_lengths(self.args), self.args.prompt_length
         )
         update = benchmark_update.least_seconds(self.run, weights, self.args)
         return {"limit": num_tokens(self.args) / (sampling + update)}
@@ -75,6 +84,12 @@ class TunixStep(Tunix):
     """Google Tunix' GRPO learner."""
 
     whole_step = True
+
+    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
+        lengths = make_lengths(args)
+        if lengths.min() < lengths.max():
+            raise NotImplementedError("Tunix's sampler has no lengths per row")
+        super().__init__(args, dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

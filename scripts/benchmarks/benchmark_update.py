@@ -3,26 +3,28 @@
     python scripts/benchmarks/benchmark_update.py --repeats 3 --output update.json
     python scripts/benchmarks/benchmark_update.py --peers trl=TORCH_ENV/bin/python tunix=TUNIX_ENV/bin/python
     python scripts/benchmarks/benchmark_update.py --ours shared "kept=model.enable_gradient_checkpointing=False"
+    python scripts/benchmarks/benchmark_update.py --lengths lognormal:median=24,sigma=1,clip=128
 
 An update is the forward pass, backward pass and optimizer step (AdamW) of one mini-batch under DAPO's loss, on a random
-Llama (default: the shape of SmolLM2-135M), with responses of equal length. Each contender is a separate process with
-the same prompts and responses. They take turns; only one computes at a time. A peer is left out if its packages are not
-installed. Measured are:
+Llama (default: the shape of SmolLM2-135M). Prompts are equally long; responses have --lengths. Each contender is a
+separate process with the same prompts and responses. They take turns; only one computes at a time. A peer is left out
+if its packages are not installed. Measured are:
 
     dapo_jax NAME  step.update on rows of the learner, under the config options that --ours gives NAME
     trl            a step of GRPOTrainer (loss_type "dapo") without _generate_and_score_completions: its training_step
                    calls, gradient clipping, optimizer and what its loop does around them
     tunix          all RLCluster.update_actor calls of a step, with DAPO's loss
 
-Responses are given; nothing is sampled. The peers keep all activations; dapo_jax follows its options (the default
+Responses are given; nothing is sampled. As in training, the peers pad all of them to the longest, and dapo_jax packs
+them unless an option says otherwise. The peers keep all activations; dapo_jax follows its options (the default
 recomputes them). In bfloat16, weights and moments of dapo_jax and TRL (autocast) are float32, those of Tunix are not.
 
-Columns: "tokens/s" counts prompt and response of every row, even if a prompt is run once for several rows. It is the
-median of the repeats after a first call, which compiles and takes "first s". "of the limit" compares with the matrix
-products alone, measured in dapo_jax in the same dtype and run: three times those of forward passes over the
-micro-batches, with a prompt in every row and the head on responses only. Shared prompts can exceed it. "MFU" is the
-FLOPs of these products divided by what the device's data sheet promises in bfloat16. "peak" is the most memory that the
-process has taken.
+Columns: "tokens/s" counts prompt and response of every row, even if a prompt is run once for several rows, but no
+padding. It is the median of the repeats after a first call, which compiles and takes "first s". "of the limit" compares
+with the matrix products of these tokens alone, measured in dapo_jax in the same dtype and run: three times those of
+forward passes, as many tokens at a time as a micro-batch has on average, with a prompt in every row and the head on
+responses only. Shared prompts can exceed it. "MFU" is the FLOPs of these products divided by what the device's data
+sheet promises in bfloat16. "peak" is the most memory that the process has taken.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -48,23 +50,14 @@ from contenders import (
     forward_products,
     jax_peak,
     make_parser,
-    make_prompts,
     seconds_of,
     serve,
     start_contenders,
     take_turns,
     write_output,
 )
-from peer_trainers import (
-    LEARNING_RATE,
-    MANY,
-    TRL,
-    Tunix,
-    as_text,
-    integer_tokenizer,
-    make_responses,
-    num_tokens,
-)
+from peer_trainers import LEARNING_RATE, MANY, TRL, Tunix, integer_tokenizer
+from workload import LENGTHS, as_numbers, as_text, make_lengths, make_prompts, make_responses, num_tokens
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
@@ -96,7 +89,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
             "data.task": "arithmetic",
             "data.train_batch_size": num_prompts,
             "data.max_prompt_length": max(args.prompt_length, 16),
-            "data.max_response_length": args.new_tokens,
+            "data.max_response_length": int(make_lengths(args).max()),
             "rollout.n": args.group,
             "rollout.max_num_seqs": args.batch,
             "reward.function": "peer_trainers.score",
@@ -162,17 +155,24 @@ class Ours:
         from dapo_jax.data.experience import Experience
         from dapo_jax.learner.batch import rows_of
 
-        groups, size, length = self.args.batch // self.args.group, self.args.group, self.args.new_tokens
+        groups, size, lengths = self.args.batch // self.args.group, self.args.group, make_lengths(self.args)
+        mask = np.arange(lengths.max()) < lengths[:, None]
+        responses = np.zeros(mask.shape, np.int32)
+        responses[mask] = np.concatenate(make_responses(self.args))
+
+        def grouped(array: np.ndarray) -> np.ndarray:
+            return array.reshape(groups, size, -1)
+
         experience = Experience(
             numbers=np.arange(groups),
             rows=np.arange(groups),
             prompts=self.run.problems.train_set.tokens,
-            responses=make_responses(self.args).astype(np.int32).reshape(groups, size, length),
-            mask=np.ones((groups, size, length), bool),
+            responses=grouped(responses),
+            mask=grouped(mask),
             finished=np.ones((groups, size), bool),
             texts=[],
             scores={},
-            logprobs=np.full((groups, size, length), -math.log(self.run.arch.vocab_size), np.float32),
+            logprobs=grouped(np.where(mask, -math.log(self.run.arch.vocab_size), 0.0).astype(np.float32)),
             versions=np.zeros(groups, np.int64),
             failed=np.zeros((groups, size), bool),
         )
@@ -198,7 +198,7 @@ class Ours:
 
 
 def least_seconds(run: Any, weights: Any, args: argparse.Namespace) -> float:
-    """Seconds of the matrix products of an update: three times those of the forward passes over all micro-batches.
+    """Seconds of the matrix products of an update: three times those of forward passes over its tokens.
 
     Args:
         weights: decoding weights.
@@ -209,13 +209,12 @@ def least_seconds(run: Any, weights: Any, args: argparse.Namespace) -> float:
     from dapo_jax.parallel.mesh import num_batch_shards
 
     shards = num_batch_shards(run.learner.mesh)
-    micro = max(args.micro // shards, 1)  # every device computes one device's rows
+    share = max(args.micro // shards, 1) / args.batch  # every device computes one device's part of the rows
     products = jax.jit(forward_products, static_argnums=2)
-    hidden = jnp.full((micro * (args.prompt_length + args.new_tokens), run.arch.hidden_size), 1e-3, jnp.float32)
-    times = [
-        seconds_of(lambda: jax.block_until_ready(products(weights, hidden, micro * args.new_tokens))) for _ in range(5)
-    ]
-    return 3 * statistics.median(times[2:]) * args.batch / (micro * shards)
+    rows, head_rows = round(share * num_tokens(args)), round(share * int(make_lengths(args).sum()))
+    hidden = jnp.full((rows, run.arch.hidden_size), 1e-3, jnp.float32)
+    times = [seconds_of(lambda: jax.block_until_ready(products(weights, hidden, head_rows))) for _ in range(5)]
+    return 3 * statistics.median(times[2:]) / (share * shards)
 
 
 def least_flops(arch: Any, args: argparse.Namespace) -> float:
@@ -224,7 +223,7 @@ def least_flops(arch: Any, args: argparse.Namespace) -> float:
 
     layers = sum(math.prod(weight.shape) for weight in weight_table(arch) if weight.is_matrix and weight.stacked)
     head = arch.vocab_size * arch.hidden_size
-    return 6.0 * (layers * num_tokens(args) + head * args.batch * args.new_tokens)
+    return 6.0 * (layers * num_tokens(args) + head * int(make_lengths(args).sum()))
 
 
 def variants(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -274,7 +273,8 @@ def run_benchmark(
 ) -> None:
     """The command line of a benchmark of `contenders`: "dapo_jax" and the peers."""
     parser = make_parser(description)
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--lengths", default="64", help=LENGTHS)
+    parser.add_argument("--new-tokens", dest="lengths", metavar="N", help="the same as --lengths N")
     parser.add_argument("--micro", type=int, default=16, help="responses per forward and backward pass")
     parser.add_argument(
         "--ours",
@@ -293,7 +293,8 @@ def run_benchmark(
             ),
         )
         return
-    found = measure(script, args, list(sys.argv[1:] if arguments is None else arguments))
+    given = [*(sys.argv[1:] if arguments is None else arguments), "--lengths", as_numbers(args.lengths, args)]
+    found = measure(script, args, given)
     print(markdown_table(found["rows"], leave_out=("seconds",)))
     write_output(args, **found)
 

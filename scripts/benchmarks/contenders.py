@@ -78,6 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         model_type="llama",
     ),
 }
+MOST_POSITIONS = 8192  # tokens of a prompt and its response
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "trl", "google-tunix")
 
 
@@ -91,16 +92,9 @@ def config_json(shape: str) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "rope_theta": 100000.0,
         "hidden_act": "silu",
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": MOST_POSITIONS,
         "initializer_range": 0.02,
     }
-
-
-def make_prompts(args: argparse.Namespace, *, seed: int = 7) -> list[list[int]]:
-    """Distinct prompts, each of which is answered args.group times."""
-    rng = np.random.default_rng(seed)
-    vocabulary = SHAPES[args.shape]["vocab_size"]
-    return rng.integers(10, vocabulary, (args.batch // args.group, args.prompt_length)).tolist()
 
 
 def forward_products(params: Any, x: Any, head_rows: int) -> Any:

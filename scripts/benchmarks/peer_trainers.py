@@ -1,15 +1,19 @@
 """Host: the trainers that the benchmarks of the update and of the step compare with, and their common settings."""
 
 import argparse
+import functools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from contenders import SHAPES, Integers, Turns, config_json, jax_peak, make_prompts, max_rss, tunix_llama
+from contenders import SHAPES, Integers, Turns, config_json, jax_peak, max_rss, tunix_llama
+from workload import as_text, make_lengths, make_prompts, make_responses, num_tokens
 
 LEARNING_RATE = 1e-6
 MANY = 10**6  # steps, more than are ever taken
+END = 1  # the end-of-sequence token
 
 
 def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
@@ -17,27 +21,28 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
     return float(np.mean([int(word) % 2 == 0 for word in solution.split()] or [0.0]))
 
 
-def make_responses(args: argparse.Namespace) -> np.ndarray:
-    """The responses [B, R] that are trained on."""
-    vocabulary = SHAPES[args.shape]["vocab_size"]
-    return np.random.default_rng(5).integers(10, vocabulary, (args.batch, args.new_tokens))
+def end_at(lengths: Any, prompt_length: int) -> Callable[[Any, Any], Any]:
+    """A logits processor of transformers: row b draws END as token lengths[b] of its response, and not before.
 
+    Args:
+        lengths: [B], on the device of the scores.
+    """
 
-def as_text(token_ids: Sequence[Sequence[int]]) -> list[str]:
-    """Each row as `integer_tokenizer` reads and writes it."""
-    return [" ".join(map(str, row)) for row in token_ids]
+    def process(token_ids: Any, scores: Any) -> Any:
+        scores[:, END] = -math.inf
+        last = lengths == token_ids.shape[1] - prompt_length + 1
+        scores[last] = -math.inf
+        scores[last, END] = 0.0
+        return scores
 
-
-def num_tokens(args: argparse.Namespace) -> int:
-    """Tokens of a batch, prompts counted in every row."""
-    return args.batch * (args.prompt_length + args.new_tokens)
+    return process
 
 
 def integer_tokenizer(vocab_size: int) -> Any:
     """A `tokenizers.Tokenizer` whose text is the token ids."""
     import tokenizers
 
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {str(i): i for i in range(2, vocab_size)}
+    vocabulary = {"<pad>": 0, "<eos>": END} | {str(i): i for i in range(2, vocab_size)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return backend
@@ -57,7 +62,7 @@ class TRL:
         from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
         self.torch, self.args, self.on_gpu = torch, args, torch.cuda.is_available()
-        settings = transformers.AutoConfig.for_model(**config_json(args.shape), pad_token_id=0, eos_token_id=1)
+        settings = transformers.AutoConfig.for_model(**config_json(args.shape), pad_token_id=0, eos_token_id=END)
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
         tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_object=integer_tokenizer(settings.vocab_size),
@@ -65,14 +70,14 @@ class TRL:
             eos_token="<eos>",
             padding_side="left",
         )
+        lengths = make_lengths(args)
         prompts = [prompt for seed in range(64) for prompt in make_prompts(args, seed=seed)]
         config = trl.GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             per_device_train_batch_size=args.micro,
             num_generations=args.group,
             gradient_accumulation_steps=args.batch // args.micro,
-            max_completion_length=args.new_tokens,
-            generation_kwargs={"min_new_tokens": args.new_tokens},
+            max_completion_length=int(lengths.max()),
             temperature=1.0,
             top_p=1.0,
             top_k=0,
@@ -104,10 +109,15 @@ class TRL:
         )
         generate, score_all = self.trainer._generate_single_turn, self.trainer._generate_and_score_completions
         self.apart = 0.0  # seconds of generating and scoring
-        given = make_responses(args).tolist()
+        ends = end_at(torch.tensor(lengths, device=self.trainer.accelerator.device), args.prompt_length)
+        processors = transformers.LogitsProcessorList([ends])
+        model.generate = functools.partial(model.generate, logits_processor=processors)
+        responses = make_responses(args)
 
         def generate_or_give(*rest: Any, **named: Any) -> Any:
-            return generate(*rest, **named) if self.whole_step else (given, None)
+            found = generate(*rest, **named) if self.whole_step else (responses, None)
+            assert [len(response) for response in found[0]] == lengths.tolist()
+            return found
 
         def timed(*rest: Any, **named: Any) -> Any:
             start = time.perf_counter()
@@ -158,6 +168,7 @@ class Tunix:
         from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
         self.jax, self.args, num_prompts = jax, args, args.batch // args.group
+        lengths = make_lengths(args)
         mesh = jax.make_mesh((jax.device_count(), 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         model = tunix_llama(SHAPES[args.shape], dtype)
         micro = max(args.micro // args.group, 1)  # prompts
@@ -180,13 +191,13 @@ class Tunix:
                     compute_logps_micro_batch_size=micro,
                 ),
                 rollout_config=base_rollout.RolloutConfig(
-                    max_tokens_to_generate=args.new_tokens,
+                    max_tokens_to_generate=int(lengths.max()),
                     max_prompt_length=args.prompt_length,
                     temperature=1.0,
                     top_p=1.0,
                     top_k=None,
                     eos_tokens=[-1],
-                    kv_cache_size=args.prompt_length + args.new_tokens,
+                    kv_cache_size=args.prompt_length + int(lengths.max()),
                 ),
             ),
         )
@@ -198,9 +209,9 @@ class Tunix:
             if self.whole_step:
                 return generate(prompts, **named)
             return base_rollout.RolloutOutput(
-                text=as_text(responses.tolist()),
+                text=as_text(responses),
                 logits=[],
-                tokens=list(responses),
+                tokens=list(map(np.array, responses)),
                 left_padded_prompt_tokens=np.array([Integers().encode(prompt) for prompt in prompts]),
                 logprobs=None,
             )
