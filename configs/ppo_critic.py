@@ -15,6 +15,8 @@ from typing import Any
 
 from quickstart import get_config as quickstart
 
+from dapo_jax.config import default_config
+
 
 def get_config() -> Any:
     config = quickstart()
@@ -22,11 +24,15 @@ def get_config() -> Any:
     config.data.train_batch_size = 16
     config.data.gen_batch_size = None
     config.rollout.n = 4
+    config.reward.overlong_buffer = default_config().reward.overlong_buffer
     config.algorithm.adv_estimator = "gae"
     config.algorithm.filter_groups.enable = False
+    config.algorithm.filter_groups.leftover = "requeue"
     config.actor.ppo_mini_batch_size = 8
     config.actor.clip_ratio_high = 0.2
     config.actor.clip_ratio_c = 3.0
+    config.actor.optim.lr = 1.2e-5
     config.critic.optim.lr = 5e-5
+    config.trainer.total_training_steps = 28
     config.trainer.critic_warmup = 1
     return config

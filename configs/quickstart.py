@@ -24,7 +24,7 @@ def get_config() -> Any:
     config.data.arithmetic.high = 50
     config.data.arithmetic.template = "Calculate {a} {operator} {b}. Answer with the number only."
     config.data.system_prompt = ""
-    config.data.train_batch_size = 12
+    config.data.train_batch_size = 8
     config.data.gen_batch_size = 16
     config.data.max_prompt_length = 64
     config.data.max_response_length = 14
@@ -34,15 +34,15 @@ def get_config() -> Any:
     config.reward.overlong_buffer.enable = True
     config.reward.overlong_buffer.len = 2
     config.algorithm.filter_groups.leftover = "carry"
-    config.actor.ppo_mini_batch_size = 4
-    config.actor.ppo_micro_batch_size_per_device = 32
-    config.actor.optim.lr = 1.8e-5
+    config.actor.ppo_mini_batch_size = 2
+    config.actor.ppo_micro_batch_size_per_device = 16
+    config.actor.optim.lr = 1.6e-5
     config.actor.optim.lr_scheduler_type = "cosine"
     config.actor.optim.min_lr_ratio = 0.1
     config.actor.optim.lr_warmup_steps = 2
     config.actor.optim.weight_decay = 0.0
-    config.trainer.total_training_steps = 18
-    config.trainer.test_freq = 6
-    config.trainer.save_freq = 9
+    config.trainer.total_training_steps = 21
+    config.trainer.test_freq = 7
+    config.trainer.save_freq = 7
     config.monitor.alarms.entropy_collapse = 0.03  # answers settle on one sentence, whose digits alone stay uncertain
     return config
