@@ -120,3 +120,10 @@ def test_few_shapes_are_compiled():
         for one in plan(lengths(8, median=24, clip=128, of_prompt=40, seed=seed), shards=1, tokens=2048, attention=XLA)
     }
     assert len(found) <= 16
+
+
+def test_passes_are_evenly_large():
+    for seed in range(10):
+        sizes = lengths(8, median=24, clip=128, of_prompt=40, seed=seed)
+        numbers = [len(one.bins) for one in plan(sizes, shards=1, tokens=2048, attention=XLA)]
+        assert 2 * min(numbers) >= max(numbers)
