@@ -34,15 +34,15 @@ def get_config() -> Any:
     config.reward.overlong_buffer.enable = True
     config.reward.overlong_buffer.len = 2
     config.algorithm.filter_groups.leftover = "carry"
-    config.actor.ppo_mini_batch_size = 2
-    config.actor.ppo_micro_batch_size_per_device = 16
-    config.actor.optim.lr = 1.6e-5
+    config.actor.ppo_mini_batch_size = 4
+    config.actor.ppo_micro_batch_size_per_device = 32
+    config.actor.optim.lr = 1.4e-5
     config.actor.optim.lr_scheduler_type = "cosine"
     config.actor.optim.min_lr_ratio = 0.1
     config.actor.optim.lr_warmup_steps = 2
     config.actor.optim.weight_decay = 0.0
-    config.trainer.total_training_steps = 21
-    config.trainer.test_freq = 7
-    config.trainer.save_freq = 7
+    config.trainer.total_training_steps = 26
+    config.trainer.test_freq = 13
+    config.trainer.save_freq = 13
     config.monitor.alarms.entropy_collapse = 0.03  # answers settle on one sentence, whose digits alone stay uncertain
     return config
