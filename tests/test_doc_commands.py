@@ -313,6 +313,6 @@ def test_benchmarks(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     _, script, *words = small(command, 0)
-    kind = ["--cases", "fixed 4"] if "rollout" in script else ["--new-tokens", "4", "--micro", "4"]
+    kind = ["--lengths", "4", *([] if "rollout" in script else ["--micro", "4"])]
     importlib.import_module(Path(script).stem).main([*words, *BENCHMARK, *kind, "--dtypes", "float32"])
     assert "| dapo_jax" in capsys.readouterr().out
