@@ -84,9 +84,9 @@ class MicroBatches:
     def needed(self, batch: Batch) -> float:
         """Operations of a forward pass over the batch without padding, each prompt once."""
         prompts, responses = batch.prompt_mask.sum(axis=1), batch.mask.sum(axis=1)
-        by_prompt = responses.reshape(len(prompts), -1)
         first_tokens = self.flops.head * np.count_nonzero(responses)  # the prompts predict them
-        return float(self.flops.of_prompts(prompts) + self.flops.of_responses(prompts, by_prompt) + first_tokens)
+        later = self.flops.of_responses(prompts, responses.reshape(len(prompts), -1))
+        return self.flops.of_prompts(prompts) + first_tokens + later
 
     def _by_rows(self, responses: np.ndarray, width: int) -> Iterator[Pass]:
         rows, size = len(responses), self.rows_per_device * self.num_shards

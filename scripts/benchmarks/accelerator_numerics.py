@@ -249,7 +249,6 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         [B, R] arrays: greedy `tokens`; log-probabilities `sampled` of them by the sampler, `of own` of them and
         `trained` of the given tokens by the training pass.
     """
-
     from dapo_jax.learner.batch import policy_logprobs
     from dapo_jax.rollout.sampling import EVALUATE, Sampling
 

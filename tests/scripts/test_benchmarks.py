@@ -3,6 +3,7 @@
 import argparse
 import math
 
+import benchmark_rollout
 import benchmark_step
 import benchmark_update
 import numpy as np
@@ -25,6 +26,9 @@ def test_benchmarked_lengths_have_a_long_tail():
     assert lengths.max() == 128 and np.median(lengths) == pytest.approx(24, abs=1) and 30 < lengths.mean() < 40
     logs = np.log(lengths.reshape(-1, 4))
     assert 0.25 < logs.var(axis=1, ddof=1).mean() / logs.var(ddof=1) < 0.75, "half of the variance is within prompts"
+    assert lengths.min() >= 1
+    longer = workload.make_lengths(arguments(benchmark_rollout.LONG_TAIL, batch=64))
+    assert longer.min() >= 1 and longer.max() <= 256 and 256 / 8 < longer.mean() < 256 / 5
     assert (workload.make_lengths(arguments("64")) == 64).all()
 
 
