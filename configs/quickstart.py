@@ -20,12 +20,15 @@ def get_config() -> Any:
     config.workdir = "runs/quickstart"
     config.model.path = str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf")
     config.model.enable_gradient_checkpointing = False
+    config.model.lora.rank = 16
+    config.model.lora.alpha = 32.0
     config.data.task = "arithmetic"
     config.data.arithmetic.high = 50
+    config.data.arithmetic.num_heldout = 128
     config.data.arithmetic.template = "Calculate {a} {operator} {b}. Answer with the number only."
     config.data.system_prompt = ""
     config.data.train_batch_size = 8
-    config.data.gen_batch_size = 16
+    config.data.gen_batch_size = 24
     config.data.max_prompt_length = 64
     config.data.max_response_length = 14
     config.rollout.n = 8
@@ -36,13 +39,14 @@ def get_config() -> Any:
     config.algorithm.filter_groups.leftover = "carry"
     config.actor.ppo_mini_batch_size = 4
     config.actor.ppo_micro_batch_size_per_device = 32
-    config.actor.optim.lr = 1.4e-5
+    config.actor.optim.lr = 3e-4
     config.actor.optim.lr_scheduler_type = "cosine"
     config.actor.optim.min_lr_ratio = 0.1
     config.actor.optim.lr_warmup_steps = 2
     config.actor.optim.weight_decay = 0.0
-    config.trainer.total_training_steps = 26
-    config.trainer.test_freq = 13
-    config.trainer.save_freq = 13
+    config.evaluate.n = 2
+    config.trainer.total_training_steps = 38
+    config.trainer.test_freq = 19
+    config.trainer.save_freq = 19
     config.monitor.alarms.entropy_collapse = 0.03  # answers settle on one sentence, whose digits alone stay uncertain
     return config
