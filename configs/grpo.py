@@ -31,6 +31,5 @@ def get_config() -> Any:
     config.actor.clip_ratio_c = 3.0
     config.actor.loss_agg_mode = "seq-mean-token-mean"
     config.actor.use_kl_loss = True
-    config.actor.optim.lr = 1.2e-5
     config.trainer.total_training_steps = 28
     return config

@@ -31,7 +31,6 @@ def get_config() -> Any:
     config.actor.ppo_mini_batch_size = 8
     config.actor.clip_ratio_high = 0.2
     config.actor.clip_ratio_c = 3.0
-    config.actor.optim.lr = 1.2e-5
     config.critic.optim.lr = 5e-5
     config.trainer.total_training_steps = 28
     config.trainer.critic_warmup = 1

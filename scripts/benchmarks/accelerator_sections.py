@@ -30,6 +30,8 @@ from accelerator_numerics import K3_LIMITS
 ROOT = Path(__file__).parents[2]
 GIB = 2.0**30
 STEPS = 8  # of training
+QUICKSTART = "configs/quickstart.py"
+ALL_WEIGHTS = {"model.lora.rank": 0, "actor.optim.lr": 1.4e-5}  # instead of the quickstart's adapters
 
 
 def environment(findings: Findings, folder: Path, *, small: bool) -> None:
@@ -100,7 +102,7 @@ def nvidia_driver() -> str:
 
 
 def training(findings: Findings, folder: Path, *, small: bool) -> None:
-    """Eight steps of the quickstart, or of configs/tiny.py where its model is missing."""
+    """Eight steps of the quickstart with all weights, or of configs/tiny.py where its model is missing."""
     config, reason = training_config(small=small)
     findings.note(f"`{config}` for {STEPS} steps{reason}.")
     workdir = folder / "training"
@@ -112,6 +114,8 @@ def training(findings: Findings, folder: Path, *, small: bool) -> None:
         "trainer.compilation_cache_dir": "",
         **micro_batches(devices),
     }
+    if config == QUICKSTART:
+        options |= ALL_WEIGHTS
     options |= {"trainer.test_freq": -1, "trainer.val_before_train": False} if small else {"trainer.test_freq": STEPS}
     command = [sys.executable, "-m", "dapo_jax.train", "--config", config]
     command += [f"--config.{name}={value}" for name, value in options.items()]
@@ -133,7 +137,7 @@ def training_config(*, small: bool) -> tuple[str, str]:
         return "configs/tiny.py", ", a random model: there is no SmolLM2 (`python scripts/data/download_smollm2.py`)"
     if not version_of("gguf"):
         return "configs/tiny.py", ", a random model: the package gguf, which reads SmolLM2, is not installed"
-    return "configs/quickstart.py", ""
+    return QUICKSTART, ""
 
 
 def micro_batches(devices: int) -> dict[str, Any]:
