@@ -3,8 +3,8 @@
     python scripts/data/download_smollm2.py
     python -m dapo_jax.train --config configs/grpo.py
 
-Hardware: two CPU cores and 12 GiB of memory; about 12 minutes, extrapolated. Only two steps were run: no accuracy is
-claimed. configs/quickstart.py is DAPO on the same task.
+Hardware: two CPU cores and 8 GiB of memory; about 10 minutes, extrapolated. Only two steps were run: no accuracy is
+claimed. configs/quickstart.py is DAPO on the same task, with the same adapters.
 
 A group whose answers are all right or all wrong stays in the batch with advantage 0. About half of the groups are like
 that, so each step trains on 16 groups. clip_ratio_c 3 and the KL loss's coefficient and estimator are verl's. By

@@ -3,12 +3,13 @@
     python scripts/data/download_smollm2.py
     python -m dapo_jax.train --config configs/ppo_critic.py
 
-Hardware: two CPU cores and 12 GiB of memory; about 10 minutes, extrapolated. Only two steps were run: no accuracy is
-claimed. configs/quickstart.py is DAPO on the same task.
+Hardware: two CPU cores and 8 GiB of memory; about 10 minutes, extrapolated. Only two steps were run: no accuracy is
+claimed. configs/quickstart.py is DAPO on the same task, with the same adapters.
 
-The critic starts as the policy's transformer with a zero head, and the first step updates only the critic. gamma =
-lambda = 1 and its clip range of 0.5 are the defaults. Its learning rate is five times verl's 1e-5, because it takes
-only 56 optimizer steps. The four samples of a prompt share its prefill; no advantage compares them.
+The critic starts as the policy's transformer with a zero head and trains all of its weights; the first step updates
+only the critic. gamma = lambda = 1 and its clip range of 0.5 are the defaults. Its learning rate is five times verl's
+1e-5, because it takes only 56 optimizer steps. The four samples of a prompt share its prefill; no advantage compares
+them.
 """
 
 from typing import Any
