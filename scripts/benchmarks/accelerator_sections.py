@@ -127,7 +127,7 @@ def training(findings: Findings, folder: Path, *, small: bool) -> None:
 
 
 def training_config(*, small: bool) -> tuple[str, str]:
-    """The config to train, and why it is not the quickstart's."""
+    """The config to train, and what the page says of it."""
     sys.path.insert(0, str(ROOT / "configs"))
     import quickstart  # pyright: ignore[reportMissingImports]
 
@@ -137,7 +137,7 @@ def training_config(*, small: bool) -> tuple[str, str]:
         return "configs/tiny.py", ", a random model: there is no SmolLM2 (`python scripts/data/download_smollm2.py`)"
     if not version_of("gguf"):
         return "configs/tiny.py", ", a random model: the package gguf, which reads SmolLM2, is not installed"
-    return QUICKSTART, ""
+    return QUICKSTART, " of all weights"
 
 
 def micro_batches(devices: int) -> dict[str, Any]:
