@@ -84,7 +84,7 @@ def _fits(config: Config, arch: Architecture, mesh: Mesh) -> bool:
     usable = limits_of(mesh.devices.flat[0]).usable_memory(platform(mesh), config.trainer.gpu_memory_fraction)
     if usable is None:
         return True
-    stores_scores = chosen_attention(config.model, arch, mesh)[0] == "xla"
+    stores_scores = chosen_attention(config, arch, mesh)[0] == "xla"
     return training_bytes(config, arch, mesh, stores_scores=stores_scores) <= FILLED * usable
 
 
@@ -178,7 +178,7 @@ def device_notes(config: Config, arch: Architecture, mesh: Mesh, *, training: bo
             f"mesh.train_tensor={config.mesh.train_tensor}: training divides the devices into data "
             f"{mesh.shape['data']}, fsdp {mesh.shape['fsdp']} and tensor {mesh.shape['tensor']}"
         )
-    name, problem = chosen_attention(config.model, arch, mesh) if training else ("", "")
+    name, problem = chosen_attention(config, arch, mesh) if training else ("", "")
     if problem:
         lines.append(f"model.attention=fused is {name}: the fused kernel {problem}")
     if training and config.actor.share_prompts and config.actor.use_dynamic_bsz:

@@ -22,7 +22,7 @@ from dapo_jax.learner.update import UpdateSettings
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.flops import token_flops
-from dapo_jax.models.fused_attention import KERNELS, bin_attention, unfit
+from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
@@ -234,22 +234,27 @@ def training_attention(config: Config, arch: Architecture, mesh: Mesh) -> BinAtt
     Raises:
         InputError: see `chosen_attention`.
     """
-    name, _ = chosen_attention(config.model, arch, mesh)
+    name, _ = chosen_attention(config, arch, mesh)
     return bin_attention(name, mesh.devices.flat[0], share_prompts=config.actor.share_prompts)
 
 
-def chosen_attention(model: ModelConfig, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
-    """The implementation of attention in training (xla, cudnn or splash), and why it is xla if model.attention=fused.
+def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
+    """The implementation of attention in training, and why it is xla if model.attention=fused.
 
     Raises:
         InputError: the kernel that model.attention names cannot run on these devices.
     """
-    asked, device = model.attention, mesh.devices.flat[0]
-    name = KERNELS.get(device.platform, "xla") if asked == "fused" else asked
-    problem = "" if name == "xla" else unfit(name, device, compute_dtype(model, mesh), arch.head_dim)
-    if problem and asked != "fused":
+    asked, device, dtype = config.model.attention, mesh.devices.flat[0], compute_dtype(config.model, mesh)
+    if asked == "xla":
+        return asked, ""
+    names = kernels(device, config.data.max_response_length) if asked == "fused" else (asked,)
+    problems = {name: unfit(name, device, dtype, arch.head_dim) for name in names}
+    if fit := [name for name, problem in problems.items() if not problem]:
+        return fit[0], ""
+    problem = next(iter(problems.values()), "")
+    if asked != "fused":
         raise InputError(f"model.attention={asked} {problem}: choose fused or xla, or other devices")
-    return ("xla" if problem else name), problem
+    return "xla", problem
 
 
 def remat_policy(model: ModelConfig) -> str:

@@ -85,7 +85,7 @@ def _train(config: Config, workdir: Workdir) -> Models:
             with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 mesh = run.learner.mesh
-                attention, _ = chosen_attention(run.config.model, run.arch, mesh)
+                attention, _ = chosen_attention(run.config, run.arch, mesh)
                 logger.info("%s", describe(run.config, run.arch, run.problems, mesh, attention))
                 warn_of_warm_up(run.config)
                 if plan := learning_rate_plan(run.config, done=state.progress.step):

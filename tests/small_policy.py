@@ -18,6 +18,7 @@ from dapo_jax.learner.optimizer import OptimizerSettings
 from dapo_jax.learner.update import UpdateSettings, update_policy
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
+from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
@@ -135,8 +136,11 @@ def batch_of(rollout: Rollout, width: int = 8) -> Batch:
 
 
 def rows(number: int) -> MicroBatches:
-    """Micro-batches of so many rows, over all devices."""
-    return MicroBatches(num_shards=1, rows_per_device=number)
+    """Micro-batches of so many rows, over the devices of the mesh that is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = 1 if mesh.empty else num_batch_shards(mesh)  # pyright: ignore[reportArgumentType]
+    assert number % shards == 0
+    return MicroBatches(num_shards=shards, rows_per_device=number // shards)
 
 
 def bins(shards: int, tokens: int, attention: BinAttention = XLA) -> MicroBatches:

@@ -97,28 +97,30 @@ def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "kernel"),
+    ("device", "dtype", "head_dim", "tokens", "kernel"),
     [
-        ("tpu", "float32", 16, "splash"),
-        ("A100", "auto", 128, "cudnn"),
-        ("A100", "float32", 128, None),
-        ("A100", "auto", 256, None),
-        ("B200", "auto", 256, "cudnn"),
-        ("B200", "auto", 20, None),
-        ("T4", "auto", 64, None),
-        ("T4", "bfloat16", 64, None),
-        ("MI300", "auto", 64, None),
-        ("cpu", "bfloat16", 16, None),
+        ("tpu", "float32", 16, 100, "splash"),
+        ("A100", "auto", 128, 20480, "triton"),
+        ("A100", "float32", 128, 100, None),
+        ("A100", "auto", 512, 100, None),
+        ("B200", "auto", 256, 2048, "triton"),
+        ("B200", "auto", 256, 2049, "cudnn"),
+        ("B200", "auto", 20, 20480, "triton"),
+        ("T4", "auto", 64, 100, None),
+        ("T4", "bfloat16", 64, 100, None),
+        ("MI300", "auto", 64, 100, None),
+        ("cpu", "bfloat16", 16, 100, None),
     ],
 )
-def test_the_default_is_the_fused_kernel_where_it_can_run(device, dtype, head_dim, kernel, monkeypatch):
+def test_the_default_is_the_best_kernel_that_can_run(device, dtype, head_dim, tokens, kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: DEVICES[device].platform)
-    config, arch = configured(model__dtype=dtype, model__random__head_dim=head_dim)
+    changes = {"model__dtype": dtype, "model__random__head_dim": head_dim, "data__max_response_length": tokens}
+    config, arch = configured(**changes)
     assert config.model.attention == "fused"
     chosen = settings.training_attention(config, arch, eight(device))
     assert chosen.name == (kernel or "xla")
     assert (chosen.shared_width > 0) == (kernel != "cudnn")  # cuDNN's attention shares no prompts
-    assert chosen.packs == (device != "A100" or kernel is None)
+    assert chosen.packs
     copies = dataclasses.replace(config, actor=dataclasses.replace(config.actor, share_prompts=False))
     assert settings.training_attention(copies, arch, eight(device)).shared_width == 0
     notes = meshes.device_notes(config, arch, eight(device))

@@ -37,7 +37,7 @@ from dapo_jax.config.bounds import (
 Task = Literal["files", "arithmetic", "reasoning_gym"]
 Truncation = Literal["error", "left", "right", "middle"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Attention = Literal["xla", "fused", "cudnn", "splash"]
+Attention = Literal["xla", "fused", "cudnn", "triton", "splash"]
 OnLimit = Literal["error", "partial", "fallback_unfiltered"]
 OnExhausted = Literal["next_epoch", "partial", "error"]
 OnEmpty = Literal["error", "skip_step", "train_unfiltered"]
@@ -127,7 +127,9 @@ class ModelConfig:
     path: str = ""  # Hugging Face directory, .gguf file, a workdir, or "random"
     dtype: Dtype = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where it is fast)
     enable_gradient_checkpointing: bool = True  # recompute parts of a layer in the backward pass: less memory
-    attention: Attention = "fused"  # training: xla | cudnn (NVIDIA, bfloat16) | splash (TPU) | fused (whichever runs)
+    attention: Attention = (
+        "fused"  # training: xla | cudnn, triton (NVIDIA, bfloat16) | splash (TPU) | fused (whichever is best)
+    )
     remat_policy: str = "full"  # kept for the backward pass: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)

@@ -42,7 +42,7 @@ class Rollout:
 class Tokens:
     """Response tokens with what the losses need of each. The algorithm decides which of the last fields are set.
 
-    In a `Batch` each row is a response: [B, R]. In a `MicroBatch` they follow each other in N bins: [N, U].
+    In a `Batch` each row is a response: [B, R]. In a `MicroBatch`, those of each share of the devices follow each other: [S, U].
     """
 
     responses: Array  # int32
@@ -84,6 +84,7 @@ class Bins:
     branches: Array  # [N, T] int32, numbered from 1 in each bin; 0 on prompts and padding
     # what some implementations of attention need besides
     lengths: Array = None  # [N, M] int32, slots of each tree
+    ranges: Array = None  # [N, 4, T] int32, the slots that each slot sees, as tree_attention.py has them
     queries: Array = None  # [N, T] int32, what each slot sees, as splash encodes it
     prompt_slots: Array = None  # [N, W] int32, slots of prompts that several responses share, -1 on padding
     blocks: Array = None  # [N, T / block, (T + W) / block] int8, 1 where a query of a block sees one of its keys
@@ -91,11 +92,14 @@ class Bins:
 
 @struct.dataclass(kw_only=True)
 class MicroBatch(Tokens):
-    """What one forward and backward pass takes: the bins, and the response tokens that they predict."""
+    """What one forward and backward pass takes: the bins, and the response tokens that they predict.
+
+    Each of S shares of the devices has N // S consecutive bins.
+    """
 
     bins: Bins
-    sources: Array  # [N, U] int32, the slot whose hidden state predicts each response token
-    sequences: Array  # [N, U] int32, the branch of each response token; 0 on padding
+    sources: Array  # [S, U] int32, which of the share's slots has the hidden state that predicts each response token
+    sequences: Array  # [S, U] int32, the sequence of each response token, numbered from 1; 0 on padding
 
 
 @struct.dataclass

@@ -55,7 +55,7 @@ class Actor:
 
     trainable: Trainable  # of all weights, or of the adapters
     decode_weights: WithFrozen  # params -> weights for rollout/, cast and resharded
-    logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [N, U], replicated
+    logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [S, U], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
 
 
@@ -69,7 +69,7 @@ def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
 def logprobs_and_entropy(
     params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings, *, remat: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy [N, U] of each response token, as `response_logprobs` gives them."""
+    """Log-probability and entropy [S, U] of each response token, as `response_logprobs` gives them."""
     return response_logprobs(
         operands(params, frozen, settings),
         batch,
@@ -116,7 +116,7 @@ def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings
 
 
 def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
-    """How many ratios [N, U] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
+    """How many ratios [S, U] where `mask` is True round to each multiple of RATIO_STEP: [RATIO_BUCKETS], float32.
 
     The last bucket also counts all ratios above it; NaN is in none. A bucket's number is split into two digits, and a
     product of two small matrices counts the pairs; they are float32, since GPUs multiply no booleans.
@@ -132,7 +132,7 @@ def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
-    """The policy loss [N, U] of each token, times its importance weight if there are any, and the loss's metrics."""
+    """The policy loss [S, U] of each token, times its importance weight if there are any, and the loss's metrics."""
     function, weights = LOSSES[settings.loss_mode], batch.importance_weights
     weighs_itself = needs(function, "importance_weights")
     available = {

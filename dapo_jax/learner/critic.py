@@ -41,7 +41,7 @@ class Critic:
 
     trainable: Trainable
     init_from_policy: Callable[[Any], TrainState]  # a policy's params (not donated) -> state with a zero head
-    values: Any  # jitted: (params, micro-batch) -> [N, U], replicated
+    values: Any  # jitted: (params, micro-batch) -> [S, U], replicated
 
 
 def critic_architecture(policy: Architecture) -> Architecture:
@@ -50,7 +50,7 @@ def critic_architecture(policy: Architecture) -> Architecture:
 
 
 def response_values(params: Any, batch: MicroBatch, settings: CriticSettings) -> jax.Array:
-    """Value [N, U] of the state in which each response token was drawn; float32."""
+    """Value [S, U] of the state in which each response token was drawn; float32."""
     params = cast_matrices(params, settings.arch, settings.dtype, tables=False)
     hidden = response_hidden(params, batch, arch=settings.arch, remat=settings.remat, attention=settings.attention)
     return transformer.scalar(params, hidden)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapo_jax.data.containers import Batch, Bins, MicroBatch, Tokens
-from dapo_jax.learner.packing import Pass, plan_passes
+from dapo_jax.learner.packing import EIGHTHS, Pass, plan_passes
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 
+SLOTS = "tokens", "positions", "trees", "branches"
 PER_TOKEN = {field.name for field in dataclasses.fields(Tokens)} - {"noise"}  # a pass draws nothing
 
 
@@ -23,11 +24,11 @@ class Piece:
     """A micro-batch, and where its tokens are in the batch."""
 
     micro_batch: MicroBatch
-    rows: np.ndarray  # [N, U] row of each response token, -1 on padding
-    columns: np.ndarray  # [N, U] its place in the response
+    rows: np.ndarray  # [S, U] row of each response token, -1 on padding
+    columns: np.ndarray  # [S, U] its place in the response
 
     def write(self, values: np.ndarray, whole: np.ndarray) -> None:
-        """Writes values [N, U] of the response tokens to their places in `whole` [B, R]."""
+        """Writes values [S, U] of the response tokens to their places in `whole` [B, R]."""
         real = self.rows >= 0
         whole[self.rows[real], self.columns[real]] = values[real]
 
@@ -44,13 +45,12 @@ class MicroBatches:
 
     def split(self, batch: Batch) -> Iterator[Piece]:
         """The micro-batches, which hold every row that has a response."""
-        passes, packer = self.passes(batch), _Packer(batch, self.attention)
-        sizes = {one.width: 0 for one in passes}  # response tokens of a bin: few shapes are compiled
+        passes, packer = self.passes(batch), _Packer(batch, self.attention, self.num_shards)
+        sizes = [packer.num_tokens(one) for one in passes]
         for one in passes:
-            size, part = max(map(packer.num_tokens, one.bins)), -(-one.width // 4)
-            sizes[one.width] = max(sizes[one.width], min(-(-size // part) * part, one.width))
-        for one in passes:
-            yield packer.piece(one, sizes[one.width])
+            alike = [size for other, size in zip(passes, sizes, strict=True) if other.shape == one.shape]
+            part = -(-one.width * len(one.bins) // (EIGHTHS * self.num_shards))  # few shapes are compiled
+            yield packer.piece(one, -(-max(alike) // part) * part)
 
     def passes(self, batch: Batch) -> Sequence[Pass]:
         """Which rows each micro-batch has in which bins."""
@@ -99,57 +99,64 @@ class MicroBatches:
 class _Packer:
     """Makes the arrays of passes from the rows of a batch."""
 
-    def __init__(self, batch: Batch, attention: BinAttention) -> None:
-        self.batch, self.attention = batch, attention
+    def __init__(self, batch: Batch, attention: BinAttention, num_shards: int) -> None:
+        self.batch, self.attention, self.num_shards = batch, attention, num_shards
         self.prompts = [prompt[mask] for prompt, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
         self.lengths = batch.mask.sum(axis=1).tolist()
         self.samples = len(batch.mask) // len(batch.prompts)
 
-    def num_tokens(self, rows: Sequence[int]) -> int:
-        """Response tokens of these rows."""
-        return sum(self.lengths[row] for row in rows)
+    def num_tokens(self, one: Pass) -> int:
+        """Response tokens of the share with the most."""
+        return max(sum(self.lengths[row] for rows in bins for row in rows) for bins in self._shares(one))
 
     def piece(self, one: Pass, size: int) -> Piece:
-        """The micro-batch of a pass, with `size` response tokens in a bin."""
-        filled = [self._bin(rows, one.width, size, one.shares) for rows in one.bins]
-        arrays = {name: np.stack([of_bin[name] for of_bin in filled]) for name in filled[0]}
-        rows, columns = arrays.pop("rows"), arrays.pop("columns")
-        targets = {name: arrays.pop(name) for name in ("sources", "sequences")}
+        """The micro-batch of a pass, with `size` response tokens for each share of the devices."""
+        filled = [self._share(bins, one, size) for bins in self._shares(one)]
+        slots = {name: np.concatenate([of_share[0][name] for of_share in filled]) for name in filled[0][0]}
+        targets = {name: np.stack([of_share[1][name] for of_share in filled]) for name in filled[0][1]}
+        rows, columns = targets.pop("rows"), targets.pop("columns")
 
         def packed(array: np.ndarray) -> np.ndarray:
             return np.where(rows >= 0, array[rows, columns], np.zeros((), array.dtype))
 
         fields = {name: getattr(self.batch, name) for name in PER_TOKEN}
         tokens = {name: packed(array) for name, array in fields.items() if array is not None}
-        return Piece(MicroBatch(bins=self.attention.prepare(Bins(**arrays)), **targets, **tokens), rows, columns)
+        return Piece(MicroBatch(bins=self.attention.prepare(Bins(**slots)), **targets, **tokens), rows, columns)
 
-    def _bin(self, rows: Sequence[int], width: int, size: int, shares: bool) -> dict[str, np.ndarray]:
-        """The arrays of one bin: [width] of its slots, [size] of its response tokens."""
-        slots = {name: np.zeros(width, np.int32) for name in ("tokens", "positions", "trees", "branches")}
+    def _shares(self, one: Pass) -> list[list[list[int]]]:
+        """The bins of each share of the devices."""
+        size = len(one.bins) // self.num_shards
+        return [one.bins[start : start + size] for start in range(0, len(one.bins), size)]
+
+    def _share(
+        self, bins: list[list[int]], one: Pass, size: int
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The arrays of a share: [n, T] of the slots of its bins, [size] of its response tokens."""
+        slots = {name: np.zeros(len(bins) * one.width, np.int32) for name in SLOTS}
         targets = {name: np.zeros(size, np.int32) for name in ("sources", "sequences", "columns")}
         targets["rows"] = np.full(size, -1, np.int32)
-        slot = target = tree = root = 0  # the last slot of a tree's prompt is its root
-        planted = -1  # the prompt of the tree
+        target = sequence = 0
 
-        def put(tokens: np.ndarray, position: int, branch: int) -> int:
+        def put(slot: int, tokens: np.ndarray, position: int, tree: int, branch: int) -> int:
             """Fills slots, and returns the one after them."""
             end = slot + len(tokens)
-            slots["tokens"][slot:end], slots["positions"][slot:end] = tokens, position + np.arange(len(tokens))
-            slots["trees"][slot:end], slots["branches"][slot:end] = tree, branch
+            for name, values in zip(SLOTS, (tokens, position + np.arange(len(tokens)), tree, branch), strict=True):
+                slots[name][slot:end] = values
             return end
 
-        for branch, row in enumerate(rows, start=1):
-            prompt, length = row // self.samples, self.lengths[row]
-            if prompt != planted or not shares:
-                planted, tree = prompt, tree + 1
-                slot = put(self.prompts[prompt], 0, 0)
-                root = slot - 1
-            of_row = slice(target, target + length)
-            targets["sources"][of_row] = [root, *range(slot, slot + length - 1)]
-            targets["sequences"][of_row], targets["rows"][of_row] = branch, row
-            targets["columns"][of_row] = np.arange(length)
-            slot, target = (
-                put(self.batch.responses[row, : length - 1], len(self.prompts[prompt]), branch),
-                target + length,
-            )
-        return slots | targets
+        for number, rows in enumerate(bins):
+            slot, tree, root = number * one.width, 0, 0  # the last slot of a tree's prompt is its root
+            planted = -1  # the prompt of the tree
+            for branch, row in enumerate(rows, start=1):
+                prompt, length = row // self.samples, self.lengths[row]
+                if prompt != planted or not one.shares:
+                    planted, tree = prompt, tree + 1
+                    slot = put(slot, self.prompts[prompt], 0, tree, 0)
+                    root = slot - 1
+                of_row, sequence = slice(target, target + length), sequence + 1
+                targets["sources"][of_row] = [root, *range(slot, slot + length - 1)]
+                targets["sequences"][of_row], targets["rows"][of_row] = sequence, row
+                targets["columns"][of_row] = np.arange(length)
+                slot = put(slot, self.batch.responses[row, : length - 1], len(self.prompts[prompt]), tree, branch)
+                target += length
+        return {name: array.reshape(len(bins), one.width) for name, array in slots.items()}, targets

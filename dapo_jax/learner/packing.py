@@ -25,6 +25,11 @@ class Pass:
     bins: list[list[int]]  # rows of each, ascending; a bin may be empty
     shares: bool  # the responses to a prompt in a bin share it
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Bins and slots of a bin."""
+        return len(self.bins), self.width
+
 
 def plan_passes(
     prompts: np.ndarray,
@@ -103,7 +108,7 @@ class _Rows:
         return self._fill(self.by_length, widths, balanced=True)
 
     def _fill(self, order: np.ndarray, widths: np.ndarray, *, balanced: bool) -> list[list[int]] | None:
-        slots, tokens = widths.copy(), widths.copy()  # free in each bin; it predicts no more tokens than it has slots
+        slots = widths.copy()  # free in each bin
         work = np.zeros(len(widths))
         bins: list[list[int]] = [[] for _ in widths]
         homes: list[list[int]] = [[] for _ in self.prompts]  # bins that hold a prompt
@@ -112,7 +117,7 @@ class _Rows:
             needed = np.full(len(widths), length - 1 + int(self.prompts[prompt]))
             if self.shares:
                 needed[homes[prompt]] = length - 1
-            fitting = (slots >= needed) & (tokens >= length)
+            fitting = slots >= needed
             there = [] if balanced else [one for one in homes[prompt] if self.shares and fitting[one]]
             place = there[0] if there else int(np.argmin(np.where(fitting, work, np.inf)))
             if not fitting[place]:
@@ -121,7 +126,6 @@ class _Rows:
                 homes[prompt].append(place)
             bins[place].append(row)
             slots[place] -= needed[place]
-            tokens[place] -= length
             work[place] += balanced * float(self.slots[row]) ** 2
         return [sorted(rows) for rows in bins]
 

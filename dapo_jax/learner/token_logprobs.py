@@ -21,7 +21,7 @@ def response_logprobs(
     chunk_size: int,
     entropy_gradient: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability [N, U] of each response token, and the entropy [N, U] of its distribution.
+    """Log-probability [S, U] of each response token, and the entropy [S, U] of its distribution.
 
     Both are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
     tokens at a time on each device, in the backward pass too.
@@ -57,13 +57,14 @@ def response_logprobs(
 def response_hidden(
     params: transformer.Params, batch: MicroBatch, *, arch: Architecture, remat: str, attention: BinAttention
 ) -> jax.Array:
-    """Hidden states [N, U, D] float32 that predict each response token.
+    """Hidden states [S, U, D] float32 that predict each response token.
 
     Args:
         remat: a name of models/remat.py's POLICIES.
     """
     hidden = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
-    return jnp.take_along_axis(hidden, batch.sources[:, :, None], axis=1)
+    of_shares = hidden.reshape(len(batch.sources), -1, hidden.shape[-1])
+    return jnp.take_along_axis(of_shares, batch.sources[:, :, None], axis=1)
 
 
 def _split_columns(x: jax.Array, columns: int) -> jax.Array:

@@ -132,7 +132,7 @@ def _in_pieces(
     mesh: Mesh,
     pace: OnMicroBatch,
 ) -> Any:
-    """The result of `function`, arrays [N, U] of each micro-batch, as arrays [B, R], 0 where there is no token."""
+    """The result of `function`, arrays [S, U] of each micro-batch, as arrays [B, R], 0 where there is no token."""
     pieces, results = [], []
     for piece in micro_batches.split(batch):
         pieces.append(piece)

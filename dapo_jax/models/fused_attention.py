@@ -1,4 +1,4 @@
-"""Device: attention within bins in a fused kernel that never stores the scores: cuDNN's on a GPU, splash on a TPU.
+"""Device: attention within bins in a fused kernel that never stores the scores: ours or cuDNN's on a GPU, splash on a TPU.
 
 Sizes: N bins, T slots, M trees of a bin, K key-value heads, H head size.
 """
@@ -18,17 +18,30 @@ from jax.sharding import PartitionSpec
 from dapo_jax.data.containers import Bins
 from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
-from dapo_jax.models import splash
+from dapo_jax.models import splash, tree_attention
 from dapo_jax.models.attention import XLA, Attend, BinAttention
 from dapo_jax.parallel.devices import cuda_generation
 from dapo_jax.parallel.mesh import BATCH_AXES
 
-KERNELS = {"gpu": "cudnn", "tpu": "splash"}  # by the platform that they run on
+PLATFORMS = {"splash": "tpu", "cudnn": "gpu", "triton": "gpu"}  # of each kernel
 HOPPER = 9  # the compute capability from which cuDNN's attention takes packed sequences
+SHORT = 2048  # tokens; a prompt is no small part of a response up to this length
+
+
+def kernels(device: Any, max_response_length: int) -> tuple[str, ...]:
+    """The kernels for a device, the best one for such responses first.
+
+    On a Hopper or later, cuDNN's is faster for each score, but has a copy of the prompt with every response. Before, it
+    takes one sequence in a bin.
+    """
+    if device.platform != "gpu":
+        return tuple(name for name, platform in PLATFORMS.items() if platform == device.platform)
+    shares = max_response_length <= SHORT or (cuda_generation(device) or 0) < HOPPER
+    return ("triton", "cudnn") if shares else ("cudnn", "triton")
 
 
 def bin_attention(name: str, device: Any, *, share_prompts: bool = True) -> BinAttention:
-    """xla, cudnn or splash. Padding affects no real token and no gradient of one.
+    """xla, cudnn, triton or splash. Padding affects no real token and no gradient of one.
 
     Under the mesh of `jax.set_mesh`, bins are sharded over ("data", "fsdp") and heads over "tensor", which must divide
     N and K. Inside a shard_map over some of these axes (with check_vma=False), the other axes shard its local arrays.
@@ -43,7 +56,7 @@ def bin_attention(name: str, device: Any, *, share_prompts: bool = True) -> BinA
 
 def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
     """Why a kernel cannot run on `device`, as "needs ..."; empty if it can."""
-    needed = next(platform for platform, kernel in KERNELS.items() if kernel == implementation)
+    needed = PLATFORMS[implementation]
     if device.platform != needed:
         return f"needs a {needed.upper()}, and JAX has {device.platform}"
     if implementation == "splash":
@@ -53,6 +66,9 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
     generation = cuda_generation(device)
     if generation is None or generation < 8:
         return f"needs an NVIDIA GPU of compute capability 8.0 or later, not {device.device_kind}"
+    if implementation == "triton":
+        most = tree_attention.MAX_HEAD_SIZE
+        return "" if head_dim <= most else f"needs a head size of at most {most}, not {head_dim}"
     most = 256 if generation >= HOPPER and jax.default_backend() == "gpu" else 128  # JAX asks the running backend
     if head_dim > most or head_dim % 8:
         return f"needs a head size of a multiple of 8 up to {most} on {device.device_kind}, not {head_dim}"
@@ -168,4 +184,13 @@ SPLASH = BinAttention(
     shared_width=splash.SHARED_WIDTH,
     rounded=splash.rounded_width,
 )
-IMPLEMENTATIONS = {"xla": XLA, "cudnn": CUDNN, "splash": SPLASH}
+TRITON = BinAttention(
+    name="triton",
+    attend=on_each_device(tree_attention.attend),
+    prepare=tree_attention.prepare,
+    pairs=tree_attention.pairs,
+    skips=True,
+    shared_width=2**31,
+    rounded=tree_attention.rounded_width,
+)
+IMPLEMENTATIONS = {one.name: one for one in (XLA, CUDNN, TRITON, SPLASH)}

@@ -4,11 +4,13 @@ import functools
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dapo_jax.preflight.hlo_text import Instruction, Shape
 
 SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)")
-SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and [T, H]
+PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and [T, H]
+TREE = re.compile(r"tree_attention_(fwd|dq|dkv)")
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
 FLOATS = ("bf16", "f16", "f32")
@@ -37,7 +39,10 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: fl
         return float(estimate[1])
     if splash := SPLASH.match(instruction.name):
         query = next(shape for shape in operands if len(shape.sizes) >= 3 and shape.kind in FLOATS)
-        return _attention(SPLASH_PRODUCTS[splash[1]], query, pairs)
+        return _attention(PRODUCTS[splash[1]], query, pairs)
+    if "triton" in instruction.target and (tree := TREE.search(instruction.attributes)):
+        bins, length, heads, size = operands[0].sizes
+        return _attention(PRODUCTS[tree[1]], replace(operands[0], sizes=(bins, heads, length, size)), pairs)
     if cudnn := CUDNN.match(instruction.target):
         return _attention(CUDNN_PRODUCTS[cudnn[1]], instruction.shapes[0], pairs)
     if "__cublas$" in instruction.target:

@@ -79,7 +79,7 @@ def preflight(
     few = to_compile(programs)
     chosen = few if quick else [one for one in programs if one in few or one.key in keys]
     compiled = complete(programs, _compile_all(chosen, mesh, cache, progress))
-    attention = chosen_attention(config.model, arch, mesh)[0]
+    attention = chosen_attention(config, arch, mesh)[0]
     return {
         "model": {
             "path": config.model.path,

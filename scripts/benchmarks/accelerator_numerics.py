@@ -53,41 +53,56 @@ contenders.SHAPES |= {
 
 
 def attention(findings: Findings, folder: Path, *, small: bool) -> None:
-    """The fused kernel and XLA's attention against attention in float32: values and gradients."""
+    """The fused kernels and XLA's attention against attention in float32: values and gradients."""
     import jax
-    import jax.numpy as jnp
 
-    from dapo_jax.models import splash
-    from dapo_jax.models.attention import XLA
-    from dapo_jax.models.fused_attention import KERNELS, SPLASH, bin_attention, on_each_device, unfit
+    from dapo_jax.models import splash, tree_attention
+    from dapo_jax.models.fused_attention import IMPLEMENTATIONS, PLATFORMS, bin_attention, on_each_device
 
     device = jax.devices()[0]
-    rows, length, heads, kv_heads = (4, 128, 4, 2) if small else (8, 2048, 8, 2)
-    on_cpu = device.platform == "cpu"
-    kernel = "splash" if on_cpu else KERNELS[device.platform]
-    fused = bin_attention(kernel, device)
-    if on_cpu:
-        interpreted = on_each_device(functools.partial(splash.attend, interpret=True))
-        fused = dataclasses.replace(SPLASH, attend=interpreted)
-    bins = make_bins(rows, length, packs=fused.packs, shares=fused.shared_width > 0)
+    shape = (4, 128, 4, 2) if small else (8, 2048, 8, 2)
+    kernels = [bin_attention(name, device) for name, platform in PLATFORMS.items() if platform == device.platform]
+    interpreted = {"splash": splash.attend, "triton": tree_attention.attend} if device.platform == "cpu" else {}
+    for name, attend in interpreted.items():
+        attend = on_each_device(functools.partial(attend, interpret=True))
+        kernels.append(dataclasses.replace(IMPLEMENTATIONS[name], attend=attend))
+    rows, length, heads, kv_heads = shape
     findings.note(
-        f"{rows} bins of {length} slots with up to {bins.trees.max()} prompts and {bins.branches.max()} responses, "
-        f"{heads} query heads and {kv_heads} key-value heads. Each error is the largest |x - y| / (1 + |y|) on real "
-        "tokens; y is XLA's attention in float32. Milliseconds are those of the values and gradients together, the "
-        "median of three." + (" Without a TPU, splash runs in Pallas' interpreter." if on_cpu else "")
+        f"{rows} bins of {length} slots, {heads} query heads and {kv_heads} key-value heads. Each error is the largest "
+        "|x - y| / (1 + |y|) on real tokens; y is XLA's attention in float32, in the same bins. Milliseconds are those "
+        "of the values and gradients together, the median of three."
+        + (" On a CPU, the kernels run in Pallas' interpreter." if interpreted else "")
     )
+    for kernel in kernels:
+        compare_kernel(findings, kernel, None if interpreted else device, shape)
+
+
+def compare_kernel(findings: Findings, kernel: Any, device: Any, shape: tuple[int, int, int, int]) -> None:
+    """Errors of a kernel and of XLA's attention, in bins as the kernel takes them.
+
+    Args:
+        kernel: a BinAttention.
+        device: None if the kernel is interpreted.
+        shape: bins, slots, query heads, key-value heads.
+    """
+    import jax.numpy as jnp
+
+    from dapo_jax.models.attention import XLA
+    from dapo_jax.models.fused_attention import unfit
+
+    bins = make_bins(*shape[:2], packs=kernel.packs, shares=kernel.shared_width > 0)
     for head_size in (64, 128):
         for dtype in ("float32", "bfloat16"):
-            problem = "" if on_cpu else unfit(kernel, device, jnp.dtype(dtype), head_size)
+            problem = "" if device is None else unfit(kernel.name, device, jnp.dtype(dtype), head_size)
             if problem:
-                findings.note(f"No {kernel} for heads of {head_size} in {dtype}: it {problem}.")
-            shape = rows, length, heads, kv_heads, head_size
-            for one in [XLA] if problem else [XLA, fused]:
-                errors, milliseconds = compare_attention(one, bins, shape, dtype, padding=one is fused)
+                findings.note(f"No {kernel.name} for heads of {head_size} in {dtype}: it {problem}.")
+            for one in [XLA] if problem else [XLA, kernel]:
+                errors, milliseconds = compare_attention(one, bins, (*shape, head_size), dtype, padding=one is kernel)
+                name = one.name if one is kernel else f"{one.name}, bins of {kernel.name}"
                 findings.row(
-                    "Errors", attention=one.name, dtype=dtype, **{"head size": head_size}, **errors, ms=milliseconds
+                    "Errors", attention=name, dtype=dtype, **{"head size": head_size}, **errors, ms=milliseconds
                 )
-                if one is fused:
+                if one is kernel:
                     worst, limit = max(errors.values()), TOLERANCES[dtype]
                     findings.check(
                         f"{one.name}, {dtype}, heads of {head_size}: error of values and gradients",

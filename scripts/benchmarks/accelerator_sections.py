@@ -75,7 +75,7 @@ def show_choices(findings: Findings) -> None:
 
     mesh, config = make_mesh(-1, 1, 1), Config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="auto", attention="fused"))
-    kernel, reason = chosen_attention(config.model, architecture_from_hf(contenders.config_json("qwen2.5-0.5b")), mesh)
+    kernel, reason = chosen_attention(config, architecture_from_hf(contenders.config_json("qwen2.5-0.5b")), mesh)
     dtype = compute_dtype(config.model, mesh).name
     for option, chosen, why in (("model.dtype=auto", dtype, ""), ("model.attention=fused", kernel, reason)):
         findings.row("What dapo_jax chooses", option=option, value=chosen, reason=why or None)

@@ -23,6 +23,7 @@ gsm8k=(--config configs/gsm8k.py --lengths "lognormal:median=200,sigma=0.6")
 math=(--config configs/dapo_qwen2.5_7b_math.py "${long[@]}")
 report gsm8k_l4 --config configs/gsm8k.py --topology l4:1
 report gsm8k_h100 "${gsm8k[@]}" --topology h100:1
+report gsm8k_1.5b_h100 "${gsm8k[@]}" --topology h100:1 --config.model.path=models/Qwen2.5-1.5B-Instruct
 report 7b_h100 "${math[@]}" --topology h100:8
 report 7b_2k_h100 --config configs/dapo_qwen2.5_7b.py --topology h100:8
 report 7b_a100 --config configs/dapo_qwen2.5_7b_math.py --topology a100:8
@@ -38,7 +39,11 @@ v5e=(--topology v5e:8x8 --config.mesh.fsdp=16 --config.mesh.tensor=4)
 v5p=(--topology v5p:2x2x4 --config.mesh.fsdp=4 --config.mesh.tensor=4)
 report 7b_v5e "${math[@]}" "${v5e[@]}" --config.actor.ppo_micro_batch_size_per_device=1
 report 7b_v5p "${math[@]}" "${v5p[@]}"
+report 7b_20k_v5e "${math[@]}" "${v5e[@]}" --config.actor.ppo_micro_batch_size_per_device=1 \
+  --config.data.max_response_length=20480
+report 7b_20k_v5p "${math[@]}" "${v5p[@]}" --config.data.max_response_length=20480
 report gsm8k_v5e "${gsm8k[@]}" --topology v5e:2x2 --config.mesh.fsdp=4
+report gsm8k_v5e_8 "${gsm8k[@]}" --topology v5e:2x4 --config.mesh.fsdp=8
 report gsm8k_1.5b_v5e "${gsm8k[@]}" --topology v5e:2x4 --config.mesh.fsdp=8 \
   --config.model.path=models/Qwen2.5-1.5B-Instruct
 python scripts/docs/write_preflight_doc.py

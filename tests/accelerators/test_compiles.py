@@ -37,16 +37,18 @@ def test_every_program_compiles(case, topology, tmp_path):
 
 
 KERNELS = {  # names of the attention's forward and backward pass in a compiled program
-    H100: (r'"__cudnn\$fmhaSoftmax"', r'"__cudnn\$fmhaSoftmaxBackward"'),
-    V5E: (r"%splash_mha_fwd[\w.]* = ", r"%splash_mha_dkv[\w.]* = "),
+    "cudnn": (r'"__cudnn\$fmhaSoftmax"', r'"__cudnn\$fmhaSoftmaxBackward"'),
+    "triton": (r"custom-call\(.*tree_attention_fwd", r"custom-call\(.*tree_attention_dkv"),
+    "splash": (r"%splash_mha_fwd[\w.]* = ", r"%splash_mha_dkv[\w.]* = "),
 }
 
 
-@pytest.mark.parametrize("topology", [H100, V5E])
+@pytest.mark.parametrize(("topology", "kernel"), [(H100, "cudnn"), (H100, "triton"), (V5E, "splash")])
 @pytest.mark.parametrize(("policy", "passes"), [("full", 2), ("attention", 1)])
-def test_remat_attention_keeps_what_the_kernel_gives(topology, policy, passes, tmp_path):
-    (text,) = compiled(Case(policy, UPDATE, {"model.remat_policy": policy}), topology, tmp_path).values()
-    forward, backward = (len(re.findall(pattern, text)) for pattern in KERNELS[topology])
+def test_remat_attention_keeps_what_the_kernel_gives(topology, kernel, policy, passes, tmp_path):
+    changes = {"model.remat_policy": policy, "model.attention": kernel}
+    (text,) = compiled(Case(policy, UPDATE, changes), topology, tmp_path).values()
+    forward, backward = (len(re.findall(pattern, text)) for pattern in KERNELS[kernel])
     assert forward == passes * backward
     assert backward == (2 if topology == H100 else 1)  # two layers in a turn: the compiler's options arrived
 
@@ -57,5 +59,5 @@ def test_a_step_compiles_for_other_gpus(topology, tmp_path):
     hosts, _, devices = topology.partition(":")[2].rpartition("x")
     changes = {"mesh.data": 1, "mesh.fsdp": int(hosts or 1) * int(devices), "mesh.tensor": 1, "mesh.train_tensor": 1}
     texts = compiled(Case("a step", step("prefill", DECODE, "actor"), changes), topology, tmp_path)
-    fused = any("fmhaSoftmax" in text for text in texts.values())
+    fused = any("tree_attention_dkv" in text for text in texts.values())
     assert fused == (not topology.startswith("t4"))

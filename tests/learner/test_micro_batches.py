@@ -7,11 +7,17 @@ from dapo_jax.data.containers import Batch
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.models.attention import XLA, visible_in_bins
 from dapo_jax.models.flops import TokenFlops
-from dapo_jax.models.fused_attention import CUDNN, SPLASH
+from dapo_jax.models.fused_attention import CUDNN, SPLASH, TRITON
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 12, 4, 8, 64
 COPIES = dataclasses.replace(XLA, shared_width=0)
-KINDS = {"shared": XLA, "copies": COPIES, "splash": SPLASH, "one by one": dataclasses.replace(CUDNN, packs=False)}
+KINDS = {
+    "shared": XLA,
+    "copies": COPIES,
+    "splash": SPLASH,
+    "triton": TRITON,
+    "one by one": dataclasses.replace(CUDNN, packs=False),
+}
 
 
 def batch_of(seed=0):
@@ -47,18 +53,19 @@ def test_each_token_sees_its_prompt_and_response_in_order(attention, shards, tok
     batch, found = batch_of(), []
     for piece in MicroBatches(shards, max_tokens_per_device=tokens, attention=attention).split(batch):
         packed, bins = piece.micro_batch, piece.micro_batch.bins
-        assert len(bins.tokens) % shards == 0
+        assert len(bins.tokens) % shards == 0 and len(packed.mask) == shards
         visible = np.asarray(visible_in_bins(bins))
-        for number, target in np.argwhere(packed.mask):
-            row, column = piece.rows[number, target], piece.columns[number, target]
-            source = packed.sources[number, target]
+        for share, target in np.argwhere(packed.mask):
+            row, column = piece.rows[share, target], piece.columns[share, target]
+            number, source = divmod(packed.sources[share, target], bins.tokens.shape[1])
+            number += share * len(bins.tokens) // shards
             seen = np.flatnonzero(visible[number, source])
             whole = sequence(batch, row)
             behind = len(whole) - batch.mask[row].sum() + column
             assert bins.tokens[number][seen].tolist() == whole[:behind]
             assert bins.positions[number][seen].tolist() == list(range(behind))
-            assert packed.responses[number, target] == whole[behind] == packed.old_logprobs[number, target]
-            assert packed.loss_mask[number, target] == batch.loss_mask[row, column]
+            assert packed.responses[share, target] == whole[behind] == packed.old_logprobs[share, target]
+            assert packed.loss_mask[share, target] == batch.loss_mask[row, column]
             found.append((row, column))
         for rows, numbers in zip(piece.rows, packed.sequences, strict=True):
             assert len({*zip(rows, numbers, strict=True)}) == len({*rows}) and ((rows < 0) == (numbers == 0)).all()
@@ -69,8 +76,8 @@ def test_by_rows_each_bin_has_one_row_in_order():
     batch = batch_of()
     pieces = list(MicroBatches(2, rows_per_device=3).split(batch))
     assert [piece.micro_batch.bins.tokens.shape for piece in pieces] == [(6, PROMPT + RESPONSE)] * 8
-    rows = [row for piece in pieces for row in piece.rows.max(axis=1)]
-    assert rows == [row if row != 7 else -1 for row in range(48)]
+    rows = [[row for row in dict.fromkeys(share) if row >= 0] for piece in pieces for share in piece.rows.tolist()]
+    assert rows == [[row for row in range(start, start + 3) if row != 7] for start in range(0, 48, 3)]
 
 
 @pytest.mark.parametrize("attention", KINDS.values(), ids=list(KINDS))

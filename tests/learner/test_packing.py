@@ -11,13 +11,13 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.packing import EIGHTHS, plan_passes
 from dapo_jax.models.attention import XLA
 from dapo_jax.models.flops import token_flops
-from dapo_jax.models.fused_attention import CUDNN, SPLASH
+from dapo_jax.models.fused_attention import CUDNN, SPLASH, TRITON
 from dapo_jax.models.load import read_model_architecture
 
 SAMPLES = 16
 CONFIGS = Path(__file__).parents[2] / "configs"
 ONE_BY_ONE = dataclasses.replace(CUDNN, packs=False)
-ALL = {"xla": XLA, "splash": SPLASH, "cudnn": CUDNN, "one by one": ONE_BY_ONE}
+ALL = {"xla": XLA, "splash": SPLASH, "triton": TRITON, "cudnn": CUDNN, "one by one": ONE_BY_ONE}
 
 
 def lengths(prompts, *, median, clip, sigma=1.0, of_prompt=200, seed=0):
@@ -54,7 +54,6 @@ def test_every_row_is_in_one_bin_that_holds_it(attention, shards, tokens):
         assert one.width * len(one.bins) // shards <= attention.rounded(max(tokens, longest))
         for rows in one.bins:
             assert slots_of(rows, sizes, attention.shared_width > 0) <= one.width
-            assert sizes[1][rows].sum() <= one.width or not attention.packs
 
 
 def test_the_plan_follows_from_the_lengths_alone():
@@ -93,7 +92,7 @@ def flops_of(name):
     return token_flops(read_model_architecture(CONFIGS / "shapes" / name))
 
 
-@pytest.mark.parametrize("attention", [SPLASH, CUDNN], ids=["splash", "cudnn"])
+@pytest.mark.parametrize("attention", [SPLASH, TRITON, CUDNN], ids=["splash", "triton", "cudnn"])
 def test_long_tails_take_little_more_than_the_needed_work(attention):
     """Mini-batches of 32 prompts of DAPO's 7B recipe with responses of up to 20k tokens, on 16 devices."""
     batches = [lengths(32, median=3000, clip=20480, seed=seed) for seed in range(8)]

@@ -9,9 +9,9 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec
 
 from dapo_jax.data.containers import Bins
-from dapo_jax.models import splash
+from dapo_jax.models import splash, tree_attention
 from dapo_jax.models.attention import attention, visible_in_bins
-from dapo_jax.models.fused_attention import CUDNN, SPLASH, bin_attention, on_each_device
+from dapo_jax.models.fused_attention import CUDNN, IMPLEMENTATIONS, bin_attention, on_each_device
 from dapo_jax.models.remat import rematerialized
 from dapo_jax.parallel.mesh import make_mesh
 
@@ -37,12 +37,13 @@ TREES = {
     "one by one": [[(n, [0])] if n else [] for n in (256, 0, 1, 128, 129, 50, 255, 7)],
 }
 T, N, K, H = 256, 4, 2, 24
-DTYPES = {"splash": jnp.float32, "cudnn": jnp.bfloat16}
-TOLERANCES = {"splash": 1e-5, "cudnn": 0.03}
+DTYPES = {"splash": jnp.float32, "triton": jnp.float32, "cudnn": jnp.bfloat16}
+TOLERANCES = {"splash": 1e-5, "triton": 1e-5, "cudnn": 0.03}
+INTERPRETED = {"splash": splash.attend, "triton": tree_attention.attend}
 
 
 def bins_of(name) -> Bins:
-    """The bins of TREES; only splash takes shared prompts."""
+    """The bins of TREES; cuDNN takes no shared prompts."""
     trees, branches = np.zeros((2, len(TREES[name]), T), np.int32)
     for row, bin_ in enumerate(TREES[name]):
         slot = branch = 0
@@ -87,12 +88,15 @@ def careless_cudnn(query, key, value, *, scale, mask_type, q_seqlen, kv_seqlen, 
     return jnp.where(real & ~empty, attended, jnp.nan)
 
 
-CASES = [("splash", "shared"), ("splash", "copies"), ("cudnn", "copies"), ("cudnn", "one by one")]
+CASES = [
+    *((kernel, trees) for kernel in ("splash", "triton") for trees in ("shared", "copies")),
+    *(("cudnn", trees) for trees in ("copies", "one by one")),
+]
 
 
 @pytest.fixture(params=CASES, ids=" ".join)
 def case(request, monkeypatch):
-    """Both kernels as far as a CPU can run them: splash is interpreted, cuDNN's has a stand-in."""
+    """The kernels as far as a CPU can run them: Pallas interprets them, cuDNN's has a stand-in."""
     monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
     return request.param
 
@@ -107,13 +111,13 @@ def arrays(dtype):
 def fused(implementation):
     """(query, key, value, bins) -> what is attended."""
     attend = CUDNN.attend
-    if implementation == "splash":
-        attend = on_each_device(functools.partial(splash.attend, interpret=True))
+    if implementation in INTERPRETED:
+        attend = on_each_device(functools.partial(INTERPRETED[implementation], interpret=True))
     return lambda query, key, value, bins: attend(bins)(query, key, value)
 
 
 def prepared(implementation, bins):
-    return {"splash": SPLASH, "cudnn": CUDNN}[implementation].prepare(bins)
+    return IMPLEMENTATIONS[implementation].prepare(bins)
 
 
 def result_and_gradients(attend, query, key, value, cotangent, bins):
@@ -148,6 +152,7 @@ def check(found, case):
 @pytest.mark.parametrize("block", [128, 512], ids=["two_blocks", "one_block"])
 def test_equals_attention_whatever_stands_on_padding(case, block, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", block)
+    monkeypatch.setattr(tree_attention, "BLOCK", block // 2)
     implementation, name = case
     run = jax.jit(functools.partial(result_and_gradients, fused(implementation)))
     check(run(*arrays(DTYPES[implementation]), prepared(implementation, bins_of(name))), case)
@@ -185,6 +190,30 @@ def test_splash_computes_the_blocks_in_which_a_token_sees_another(monkeypatch):
     assert splash.pairs(found).tolist() == (found.blocks.sum(axis=(1, 2)) * 128.0**2).tolist()
 
 
+@pytest.mark.parametrize("trees", ["shared", "copies"])
+def test_the_tree_kernels_compute_the_blocks_in_which_a_token_sees_another(trees):
+    """Of 64 slots, against the pairs themselves. A block with prompt and branch of a tree counts for each."""
+    bins = bins_of(trees)
+    visible, answers = np.asarray(visible_in_bins(bins)) & (bins.trees > 0)[:, :, None], bins.branches > 0
+    to_prompt = visible & answers[:, :, None] & ~answers[:, None, :]
+    own = visible & ~to_prompt | np.eye(T, dtype=bool)  # padding sees itself
+    counts = [kind.reshape(8, 4, 64, 4, 64).any(axis=(2, 4)).sum(axis=(1, 2)) for kind in (own, to_prompt)]
+    found = tree_attention.pairs(tree_attention.prepare(bins)) / 64**2
+    np.testing.assert_array_equal(found, sum(counts))
+
+
+def test_heads_of_any_size_fit_the_blocks():
+    """Heads above 128 have smaller blocks; others than powers of two are padded."""
+    bins = bins_of("shared")
+    draw = np.random.default_rng(0).normal
+    for size in (20, 160):
+        query, key, value = (jnp.float32(draw(size=(8, T, heads, size))) for heads in (N, K, K))
+        found = fused("triton")(query, key, value, prepared("triton", bins))
+        real = bins.trees > 0
+        expected = attention(query, key, value, visible_in_bins(bins))
+        np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
 def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
     lengths = CUDNN.prepare(bins_of("copies")).lengths
     assert lengths[:4].tolist() == [[105, 40], [256, 0], [1, 0], [1, 7]]  # an empty bin has one slot
@@ -196,13 +225,14 @@ def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
     assert bin_attention("cudnn", device("9.0")).packs and not bin_attention("cudnn", device("8.0")).packs
 
 
-def test_products_of_float32_are_not_rounded():
-    """A TPU multiplies in bfloat16 what has no precision."""
-    run = functools.partial(result_and_gradients, fused("splash"))
-    one_bin = jax.tree.map(lambda x: x[:1], (arrays(jnp.float32), prepared("splash", bins_of("shared"))))
+@pytest.mark.parametrize(("kernel", "least"), [("splash", 2 + 3 + 4), ("triton", 4 + 6 + 4)])
+def test_products_of_float32_are_not_rounded(kernel, least):
+    """A TPU multiplies in bfloat16 what has no precision, and a GPU in TF32."""
+    run = functools.partial(result_and_gradients, fused(kernel))
+    one_bin = jax.tree.map(lambda x: x[:1], (arrays(jnp.float32), prepared(kernel, bins_of("shared"))))
     text = str(jax.make_jaxpr(run)(*one_bin[0], one_bin[1]))
     products = text.count("dot_general[")
-    assert products >= 2 + 3 + 4 and text.count("precision=(Precision.HIGHEST") == products
+    assert products >= least and text.count("precision=(Precision.HIGHEST") == products
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("full", 2), ("attention", 1)])

@@ -1,0 +1,296 @@
+"""Device: attention over bins in Triton kernels, on GPUs or in Pallas' interpreter; host: how many scores they compute.
+
+A token sees two ranges of slots: the prompt of its tree, if it is in a response, and its branch up to itself. The
+kernels are FlashAttention-2 (arXiv:2307.08691) over the blocks of these ranges: a shared prompt is stored and computed
+once, and the responses beside a branch are skipped.
+
+Sizes: N bins, T slots, K key-value heads, G query heads for each of them, H head size.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from dapo_jax.data.containers import Bins
+from dapo_jax.models.attention import MASKED
+from dapo_jax.models.remat import ATTENDED
+
+BLOCK = 64  # slots; half as many if a head is larger than 128
+PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN, SEEN_TO = range(4)  # rows of `Bins.ranges`
+MAX_HEAD_SIZE = 256
+LOG2_E = math.log2(math.e)  # GPUs have powers of two
+Array = jax.Array
+
+
+def rounded_width(width: int) -> int:
+    """The width of a bin that whole blocks fill."""
+    return -(-width // BLOCK) * BLOCK
+
+
+def prepare(bins: Bins) -> Bins:
+    """Host: adds the ranges of slots that each slot sees, and is seen by. Padding sees itself."""
+    trees, branches = bins.trees, bins.branches
+    width = trees.shape[1]
+    slots = np.broadcast_to(np.arange(width), trees.shape)
+    padding, answers = trees == 0, branches > 0
+    new_tree = padding | (np.diff(trees, axis=1, prepend=-1) != 0)
+    new_branch = new_tree | (np.diff(branches, axis=1, prepend=-1) != 0)
+    tree_begin = np.maximum.accumulate(np.where(new_tree, slots, 0), axis=1)
+    branch_begin = np.maximum.accumulate(np.where(new_branch, slots, 0), axis=1)
+    first_branch = np.maximum.accumulate(np.where(answers & ~np.roll(answers, 1, axis=1), slots, 0), axis=1)
+    ends = np.where(answers, _ends(new_branch), _ends(new_tree))
+    ranges = np.stack(
+        [np.where(answers, tree_begin, width), np.where(answers, first_branch, 0), branch_begin, ends], axis=1
+    )
+    return dataclasses.replace(bins, ranges=ranges.astype(np.int32))
+
+
+def _ends(begins: np.ndarray) -> np.ndarray:
+    """The slot [N, T] after the last one of each slot's part; `begins` is True where a part begins."""
+    width = begins.shape[1]
+    following = np.where(np.roll(begins, -1, axis=1), np.arange(1, width + 1), width)
+    following[:, -1] = width
+    return np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
+
+
+def pairs(bins: Bins) -> np.ndarray:
+    """Host: [N] scores that are computed."""
+    blocks = bins.ranges.reshape(*bins.ranges.shape[:2], -1, BLOCK)
+    of_prompts = -(-blocks[:, PROMPT_END].max(axis=2) // BLOCK) - blocks[:, PROMPT_BEGIN].min(axis=2) // BLOCK
+    own = np.arange(1, blocks.shape[2] + 1) - blocks[:, BRANCH_BEGIN].min(axis=2) // BLOCK
+    return (np.maximum(of_prompts, 0) + own).sum(axis=1) * float(BLOCK) ** 2
+
+
+def attend(query: Array, key: Array, value: Array, bins: Bins, *, interpret: bool = False) -> Array:
+    """Attention on one device: query [N, T, K * G, H], key and value [N, T, K, H] -> [N, T, K * G, H] float32.
+
+    Args:
+        bins: with what `prepare` adds.
+        interpret: run the kernels in Pallas' interpreter, on any device.
+    """
+    size = query.shape[-1]
+    whole = 1 << (size - 1).bit_length()  # Triton takes powers of two
+    query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - size),)) for x in (query, key, value))
+    attended = _attend(query, key, value, bins.ranges, size**-0.5, interpret)
+    return attended[..., :size].astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(query: Array, key: Array, value: Array, ranges: Array, scale: float, interpret: bool) -> Array:
+    return _forward(query, key, value, ranges, scale, interpret)[0]
+
+
+def _forward(
+    query: Array, key: Array, value: Array, ranges: Array, scale: float, interpret: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    """What is attended; and with it the operands and the binary logarithm [N, heads, T] of each softmax's sum."""
+    bins, width, heads, _ = query.shape
+    block, groups = _block_size(query), heads // key.shape[2]
+    attended, normalizer = pl.pallas_call(
+        functools.partial(_forward_kernel, scale=scale * LOG2_E),
+        grid=(bins, heads, width // block),
+        in_specs=[_block(query), _whole(key, groups), _whole(value, groups), _of_bin(ranges)],
+        out_specs=[_block(query), _block_of_numbers(block)],
+        out_shape=[query, jax.ShapeDtypeStruct((bins, heads, width), jnp.float32)],
+        name="tree_attention_fwd",
+        **_options(query, interpret),
+    )(query, key, value, ranges)
+    attended, normalizer = checkpoint_name(attended, ATTENDED), checkpoint_name(normalizer, ATTENDED)
+    return attended, (query, key, value, ranges, attended, normalizer)
+
+
+def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, attended_ref, normalizer_ref, *, scale):
+    """One block of queries of one head."""
+    query = query_ref[...]
+    seen = _Seen(ranges_ref, pl.program_id(2), len(query))
+
+    def step(visible, there, carry):
+        attended, total, highest = carry
+        scores = jnp.where(visible, _dot(query, key_ref[there, :].T) * scale, MASKED)
+        new = jnp.maximum(highest, jnp.max(scores, axis=1))
+        weights, kept = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
+        values = value_ref[there, :]
+        attended = attended * kept[:, None] + _dot(weights.astype(values.dtype), values)
+        return attended, total * kept + jnp.sum(weights, axis=1), new
+
+    start = jnp.zeros(query.shape, jnp.float32), jnp.zeros(len(query)), jnp.full(len(query), MASKED)
+    attended, total, highest = seen.each_block(step, start)
+    attended_ref[...] = (attended / total[:, None]).astype(attended_ref.dtype)
+    normalizer_ref[...] = highest + jnp.log2(total)
+
+
+def _backward(scale: float, interpret: bool, saved: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
+    query, key, value, ranges, attended, normalizer = saved
+    (bins, width, heads, _), kv_heads = query.shape, key.shape[2]
+    block, groups = _block_size(query), heads // kv_heads
+    # of each query, what its scores' gradients have in common (arXiv:2307.08691, algorithm 2)
+    common = jnp.einsum("nthd,nthd->nht", cotangent, attended, preferred_element_type=jnp.float32)
+    operands = query, key, value, ranges, cotangent, normalizer, common
+    to_query = pl.pallas_call(
+        functools.partial(_query_kernel, scale=scale),
+        grid=(bins, heads, width // block),
+        in_specs=[
+            *(_block(query), _whole(key, groups), _whole(value, groups), _of_bin(ranges)),
+            *(_block(cotangent), _block_of_numbers(block), _block_of_numbers(block)),
+        ],
+        out_specs=_block(query),
+        out_shape=query,
+        name="tree_attention_dq",
+        **_options(query, interpret),
+    )(*operands)
+    to_key, to_value = pl.pallas_call(
+        functools.partial(_key_kernel, scale=scale, groups=groups),
+        grid=(bins, kv_heads, width // block),
+        in_specs=[
+            *(_group(query, groups), _block(key), _block(value), _of_bin(ranges), _group(cotangent, groups)),
+            *(pl.BlockSpec((None, groups, width), lambda row, head, _: (row, head, 0)) for _ in range(2)),
+        ],
+        out_specs=[_block(key), _block(value)],
+        out_shape=[key, value],
+        name="tree_attention_dkv",
+        **_options(query, interpret),
+    )(*operands)
+    return to_query, to_key, to_value, None
+
+
+def _query_kernel(
+    query_ref, key_ref, value_ref, ranges_ref, cotangent_ref, normalizer_ref, common_ref, result_ref, *, scale
+):
+    """The gradient of one block of queries of one head."""
+    query, cotangent = query_ref[...], cotangent_ref[...]
+    seen = _Seen(ranges_ref, pl.program_id(2), len(query))
+    normalizer, common = normalizer_ref[...][:, None], common_ref[...][:, None]
+
+    def step(visible, there, gradient):
+        keys = key_ref[there, :]
+        scores = jnp.where(visible, _dot(query, keys.T) * (scale * LOG2_E), MASKED)
+        of_scores = jnp.exp2(scores - normalizer) * (_dot(cotangent, value_ref[there, :].T) - common) * scale
+        return gradient + _dot(of_scores.astype(keys.dtype), keys)
+
+    result_ref[...] = seen.each_block(step, jnp.zeros(query.shape, jnp.float32)).astype(result_ref.dtype)
+
+
+def _key_kernel(
+    query_ref,
+    key_ref,
+    value_ref,
+    ranges_ref,
+    cotangent_ref,
+    normalizer_ref,
+    common_ref,
+    to_key_ref,
+    to_value_ref,
+    *,
+    scale,
+    groups,
+):
+    """The gradients of one block of keys and values of one head, from the queries of its group that see them."""
+    keys, values = key_ref[...], value_ref[...]
+    number, block = pl.program_id(2), len(keys)
+    slots = _slots(number, block)[:, None]
+
+    def step(index, carry):
+        place, member = number + jax.lax.div(index, groups), jax.lax.rem(index, groups)
+        there, queries = pl.ds(place * block, block), _slots(place, block)[None, :]
+        begin, end, branch = (ranges_ref[row, there][None, :] for row in (PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN))
+        visible = ((slots >= begin) & (slots < end)) | ((slots >= branch) & (slots <= queries))
+        query, cotangent = query_ref[there, member, :], cotangent_ref[there, member, :]
+        scores = jnp.where(visible, _dot(keys, query.T) * (scale * LOG2_E), MASKED)
+        weights = jnp.exp2(scores - normalizer_ref[member, there][None, :])
+        of_scores = weights * (_dot(values, cotangent.T) - common_ref[member, there][None, :]) * scale
+        to_key, to_value = carry
+        to_value += _dot(weights.astype(cotangent.dtype), cotangent)
+        return to_key + _dot(of_scores.astype(query.dtype), query), to_value
+
+    last = pl.cdiv(jnp.max(ranges_ref[SEEN_TO, pl.ds(number * block, block)]), block)
+    zeros = jnp.zeros(keys.shape, jnp.float32)
+    to_key, to_value = jax.lax.fori_loop(0, (last - number) * groups, step, (zeros, zeros))
+    to_key_ref[...], to_value_ref[...] = to_key.astype(to_key_ref.dtype), to_value.astype(to_value_ref.dtype)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+class _Seen:
+    """The keys that a block of queries sees."""
+
+    def __init__(self, ranges_ref: Any, number: Array, block: int) -> None:
+        here = pl.ds(number * block, block)
+        self.begin, self.end, self.branch = (ranges_ref[row, here] for row in (PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN))
+        self.number, self.block = number, block
+
+    def each_block(self, step: Callable[[Array, Any, Any], Any], carry: Any) -> Any:
+        """Carries the result of step(visible [queries, keys], keys, carry) over the blocks of both ranges."""
+        block, queries = self.block, _slots(self.number, self.block)[:, None]
+
+        def of_prompt(number: Array, carry: Any) -> Any:
+            keys = _slots(number, block)[None, :]
+            visible = (keys >= self.begin[:, None]) & (keys < self.end[:, None])
+            return step(visible, pl.ds(number * block, block), carry)
+
+        def of_branch(number: Array, carry: Any) -> Any:
+            keys = _slots(number, block)[None, :]
+            visible = (keys >= self.branch[:, None]) & (keys <= queries)
+            return step(visible, pl.ds(number * block, block), carry)
+
+        first, last = jnp.min(self.begin) // block, pl.cdiv(jnp.max(self.end), block)
+        carry = jax.lax.fori_loop(first, last, of_prompt, carry)
+        return jax.lax.fori_loop(jnp.min(self.branch) // block, self.number + 1, of_branch, carry)
+
+
+def _block_size(x: Array) -> int:
+    """Slots of a block of [N, T, heads, H], so that it fits a GPU's shared memory."""
+    return BLOCK if x.shape[-1] <= 128 else BLOCK // 2
+
+
+def _slots(number: Array, block: int) -> Array:
+    """The slots of a block."""
+    return number * block + jnp.arange(block)
+
+
+def _dot(x: Array, y: Array) -> Array:
+    """x @ y, float32; of float32 operands, unrounded."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _block(x: Array) -> pl.BlockSpec:
+    """A block of slots of one head."""
+    return pl.BlockSpec((None, _block_size(x), None, x.shape[-1]), lambda row, head, number: (row, number, head, 0))
+
+
+def _whole(x: Array, groups: int) -> pl.BlockSpec:
+    """All slots of the key-value head of a query head."""
+    shape = (None, x.shape[1], None, x.shape[-1])
+    return pl.BlockSpec(shape, lambda row, head, _: (row, 0, jax.lax.div(head, jnp.int32(groups)), 0))
+
+
+def _group(x: Array, groups: int) -> pl.BlockSpec:
+    """All slots of the query heads of a key-value head."""
+    return pl.BlockSpec((None, x.shape[1], groups, x.shape[-1]), lambda row, head, _: (row, 0, head, 0))
+
+
+def _of_bin(ranges: Array) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *ranges.shape[1:]), lambda row, *_: (row, 0, 0))
+
+
+def _block_of_numbers(block: int) -> pl.BlockSpec:
+    """A number for each slot of a block of one head."""
+    return pl.BlockSpec((None, None, block), lambda row, head, number: (row, head, number))
+
+
+def _options(query: Array, interpret: bool) -> dict[str, Any]:
+    warps = 4 if query.shape[-1] <= 64 else 8
+    return {
+        "compiler_params": triton.CompilerParams(num_warps=warps, num_stages=2),
+        "interpret": interpret,
+    }
