@@ -42,7 +42,8 @@ class Rollout:
 class Tokens:
     """Response tokens with what the losses need of each. The algorithm decides which of the last fields are set.
 
-    In a `Batch` each row is a response: [B, R]. In a `MicroBatch`, those of each share of the devices follow each other: [S, U].
+    In a `Batch` each row is a response: [B, R]. In a `MicroBatch` those of each share of the devices follow each other:
+    [S, U].
     """
 
     responses: Array  # int32

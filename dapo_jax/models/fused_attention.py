@@ -1,4 +1,4 @@
-"""Device: attention within bins in a fused kernel that never stores the scores: ours or cuDNN's on a GPU, splash on a TPU.
+"""Device: attention in bins by kernels that never store the scores: Triton or cuDNN on GPUs, splash on TPUs.
 
 Sizes: N bins, T slots, M trees of a bin, K key-value heads, H head size.
 """

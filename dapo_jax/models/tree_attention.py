@@ -80,7 +80,7 @@ def attend(query: Array, key: Array, value: Array, bins: Bins, *, interpret: boo
     size = query.shape[-1]
     whole = 1 << (size - 1).bit_length()  # Triton takes powers of two
     query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - size),)) for x in (query, key, value))
-    attended = _attend(query, key, value, bins.ranges, size**-0.5, interpret)
+    attended: Any = _attend(query, key, value, bins.ranges, size**-0.5, interpret)
     return attended[..., :size].astype(jnp.float32)
 
 

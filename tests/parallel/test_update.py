@@ -30,7 +30,7 @@ from dapo_jax.data.containers import Batch, Bins, MicroBatch
 from dapo_jax.learner.actor import RATIO_BUCKETS, build_actor, count_ratios, loss_fn
 from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.update import compute_logprobs, update_policy
-from dapo_jax.models import fused_attention, splash
+from dapo_jax.models import fused_attention, splash, tree_attention
 from dapo_jax.models.attention import XLA
 from dapo_jax.models.fused_attention import on_each_device
 from dapo_jax.models.lora import Lora, adapter_table, merged
@@ -40,6 +40,9 @@ from dapo_jax.parallel.sharding import batch_sharding, put, shards_left
 
 SPLASH = dataclasses.replace(
     fused_attention.SPLASH, attend=on_each_device(functools.partial(splash.attend, interpret=True))
+)
+TRITON = dataclasses.replace(
+    fused_attention.TRITON, attend=on_each_device(functools.partial(tree_attention.attend, interpret=True))
 )
 LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 
@@ -51,6 +54,7 @@ LORA = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj
         pytest.param((1, 1, 1), dataclasses.replace(XLA, shared_width=0), 60, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), dataclasses.replace(XLA, packs=False), 60, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), SPLASH, 200, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), TRITON, 200, marks=pytest.mark.slow),
         pytest.param((8, 1, 1), dataclasses.replace(SPLASH, shared_width=0), 1, marks=pytest.mark.slow),
     ],
 )
