@@ -14,7 +14,7 @@ CHOICES = NAMES | {
     "data.task": ("files", "arithmetic", "reasoning_gym"),
     "data.truncation": ("error", "left", "right", "middle"),
     "model.dtype": ("auto", "float32", "bfloat16"),
-    "model.attention": ("xla", "fused", "cudnn", "splash"),
+    "model.attention": ("xla", "fused", "cudnn", "triton", "splash"),
     "actor.optim.moments_dtype": ("float32", "bfloat16"),
     "critic.optim.moments_dtype": ("float32", "bfloat16"),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
