@@ -41,6 +41,7 @@ RECIPES = {  # by report
     "gsm8k_l4": GSM8K,
     "gsm8k_h100": GSM8K,
     "gsm8k_v5e": f"{GSM8K}, `fsdp=4`",
+    "gsm8k_v5e_8": f"{GSM8K}, `fsdp=8`",
     "gsm8k_1.5b_v5e": f"{GSM8K} with Qwen2.5-1.5B-Instruct, `fsdp=8`",
     "gsm8k_1.5b_h100": f"{GSM8K} with Qwen2.5-1.5B-Instruct",
 }

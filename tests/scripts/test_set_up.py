@@ -82,7 +82,7 @@ def test_an_environment_that_was_made_by_half_is_made_again(checkout, tmp_path):
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     calls = [call for call in checkout("scripts/docs/preflight_reports.sh") if call[:2] == ["-m", "dapo_jax.preflight"]]
-    assert len(calls) == 16
+    assert len(calls) == 20
     for call in calls:
         options = [option for option in call if option.startswith("--config.")]
         validate(read_config(["preflight", "--config", call[call.index("--config") + 1], *options]))
