@@ -15,6 +15,7 @@ from dapo_jax.learner.packing import EIGHTHS, Pass, plan_passes
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 
+LARGE = 4096  # slots of a share, from which padding costs more than compiling another shape
 SLOTS = "tokens", "positions", "trees", "branches"
 PER_TOKEN = {field.name for field in dataclasses.fields(Tokens)} - {"noise"}  # a pass draws nothing
 
@@ -49,7 +50,8 @@ class MicroBatches:
         sizes = [packer.num_tokens(one) for one in passes]
         for one in passes:
             alike = [size for other, size in zip(passes, sizes, strict=True) if other.shape == one.shape]
-            part = -(-one.width * len(one.bins) // (EIGHTHS * self.num_shards))  # few shapes are compiled
+            slots = one.width * len(one.bins) // self.num_shards
+            part = -(-slots // (EIGHTHS if slots >= LARGE else EIGHTHS // 2))  # few shapes are compiled
             yield packer.piece(one, -(-max(alike) // part) * part)
 
     def passes(self, batch: Batch) -> Sequence[Pass]:

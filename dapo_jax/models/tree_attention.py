@@ -58,12 +58,11 @@ def _ends(begins: np.ndarray) -> np.ndarray:
     """The slot [N, T] after the last one of each slot's part; `begins` is True where a part begins."""
     width = begins.shape[1]
     following = np.where(np.roll(begins, -1, axis=1), np.arange(1, width + 1), width)
-    following[:, -1] = width
     return np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
 
 
 def pairs(bins: Bins) -> np.ndarray:
-    """Host: [N] scores that are computed."""
+    """Host: [N] scores that are computed, in blocks of BLOCK slots."""
     blocks = bins.ranges.reshape(*bins.ranges.shape[:2], -1, BLOCK)
     of_prompts = -(-blocks[:, PROMPT_END].max(axis=2) // BLOCK) - blocks[:, PROMPT_BEGIN].min(axis=2) // BLOCK
     own = np.arange(1, blocks.shape[2] + 1) - blocks[:, BRANCH_BEGIN].min(axis=2) // BLOCK
@@ -78,7 +77,7 @@ def attend(query: Array, key: Array, value: Array, bins: Bins, *, interpret: boo
         interpret: run the kernels in Pallas' interpreter, on any device.
     """
     size = query.shape[-1]
-    whole = 1 << (size - 1).bit_length()  # Triton takes powers of two
+    whole = max(1 << (size - 1).bit_length(), 16)  # Triton takes powers of two from 16 on
     query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - size),)) for x in (query, key, value))
     attended: Any = _attend(query, key, value, bins.ranges, size**-0.5, interpret)
     return attended[..., :size].astype(jnp.float32)
@@ -147,18 +146,23 @@ def _backward(scale: float, interpret: bool, saved: tuple[Array, ...], cotangent
         name="tree_attention_dq",
         **_options(query, interpret),
     )(*operands)
+    # a program for each query head, not for each of the key's: those of a shared prompt's keys take long
+    of_heads = jax.ShapeDtypeStruct(query.shape, jnp.float32)
     to_key, to_value = pl.pallas_call(
-        functools.partial(_key_kernel, scale=scale, groups=groups),
-        grid=(bins, kv_heads, width // block),
+        functools.partial(_key_kernel, scale=scale),
+        grid=(bins, heads, width // block),
         in_specs=[
-            *(_group(query, groups), _block(key), _block(value), _of_bin(ranges), _group(cotangent, groups)),
-            *(pl.BlockSpec((None, groups, width), lambda row, head, _: (row, head, 0)) for _ in range(2)),
+            *(_whole(query), _block(key, groups), _block(value, groups), _of_bin(ranges), _whole(cotangent)),
+            *(pl.BlockSpec((None, None, width), lambda row, head, _: (row, head, 0)) for _ in range(2)),
         ],
-        out_specs=[_block(key), _block(value)],
-        out_shape=[key, value],
+        out_specs=[_block(of_heads), _block(of_heads)],
+        out_shape=[of_heads, of_heads],
         name="tree_attention_dkv",
         **_options(query, interpret),
     )(*operands)
+    to_key, to_value = (
+        x.reshape(bins, width, kv_heads, groups, -1).sum(axis=3).astype(key.dtype) for x in (to_key, to_value)
+    )
     return to_query, to_key, to_value, None
 
 
@@ -191,30 +195,27 @@ def _key_kernel(
     to_value_ref,
     *,
     scale,
-    groups,
 ):
-    """The gradients of one block of keys and values of one head, from the queries of its group that see them."""
+    """The gradients of one block of keys and values, from the queries of one head that see them."""
     keys, values = key_ref[...], value_ref[...]
     number, block = pl.program_id(2), len(keys)
     slots = _slots(number, block)[:, None]
 
-    def step(index, carry):
-        place, member = number + jax.lax.div(index, groups), jax.lax.rem(index, groups)
+    def step(place, carry):
         there, queries = pl.ds(place * block, block), _slots(place, block)[None, :]
         begin, end, branch = (ranges_ref[row, there][None, :] for row in (PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN))
         visible = ((slots >= begin) & (slots < end)) | ((slots >= branch) & (slots <= queries))
-        query, cotangent = query_ref[there, member, :], cotangent_ref[there, member, :]
+        query, cotangent = query_ref[there, :], cotangent_ref[there, :]
         scores = jnp.where(visible, _dot(keys, query.T) * (scale * LOG2_E), MASKED)
-        weights = jnp.exp2(scores - normalizer_ref[member, there][None, :])
-        of_scores = weights * (_dot(values, cotangent.T) - common_ref[member, there][None, :]) * scale
+        weights = jnp.exp2(scores - normalizer_ref[there][None, :])
+        of_scores = weights * (_dot(values, cotangent.T) - common_ref[there][None, :]) * scale
         to_key, to_value = carry
         to_value += _dot(weights.astype(cotangent.dtype), cotangent)
         return to_key + _dot(of_scores.astype(query.dtype), query), to_value
 
     last = pl.cdiv(jnp.max(ranges_ref[SEEN_TO, pl.ds(number * block, block)]), block)
     zeros = jnp.zeros(keys.shape, jnp.float32)
-    to_key, to_value = jax.lax.fori_loop(0, (last - number) * groups, step, (zeros, zeros))
-    to_key_ref[...], to_value_ref[...] = to_key.astype(to_key_ref.dtype), to_value.astype(to_value_ref.dtype)
+    to_key_ref[...], to_value_ref[...] = jax.lax.fori_loop(number, last, step, (zeros, zeros))
 
 
 _attend.defvjp(_forward, _backward)
@@ -225,26 +226,21 @@ class _Seen:
 
     def __init__(self, ranges_ref: Any, number: Array, block: int) -> None:
         here = pl.ds(number * block, block)
-        self.begin, self.end, self.branch = (ranges_ref[row, here] for row in (PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN))
-        self.number, self.block = number, block
+        begin, end, branch = (ranges_ref[row, here] for row in (PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN))
+        self.block, self.ranges = block, [(begin, end), (branch, _slots(number, block) + 1)]
 
     def each_block(self, step: Callable[[Array, Any, Any], Any], carry: Any) -> Any:
         """Carries the result of step(visible [queries, keys], keys, carry) over the blocks of both ranges."""
-        block, queries = self.block, _slots(self.number, self.block)[:, None]
+        block = self.block
+        for begin, end in self.ranges:
 
-        def of_prompt(number: Array, carry: Any) -> Any:
-            keys = _slots(number, block)[None, :]
-            visible = (keys >= self.begin[:, None]) & (keys < self.end[:, None])
-            return step(visible, pl.ds(number * block, block), carry)
+            def of_range(number: Array, carry: Any, begin: Array = begin, end: Array = end) -> Any:
+                keys = _slots(number, block)[None, :]
+                visible = (keys >= begin[:, None]) & (keys < end[:, None])
+                return step(visible, pl.ds(number * block, block), carry)
 
-        def of_branch(number: Array, carry: Any) -> Any:
-            keys = _slots(number, block)[None, :]
-            visible = (keys >= self.branch[:, None]) & (keys <= queries)
-            return step(visible, pl.ds(number * block, block), carry)
-
-        first, last = jnp.min(self.begin) // block, pl.cdiv(jnp.max(self.end), block)
-        carry = jax.lax.fori_loop(first, last, of_prompt, carry)
-        return jax.lax.fori_loop(jnp.min(self.branch) // block, self.number + 1, of_branch, carry)
+            carry = jax.lax.fori_loop(jnp.min(begin) // block, pl.cdiv(jnp.max(end), block), of_range, carry)
+        return carry
 
 
 def _block_size(x: Array) -> int:
@@ -263,20 +259,16 @@ def _dot(x: Array, y: Array) -> Array:
     return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _block(x: Array) -> pl.BlockSpec:
-    """A block of slots of one head."""
-    return pl.BlockSpec((None, _block_size(x), None, x.shape[-1]), lambda row, head, number: (row, number, head, 0))
+def _block(x: Any, groups: int = 1) -> pl.BlockSpec:
+    """A block of slots of one head, or of the key-value head of `groups` heads."""
+    shape = (None, _block_size(x), None, x.shape[-1])
+    return pl.BlockSpec(shape, lambda row, head, number: (row, number, jax.lax.div(head, jnp.int32(groups)), 0))
 
 
-def _whole(x: Array, groups: int) -> pl.BlockSpec:
-    """All slots of the key-value head of a query head."""
+def _whole(x: Array, groups: int = 1) -> pl.BlockSpec:
+    """All slots, as for `_block`."""
     shape = (None, x.shape[1], None, x.shape[-1])
     return pl.BlockSpec(shape, lambda row, head, _: (row, 0, jax.lax.div(head, jnp.int32(groups)), 0))
-
-
-def _group(x: Array, groups: int) -> pl.BlockSpec:
-    """All slots of the query heads of a key-value head."""
-    return pl.BlockSpec((None, x.shape[1], groups, x.shape[-1]), lambda row, head, _: (row, 0, head, 0))
 
 
 def _of_bin(ranges: Array) -> pl.BlockSpec:

@@ -33,13 +33,13 @@ class Shape:
     @property
     def pairs(self) -> float:
         """As `slowest`, of a bin."""
-        return self.slowest * self.shares / len(self.micro_batch.sources)
+        return self.slowest * self.shares / len(self.micro_batch.bins.tokens)
 
     def __str__(self) -> str:
-        (bins, slots), (_, predicted) = self.micro_batch.bins.tokens.shape, self.micro_batch.sources.shape
+        (bins, slots), (shares, predicted) = self.micro_batch.bins.tokens.shape, self.micro_batch.sources.shape
         shared = self.micro_batch.bins.prompt_slots
         keys = "" if shared is None else f" + {shared.shape[1]} keys"
-        return f"{bins} x {slots} tokens{keys}, {predicted} predicted"
+        return f"{bins} x {slots} tokens{keys}, {shares} x {predicted} predicted"
 
 
 class StepBatch:

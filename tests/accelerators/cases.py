@@ -186,10 +186,17 @@ CASES = [
     ),
     Case("everything kept", UPDATE, {"model.enable_gradient_checkpointing": False}),
     Case("remat offload", UPDATE, {"model.remat_policy": "offload"}, platforms=(V5E,)),  # JAX knows no host of GPUs
-    *(
-        Case(f"{name} by name", step("actor, gradients", "log-prob"), {"model.attention": name}, platforms=(H100,))
+    *(  # the longest responses decide which of the two is the default
+        Case(
+            f"{name} by name{more}",
+            step("actor, gradients", "log-prob"),
+            {"model.attention": name, **changes},
+            platforms=(H100,),
+        )
         for name in ("cudnn", "triton")
+        for more, changes in {"": {}, ", LoRA": LORA, ", remat dots": {"model.remat_policy": "dots"}}.items()
     ),
+    Case("critic, cuDNN by name", CRITIC, {**GAE, "model.attention": "cudnn"}, platforms=(H100,)),
     Case("splash in float32", UPDATE, {**FLOAT32, "model.attention": "splash"}, platforms=(V5E,)),
     Case("odd lengths", UPDATE, {"data.max_response_length": 101}),
     Case("a response in several kernel blocks", UPDATE, {"data.max_response_length": 700}),

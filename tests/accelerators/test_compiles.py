@@ -53,6 +53,14 @@ def test_remat_attention_keeps_what_the_kernel_gives(topology, kernel, policy, p
     assert backward == (2 if topology == H100 else 1)  # two layers in a turn: the compiler's options arrived
 
 
+@pytest.mark.parametrize("topology", ["l4:1", "b200:2"])
+def test_cudnn_compiles_for_other_gpus(topology, tmp_path):
+    changes = {"model.attention": "cudnn", "mesh.data": 1, "mesh.fsdp": 1 if topology == "l4:1" else 2}
+    changes |= {"mesh.tensor": 1, "mesh.train_tensor": 1}
+    (text,) = compiled(Case("an update", UPDATE, changes), topology, tmp_path).values()
+    assert re.search(KERNELS["cudnn"][1], text)
+
+
 @pytest.mark.parametrize("topology", ["t4:1", "l4:1", "rtx4090:1", "a100:2x2", "h200:2", "b200:2"])
 def test_a_step_compiles_for_other_gpus(topology, tmp_path):
     """Those without bfloat16, with less shared memory, newer ones, and several hosts."""

@@ -7,6 +7,7 @@ from dapo_jax.meshes import make_meshes
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
 from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
+from dapo_jax.preflight.step_batch import StepBatch
 from dapo_jax.rollout import waves
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.train import train
@@ -112,6 +113,16 @@ def test_micro_batches_follow_from_the_lengths(packed):
     same = parse_lengths("lognormal:median=40,sigma=0,prompt_median=8,prompt_sigma=0", config.data)
     found = programs_of(config, lengths=same)
     assert [(p.name, p.calls) for p in found.programs] == [(p.name, p.calls) for p in longest.programs]
+
+
+def test_pairs_are_those_of_a_bin():
+    """By rows, a share of the devices has several bins in a pass, each with all pairs of its slots."""
+    config = small_config("unused", **{**ONE_STEP, "actor.use_dynamic_bsz": False})
+    arch = read_model(config)[0]
+    mesh = make_meshes(config, arch).training
+    (shape,) = StepBatch(config, arch, mesh, all_longest(config.data), draws=False).updates["actor"]
+    bins, slots = shape.micro_batch.bins.tokens.shape
+    assert bins > num_batch_shards(mesh) and shape.pairs == slots**2
 
 
 def num_micro_batches(config):
