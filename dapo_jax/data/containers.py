@@ -85,7 +85,7 @@ class Bins:
     branches: Array  # [N, T] int32, numbered from 1 in each bin; 0 on prompts and padding
     # what some implementations of attention need besides
     lengths: Array = None  # [N, M] int32, slots of each tree
-    ranges: Array = None  # [N, 4, T] int32, the slots that each slot sees, as tree_attention.py has them
+    ranges: Array = None  # [N, 4, T] int32, the slots that each slot sees and is seen by, as tree_attention.py has them
     queries: Array = None  # [N, T] int32, what each slot sees, as splash encodes it
     prompt_slots: Array = None  # [N, W] int32, slots of prompts that several responses share, -1 on padding
     blocks: Array = None  # [N, T / block, (T + W) / block] int8, 1 where a query of a block sees one of its keys

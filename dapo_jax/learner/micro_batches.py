@@ -47,12 +47,13 @@ class MicroBatches:
     def split(self, batch: Batch) -> Iterator[Piece]:
         """The micro-batches, which hold every row that has a response."""
         passes, packer = self.passes(batch), _Packer(batch, self.attention, self.num_shards)
-        sizes = [packer.num_tokens(one) for one in passes]
+        most: dict[tuple[int, int], int] = {}  # response tokens of a share, by the shape of a pass
         for one in passes:
-            alike = [size for other, size in zip(passes, sizes, strict=True) if other.shape == one.shape]
+            most[one.shape] = max(most.get(one.shape, 0), packer.num_tokens(one))
+        for one in passes:
             slots = one.width * len(one.bins) // self.num_shards
             part = -(-slots // (EIGHTHS if slots >= LARGE else EIGHTHS // 2))  # few shapes are compiled
-            yield packer.piece(one, -(-max(alike) // part) * part)
+            yield packer.piece(one, -(-most[one.shape] // part) * part)
 
     def passes(self, batch: Batch) -> Sequence[Pass]:
         """Which rows each micro-batch has in which bins."""
@@ -109,11 +110,13 @@ class _Packer:
 
     def num_tokens(self, one: Pass) -> int:
         """Response tokens of the share with the most."""
-        return max(sum(self.lengths[row] for rows in bins for row in rows) for bins in self._shares(one))
+        of_bins = [sum(self.lengths[row] for row in rows) for rows in one.bins]
+        return int(np.reshape(of_bins, (self.num_shards, -1)).sum(axis=1).max())
 
     def piece(self, one: Pass, size: int) -> Piece:
         """The micro-batch of a pass, with `size` response tokens for each share of the devices."""
-        filled = [self._share(bins, one, size) for bins in self._shares(one)]
+        each = len(one.bins) // self.num_shards
+        filled = [self._share(one.bins[at : at + each], one, size) for at in range(0, len(one.bins), each)]
         slots = {name: np.concatenate([of_share[0][name] for of_share in filled]) for name in filled[0][0]}
         targets = {name: np.stack([of_share[1][name] for of_share in filled]) for name in filled[0][1]}
         rows, columns = targets.pop("rows"), targets.pop("columns")
@@ -124,11 +127,6 @@ class _Packer:
         fields = {name: getattr(self.batch, name) for name in PER_TOKEN}
         tokens = {name: packed(array) for name, array in fields.items() if array is not None}
         return Piece(MicroBatch(bins=self.attention.prepare(Bins(**slots)), **targets, **tokens), rows, columns)
-
-    def _shares(self, one: Pass) -> list[list[list[int]]]:
-        """The bins of each share of the devices."""
-        size = len(one.bins) // self.num_shards
-        return [one.bins[start : start + size] for start in range(0, len(one.bins), size)]
 
     def _share(
         self, bins: list[list[int]], one: Pass, size: int

@@ -31,8 +31,8 @@ SHORT = 2048  # tokens; a prompt is no small part of a response up to this lengt
 def kernels(device: Any, max_response_length: int) -> tuple[str, ...]:
     """The kernels for a device, the best one for such responses first.
 
-    On a Hopper or later, cuDNN's is faster for each score, but has a copy of the prompt with every response. Before, it
-    takes one sequence in a bin.
+    cuDNN's has a copy of the prompt with every response, and before Hopper one sequence in a bin. That it makes up for
+    it with faster kernels on long responses is expected, not measured.
     """
     if device.platform != "gpu":
         return tuple(name for name, platform in PLATFORMS.items() if platform == device.platform)
