@@ -7,6 +7,8 @@ Precision: operands of matrix products are in the dtype of the weight, everythin
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,21 +107,37 @@ def decode(
         prompt_mask: [Q, P] bool, True on real prompt tokens.
         index: scalar, how many tokens each row has sampled before this one.
     """
-    x = embed(params, tokens[:, None])
-    rotation = rotary(positions[:, None], arch)
     visible = (jnp.arange(caches[0].window) <= index)[None, None]
 
+    def attend(cache, query, key, value):
+        new = _write(cache, key, value, index)
+        attended = shared_prompt_attention(
+            query, new.key, new.value, visible, new.prompt_key, new.prompt_value, prompt_mask
+        )
+        return attended, new
+
+    return decode_with(attend, params, tokens, positions, caches, arch)
+
+
+def decode_with(
+    attend: Callable[..., tuple[jax.Array, Any]],
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    caches: list[Any],
+    arch: Architecture,
+) -> tuple[jax.Array, list[Any]]:
+    """`decode` with any kind of cache.
+
+    Args:
+        attend: (cache, query [B, 1, N, H], key, value [B, 1, K, H]) -> (what is attended [B, 1, N, H], new cache).
+    """
+    rotation = rotary(positions[:, None], arch)
+
     def step(kind, x, layer, cache):
-        def attend(query, key, value):
-            new = _write(cache, key, value, index)
-            attended = shared_prompt_attention(
-                query, new.key, new.value, visible, new.prompt_key, new.prompt_value, prompt_mask
-            )
-            return attended, new
+        return block(kind, x, layer, rotation, functools.partial(attend, cache), arch)
 
-        return block(kind, x, layer, rotation, attend, arch)
-
-    x, caches = run_layers(step, x, params["layers"], arch, caches=caches)
+    x, caches = run_layers(step, embed(params, tokens[:, None]), params["layers"], arch, caches=caches)
     return rms_norm(x, params["final_norm"], arch.rms_norm_eps)[:, 0], caches
 
 

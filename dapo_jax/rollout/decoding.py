@@ -63,7 +63,7 @@ def empty_wave(
         return LayerCache(*(jnp.zeros(shape, dtype) for shape in (*shapes, *own)))
 
     tokens, caches = jnp.zeros(rows, jnp.int32), [cache() for _ in range(arch.num_layers)]
-    return _laid_out(Wave(tokens, finished, keys, prompt_mask, caches, jnp.int32(1)))
+    return laid_out(Wave(tokens, finished, keys, prompt_mask, caches, jnp.int32(1)))
 
 
 @functools.partial(jax.jit, static_argnames=("arch", "copies", "eos_ids", "pad_id"), donate_argnames=("wave",))
@@ -102,14 +102,14 @@ def prefill_part(
     logits = jnp.repeat(block_logits(params, _spread(hidden, copies), arch.vocab_size), samples, axis=0)
     keys, padding = _part(wave.keys, first_row, rows), _part(wave.finished, first_row, rows)
     drawn, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
-    drawn, finished = _settle(drawn, padding, eos_ids, pad_id)
+    drawn, finished = settle(drawn, padding, eos_ids, pad_id)
     wave = dataclasses.replace(
         wave,
         tokens=_put_part(wave.tokens, drawn, first_row),
         finished=_put_part(wave.finished, finished, first_row),
         caches=caches,
     )
-    return _laid_out(wave), _chunk(drawn[:, None], ~padding[:, None], logprobs[:, None])
+    return laid_out(wave), chunk_of(drawn[:, None], ~padding[:, None], logprobs[:, None])
 
 
 @functools.partial(jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id"), donate_argnames=("wave",))
@@ -135,13 +135,13 @@ def decode_chunk(
         logits = block_logits(params, hidden, arch.vocab_size)
         tokens, logprobs = sample(logits, wave.keys, wave.length, sampling, eos_ids)
         sampled = ~wave.finished
-        tokens, finished = _settle(tokens, wave.finished, eos_ids, pad_id)
+        tokens, finished = settle(tokens, wave.finished, eos_ids, pad_id)
         new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
         return new_wave, (tokens, sampled, logprobs)
 
     wave, outputs = jax.lax.scan(step, wave, length=num_tokens)
     tokens, mask, logprobs = (output.swapaxes(0, 1) for output in outputs)
-    return _laid_out(wave), _chunk(tokens, mask, logprobs)
+    return laid_out(wave), chunk_of(tokens, mask, logprobs)
 
 
 def wave_spec(ndim: int) -> PartitionSpec:
@@ -182,7 +182,7 @@ def resize_cache(cache: LayerCache, rows: jax.Array | None, *, num_samples: int,
     more, none = (0, window - cache.window), (0, 0)
     key, value = jnp.pad(cache.key, (none, none, none, more)), jnp.pad(cache.value, (none, none, more, none))
     cache = dataclasses.replace(cache, key=key, value=value)
-    return _laid_out(cache)
+    return laid_out(cache)
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -225,16 +225,16 @@ def _spread(x: jax.Array, copies: int) -> jax.Array:
     return jax.shard_map(local, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
-def _laid_out(tree: Any) -> Any:
+def laid_out(tree: Any) -> Any:
     return jax.tree.map(lambda x: constrain(x, wave_spec(x.ndim)), tree)
 
 
-def _settle(tokens, finished, eos_ids, pad_id) -> tuple[jax.Array, jax.Array]:
+def settle(tokens, finished, eos_ids, pad_id) -> tuple[jax.Array, jax.Array]:
     """Tokens, with padding in rows that had finished before, and which rows are finished now."""
     ended = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32))
     return jnp.where(finished, pad_id, tokens), finished | ended
 
 
-def _chunk(tokens, mask, logprobs) -> Chunk:
+def chunk_of(tokens, mask, logprobs) -> Chunk:
     chunk = Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0))
     return jax.tree.map(lambda x: constrain(x, PartitionSpec()), chunk)

@@ -1,4 +1,4 @@
-"""Host: the responses of one call of the wave engine while they are being sampled."""
+"""Host: the responses of one call of an engine while they are being sampled."""
 
 import numpy as np
 
@@ -34,26 +34,28 @@ class Responses:
         self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
         self.limits, self.eos_ids, self.pad_id, self.stop, self.on_finished = limits, eos_ids, pad_id, stop, on_finished
 
-    def add(self, chunk: Chunk, rows: np.ndarray, start: int) -> None:
-        """Adds a chunk whose first token is number `start` of the responses `rows`."""
+    def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
+        """Adds a chunk whose first token is number `starts`, [B] or one for all, of the responses `rows` [B]."""
         chunk = fetch(chunk)
         alive = self.alive(rows)
-        rows = rows[alive]
-        end = min(start + chunk.tokens.shape[1], self.tokens.shape[1])
-        taken = chunk.mask[alive, : end - start] & (np.arange(start, end) < self.limits[rows, None])
-        self.mask[rows, start:end] = taken
-        self.tokens[rows, start:end] = np.where(taken, chunk.tokens[alive, : end - start], self.pad_id)
-        self.logprobs[rows, start:end] = np.where(taken, chunk.logprobs[alive, : end - start], 0.0)
-        self.complete[rows] = np.any(np.isin(self.tokens[rows, start:end], self.eos_ids) & taken, axis=1)
+        rows, starts = rows[alive], np.broadcast_to(starts, alive.shape)[alive]
+        places = starts[:, None] + np.arange(chunk.tokens.shape[1])
+        within = places < self.limits[rows, None]
+        taken = chunk.mask[alive] & within
+        row, place = np.broadcast_to(rows[:, None], places.shape)[within], places[within]
+        self.mask[row, place] = taken[within]
+        self.tokens[row, place] = np.where(taken, chunk.tokens[alive], self.pad_id)[within]
+        self.logprobs[row, place] = np.where(taken, chunk.logprobs[alive], 0.0)[within]
+        self.complete[rows] = np.any(np.isin(chunk.tokens[alive], self.eos_ids) & taken, axis=1)
         if self.stop is not None:
-            self._stop(rows, start, self.stop)
-        self.ended[rows] = self.complete[rows] | (end >= self.limits[rows])
+            self._stop(rows, starts, self.stop)
+        self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.limits[rows])
         if self.on_finished is not None and self.ended[rows].any():
             self.on_finished(rows[self.ended[rows]], self.rollout())
 
-    def _stop(self, rows: np.ndarray, start: int, stop: StopRule) -> None:
-        for row in rows:
-            kept = stop(self.tokens[row][self.mask[row]].tolist(), start)
+    def _stop(self, rows: np.ndarray, starts: np.ndarray, stop: StopRule) -> None:
+        for row, start in zip(rows, starts, strict=True):
+            kept = stop(self.tokens[row][self.mask[row]].tolist(), int(start))
             if kept is not None:
                 self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.pad_id, 0.0
                 self.complete[row] = True

@@ -77,7 +77,7 @@ def sample(
     Args:
         logits: [B, n, BLOCK] float32, see models/vocabulary_blocks.py.
         keys: [B], from `row_keys`.
-        position: scalar, number of tokens sampled before.
+        position: scalar or [B], number of tokens sampled before.
         eos_ids: tokens not drawn before sampling.min_length.
 
     Returns:
@@ -86,7 +86,7 @@ def sample(
     # Without the barrier, compilers divide again in each pass, with another rounding, and copy to other layouts.
     logits = jax.lax.optimization_barrier(logits / sampling.temperature)
     highest = jnp.max(logits, axis=(1, 2), keepdims=True)
-    early = position < sampling.min_length
+    early = jnp.reshape(position < sampling.min_length, (-1, 1, 1))  # of each row, or of all
 
     def forbidden(tokens: jax.Array) -> jax.Array:
         return early & jnp.any(tokens[..., None] == jnp.array(eos_ids, jnp.int32), axis=-1)
@@ -94,13 +94,13 @@ def sample(
     def limits() -> tuple[jax.Array, jax.Array, jax.Array]:
         allowed = jnp.where(forbidden(tokens_of_blocks(logits)), -jnp.inf, logits)
         weights, reference, lowest = _limits(allowed, sampling)
-        mass = jax.lax.cond(early, lambda: _mass(jnp.exp(logits - highest)), lambda: _mass(weights))
+        mass = jax.lax.cond(jnp.any(early), lambda: _mass(jnp.exp(logits - highest)), lambda: _mass(weights))
         return reference, lowest, mass
 
     def no_limits() -> tuple[jax.Array, jax.Array, jax.Array]:
         return highest, jnp.full_like(highest, -jnp.inf), jnp.zeros_like(highest[:, 0, 0])
 
-    limited = early | sampling.is_filtered
+    limited = jnp.any(early) | sampling.is_filtered
     reference, lowest, mass = jax.lax.cond(limited, limits, no_limits)
 
     def weigh(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -112,7 +112,8 @@ def sample(
 
     totals = _totals(weigh(logits, tokens_of_blocks(logits)))
     mass = jnp.where(limited, mass, jnp.sum(totals, axis=-1))
-    uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(keys)
+    positions = jnp.broadcast_to(position, keys.shape)
+    uniform = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
     tokens = inverse_cdf(totals, weights_in, jnp.where(sampling.greedy, 0.0, uniform))
     chosen = logits[jnp.arange(len(tokens)), tokens // BLOCK, tokens % BLOCK] - highest[:, 0, 0]
     return tokens, chosen - jnp.log(mass)

@@ -89,6 +89,11 @@ class LengthHistory:
         """Expected share of responses of more than `length` tokens."""
         return float(self._share[length + 1 :].sum())
 
+    def mean_held(self) -> float:
+        """Expected tokens of a row that is being decoded, over all its steps."""
+        lengths = np.arange(len(self._share))
+        return float(self._share @ (lengths * (lengths + 1) / 2) / max(self._share @ lengths, 1.0))
+
     def typical(self, count: int) -> np.ndarray:
         """[count] lengths that are spread as those so far, always in the same mixed order."""
         below = np.cumsum(self._share)

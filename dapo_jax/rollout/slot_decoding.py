@@ -1,0 +1,160 @@
+"""Device: decoding in slots whose keys and values lie in pages, one compiled function each for prefill and a chunk.
+
+Sizes: B slots, b of them in use, A pages, C tokens of a page and of a chunk, M pages that a row has at most; pages are
+numbered on each shard of the batch, and page 0 of a shard takes what nobody reads. A row's first token is drawn from
+the last token of its prompt, as every other one from the token before: prefill draws nothing.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from dapo_jax.models import transformer
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.paged_attention import AttendPages, SoftmaxParts, attend_tail, merged
+from dapo_jax.models.transformer import Params
+from dapo_jax.models.vocabulary_blocks import block_logits
+from dapo_jax.parallel.mesh import BATCH_AXES
+from dapo_jax.parallel.sharding import constrain
+from dapo_jax.rollout.decoding import Chunk, chunk_of, laid_out, settle, wave_spec
+from dapo_jax.rollout.sampling import Sampling, keys_of, sample
+
+ROWS, HEADS = PartitionSpec(BATCH_AXES), wave_spec(4)
+
+
+@struct.dataclass
+class Slots:
+    """What the devices keep between two chunks."""
+
+    tokens: jax.Array  # [B] int32, the last token of each row
+    finished: jax.Array  # [B] bool
+    pages: list[jax.Array]  # of each layer [A, K, C, 2H], see models/paged_attention.py
+
+
+@struct.dataclass
+class Plan:
+    """What b slots do in a chunk. A slot without a row has prompt number -1."""
+
+    sources: jax.Array  # [b] int32, where the row was in the last chunk among the shard's own slots; -1 = it begins
+    first_tokens: jax.Array  # [b] int32, the last token of its prompt
+    numbers: jax.Array  # [b] int32, prompt number, ...
+    samples: jax.Array  # [b] int32, ... and sample: the address of its draws
+    prompt_lengths: jax.Array  # [b] int32
+    sampled: jax.Array  # [b] int32, tokens drawn before
+    table: jax.Array  # [b, M] int32, pages of the prompt, then its own
+    destinations: jax.Array  # [b] int32, the page that takes what this chunk adds; 0 = none
+
+
+@functools.partial(jax.jit, static_argnames=("arch", "slots", "pages", "page_length", "dtype"))
+def empty_slots(*, arch: Architecture, slots: int, pages: int, page_length: int, dtype: Any) -> Slots:
+    """Slots without rows, and pages that hold nothing; both counted on all shards."""
+    shape = pages, arch.num_kv_heads, page_length, 2 * arch.head_dim
+    cache = [jnp.zeros(shape, dtype) for _ in range(arch.num_layers)]
+    return laid_out(Slots(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
+
+
+@functools.partial(jax.jit, static_argnames=("arch",), donate_argnames=("slots",))
+def prefill_pages(
+    params: Params, slots: Slots, tokens: jax.Array, mask: jax.Array, destinations: jax.Array, *, arch: Architecture
+) -> Slots:
+    """Runs the prompts without their last token, each once, and puts their keys and values into pages.
+
+    Args:
+        tokens, mask: [Q, P] left-padded prompts on the shards that have their rows; P is a multiple of C.
+        destinations: [Q, P // C] int32, pages; 0 where there is only padding.
+    """
+    _, caches = transformer.prefill(params, tokens, mask, arch)
+    pages = [
+        _put_pages(held, _as_pages(key, value, held.shape[2]), destinations.reshape(-1))
+        for held, (key, value) in zip(slots.pages, caches, strict=True)
+    ]
+    return laid_out(slots.replace(pages=pages))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.partial(jax.jit, static_argnames=("arch", "attend_pages", "eos_ids", "pad_id"), donate_argnames=("slots",))
+def decode_slots(
+    params: Params,
+    slots: Slots,
+    plan: Plan,
+    sampling: Sampling,
+    seed: Any,
+    purpose: Any,
+    *,
+    arch: Architecture,
+    attend_pages: AttendPages,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+) -> tuple[Slots, Chunk]:
+    """Draws C tokens for each of the plan's slots; finished rows draw padding.
+
+    Args:
+        seed, purpose: the first parts of the addresses of all draws (sampling.py).
+    """
+    page_length, idle = slots.pages[0].shape[2], plan.numbers < 0
+    keys = keys_of(seed, purpose, plan.numbers, plan.samples)
+    begins = plan.sources < 0
+    tokens = jnp.where(begins, plan.first_tokens, _own(slots.tokens, plan.sources))
+    finished = idle | (~begins & _own(slots.finished, plan.sources))
+    cached = plan.prompt_lengths - 1  # tokens of the prompt in its pages, which end with the last of them
+    starts = -cached % page_length
+    ends = jnp.where(idle, 0, cached + starts + plan.sampled)
+    attend_each = jax.shard_map(
+        attend_pages,
+        in_specs=(HEADS, HEADS, ROWS, ROWS, ROWS),
+        out_specs=SoftmaxParts(HEADS, HEADS, HEADS),
+        check_vma=False,
+    )
+
+    def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
+        tokens, finished, tails = carry
+
+        def attend(layer, query, key, value):
+            held, tail = layer
+            new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
+            tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
+            paged = attend_each(query[:, 0], held, plan.table, starts, ends)
+            return merged(paged, attend_tail(query[:, 0], tail, index))[:, None], (held, tail)
+
+        caches = list(zip(slots.pages, tails, strict=True))
+        hidden, caches = transformer.decode_with(attend, params, tokens, cached + plan.sampled + index, caches, arch)
+        logits = block_logits(params, hidden, arch.vocab_size)
+        drawn, logprobs = sample(logits, keys, plan.sampled + index, sampling, eos_ids)
+        drawn, ended = settle(drawn, finished, eos_ids, pad_id)
+        return (drawn, ended, [tail for _, tail in caches]), (drawn, ~finished, logprobs)
+
+    rows = len(tokens)
+    tails = laid_out([jnp.zeros((rows, *held.shape[1:]), held.dtype) for held in slots.pages])
+    (tokens, finished, tails), outputs = jax.lax.scan(step, (tokens, finished, tails), jnp.arange(page_length))
+    pages = [_put_pages(held, tail, plan.destinations) for held, tail in zip(slots.pages, tails, strict=True)]
+    kept = Slots(_put_own(slots.tokens, tokens), _put_own(slots.finished, finished), pages)
+    return laid_out(kept), chunk_of(*(output.swapaxes(0, 1) for output in (outputs[0], outputs[1], outputs[2])))
+
+
+def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:
+    """Keys [Q, K, H, P] and values [Q, K, P, H] of prompts as pages [Q * P // C, K, C, 2H]."""
+    both = jnp.concatenate([key.swapaxes(2, 3), value], axis=-1)
+    prompts, heads, width, size = both.shape
+    pages = both.reshape(prompts, heads, width // page_length, page_length, size).swapaxes(1, 2)
+    return constrain(pages.reshape(-1, heads, page_length, size), HEADS)
+
+
+def _put_pages(held: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
+    """`held` with `pages` at `places`, each shard's own."""
+    local = jax.shard_map(
+        lambda held, pages, places: held.at[places].set(pages), in_specs=(HEADS, HEADS, ROWS), out_specs=HEADS
+    )
+    return local(held, pages, places)
+
+
+def _own(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Elements of `x` [B] at `places` [b] among each shard's own; any for a negative place."""
+    return jax.shard_map(lambda x, places: x[jnp.maximum(places, 0)], in_specs=(ROWS, ROWS), out_specs=ROWS)(x, places)
+
+
+def _put_own(x: jax.Array, new: jax.Array) -> jax.Array:
+    """`x` [B] whose first elements on each shard are those of `new` [b]."""
+    return jax.shard_map(lambda x, new: x.at[: len(new)].set(new), in_specs=(ROWS, ROWS), out_specs=ROWS)(x, new)

@@ -1,0 +1,153 @@
+"""Host: sizes of the slot engine, and its compiled functions, lowered from shapes alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from dapo_jax.errors import InputError
+from dapo_jax.models.paged_attention import AttendPages
+from dapo_jax.models.transformer import Params
+from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.parallel.sharding import batch_sharding, replicated
+from dapo_jax.rollout.decoding import wave_spec
+from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.shapes import ROW_MULTIPLE, LengthHistory, prompt_width
+from dapo_jax.rollout.slot_decoding import Plan, Slots, decode_slots, empty_slots, prefill_pages
+from dapo_jax.rollout.slot_queue import SlotLayout
+from dapo_jax.rollout.wave_programs import PREFILL_BYTES, SCORES, WaveSettings, cache_bytes, cache_dtype, prefill_bytes
+
+FILL = 0.8  # of the pages, that the expected keys and values of all slots take
+PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
+CHEAP_ROWS = 64  # of a shard, that decode about as fast as fewer: what they take is reading the weights
+SLOTS_OF_ROWS = 8  # one slot for so many rows; with more, too many are empty while the last rows decode
+FEW_SLOTS = 4  # one slot in so many is in the program for the last rows
+
+
+def layout_of_slots(
+    settings: WaveSettings,
+    dtype: np.dtype,
+    prompt_lengths: Sequence[int] | np.ndarray,
+    num_samples: int,
+    history: LengthHistory,
+    free_bytes: float,
+) -> SlotLayout:
+    """The slots of a call: as many as max_num_seqs, or the memory if responses end as before, allows.
+
+    Args:
+        dtype: of keys and values.
+        prompt_lengths: [Q] tokens, of all prompts of the call.
+        free_bytes: on each device, of which slots and pages may take `memory_share`.
+
+    Raises:
+        InputError: the memory does not hold the pages of the longest response.
+    """
+    shards, length = num_batch_shards(settings.mesh), settings.chunk_length
+    rows = -(-len(prompt_lengths) // shards) * num_samples  # of a shard
+    width = -(-prompt_width(max(prompt_lengths), settings.max_prompt_length) // length) * length
+    at_once = max(min(int(PREFILL_BYTES / prefill_bytes(settings, width)), PREFILLED // width), 1)
+    prompt_pages, own_pages = width // length, max(-(-settings.max_response_length // length) - 1, 0)
+    per_page = length * cache_bytes(settings, dtype)
+    # a page in the making is in memory twice
+    per_slot = 2 * per_page + 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]
+    memory = free_bytes * settings.memory_share
+    if settings.max_num_seqs:
+        slots = min(max(settings.max_num_seqs // shards, 1), rows)
+    else:
+        held = history.mean_held() + length / 2 + width / num_samples
+        slots = FILL * memory / (FILL * per_slot + held / length * per_page)
+        slots = _rung(min(slots, max(CHEAP_ROWS, rows / SLOTS_OF_ROWS), rows))
+    # as if all slots were at their longest, with prompts for as many that wait
+    most = 1 + slots * own_pages + (at_once + 2 * -(-slots // num_samples)) * prompt_pages
+    pages = most if settings.max_num_seqs else min(most, int((memory - slots * per_slot) / per_page))
+    if pages < 1 + prompt_pages + own_pages:
+        raise InputError(
+            f"the keys and values of a response of data.max_response_length={settings.max_response_length} tokens do "
+            f"not fit rollout.kv_memory_share={settings.memory_share} of {free_bytes / 2**30:.1f} free GiB on a device"
+        )
+    few = max(slots // FEW_SLOTS, min(ROW_MULTIPLE, slots))
+    return SlotLayout(num_samples, shards, slots, few, pages, length, width, prompt_pages + own_pages, at_once)
+
+
+def _rung(slots: float) -> int:
+    """At most `slots`: ROW_MULTIPLE times a power of the square root of 2, in whole ROW_MULTIPLEs, or what there is."""
+    found, exact = ROW_MULTIPLE, float(ROW_MULTIPLE)
+    while (above := round(exact * 2**0.5 / ROW_MULTIPLE) * ROW_MULTIPLE) <= slots:
+        exact *= 2**0.5
+        found = max(above, found)
+        if above <= found and exact > slots:
+            break
+    return max(min(found, int(slots)), 1)
+
+
+def lower_empty_slots(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> jax.stages.Lowered:
+    """Slots and pages of a call; `dtype` of keys and values."""
+    return empty_slots.lower(**empty_shape(settings, dtype, layout))
+
+
+def lower_prefill_pages(settings: WaveSettings, params: Params, layout: SlotLayout) -> jax.stages.Lowered:
+    """The prefill of some prompts."""
+    prompts = layout.at_once * layout.shards
+    return prefill_pages.lower(
+        params,
+        slots_shape(settings, cache_dtype(params), layout),
+        _rows(settings, prompts, layout.width, dtype=jnp.int32),
+        _rows(settings, prompts, layout.width, dtype=jnp.bool_),
+        _rows(settings, prompts, layout.width // layout.page_length, dtype=jnp.int32),
+        arch=settings.arch,
+    )
+
+
+def lower_decode_slots(
+    settings: WaveSettings,
+    params: Params,
+    sampling: Sampling,
+    layout: SlotLayout,
+    *,
+    slots: int,
+    attend_pages: AttendPages,
+) -> jax.stages.Lowered:
+    """A chunk of decoding in `slots` slots of each shard."""
+    used = slots * layout.shards
+    row = _rows(settings, used, dtype=jnp.int32)
+    table = _rows(settings, used, layout.row_pages, dtype=jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(settings.mesh))
+    return decode_slots.lower(
+        params,
+        slots_shape(settings, cache_dtype(params), layout),
+        Plan(row, row, row, row, row, row, table, row),
+        sampling,
+        number,
+        number,
+        arch=settings.arch,
+        attend_pages=attend_pages,
+        eos_ids=settings.eos_ids,
+        pad_id=settings.pad_id,
+    )
+
+
+def empty_shape(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> dict[str, Any]:
+    """The arguments of `empty_slots`."""
+    return {
+        "arch": settings.arch,
+        "slots": layout.slots * layout.shards,
+        "pages": layout.pages * layout.shards,
+        "page_length": layout.page_length,
+        "dtype": np.dtype(dtype),
+    }
+
+
+def slots_shape(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> Slots:
+    """Shapes and shardings of the slots and the pages."""
+    arch, slots = settings.arch, layout.slots * layout.shards
+    shape = layout.pages * layout.shards, arch.num_kv_heads, layout.page_length, 2 * arch.head_dim
+    pages = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(settings.mesh, wave_spec(4)))
+    tokens, finished = _rows(settings, slots, dtype=jnp.int32), _rows(settings, slots, dtype=jnp.bool_)
+    return Slots(tokens, finished, [pages] * arch.num_layers)
+
+
+def _rows(settings: WaveSettings, *shape: int, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(settings.mesh))

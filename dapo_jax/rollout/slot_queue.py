@@ -1,0 +1,234 @@
+"""Host: which row has which slot and which pages, decided between two chunks from lengths alone.
+
+Prompts are given to shards in order, the next one to the shard with the fewest rows. Their rows wait there for a slot.
+Too few pages: the youngest rows are given up and begin again later, with the same draws.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Sizes of the slots, the pages and the calls."""
+
+    num_samples: int  # of a prompt
+    shards: int
+    slots: int  # of a shard
+    few_slots: int  # of a shard, in the program for the last rows
+    pages: int  # of a shard, with page 0, which takes what nobody reads
+    page_length: int  # tokens of a page and of a chunk
+    width: int  # tokens of a prompt in prefill, with padding: whole pages
+    row_pages: int  # of a prompt and a response, at most
+    at_once: int  # prompts that each shard prefills in one call
+
+    def prompt_pages(self, length: int) -> int:
+        """Pages of a prompt, whose last token is not prefilled."""
+        return -(-(length - 1) // self.page_length)
+
+    def own_pages(self, limit: int) -> int:
+        """Pages of a response of `limit` tokens: what its last chunk adds is never read."""
+        return max(-(-limit // self.page_length) - 1, 0)
+
+
+class Opened(NamedTuple):
+    """A prompt that begins on a shard."""
+
+    prompt: int
+    shard: int
+    pages: list[int]
+
+
+class Turn(NamedTuple):
+    """A chunk of decoding. Arrays are those of `slot_decoding.Plan`, b slots on all shards."""
+
+    slots: int  # of a shard, in use
+    rows: np.ndarray  # [b] response of each slot, -1 = none
+    sources: np.ndarray  # [b]
+    sampled: np.ndarray  # [b]
+    table: np.ndarray  # [b, M]
+    destinations: np.ndarray  # [b]
+    pages: int  # that rows read, on all shards
+
+
+@dataclass
+class _Row:
+    row: int
+    table: np.ndarray  # [M] pages of its prompt, then its own
+    prompt_pages: int
+    sampled: int = 0
+    slot: int = -1  # in the last chunk
+    pages: list[int] = field(default_factory=list)  # its own
+
+
+class _Shard:
+    def __init__(self, pages: int) -> None:
+        self.live: list[_Row] = []  # the oldest first
+        self.waiting: deque[int] = deque()
+        self.free = list(range(pages - 1, 0, -1))
+        self.prompts: dict[int, list[int]] = {}  # pages of each
+        self.left: dict[int, int] = {}  # rows of each prompt that have not ended
+
+    @property
+    def load(self) -> int:
+        return len(self.live) + len(self.waiting)
+
+    @property
+    def prompt_pages(self) -> int:
+        return sum(map(len, self.prompts.values()))
+
+
+class SlotQueue:
+    """Args:
+        prompt_lengths: [Q] tokens.
+        limits: [Q * num_samples] most tokens of each response.
+
+    Raises:
+        ValueError: a shard has too few pages for the longest prompt and response.
+    """
+
+    def __init__(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray, layout: SlotLayout) -> None:
+        self.prompt_lengths, self.limits, self.layout = prompt_lengths, limits, layout
+        self.next_prompt = self.given_up = 0
+        self._longest = layout.own_pages(int(limits.max()))
+        needed = 1 + layout.prompt_pages(int(max(prompt_lengths))) + self._longest
+        if layout.pages < needed:
+            raise ValueError(f"{layout.pages} pages of {layout.page_length} tokens a shard must be at least {needed}")
+        self.shards = [_Shard(layout.pages) for _ in range(layout.shards)]
+
+    def open(self) -> list[Opened]:
+        """Prompts to prefill now, none while every shard has rows for its free slots: at most `at_once` a shard."""
+        slots, at_once = self.layout.slots, self.layout.at_once
+        if self.next_prompt == len(self.prompt_lengths) or all(shard.load >= slots for shard in self.shards):
+            return []
+        opened: list[Opened] = []
+        counts = [0] * len(self.shards)
+        while self.next_prompt < len(self.prompt_lengths):
+            candidates = [i for i, count in enumerate(counts) if count < at_once and self._has_room(self.shards[i])]
+            if not candidates:
+                break
+            chosen = min(candidates, key=lambda i: self.shards[i].load)
+            opened.append(self._open(chosen))
+            counts[chosen] += 1
+        return opened
+
+    def _has_room(self, shard: _Shard) -> bool:
+        """Whether the oldest row can still end when one more prompt is open."""
+        more = self.layout.prompt_pages(int(self.prompt_lengths[self.next_prompt]))
+        safe = shard.prompt_pages + more + self._longest < self.layout.pages
+        return shard.load < 2 * self.layout.slots and more <= len(shard.free) and safe
+
+    def _open(self, index: int) -> Opened:
+        shard, prompt, samples = self.shards[index], self.next_prompt, self.layout.num_samples
+        pages = [shard.free.pop() for _ in range(self.layout.prompt_pages(int(self.prompt_lengths[prompt])))]
+        shard.prompts[prompt], shard.left[prompt] = pages, samples
+        shard.waiting.extend(range(prompt * samples, (prompt + 1) * samples))
+        self.next_prompt += 1
+        return Opened(prompt, index, pages)
+
+    def release(self, alive: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Frees the slots and pages of rows that have ended.
+
+        Args:
+            alive: rows [B] -> [B] bool, True for those whose response is not known to have ended.
+        """
+        for shard in self.shards:
+            rows = np.array([*(row.row for row in shard.live), *shard.waiting], np.int64)
+            known = alive(rows)
+            live, kept = shard.live, len(shard.live)
+            shard.waiting = deque(row for row, ok in zip(rows[kept:].tolist(), known[kept:], strict=True) if ok)
+            shard.live = []
+            for row, ok in zip(live, known[:kept], strict=True):
+                if ok and row.sampled < self.limits[row.row]:
+                    shard.live.append(row)
+                else:
+                    shard.free.extend(row.pages)
+            gone = set(rows.tolist()) - {row.row for row in shard.live} - set(shard.waiting)
+            for row in sorted(gone):
+                self._ended(shard, row // self.layout.num_samples)
+
+    def _ended(self, shard: _Shard, prompt: int) -> None:
+        shard.left[prompt] -= 1
+        if not shard.left[prompt]:
+            shard.free.extend(shard.prompts.pop(prompt))
+            del shard.left[prompt]
+
+    def turn(self) -> Turn | None:
+        """The next chunk; None without rows."""
+        granted = [self._grant(shard) for shard in self.shards]
+        most = max(len(shard.live) for shard in self.shards)
+        if not most:
+            return None
+        slots = self.layout.few_slots if most <= self.layout.few_slots else self.layout.slots
+        shape = self.layout.shards, slots
+        rows, sources = np.full(shape, -1), np.full(shape, -1, np.int32)
+        sampled, destinations = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        table, pages = np.zeros((*shape, self.layout.row_pages), np.int32), 0
+        for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
+            for slot, row in enumerate(shard.live):
+                place = index, slot
+                rows[place], sources[place], sampled[place] = row.row, row.slot, row.sampled
+                table[place], destinations[place] = row.table, given.get(row.row, 0)
+                pages += row.prompt_pages + row.sampled // self.layout.page_length
+                self._advance(row, slot, destinations[place])
+        flat = (x.reshape(-1) for x in (rows, sources, sampled))
+        return Turn(slots, *flat, table.reshape(-1, self.layout.row_pages), destinations.reshape(-1), pages)
+
+    def _advance(self, row: _Row, slot: int, destination: int) -> None:
+        place = row.prompt_pages + row.sampled // self.layout.page_length
+        if destination:
+            row.table[place] = destination
+        row.slot, row.sampled = slot, row.sampled + self.layout.page_length
+
+    def _grant(self, shard: _Shard) -> dict[int, int]:
+        """Starts rows that wait, and gives a page to each row that goes on after this chunk, the oldest first."""
+        granted: dict[int, int] = {}
+        young: list[_Row] = []
+        live = deque(shard.live)
+        shard.live = []
+        while live:
+            row = live.popleft()
+            if self._goes_on(row.row, row.sampled):
+                while not shard.free and live:
+                    young.append(self._give_up(shard, live.pop()))
+                if not shard.free:
+                    young.append(self._give_up(shard, row))
+                    break
+                granted[row.row] = self._take(shard, row)
+            shard.live.append(row)
+        shard.waiting.extendleft(row.row for row in young)
+        if not young:
+            self._start(shard, granted)
+        return granted
+
+    def _start(self, shard: _Shard, granted: dict[int, int]) -> None:
+        """Rows begin while there are slots, and for each row that lives a page for its next chunk."""
+        while shard.waiting and len(shard.live) < self.layout.slots:
+            if shard.live and len(shard.free) <= len(shard.live):
+                break
+            row = self._begin(shard, shard.waiting.popleft())
+            if self._goes_on(row.row, 0):
+                granted[row.row] = self._take(shard, row)
+            shard.live.append(row)
+
+    def _begin(self, shard: _Shard, row: int) -> _Row:
+        pages, table = shard.prompts[row // self.layout.num_samples], np.zeros(self.layout.row_pages, np.int32)
+        table[: len(pages)] = pages
+        return _Row(row, table, len(pages))
+
+    def _take(self, shard: _Shard, row: _Row) -> int:
+        row.pages.append(shard.free.pop())
+        return row.pages[-1]
+
+    def _give_up(self, shard: _Shard, row: _Row) -> _Row:
+        shard.free.extend(row.pages)
+        self.given_up += 1
+        return row
+
+    def _goes_on(self, row: int, sampled: int) -> bool:
+        """Whether a row with `sampled` tokens may draw more after its next chunk."""
+        return sampled + self.layout.page_length < self.limits[row]

@@ -1,0 +1,140 @@
+"""Host: the way of a call of the slot engine from the first prompt to the last token, and its work.
+
+The engine (slots.py) walks it with devices; `walk_slots` walks it with known lengths and without devices. Both take the
+same decisions, those of slot_queue.py.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from dapo_jax.data.work import Work
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.flops import token_flops
+from dapo_jax.rollout.needed_work import needed_work, work_of
+from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
+
+
+class Devices(Protocol):
+    """What works off the turns of a queue."""
+
+    def prefill(self, opened: Sequence[Opened]) -> None:
+        """Prefills prompts, at most `at_once` on a shard."""
+        ...
+
+    def decode(self, turn: Turn) -> Any:
+        """Decodes a chunk and returns it."""
+        ...
+
+
+class Outcome(Protocol):
+    """What the walk asks of the responses."""
+
+    def add(self, chunk: Any, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Takes a chunk whose first token is number `starts` [B] of the responses `rows` [B]; -1 = none."""
+        ...
+
+    def alive(self, rows: np.ndarray) -> np.ndarray:
+        """[B] bool, True for rows whose response is not known to have ended."""
+        ...
+
+
+@dataclass
+class SlotWalk:
+    """One call of `generate`.
+
+    Args:
+        lookahead: chunks dispatched before the result of one is read.
+        gathers: attention copies every place of the page table, as `attend_gathered` does.
+    """
+
+    arch: Architecture
+    queue: SlotQueue
+    lookahead: int
+    gathers: bool
+    computed: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
+    decodes: Counter[int] = field(default_factory=Counter)  # chunks by slots of a shard
+    prefills: int = 0  # calls
+    pages: float = 0.0  # that all chunks' rows read, on all shards
+
+    def run(self, devices: Devices, outcome: Outcome) -> None:
+        """Goes on until all responses have ended."""
+        pending: deque[tuple[Any, np.ndarray, np.ndarray]] = deque()
+        while True:
+            while len(pending) > self.lookahead:
+                outcome.add(*pending.popleft())
+            self.queue.release(outcome.alive)
+            prefilled = [opened for opened in self.queue.open() if opened.pages]
+            if prefilled:
+                devices.prefill(prefilled)
+                self._count_prefill()
+            turn = self.queue.turn()
+            if turn is not None:
+                pending.append((devices.decode(turn), turn.rows, turn.sampled))
+                self._count_chunk(turn)
+            elif pending:
+                outcome.add(*pending.popleft())
+            else:
+                return
+
+    def _count_prefill(self) -> None:
+        layout, flops = self.queue.layout, token_flops(self.arch)
+        tokens = layout.at_once * layout.shards * layout.width
+        self.computed["prefill"] += tokens * (flops.layers + layout.width * flops.pair)
+        self.prefills += 1
+
+    def _count_chunk(self, turn: Turn) -> None:
+        layout, flops = self.queue.layout, token_flops(self.arch)
+        slots = turn.slots * layout.shards
+        pages = slots * layout.row_pages if self.gathers else turn.pages
+        keys = (pages + slots) * layout.page_length  # a tail is as long as a page
+        self.computed["decode"] += layout.page_length * (slots * (flops.layers + flops.head) + keys * flops.pair)
+        self.decodes[turn.slots] += 1
+        self.pages += pages
+
+
+def walk_slots(
+    arch: Architecture,
+    layout: SlotLayout,
+    response_lengths: np.ndarray,
+    prompt_lengths: np.ndarray,
+    *,
+    limit: int,
+    lookahead: int,
+) -> tuple[SlotWalk, dict[str, Work]]:
+    """The walk of an engine whose responses turn out to have these lengths, and its work by stage.
+
+    Args:
+        response_lengths: [Q, G] tokens, from 1 to limit.
+        prompt_lengths: [Q] tokens.
+        limit: max_response_length.
+    """
+    queue = SlotQueue(prompt_lengths, np.full(response_lengths.size, limit), layout)
+    walk = SlotWalk(arch, queue, lookahead, gathers=False)
+    walk.run(_NoDevices(), _KnownLengths(response_lengths.reshape(-1), layout.page_length))
+    return walk, work_of([walk.computed], needed_work(arch, prompt_lengths, response_lengths))
+
+
+class _NoDevices:
+    def prefill(self, opened: Sequence[Opened]) -> None:
+        pass
+
+    def decode(self, turn: Turn) -> None:
+        pass
+
+
+class _KnownLengths:
+    """Responses that end after a known number of tokens [B]."""
+
+    def __init__(self, lengths: np.ndarray, page_length: int) -> None:
+        self.lengths, self.page_length, self.seen = lengths, page_length, np.zeros(len(lengths), np.int64)
+
+    def add(self, chunk: None, rows: np.ndarray, starts: np.ndarray) -> None:
+        real = rows >= 0
+        self.seen[rows[real]] = np.maximum(self.seen[rows[real]], starts[real] + self.page_length)
+
+    def alive(self, rows: np.ndarray) -> np.ndarray:
+        return self.seen[rows] < self.lengths[rows]
