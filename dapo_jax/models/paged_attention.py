@@ -4,7 +4,7 @@ Sizes: B rows, N query heads, K key-value heads, G = N // K, H head size, C toke
 that a row has at most. All arrays are those of one device.
 
 A page holds C tokens of all key-value heads, a key and its value side by side: [K, C, 2H]. A page table lists the pages
-of a row in the order of their tokens; several rows may list the same page. Softmax runs over pages and tail in one: each
+of a row in the order of their tokens; several rows may list the same page. One softmax runs over pages and tail: each
 gives its parts (arXiv:2205.14135, section 3.1), which are then merged.
 """
 

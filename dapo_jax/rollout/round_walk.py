@@ -92,8 +92,8 @@ class _KnownLengths:
     def __init__(self, lengths: np.ndarray, limit: int) -> None:
         self.lengths, self.limit, self.seen = lengths, limit, np.zeros(len(lengths), np.int64)
 
-    def add(self, chunk: int, rows: np.ndarray, start: int) -> None:
-        self.seen[rows[rows >= 0]] = start + chunk
+    def add(self, chunk: int, rows: np.ndarray, starts: int) -> None:
+        self.seen[rows[rows >= 0]] = starts + chunk
 
     def alive(self, rows: np.ndarray) -> np.ndarray:
         return (rows >= 0) & (self.seen < self.lengths)[rows]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.paged_attention import AttendPages, SoftmaxParts, attend_tail, merged
+from dapo_jax.models.paged_attention import AttendPages, attend_tail, merged
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks import block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -32,21 +32,21 @@ class Slots:
 
     tokens: jax.Array  # [B] int32, the last token of each row
     finished: jax.Array  # [B] bool
-    pages: list[jax.Array]  # of each layer [A, K, C, 2H], see models/paged_attention.py
+    pages: list[Any]  # of each layer [A, K, C, 2H], see models/paged_attention.py
 
 
 @struct.dataclass
 class Plan:
-    """What b slots do in a chunk. A slot without a row has prompt number -1."""
+    """What b slots do in a chunk, in arrays of the host or of the devices. A slot without a row has number -1."""
 
-    sources: jax.Array  # [b] int32, where the row was in the last chunk among the shard's own slots; -1 = it begins
-    first_tokens: jax.Array  # [b] int32, the last token of its prompt
-    numbers: jax.Array  # [b] int32, prompt number, ...
-    samples: jax.Array  # [b] int32, ... and sample: the address of its draws
-    prompt_lengths: jax.Array  # [b] int32
-    sampled: jax.Array  # [b] int32, tokens drawn before
-    table: jax.Array  # [b, M] int32, pages of the prompt, then its own
-    destinations: jax.Array  # [b] int32, the page that takes what this chunk adds; 0 = none
+    sources: Any  # [b] int32, where the row was in the last chunk among the shard's own slots; -1 = it begins
+    first_tokens: Any  # [b] int32, the last token of its prompt
+    numbers: Any  # [b] int32, prompt number, ...
+    samples: Any  # [b] int32, ... and sample: the address of its draws
+    prompt_lengths: Any  # [b] int32
+    sampled: Any  # [b] int32, tokens drawn before
+    table: Any  # [b, M] int32, pages of the prompt, then its own
+    destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
 
 
 @functools.partial(jax.jit, static_argnames=("arch", "slots", "pages", "page_length", "dtype"))
@@ -105,7 +105,7 @@ def decode_slots(
     attend_each = jax.shard_map(
         attend_pages,
         in_specs=(HEADS, HEADS, ROWS, ROWS, ROWS),
-        out_specs=SoftmaxParts(HEADS, HEADS, HEADS),
+        out_specs=HEADS,
         check_vma=False,
     )
 
@@ -131,7 +131,7 @@ def decode_slots(
     (tokens, finished, tails), outputs = jax.lax.scan(step, (tokens, finished, tails), jnp.arange(page_length))
     pages = [_put_pages(held, tail, plan.destinations) for held, tail in zip(slots.pages, tails, strict=True)]
     kept = Slots(_put_own(slots.tokens, tokens), _put_own(slots.finished, finished), pages)
-    return laid_out(kept), chunk_of(*(output.swapaxes(0, 1) for output in (outputs[0], outputs[1], outputs[2])))
+    return laid_out(kept), chunk_of(*(output.swapaxes(0, 1) for output in outputs))
 
 
 def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:

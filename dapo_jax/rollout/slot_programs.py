@@ -24,7 +24,7 @@ FILL = 0.8  # of the pages, that the expected keys and values of all slots take
 PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
 CHEAP_ROWS = 64  # of a shard, that decode about as fast as fewer: what they take is reading the weights
 SLOTS_OF_ROWS = 8  # one slot for so many rows; with more, too many are empty while the last rows decode
-FEW_SLOTS = 4  # one slot in so many is in the program for the last rows
+FEW_SLOTS = 3  # one slot in so many is in the program for the last rows
 
 
 def layout_of_slots(
@@ -60,8 +60,8 @@ def layout_of_slots(
         held = history.mean_held() + length / 2 + width / num_samples
         slots = FILL * memory / (FILL * per_slot + held / length * per_page)
         slots = _rung(min(slots, max(CHEAP_ROWS, rows / SLOTS_OF_ROWS), rows))
-    # as if all slots were at their longest, with prompts for as many that wait
-    most = 1 + slots * own_pages + (at_once + 2 * -(-slots // num_samples)) * prompt_pages
+    # as if all slots were at their longest, with a prompt for each and those that wait
+    most = 1 + slots * own_pages + (slots + 2 * at_once) * prompt_pages
     pages = most if settings.max_num_seqs else min(most, int((memory - slots * per_slot) / per_page))
     if pages < 1 + prompt_pages + own_pages:
         raise InputError(

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapo_jax.errors import InputError
+
 
 @dataclass(frozen=True)
 class SlotLayout:
@@ -88,16 +90,18 @@ class SlotQueue:
         limits: [Q * num_samples] most tokens of each response.
 
     Raises:
-        ValueError: a shard has too few pages for the longest prompt and response.
+        InputError: a shard has too few pages for the longest prompt and response.
     """
 
     def __init__(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray, layout: SlotLayout) -> None:
         self.prompt_lengths, self.limits, self.layout = prompt_lengths, limits, layout
         self.next_prompt = self.given_up = 0
         self._longest = layout.own_pages(int(limits.max()))
+        # Few rows wait, so that shards end together; many, so that prompts are prefilled together.
+        self._stock = layout.slots + layout.num_samples * max(layout.at_once // 2, 1)
         needed = 1 + layout.prompt_pages(int(max(prompt_lengths))) + self._longest
         if layout.pages < needed:
-            raise ValueError(f"{layout.pages} pages of {layout.page_length} tokens a shard must be at least {needed}")
+            raise InputError(f"{layout.pages} pages of {layout.page_length} tokens a shard must be at least {needed}")
         self.shards = [_Shard(layout.pages) for _ in range(layout.shards)]
 
     def open(self) -> list[Opened]:
@@ -120,7 +124,7 @@ class SlotQueue:
         """Whether the oldest row can still end when one more prompt is open."""
         more = self.layout.prompt_pages(int(self.prompt_lengths[self.next_prompt]))
         safe = shard.prompt_pages + more + self._longest < self.layout.pages
-        return shard.load < 2 * self.layout.slots and more <= len(shard.free) and safe
+        return shard.load < self._stock and more <= len(shard.free) and safe
 
     def _open(self, index: int) -> Opened:
         shard, prompt, samples = self.shards[index], self.next_prompt, self.layout.num_samples
@@ -175,8 +179,15 @@ class SlotQueue:
                 table[place], destinations[place] = row.table, given.get(row.row, 0)
                 pages += row.prompt_pages + row.sampled // self.layout.page_length
                 self._advance(row, slot, destinations[place])
-        flat = (x.reshape(-1) for x in (rows, sources, sampled))
-        return Turn(slots, *flat, table.reshape(-1, self.layout.row_pages), destinations.reshape(-1), pages)
+        return Turn(
+            slots,
+            rows.reshape(-1),
+            sources.reshape(-1),
+            sampled.reshape(-1),
+            table.reshape(-1, self.layout.row_pages),
+            destinations.reshape(-1),
+            pages,
+        )
 
     def _advance(self, row: _Row, slot: int, destination: int) -> None:
         place = row.prompt_pages + row.sampled // self.layout.page_length

@@ -43,8 +43,8 @@ class Devices(Protocol):
 class Outcome(Protocol):
     """What the walk asks of the responses."""
 
-    def add(self, chunk: Any, rows: np.ndarray, start: int) -> None:
-        """Takes a chunk whose first token is number `start` of the responses `rows`."""
+    def add(self, chunk: Any, rows: np.ndarray, starts: int) -> None:
+        """Takes a chunk whose first token is number `starts` of the responses `rows`."""
         ...
 
     def alive(self, rows: np.ndarray) -> np.ndarray:

@@ -6,21 +6,19 @@ decides when; here is what the devices do. None of this changes a token: every d
 """
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.transformer import Params
-from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.sharding import batch_sharding, put
 from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
 from dapo_jax.rollout.engine import OnFinished, StopRule
+from dapo_jax.rollout.learnt_sizes import LearntSizes
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import Responses
@@ -30,8 +28,6 @@ from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.wave_layout import WaveLayout
 from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype, layout_of_waves, lower_chunk
 from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk
-
-LENGTHS = "lengths "  # precedes the number of a purpose in a checkpoint
 
 
 class WaveEngine:
@@ -45,8 +41,7 @@ class WaveEngine:
         self.settings = settings
         self.check = check
         self.programs = Programs(settings.mesh)
-        self._histories: dict[int, LengthHistory] = {}  # by purpose: evaluation may end sooner than training
-        self._free_bytes: float | None = None  # on each device, before the first wave
+        self.learnt = LearntSizes(settings)
         self._param_shapes: Params | None = None
 
     def generate(
@@ -78,7 +73,12 @@ class WaveEngine:
         )
         history, lengths = self.history(purpose), np.array([len(prompt) for prompt in prompts])
         layout = layout_of_waves(
-            self.settings, cache_dtype(params), lengths, num_samples, history, self._memory_before_the_first_wave()
+            self.settings,
+            cache_dtype(params),
+            lengths,
+            num_samples,
+            history,
+            self.learnt.memory_before_the_first_call(),
         )
         call, computed = _Call(params, sampling, purpose, layout, history), []
         for first in range(0, len(prompts), layout.size):
@@ -95,30 +95,15 @@ class WaveEngine:
 
     def history(self, purpose: int) -> LengthHistory:
         """How long the responses of a purpose have been."""
-        return self._histories.setdefault(purpose, LengthHistory(self.settings.max_response_length))
-
-    def _memory_before_the_first_wave(self) -> float:
-        """Free bytes on each device; 0 where they decide nothing."""
-        if self._free_bytes is None and not self.settings.max_num_seqs:
-            self._free_bytes = free_bytes(self.settings.mesh)
-        return self._free_bytes or 0.0
+        return self.learnt.history(purpose)
 
     def state(self) -> dict[str, np.ndarray]:
         """What the size of the next wave depends on."""
-        return {
-            **{f"{LENGTHS}{purpose}": history.to_array() for purpose, history in self._histories.items()},
-            "free_bytes": np.array(-1.0 if self._free_bytes is None else self._free_bytes),
-            "devices": np.array(_checksum(self.settings.mesh)),
-        }
+        return self.learnt.state()
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
-        """The inverse of `state`; the free memory of other devices is ignored."""
-        for name, array in arrays.items():
-            if name.startswith(LENGTHS):
-                self.history(int(name.removeprefix(LENGTHS))).restore(np.asarray(array))
-        free = float(arrays["free_bytes"])
-        same = int(arrays.get("devices", -1)) == _checksum(self.settings.mesh)
-        self._free_bytes = free if same and free >= 0 else None
+        """The inverse of `state`."""
+        self.learnt.restore(arrays)
 
     def param_shapes(self, params: Params) -> Params:
         """Shapes and shardings of the decoding weights, which are the same in every call."""
@@ -131,11 +116,6 @@ class WaveEngine:
     def close(self) -> None:
         """Stops compiling in the background."""
         self.programs.close()
-
-
-def _checksum(mesh: Mesh) -> int:
-    """Equal for equally many devices of one kind, divided alike; the same on every process."""
-    return zlib.crc32(f"{mesh.devices.flat[0].device_kind} {dict(mesh.shape)}".encode())
 
 
 @dataclasses.dataclass(frozen=True)

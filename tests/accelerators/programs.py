@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.algorithms import advantages
@@ -32,6 +33,7 @@ from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.learner import build_estimator
 from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
 from dapo_jax.parallel.devices import devices_of
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, with_tensor
@@ -43,7 +45,13 @@ from dapo_jax.rewards.reward_model import build_reward_model
 from dapo_jax.rewards.shaping import place_rewards, shape_rewards
 from dapo_jax.rollout.decoding import keep_rows, resize_cache
 from dapo_jax.rollout.sampling import SELECT, Sampling, keys_of, position_noise
-from dapo_jax.rollout.shapes import prompt_width, rungs
+from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rungs
+from dapo_jax.rollout.slot_programs import (
+    layout_of_slots,
+    lower_decode_slots,
+    lower_empty_slots,
+    lower_prefill_pages,
+)
 from dapo_jax.rollout.wave_layout import WaveLayout
 from dapo_jax.rollout.wave_programs import lower_chunk, wave_shape
 from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
@@ -146,6 +154,31 @@ def rungs_and_windows(parts: Parts) -> Iterator[Program]:
                         resize_cache.lower, wave.caches[0], rows, num_samples=same, window=settings.ladder[-1]
                     ),
                 )
+
+
+def slots_and_pages(parts: Parts) -> Iterator[Program]:
+    """The slot engine: its memory, prefill into pages, and a chunk in all slots and in few."""
+    settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
+    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    with jax.set_mesh(parts.mesh):
+        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
+    dtype, lengths = compute_dtype(parts.config.model, parts.mesh), np.full(parts.config.data.train_batch_size, 16)
+    layout = layout_of_slots(settings, dtype, lengths, parts.config.rollout.n, LengthHistory(128), 0.0)
+    yield "empty slots", lambda: lower_empty_slots(settings, dtype, layout)
+    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, layout)
+    for slots in {layout.slots, layout.few_slots}:
+        yield (
+            f"decode {slots} slots",
+            functools.partial(
+                lower_decode_slots,
+                settings,
+                weights,
+                Sampling.create(1.0, 1.0, -1),
+                layout,
+                slots=slots,
+                attend_pages=attend_gathered,
+            ),
+        )
 
 
 def start_of_training(parts: Parts) -> Iterator[Program]:

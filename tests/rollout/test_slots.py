@@ -11,6 +11,7 @@ import shapes
 from shapes import mesh_of, one_device_mesh
 from small_policy import wave_settings
 
+from dapo_jax.errors import InputError
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.weights import init_params
@@ -134,7 +135,7 @@ def test_all_pages_are_free_at_the_end(monkeypatch):
 
 def test_too_few_pages_for_the_longest_response(monkeypatch):
     with_pages(monkeypatch, 13)
-    with pytest.raises(ValueError, match="must be at least 14"):
+    with pytest.raises(InputError, match="must be at least 14"):
         sample(slot_engine(chunk_length=6))
 
 

@@ -20,7 +20,7 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
 from dapo_jax.parallel.sharding import replicated
-from dapo_jax.rollout import wave_programs, wave_walk
+from dapo_jax.rollout import learnt_sizes, wave_programs, wave_walk
 from dapo_jax.rollout import waves as waves_module
 from dapo_jax.rollout.round_walk import walk_round
 from dapo_jax.rollout.sampling import EVALUATE, TRAIN, Sampling
@@ -180,7 +180,7 @@ def test_short_answers_of_one_purpose_do_not_make_waves_of_another_larger():
 
 def test_the_memory_for_keys_and_values_is_the_present_share_of_the_present_devices(monkeypatch):
     measured = []
-    monkeypatch.setattr(waves_module, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
+    monkeypatch.setattr(learnt_sizes, "free_bytes", lambda mesh: measured.append(mesh) or 6e5)
     saved = {**make_engine(max_num_seqs=0).state(), "free_bytes": np.array(6e5)}
 
     def rows(shape, share):

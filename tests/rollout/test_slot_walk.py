@@ -1,0 +1,89 @@
+"""How much of the work of slots is needed, when responses are long-tailed; and what the queue does with pages."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from rollout.test_round_walk import GIB, LIMIT, SHAPES, long_tailed
+from shapes import ARCH
+from small_policy import wave_settings
+
+from dapo_jax.errors import InputError
+from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.flops import token_flops
+from dapo_jax.parallel.mesh import AXES
+from dapo_jax.rollout.shapes import LengthHistory
+from dapo_jax.rollout.slot_programs import layout_of_slots
+from dapo_jax.rollout.slot_walk import walk_slots
+
+
+def settings_of(model, mesh, **changes):
+    return wave_settings(
+        AbstractMesh((1, *mesh), AXES),
+        arch=read_architecture(SHAPES / model),
+        max_prompt_length=2048,
+        max_response_length=LIMIT,
+        lookahead=1,
+        **{"chunk_length": 64, "max_num_seqs": 0, "memory_share": 0.85, **changes},
+    )
+
+
+def walked(model, mesh, free, seed):
+    settings = settings_of(model, mesh)
+    responses, prompts = long_tailed(seed)
+    history = LengthHistory(LIMIT)
+    history.add(responses.reshape(-1))
+    layout = layout_of_slots(settings, np.dtype(np.float16), prompts, 16, history, free * GIB)
+    return layout, *walk_slots(settings.arch, layout, responses, prompts, limit=LIMIT, lookahead=1)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "mesh", "free"),
+    [
+        pytest.param("Qwen2.5-7B", (4, 4), 86, id="7B v5p:2x2x4"),
+        pytest.param("Qwen2.5-7B", (16, 4), 11, id="7B v5e:8x8"),
+        pytest.param("Qwen2.5-7B", (2, 4), 57, id="7B h100:8"),
+        pytest.param("Qwen2.5-32B", (16, 8), 84, id="32B v5p:4x4x8"),
+    ],
+)
+def test_decoding_a_long_tail_computes_little_more_than_is_needed(model, mesh, free, seed):
+    """free: GiB on each device."""
+    layout, walk, work = walked(model, mesh, free, seed)
+    assert 1 / work["decode"].efficiency < 1.25
+    assert len(walk.decodes) <= 2 and set(walk.decodes) <= {layout.slots, layout.few_slots}
+    assert walk.queue.given_up < 0.01 * 8192
+
+
+def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
+    """Two prompts of 9 tokens, the last of which is not prefilled; 4 responses of 24 tokens in chunks of 8."""
+    settings = dataclasses.replace(
+        settings_of("Qwen2.5-7B", (1, 1), chunk_length=8, max_num_seqs=8),
+        arch=ARCH,
+        max_prompt_length=16,
+        max_response_length=24,
+    )
+    prompts, flops = np.full(2, 9), token_flops(ARCH)
+    layout = layout_of_slots(settings, np.dtype(np.float32), prompts, 2, LengthHistory(24), 0.0)
+    assert (layout.slots, layout.width, layout.row_pages) == (4, 16, 4) and layout.at_once >= 2
+    walk, work = walk_slots(ARCH, layout, np.full((2, 2), 24), prompts, limit=24, lookahead=0)
+    assert walk.decodes == {4: 3} and walk.prefills == 1
+    keys = 4 * 8 * (1 + 2 + 3)  # of the prompt and the response so far, and a tail as long as a page
+    assert work["decode"].computed == 8 * (3 * 4 * (flops.layers + flops.head) + (keys + 3 * 4 * 8) * flops.pair)
+    assert work["prefill"].computed == layout.at_once * 16 * (flops.layers + 16 * flops.pair)
+
+
+def test_a_response_that_no_memory_holds_is_refused():
+    settings = settings_of("Qwen2.5-7B", (1, 1))
+    with pytest.raises(InputError, match="data.max_response_length=20480"):
+        layout_of_slots(settings, np.dtype(np.float16), [200], 16, LengthHistory(LIMIT), GIB)
+
+
+@pytest.mark.parametrize("prompts", [8, 80, 800])
+def test_slots_and_pages_fit_the_memory(prompts):
+    settings = settings_of("Qwen2.5-7B", (16, 4))
+    layout = layout_of_slots(settings, np.dtype(np.float16), [200] * prompts, 16, LengthHistory(LIMIT), 11 * GIB)
+    held = layout.pages * layout.page_length * 2 * 28 * 128 * 2
+    assert held <= 0.85 * 11 * GIB
+    assert layout.few_slots <= layout.slots <= -(-prompts // 16) * 16
