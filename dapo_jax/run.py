@@ -44,8 +44,8 @@ from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.rewards.scoring import load_scorer
 from dapo_jax.rewards.trial import check_rewards
 from dapo_jax.rewards.worker_pool import VerifierPool
+from dapo_jax.rollout.engines import build_engine
 from dapo_jax.rollout.sampler import Sampler
-from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.settings import (
     actor_settings,
     compute_dtype,
@@ -187,7 +187,8 @@ def open_sampler(
     config: Config, arch: Architecture, tokenizer: Tokenizer, mesh: Mesh, stage: Stage, check: Check = lambda: None
 ) -> Iterator[Sampler]:
     """An engine on `mesh`; what it compiles in the background ends with it."""
-    engine = WaveEngine(engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh), check)
+    settings = engine_settings(config, arch, tokenizer.eos_ids, tokenizer.pad_id, mesh)
+    engine = build_engine(config.rollout.engine, settings, check)
     try:
         yield Sampler(tokenizer, engine, mesh, config.rollout.stop, stage)
     finally:

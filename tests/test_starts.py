@@ -46,7 +46,7 @@ def reached(config, monkeypatch):
     ],
 )
 def test_a_function_that_cannot_work_is_refused_before_the_first_step(body, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("dapo_jax.run.WaveEngine", None)  # nothing is built to sample with
+    monkeypatch.setattr("dapo_jax.run.build_engine", None)  # nothing is built to sample with
     changes = {"reward.function": own_function(tmp_path, body)}
     if "right" in message:
         changes["algorithm.filter_groups.metric"] = "right"

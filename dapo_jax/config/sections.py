@@ -47,6 +47,7 @@ ControllerType = Literal["fixed", "adaptive"]
 Schedule = Literal["constant", "cosine"]
 MomentsDtype = Literal["float32", "bfloat16"]
 OldLogprob = Literal["auto", "rollout", "recompute"]
+Engine = Literal["auto", "waves", "slots"]
 BestMode = Literal["max", "min"]
 ResumeMode = Literal["auto", "disable"]
 
@@ -141,6 +142,7 @@ class RolloutConfig:
     top_k: TopK = -1  # -1 = off
     min_response_length: int = 0  # no end-of-sequence token is drawn before so many tokens; not in evaluation
     stop: tuple[str, ...] = ()  # a response ends after the first of these strings, which it keeps
+    engine: Engine = "auto"  # how responses are batched (docs/rollout.md): waves | slots | auto (waves)
     max_num_seqs: NotNegative[int] = 0  # responses decoded at once, at least a group per device; 0 = by kv_memory_share
     kv_memory_share: Annotated[Positive[float], at_most(1)] = 0.85  # of the free memory, for keys and values
     decode_chunk_length: Positive[int] = 32  # tokens between two checks for finished responses

@@ -1,4 +1,4 @@
-"""Host: what a sampler needs of an engine that generates responses. Today's engine is waves.py.
+"""Host: what a sampler needs of an engine that generates responses: waves.py or slots.py.
 
 The tokens of a response depend on the weights, its prompt and the address of its draws (sampling.py), never on the
 engine: a batch size, a device layout or another engine changes the speed alone.

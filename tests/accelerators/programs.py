@@ -33,7 +33,6 @@ from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.learner import build_estimator
 from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
 from dapo_jax.parallel.devices import devices_of
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, with_tensor
@@ -44,6 +43,7 @@ from dapo_jax.preflight.report import read_shape
 from dapo_jax.rewards.reward_model import build_reward_model
 from dapo_jax.rewards.shaping import place_rewards, shape_rewards
 from dapo_jax.rollout.decoding import keep_rows, resize_cache
+from dapo_jax.rollout.engines import page_attention
 from dapo_jax.rollout.sampling import SELECT, Sampling, keys_of, position_noise
 from dapo_jax.rollout.shapes import LengthHistory, prompt_width, rungs
 from dapo_jax.rollout.slot_programs import (
@@ -176,7 +176,7 @@ def slots_and_pages(parts: Parts) -> Iterator[Program]:
                 Sampling.create(1.0, 1.0, -1),
                 layout,
                 slots=slots,
-                attend_pages=attend_gathered,
+                attend_pages=page_attention(settings),
             ),
         )
 

@@ -39,7 +39,7 @@ ALWAYS_READ = set(
     monitor.alarms.mismatch_growth monitor.alarms.reward_errors monitor.alarms.truncation monitor.console
     monitor.alarms.score_by_length monitor.num_samples
     reward.function reward.memory_limit_mb reward.model.path reward.num_workers
-    reward.overlong_buffer.enable reward.timeout_s rollout.decode_chunk_length rollout.max_num_seqs
+    reward.overlong_buffer.enable reward.timeout_s rollout.decode_chunk_length rollout.engine rollout.max_num_seqs
     rollout.min_response_length rollout.n rollout.stop rollout.temperature rollout.top_k rollout.top_p seed
     trainer.best_metric trainer.checkpoint_dir trainer.compilation_cache_dir trainer.compiler_options
     trainer.coordinator trainer.gpu_memory_fraction trainer.heartbeat_timeout_s trainer.max_ckpt_to_keep

@@ -24,6 +24,7 @@ CHOICES = NAMES | {
     "algorithm.filter_groups.leftover": ("requeue", "carry", "discard"),
     "algorithm.filter_groups.backfill": ("batch", "stream"),
     "critic.optim.lr_scheduler_type": ("constant", "cosine"),
+    "rollout.engine": ("auto", "waves", "slots"),
     "actor.old_logprob": ("auto", "rollout", "recompute"),
     "actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "trainer.resume_mode": ("auto", "disable"),

@@ -1,0 +1,60 @@
+"""Attention to pages: the kernels in Pallas' interpreter against copies of the pages, and these against a softmax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
+from dapo_jax.models.paged_attention import attend_gathered, attend_tail, merged
+
+KERNELS = [paged_attention_tpu.attend, paged_attention_gpu.attend]
+LENGTHS = [0, 1, 200, 37, 0, 511, 64]  # tokens of each row in its pages; some rows are without
+
+
+def case(*, groups, kv_heads, size, page_length):
+    """Pages in which each row sees so many tokens, at their end; the last two rows share their first pages."""
+    rng, rows = np.random.default_rng(0), len(LENGTHS)
+    counts = [-(-length // page_length) for length in LENGTHS]
+    unused = sum(counts)  # a page that no row has
+    pages = rng.normal(size=(unused + 1, kv_heads, page_length, 2 * size)).astype(np.float32)
+    pages[unused] = 1e30
+    table = np.full((rows, max(counts) + 1), unused, np.int32)
+    order = iter(rng.permutation(unused))
+    for row, count in enumerate(counts):
+        table[row, :count] = [next(order) for _ in range(count)]
+    table[-1, : counts[-1]] = table[-2, : counts[-1]]
+    ends = np.array([count * page_length for count in counts], np.int32)
+    starts = ends - np.array(LENGTHS, np.int32)
+    ends[5] -= 1  # a row that has not filled its last page
+    query = rng.normal(size=(rows, kv_heads * groups, size)).astype(np.float32)
+    return tuple(map(jnp.asarray, (query, pages, table, starts, ends)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["tpu", "gpu"])
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "size", "page_length"),
+    [(1, 2, 64, 32), (7, 1, 128, 64), (2, 1, 64, 128), (8, 2, 128, 32), (7, 2, 64, 32)],
+)
+def test_kernels_equal_copies_of_the_pages(kernel, groups, kv_heads, size, page_length):
+    arrays = case(groups=groups, kv_heads=kv_heads, size=size, page_length=page_length)
+    found, expected = kernel(*arrays, interpret=True), attend_gathered(*arrays)
+    assert float(expected.total[0].max()) == 0.0 and float(expected.total[2].min()) > 0.0
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_pages_and_tail_are_one_softmax():
+    query, pages, table, starts, ends = case(groups=2, kv_heads=2, size=16, page_length=32)
+    tail = jnp.asarray(np.random.default_rng(1).normal(size=(len(query), 2, 32, 32)).astype(np.float32))
+    found = merged(attend_gathered(query, pages, table, starts, ends), attend_tail(query, tail, jnp.int32(4)))
+    for row in range(len(query)):
+        held = [np.asarray(pages)[page] for page in np.asarray(table)[row]]
+        seen = np.concatenate(held, axis=1)[:, int(starts[row]) : int(ends[row])]
+        seen = np.concatenate([seen, np.asarray(tail)[row, :, :5]], axis=1)
+        for head in range(4):
+            scores = seen[head // 2, :, :16] @ np.asarray(query)[row, head] / 4
+            weights = np.exp(scores - scores.max())
+            expected = weights @ seen[head // 2, :, 16:] / weights.sum()
+            np.testing.assert_allclose(found[row, head], expected, rtol=1e-5, atol=1e-5)
