@@ -18,6 +18,7 @@ PACKAGE = Path(dapo_jax.__file__).parent
 COMPILED = {
     "rollout/sampling.py": 2,
     "rollout/decoding.py": 5,
+    "rollout/slot_decoding.py": 3,
     "rewards/reward_model.py": 1,
     "rewards/shaping.py": 2,
     "dynamic_sampling/group_filter.py": 1,
