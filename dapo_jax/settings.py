@@ -26,8 +26,8 @@ from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
+from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
-from dapo_jax.rollout.wave_programs import WaveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +122,10 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
 
 def engine_settings(
     config: Config, arch: Architecture, eos_ids: tuple[int, ...], pad_id: int, mesh: Mesh
-) -> WaveSettings:
+) -> EngineSettings:
     """The settings of the sampler's engine."""
     on_cpu = platform(mesh) == "cpu"
-    return WaveSettings(
+    return EngineSettings(
         arch=arch,
         mesh=mesh,
         eos_ids=eos_ids,

@@ -19,8 +19,8 @@ from dapo_jax.learner.update import UpdateSettings, update_policy
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.settings import loss_options
 
@@ -82,7 +82,7 @@ def critic_of(mesh):
     return build_critic(settings, mesh)
 
 
-def wave_settings(mesh, **changes) -> WaveSettings:
+def engine_settings(mesh, **changes) -> EngineSettings:
     values = dict(
         arch=ARCH,
         mesh=mesh,
@@ -97,11 +97,11 @@ def wave_settings(mesh, **changes) -> WaveSettings:
         lookahead=0,
         seed=0,
     )
-    return WaveSettings(**{**values, **changes})
+    return EngineSettings(**{**values, **changes})
 
 
 def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TRAIN, sampling=None, **changes):
-    return WaveEngine(wave_settings(mesh, **changes)).generate(
+    return WaveEngine(engine_settings(mesh, **changes)).generate(
         actor.decode_weights(state.params),
         prompts,
         numbers,

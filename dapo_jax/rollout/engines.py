@@ -8,14 +8,14 @@ from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
 from dapo_jax.parallel.mesh import platform
 from dapo_jax.rollout.engine import RolloutEngine
+from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.slots import SlotEngine
-from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
 
 logger = logging.getLogger(__name__)
 
 
-def build_engine(wanted: str, settings: WaveSettings, check: Callable[[], None] = lambda: None) -> RolloutEngine:
+def build_engine(wanted: str, settings: EngineSettings, check: Callable[[], None] = lambda: None) -> RolloutEngine:
     """The engine of rollout.engine, "waves", "slots" or "auto".
 
     Args:
@@ -32,7 +32,7 @@ def build_engine(wanted: str, settings: WaveSettings, check: Callable[[], None] 
     return WaveEngine(settings, check)
 
 
-def page_attention(settings: WaveSettings) -> AttendPages:
+def page_attention(settings: EngineSettings) -> AttendPages:
     """Attention to pages for the devices of the mesh.
 
     Raises:

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.parallel.memory import free_bytes
+from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.shapes import LengthHistory
-from dapo_jax.rollout.wave_programs import WaveSettings
 
 LENGTHS = "lengths "  # precedes the number of a purpose in a checkpoint
 
@@ -17,7 +17,7 @@ LENGTHS = "lengths "  # precedes the number of a purpose in a checkpoint
 class LearntSizes:
     """Saved in a checkpoint, so that a resumed run has the same sizes."""
 
-    def __init__(self, settings: WaveSettings) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self._histories: dict[int, LengthHistory] = {}  # by purpose: evaluation may end sooner than training
         self._free_bytes: float | None = None  # on each device, before the first call

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.data.work import Work
+from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.wave_layout import WaveLayout
-from dapo_jax.rollout.wave_programs import WaveSettings, layout_of_waves
+from dapo_jax.rollout.wave_programs import layout_of_waves
 from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk
 
 
@@ -27,7 +28,7 @@ class RoundWalk:
 
 
 def walk_round(
-    settings: WaveSettings,
+    settings: EngineSettings,
     dtype: Any,
     response_lengths: np.ndarray,
     prompt_lengths: np.ndarray,
@@ -58,7 +59,7 @@ def walk_round(
     )
 
 
-def expected_shapes(settings: WaveSettings, layout: WaveLayout, history: LengthHistory) -> list[WaveShape]:
+def expected_shapes(settings: EngineSettings, layout: WaveLayout, history: LengthHistory) -> list[WaveShape]:
     """The shapes in which a wave is decoded if its responses end as those so far, in order."""
     counted, lengths = _Counting(settings.tokens_per_chunk), history.typical(layout.num_rows)
     outcome = _KnownLengths(lengths, settings.max_response_length)

@@ -14,11 +14,18 @@ from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import batch_sharding, replicated
 from dapo_jax.rollout.decoding import wave_spec
+from dapo_jax.rollout.engine_settings import (
+    PREFILL_BYTES,
+    SCORES,
+    EngineSettings,
+    cache_bytes,
+    cache_dtype,
+    prefill_bytes,
+)
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import ROW_MULTIPLE, LengthHistory, prompt_width
 from dapo_jax.rollout.slot_decoding import Plan, Slots, decode_slots, empty_slots, prefill_pages
 from dapo_jax.rollout.slot_queue import SlotLayout
-from dapo_jax.rollout.wave_programs import PREFILL_BYTES, SCORES, WaveSettings, cache_bytes, cache_dtype, prefill_bytes
 
 FILL = 0.8  # of the pages, that the expected keys and values of all slots take
 PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
@@ -28,7 +35,7 @@ FEW_SLOTS = 3  # one slot in so many is in the program for the last rows
 
 
 def layout_of_slots(
-    settings: WaveSettings,
+    settings: EngineSettings,
     dtype: np.dtype,
     prompt_lengths: Sequence[int] | np.ndarray,
     num_samples: int,
@@ -83,12 +90,12 @@ def _rung(slots: float) -> int:
     return max(min(found, int(slots)), 1)
 
 
-def lower_empty_slots(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> jax.stages.Lowered:
+def lower_empty_slots(settings: EngineSettings, dtype: Any, layout: SlotLayout) -> jax.stages.Lowered:
     """Slots and pages of a call; `dtype` of keys and values."""
     return empty_slots.lower(**empty_shape(settings, dtype, layout))
 
 
-def lower_prefill_pages(settings: WaveSettings, params: Params, layout: SlotLayout) -> jax.stages.Lowered:
+def lower_prefill_pages(settings: EngineSettings, params: Params, layout: SlotLayout) -> jax.stages.Lowered:
     """The prefill of some prompts."""
     prompts = layout.at_once * layout.shards
     return prefill_pages.lower(
@@ -102,7 +109,7 @@ def lower_prefill_pages(settings: WaveSettings, params: Params, layout: SlotLayo
 
 
 def lower_decode_slots(
-    settings: WaveSettings,
+    settings: EngineSettings,
     params: Params,
     sampling: Sampling,
     layout: SlotLayout,
@@ -129,7 +136,7 @@ def lower_decode_slots(
     )
 
 
-def empty_shape(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> dict[str, Any]:
+def empty_shape(settings: EngineSettings, dtype: Any, layout: SlotLayout) -> dict[str, Any]:
     """The arguments of `empty_slots`."""
     return {
         "arch": settings.arch,
@@ -140,7 +147,7 @@ def empty_shape(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> dict[
     }
 
 
-def slots_shape(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> Slots:
+def slots_shape(settings: EngineSettings, dtype: Any, layout: SlotLayout) -> Slots:
     """Shapes and shardings of the slots and the pages."""
     arch, slots = settings.arch, layout.slots * layout.shards
     shape = layout.pages * layout.shards, arch.num_kv_heads, layout.page_length, 2 * arch.head_dim
@@ -149,5 +156,5 @@ def slots_shape(settings: WaveSettings, dtype: Any, layout: SlotLayout) -> Slots
     return Slots(tokens, finished, [pages] * arch.num_layers)
 
 
-def _rows(settings: WaveSettings, *shape: int, dtype: Any) -> Any:
+def _rows(settings: EngineSettings, *shape: int, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(settings.mesh))

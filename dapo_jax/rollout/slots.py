@@ -17,6 +17,7 @@ from dapo_jax.models.paged_attention import AttendPages, attend_gathered
 from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.sharding import batch_sharding, put
 from dapo_jax.rollout.engine import OnFinished, StopRule
+from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
 from dapo_jax.rollout.learnt_sizes import LearntSizes
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.programs import Programs
@@ -26,7 +27,6 @@ from dapo_jax.rollout.slot_decoding import Chunk, Plan, empty_slots, prefill_pag
 from dapo_jax.rollout.slot_programs import empty_shape, layout_of_slots, lower_decode_slots
 from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
 from dapo_jax.rollout.slot_walk import SlotWalk
-from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype
 
 
 class SlotEngine:
@@ -38,7 +38,7 @@ class SlotEngine:
     """
 
     def __init__(
-        self, settings: WaveSettings, attend_pages: AttendPages, check: Callable[[], None] = lambda: None
+        self, settings: EngineSettings, attend_pages: AttendPages, check: Callable[[], None] = lambda: None
     ) -> None:
         self.settings, self.attend_pages, self.check = settings, attend_pages, check
         self.programs, self.learnt = Programs(settings.mesh), LearntSizes(settings)

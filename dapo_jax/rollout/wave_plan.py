@@ -9,12 +9,11 @@ import numpy as np
 from dapo_jax.data.work import Work
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.mesh import num_batch_shards
+from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
 from dapo_jax.rollout.round_walk import RoundWalk, walk_round
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import LengthHistory, rungs
 from dapo_jax.rollout.wave_programs import (
-    WaveSettings,
-    cache_dtype,
     lower_chunk,
     lower_prefill,
     lower_resize,
@@ -51,7 +50,7 @@ class RoundPlan:
 
 
 def plan_round(
-    settings: WaveSettings,
+    settings: EngineSettings,
     weights: Params,
     *,
     response_lengths: np.ndarray,
@@ -75,7 +74,7 @@ def plan_round(
 
 
 class _Programs:
-    def __init__(self, settings: WaveSettings, weights: Params, walk: RoundWalk) -> None:
+    def __init__(self, settings: EngineSettings, weights: Params, walk: RoundWalk) -> None:
         self.settings, self.weights, self.walk = settings, weights, walk
         self.shards = num_batch_shards(settings.mesh)
 

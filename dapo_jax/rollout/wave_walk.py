@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dapo_jax.models.flops import token_flops
+from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.shapes import rungs, window_of
 from dapo_jax.rollout.wave_layout import WaveLayout
-from dapo_jax.rollout.wave_programs import WaveSettings
 
 
 class WaveShape(NamedTuple):
@@ -65,7 +65,7 @@ class WaveWalk:
     """
 
     def __init__(
-        self, settings: WaveSettings, layout: WaveLayout, outcome: Outcome, *, first_row: int, end_row: int
+        self, settings: EngineSettings, layout: WaveLayout, outcome: Outcome, *, first_row: int, end_row: int
     ) -> None:
         self.settings, self.layout, self.outcome, self.ladder = settings, layout, outcome, settings.ladder
         self.rows = first_row + layout.rows()  # response of each row

@@ -18,6 +18,7 @@ from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.sharding import batch_sharding, put
 from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
 from dapo_jax.rollout.engine import OnFinished, StopRule
+from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
 from dapo_jax.rollout.learnt_sizes import LearntSizes
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.programs import Programs
@@ -26,7 +27,7 @@ from dapo_jax.rollout.round_walk import expected_shapes
 from dapo_jax.rollout.sampling import Sampling, keys_of
 from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.wave_layout import WaveLayout
-from dapo_jax.rollout.wave_programs import WaveSettings, cache_dtype, layout_of_waves, lower_chunk
+from dapo_jax.rollout.wave_programs import layout_of_waves, lower_chunk
 from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk
 
 
@@ -37,7 +38,7 @@ class WaveEngine:
         check: called before each chunk; may raise to end the sampling.
     """
 
-    def __init__(self, settings: WaveSettings, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, settings: EngineSettings, check: Callable[[], None] = lambda: None) -> None:
         self.settings = settings
         self.check = check
         self.programs = Programs(settings.mesh)

@@ -76,15 +76,15 @@ class Ours:
             self.params = jax.block_until_ready(relay(init_params(self.arch, 0)))
 
     def __call__(self, case: str) -> tuple[int, float]:
+        from dapo_jax.rollout.engine_settings import EngineSettings
         from dapo_jax.rollout.sampling import TRAIN, Sampling
-        from dapo_jax.rollout.wave_programs import WaveSettings
         from dapo_jax.rollout.waves import WaveEngine
 
         start = time.perf_counter()
         lengths, on_cpu = response_lengths(case, self.args), self.jax.default_backend() == "cpu"
         if case not in self.engines:
             self.engines[case] = WaveEngine(
-                WaveSettings(
+                EngineSettings(
                     arch=self.arch,
                     mesh=self.mesh,
                     eos_ids=(),

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from shapes import ARCH, mesh_of
-from small_policy import actor_settings, wave_settings
+from small_policy import actor_settings, engine_settings
 
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.preflight.hlo_costs import program_costs
@@ -17,7 +17,7 @@ from dapo_jax.rollout.wave_programs import lower_chunk
 def test_logits_stay_on_their_devices(vocab_size):
     """Also where their share of the vocabulary ends within a block: the tables of decoding weights have more rows."""
     arch, mesh, rows = dataclasses.replace(ARCH, vocab_size=vocab_size, num_layers=1), mesh_of((1, 1, 2)), 64
-    settings = wave_settings(mesh, arch=arch)
+    settings = engine_settings(mesh, arch=arch)
     actor = build_actor(actor_settings(arch=arch), mesh)
     with jax.set_mesh(mesh):
         weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info

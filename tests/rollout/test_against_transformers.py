@@ -10,8 +10,8 @@ from shapes import one_device_mesh
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.sampling import TRAIN, Sampling
-from dapo_jax.rollout.wave_programs import WaveSettings
 from dapo_jax.rollout.waves import WaveEngine
 
 MODEL = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser() / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,7 +29,7 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
     tokenizer, arch = load_tokenizer(MODEL), read_model_architecture(MODEL)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     mesh = one_device_mesh()
-    settings = WaveSettings(
+    settings = EngineSettings(
         arch=arch,
         mesh=mesh,
         eos_ids=tokenizer.eos_ids,

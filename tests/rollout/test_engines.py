@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from shapes import ARCH, one_device_mesh
-from small_policy import wave_settings
+from small_policy import engine_settings
 from small_run import rows_without_clock, small_config
 
 from dapo_jax.errors import InputError
@@ -26,7 +26,7 @@ from dapo_jax.train import train
 )
 def test_the_log_says_which_engine_and_why(wanted, kind, reason, caplog):
     caplog.set_level(logging.INFO)
-    assert isinstance(build_engine(wanted, wave_settings(one_device_mesh())), kind)
+    assert isinstance(build_engine(wanted, engine_settings(one_device_mesh())), kind)
     (line,) = caplog.messages
     assert line.startswith(f"rollout.engine={reason.partition('.')[0]}") and ("auto" in line) == (wanted == "auto")
 

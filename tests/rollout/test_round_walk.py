@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from shapes import ARCH
-from small_policy import wave_settings
+from small_policy import engine_settings
 
 from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.flops import token_flops
@@ -30,7 +30,7 @@ def long_tailed(seed):
 
 
 def walked(model, mesh, free, seed, **changes):
-    settings = wave_settings(
+    settings = engine_settings(
         AbstractMesh((1, *mesh), AXES),
         arch=read_architecture(SHAPES / model),
         max_prompt_length=2048,
@@ -75,7 +75,7 @@ def test_a_wave_has_more_prompts_than_are_prefilled_at_once():
 
 
 def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
-    settings = wave_settings(
+    settings = engine_settings(
         AbstractMesh((1, 1, 1), AXES), arch=ARCH, max_response_length=65, chunk_length=8, lookahead=0
     )
     lengths, prompts = np.full((4, 2), 65), np.full(4, 8)

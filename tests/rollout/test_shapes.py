@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
-from small_policy import wave_settings
+from small_policy import engine_settings
 
 from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.parallel.mesh import AXES
@@ -79,7 +79,7 @@ def test_the_history_says_how_many_responses_go_on():
 
 def expected(history, rows=64, *, lookahead=0, width=8):
     """(rows, window) of an engine with this history, on one device."""
-    settings = wave_settings(
+    settings = engine_settings(
         AbstractMesh((1, 1, 1), AXES), max_response_length=256, chunk_length=32, smallest_rows=8, lookahead=lookahead
     )
     layout = WaveLayout(size=rows // 4, num_samples=4, shards=1, width=width, at_once=99)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from rollout.test_round_walk import GIB, LIMIT, SHAPES, long_tailed
 from shapes import ARCH
-from small_policy import wave_settings
+from small_policy import engine_settings
 
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import read_architecture
@@ -19,7 +19,7 @@ from dapo_jax.rollout.slot_walk import walk_slots
 
 
 def settings_of(model, mesh, **changes):
-    return wave_settings(
+    return engine_settings(
         AbstractMesh((1, *mesh), AXES),
         arch=read_architecture(SHAPES / model),
         max_prompt_length=2048,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import shapes
 from shapes import mesh_of, one_device_mesh
-from small_policy import wave_settings
+from small_policy import engine_settings
 
 from dapo_jax.errors import InputError
 from dapo_jax.learner.decode_weights import unstack_layers
@@ -35,7 +35,7 @@ def host_params():
 
 def settings_of(mesh, **changes):
     own = {"arch": ARCH, "eos_ids": EOS, "pad_id": PAD, "max_prompt_length": 32, "max_response_length": LENGTH}
-    return wave_settings(mesh, **{**own, "chunk_length": 8, **changes})
+    return engine_settings(mesh, **{**own, "chunk_length": 8, **changes})
 
 
 def sample(engine, *, sampling=FREE, prompts=PROMPTS, num_samples=SAMPLES, **options):

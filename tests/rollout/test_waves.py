@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import shapes
 from shapes import mesh_of, one_device_mesh
-from small_policy import wave_settings
+from small_policy import engine_settings
 
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import cast_matrices, init_params
 from dapo_jax.parallel.sharding import replicated
+from dapo_jax.rollout import engine_settings as engine_settings_module
 from dapo_jax.rollout import learnt_sizes, wave_programs, wave_walk
 from dapo_jax.rollout import waves as waves_module
 from dapo_jax.rollout.round_walk import walk_round
@@ -42,7 +43,7 @@ def host_params(dtype="float32"):
 
 def make_engine(mesh=None, **changes) -> WaveEngine:
     own = {"arch": ARCH, "eos_ids": EOS, "pad_id": PAD, "max_response_length": LENGTH, "chunk_length": 8}
-    made.append(WaveEngine(wave_settings(mesh or one_device_mesh(), **{**own, **changes})))
+    made.append(WaveEngine(engine_settings(mesh or one_device_mesh(), **{**own, **changes})))
     return made[-1]
 
 
@@ -75,7 +76,7 @@ def reference():
     """One wave of all rows with the whole cache from the start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wave_walk, "rungs", lambda rows, smallest: [rows])
-        patch.setattr(wave_programs, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
+        patch.setattr(engine_settings_module, "windows", lambda longest, chunk: [-(-(longest - 1) // chunk) * chunk])
         return sample(make_engine())
 
 

@@ -1,0 +1,59 @@
+"""Host: what a rollout engine is told before its first call, and the sizes in memory that follow from it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.transformer import Params
+from dapo_jax.rollout.shapes import windows
+
+PREFILL_BYTES = 2.0**30  # of a device's memory for one call of prefill, besides keys and values
+SCORES = 4  # float32 arrays of a row's scores of the vocabulary that a draw has in memory at once
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine needs to know before its first call."""
+
+    arch: Architecture
+    mesh: Mesh
+    eos_ids: tuple[int, ...]  # each of them ends a response
+    pad_id: int  # token where nothing was sampled; may equal an end-of-sequence token
+    max_prompt_length: int  # tokens
+    max_response_length: int  # tokens
+    max_num_seqs: int  # rows decoded at once; 0 = as many as fit the memory
+    memory_share: float  # of the free memory that keys and values may take where max_num_seqs is 0
+    chunk_length: int  # tokens between two looks for responses that have ended
+    smallest_rows: int  # per device, to which a wave shrinks
+    lookahead: int  # chunks dispatched before the result of one is read
+    seed: int
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """Tokens of a chunk: at most what a response has after its first token."""
+        return min(self.chunk_length, max(self.max_response_length - 1, 1))
+
+    @property
+    def ladder(self) -> list[int]:
+        """The windows of the cache."""
+        return windows(self.max_response_length, self.tokens_per_chunk)
+
+
+def cache_dtype(params: Params) -> np.dtype:
+    """Keys and values have the dtype of the matrices."""
+    return params["layers"][0]["query"].dtype
+
+
+def cache_bytes(settings: EngineSettings, dtype: np.dtype) -> float:
+    """Of a token's keys and values on one device."""
+    arch = settings.arch
+    return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"] * dtype.itemsize
+
+
+def prefill_bytes(settings: EngineSettings, width: int) -> float:
+    """About what the prefill of one prompt takes on a device: attention scores and activations of one layer."""
+    arch, tensor = settings.arch, settings.mesh.shape["tensor"]
+    divided = 3 * arch.num_heads * width + 4 * arch.intermediate_size
+    return 4.0 * width * (divided / tensor + 8 * arch.hidden_size)
