@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dapo_jax.preflight.hlo_products import product_flops
+from dapo_jax.preflight.hlo_products import product_flops, unread_bytes
 from dapo_jax.preflight.hlo_text import Instruction, Shape, first_group, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -64,7 +64,7 @@ def program_costs(text: str, hosts: Sequence[int], pairs: float | None = None) -
     Args:
         text: `compiled.as_text()`.
         hosts: the host's number of each device, in the order of the mesh.
-        pairs: scores that a kernel of attention computes for a bin and a head; None: on and below the diagonal.
+        pairs: see `Program.pairs`.
     """
     computations, entry = parse(text)
     total = _Total()
@@ -187,7 +187,8 @@ class _Counter:
         if op == "fusion":
             (called,) = instruction.called("calls")
             return self._fusion_bytes(called)
-        return _main(operands) + _main(results)
+        unread = unread_bytes(instruction, operands, self.pairs) if op == "custom-call" else 0.0
+        return _main(operands) + _main(results) - unread
 
     def _fusion_bytes(self, name: str) -> float:
         body = self.computations[name]

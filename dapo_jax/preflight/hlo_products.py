@@ -13,6 +13,7 @@ PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # of [T, H] and [H, T], or [T, T] and 
 TREE = re.compile(r"tree_attention_(fwd|dq|dkv)")
 CUDNN = re.compile(r"__cudnn\$fmha\w*?(Backward)?$")
 CUDNN_PRODUCTS = {None: 2, "Backward": 5}
+PAGED = "paged_attention/pallas_call"
 FLOATS = ("bf16", "f16", "f32")
 
 
@@ -20,7 +21,7 @@ def product_flops(instruction: Instruction, operands: Sequence[Shape], pairs: fl
     """FLOPs of a dot, a convolution or a custom call; None for an unknown kernel that contains products.
 
     Args:
-        pairs: see `_attention`.
+        pairs: see `Program.pairs`.
     """
     if instruction.op == "custom-call":
         return _kernel_flops(instruction, operands, pairs)
@@ -37,6 +38,9 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: fl
     estimate = re.search(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)', instruction.attributes)
     if estimate:
         return float(estimate[1])
+    if pairs is not None and PAGED in instruction.attributes:
+        query, _ = _query_and_pages(operands)
+        return PRODUCTS["fwd"] * 2.0 * pairs * math.prod(query.sizes[1:])
     if splash := SPLASH.match(instruction.name):
         query = next(shape for shape in operands if len(shape.sizes) >= 3 and shape.kind in FLOATS)
         return _attention(PRODUCTS[splash[1]], query, pairs)
@@ -48,6 +52,20 @@ def _kernel_flops(instruction: Instruction, operands: Sequence[Shape], pairs: fl
     if "__cublas$" in instruction.target:
         return _cublas(operands[0], instruction)
     return None if re.search("tpu_custom_call|gemm|cudnn", instruction.target) else 0.0
+
+
+def unread_bytes(instruction: Instruction, operands: Sequence[Shape], pairs: float | None) -> float:
+    """Bytes of the pages that a kernel of paged attention does not read; 0 for any other instruction."""
+    if pairs is None or PAGED not in instruction.attributes:
+        return 0.0
+    _, pages = _query_and_pages(operands)
+    num_pages, _, page_length, _ = pages.sizes
+    return pages.bytes * (1 - pairs / (num_pages * page_length))
+
+
+def _query_and_pages(operands: Sequence[Shape]) -> list[Shape]:
+    """The operands of paged attention with four axes: [B, K, G, H] and [A, K, C, 2H]."""
+    return [shape for shape in operands if len(shape.sizes) == 4]
 
 
 def _attention(products: int, query: Shape, pairs: float | None) -> float:

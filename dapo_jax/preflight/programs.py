@@ -27,7 +27,8 @@ from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.sharding import TRAIN_RULES, weight_sharding
 from dapo_jax.preflight.lengths import Lengths
 from dapo_jax.preflight.step_batch import StepBatch
-from dapo_jax.rollout.wave_plan import RoundPlan, RoundProgram, plan_round
+from dapo_jax.rollout.engines import plan_round
+from dapo_jax.rollout.round_plan import RoundPlan
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings
 
 # What lies in a device's memory for longer than a call.
@@ -49,7 +50,9 @@ class Program:
     beside: Sizes = field(default_factory=dict)  # what lies in memory meanwhile
     family: str = ""  # the costs of programs of one family are linear in `features`; "" = not known
     features: tuple[float, ...] = ()
-    pairs: float | None = None  # scores that a kernel of attention computes for a bin and a head; None: see hlo_costs
+    # scores that a kernel of attention computes for a bin and a head; None = those on and below the diagonal.
+    # Of paged attention, all keys that the rows of a device read.
+    pairs: float | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -59,12 +62,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Step:
-    """The programs of a training step, and the plan of its waves and micro-batches."""
+    """The programs of a training step, and the plan of its rollout and micro-batches."""
 
     programs: tuple[Program, ...]
     host_bytes: float  # that lie in the host's memory for each device
-    waves: int
-    rows: int  # of a wave, on all devices
+    sizes: Mapping[str, int]  # of the rollout engine's plan
+    rows: int  # decoded at once, on all devices
     micro_batches: int  # of the policy, in a step
     work: Mapping[str, Work] = field(default_factory=dict)  # computed and needed, by stage
 
@@ -84,13 +87,14 @@ def step_programs(
     The reward model and evaluation are left out.
 
     Args:
-        memory: bytes of a device, from which the rows of a wave follow unless rollout.max_num_seqs sets them.
+        memory: bytes of a device, from which the rows decoded at once follow unless rollout.max_num_seqs sets them.
         eos_ids, pad_id: the tokenizer's; they change no shape.
     """
     builder = _Builder(config, arch, meshes, lengths)
     responses, prompts = lengths.sample(gen_batch_size(config), config.rollout.n)
     with jax.set_mesh(meshes.sampling):
         plan = plan_round(
+            config.rollout.engine,
             engine_settings(config, arch, eos_ids, pad_id, meshes.sampling),
             builder.decoding,
             response_lengths=responses,
@@ -106,7 +110,7 @@ def step_programs(
             *(_on(meshes.training, program) for program in learning),
         ),
         host_bytes=builder.host_bytes,
-        waves=plan.waves,
+        sizes=plan.sizes,
         rows=plan.rows,
         micro_batches=sum(int(program.calls) for program in learning if program.name.startswith("actor, gradients")),
         work={**plan.work, "update": builder.batch.work()},
@@ -163,7 +167,6 @@ class _Builder:
         for program in plan.programs:
             inside, beside = {CACHE: device_bytes(program.cache)}, {CACHE: device_bytes(program.other_cache)}
             (inside if program.reads_weights else beside).update(self.decoding_bytes)
-            family, features = _family(program)
             yield Program(
                 program.stage,
                 program.name,
@@ -171,8 +174,9 @@ class _Builder:
                 program.lower,
                 inside,
                 {**self.state, **beside},
-                family,
-                features,
+                program.family,
+                program.features,
+                program.pairs,
             )
 
     def learning(self) -> Iterator[Program]:
@@ -241,25 +245,6 @@ class _Builder:
             {PARAMETERS: of_params, OPTIMIZER: moments, GRADIENTS: of_gradients},
             {**beside, PARAMETERS: self.state[PARAMETERS] - of_params, OPTIMIZER: self.state[OPTIMIZER] - moments},
         )
-
-
-def _family(program: RoundProgram) -> tuple[str, tuple[float, ...]]:
-    """The family and the features (see `Program`) of one of the engine's programs.
-
-    A chunk of decoding reads the weights, and does something for each row and for each key that a row attends to. What
-    reads no weights moves one layer's keys and values to a cache of another size.
-    """
-    if program.stage != "decode":
-        return "", ()
-    cache, *others = program.cache
-    rows, samples = len(cache.key), len(cache.key) // len(cache.prompt_key)
-    if program.reads_weights:
-        width, window = cache.prompt_key.shape[-1], cache.key.shape[-1]
-        return f"decode, {samples} rows a prompt", (1.0, rows, rows * width, rows * window)
-    (target,) = others
-    left, wider = len(target.key), target.key.shape[-1] > cache.key.shape[-1]
-    family = f"{'keep' if left < rows else ''} {'widen' if wider else ''}"
-    return family, (1.0, device_bytes(cache) * left / rows, device_bytes(target))
 
 
 def device_bytes(tree: Any, *, kind: str | None = None) -> float:

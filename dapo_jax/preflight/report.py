@@ -109,7 +109,7 @@ def preflight(
 
 
 def _plan(step: Step) -> dict[str, int]:
-    return {"waves": step.waves, "rows_of_a_wave": step.rows, "micro_batches": step.micro_batches}
+    return {**step.sizes, "micro_batches": step.micro_batches}
 
 
 def _expected(

@@ -20,8 +20,8 @@ def tables(report: Mapping[str, Any]) -> str:
         f"{model['path']} ({model['parameters'] / 1e9:.2f}B parameters, {numerics}) on {report['topology']} "
         f"({device['name']}), mesh {axes}",
         "",
-        f"A step samples {assumed['prompts_sampled']} prompts once, in {plan['waves']} waves of "
-        f"{plan['rows_of_a_wave']} rows, and trains on {assumed['prompts_trained']} in {plan['micro_batches']} "
+        f"A step samples {assumed['prompts_sampled']} prompts once, in {_rollout(plan)}, "
+        f"and trains on {assumed['prompts_trained']} in {plan['micro_batches']} "
         f"micro-batches; each response has {assumed['response_length']} tokens.",
         "",
         *("Peak memory per device and stage, in GiB:", "", *_memory(stages, device["memory"]), ""),
@@ -43,6 +43,12 @@ def tables(report: Mapping[str, Any]) -> str:
             verdict += f" if all are longest, {report['expected']['step_seconds']:.0f} s at the expected lengths"
     lines += [verdict + ".", *(f"- {line}" for line in report["advice"])]
     return "\n".join(lines)
+
+
+def _rollout(plan: Mapping[str, int]) -> str:
+    if "slots" in plan:
+        return f"{plan['slots']} slots and {plan['pages']} pages of {plan['page_tokens']} tokens"
+    return f"{plan['waves']} waves of {plan['rows_of_a_wave']} rows"
 
 
 def _axes(mesh: Mapping[str, int]) -> str:
@@ -86,8 +92,8 @@ def _expected(expected: Mapping[str, Any], longest: Mapping[str, Any]) -> list[s
         for what, found in (("responses", expected["response_tokens"]), ("prompts", expected["prompt_tokens"]))
     ]
     return [
-        f"Expected at {expected['lengths']}: {'; '.join(spread)}; {plan['waves']} waves of {plan['rows_of_a_wave']} "
-        f"rows, {plan['micro_batches']} micro-batches:",
+        f"Expected at {expected['lengths']}: {'; '.join(spread)}; {_rollout(plan)}, "
+        f"{plan['micro_batches']} micro-batches:",
         "",
         *_table(head, rows),
     ]

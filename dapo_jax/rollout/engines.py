@@ -1,15 +1,22 @@
 """Host: which rollout engine a run has, and why."""
 
+import functools
 import logging
 from collections.abc import Callable
+
+import numpy as np
 
 from dapo_jax.errors import InputError
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
+from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.mesh import platform
 from dapo_jax.rollout.engine import RolloutEngine
 from dapo_jax.rollout.engine_settings import EngineSettings
+from dapo_jax.rollout.round_plan import RoundPlan
+from dapo_jax.rollout.slot_plan import plan_slots
 from dapo_jax.rollout.slots import SlotEngine
+from dapo_jax.rollout.wave_plan import plan_waves
 from dapo_jax.rollout.waves import WaveEngine
 
 logger = logging.getLogger(__name__)
@@ -24,12 +31,47 @@ def build_engine(wanted: str, settings: EngineSettings, check: Callable[[], None
     Raises:
         InputError: the devices' kernel for slots does not take the model or the chunk length.
     """
-    if wanted == "slots":
-        logger.info("rollout.engine=slots: responses are decoded in slots and pages")
-        return SlotEngine(settings, page_attention(settings), check)
-    reason = "" if wanted == "waves" else " (auto: no device has run slots yet; rollout.engine=slots tries them)"
-    logger.info("rollout.engine=waves: responses are decoded in waves%s", reason)
-    return WaveEngine(settings, check)
+    chosen, reason = choose_engine(wanted, settings)
+    what = "slots and pages" if chosen == "slots" else "waves"
+    logger.info(
+        "rollout.engine=%s: responses are decoded in %s%s", chosen, what, f" (auto: {reason})" if reason else ""
+    )
+    return SlotEngine(settings, page_attention(settings), check) if chosen == "slots" else WaveEngine(settings, check)
+
+
+def plan_round(
+    wanted: str,
+    settings: EngineSettings,
+    weights: Params,
+    *,
+    response_lengths: np.ndarray,
+    prompt_lengths: np.ndarray,
+    free_bytes: float,
+) -> RoundPlan:
+    """The round of `build_engine`'s engine, see `plan_waves`."""
+    plan = plan_waves
+    if choose_engine(wanted, settings)[0] == "slots":
+        plan = functools.partial(plan_slots, attend_pages=page_attention(settings))
+    return plan(
+        settings,
+        weights,
+        response_lengths=response_lengths,
+        prompt_lengths=prompt_lengths,
+        free_bytes=free_bytes,
+    )
+
+
+def choose_engine(wanted: str, settings: EngineSettings) -> tuple[str, str]:
+    """ "waves" or "slots" for rollout.engine, and why; "" if the option says it."""
+    if wanted != "auto":
+        return wanted, ""
+    if platform(settings.mesh) == "cpu":
+        return "waves", "on a CPU they are as fast as its matrix products"
+    try:
+        page_attention(settings)
+    except InputError as error:
+        return "waves", str(error)
+    return "waves", "no device has run slots yet; rollout.engine=slots tries them"
 
 
 def page_attention(settings: EngineSettings) -> AttendPages:

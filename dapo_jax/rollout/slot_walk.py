@@ -58,7 +58,7 @@ class SlotWalk:
     computed: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
     decodes: Counter[int] = field(default_factory=Counter)  # chunks by slots of a shard
     prefills: int = 0  # calls
-    pages: float = 0.0  # that all chunks' rows read, on all shards
+    pages: Counter[int] = field(default_factory=Counter)  # that rows read in these chunks, on all shards
 
     def run(self, devices: Devices, outcome: Outcome) -> None:
         """Goes on until all responses have ended."""
@@ -93,7 +93,7 @@ class SlotWalk:
         keys = (pages + slots) * layout.page_length  # a tail is as long as a page
         self.computed["decode"] += layout.page_length * (slots * (flops.layers + flops.head) + keys * flops.pair)
         self.decodes[turn.slots] += 1
-        self.pages += pages
+        self.pages[turn.slots] += pages
 
 
 def walk_slots(

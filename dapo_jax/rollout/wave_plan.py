@@ -1,17 +1,15 @@
 """Host: what the wave engine compiles and calls in one generation round, from shapes alone."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
-from dapo_jax.data.work import Work
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
+from dapo_jax.rollout.round_plan import ANY_SAMPLING, RoundPlan, RoundProgram
 from dapo_jax.rollout.round_walk import RoundWalk, walk_round
-from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import LengthHistory, rungs
 from dapo_jax.rollout.wave_programs import (
     lower_chunk,
@@ -23,33 +21,8 @@ from dapo_jax.rollout.wave_programs import (
 )
 from dapo_jax.rollout.wave_walk import WaveShape
 
-_SAMPLING = Sampling.create(1.0, 1.0, -1)  # its values are traced: any other lowers to the same program
 
-
-@dataclass(frozen=True)
-class RoundProgram:
-    """A compiled function of the engine."""
-
-    stage: str  # "prefill" or "decode"
-    name: str
-    calls: float  # per round
-    lower: Callable[[], jax.stages.Lowered]  # call it under `jax.set_mesh`
-    cache: list[LayerCache]  # shapes of the keys and values that the call takes and returns
-    other_cache: list[LayerCache]  # shapes of those that are in memory meanwhile
-    reads_weights: bool = True  # the decoding weights are an argument
-
-
-@dataclass(frozen=True)
-class RoundPlan:
-    """The programs of one generation round."""
-
-    programs: list[RoundProgram]
-    waves: int
-    rows: int  # of a wave, on all devices
-    work: Mapping[str, Work]  # computed and needed, by stage
-
-
-def plan_round(
+def plan_waves(
     settings: EngineSettings,
     weights: Params,
     *,
@@ -70,7 +43,9 @@ def plan_round(
     walk = walk_round(
         settings, cache_dtype(weights), response_lengths, prompt_lengths, history=history, free_bytes=free_bytes
     )
-    return RoundPlan(list(_Programs(settings, weights, walk).all()), walk.waves, walk.layout.num_rows, walk.work)
+    rows = walk.layout.num_rows
+    sizes = {"waves": walk.waves, "rows_of_a_wave": rows}
+    return RoundPlan(list(_Programs(settings, weights, walk).all()), rows, sizes, walk.work)
 
 
 class _Programs:
@@ -98,7 +73,6 @@ class _Programs:
             self.walk.waves,
             lambda: lower_start(self.settings, cache_dtype(self.weights), layout),
             cache=start_shape(self.settings, cache_dtype(self.weights), layout).caches,
-            other_cache=[],
             reads_weights=False,
         )
 
@@ -108,19 +82,21 @@ class _Programs:
             "prefill",
             f"prefill {layout.part_size // self.shards} prompts a shard, width {layout.width}",
             self.walk.prefills,
-            lambda: lower_prefill(self.settings, self.weights, _SAMPLING, layout),
+            lambda: lower_prefill(self.settings, self.weights, ANY_SAMPLING, layout),
             cache=start_shape(self.settings, cache_dtype(self.weights), layout).caches,
-            other_cache=[],
         )
 
     def _decode(self, shape: WaveShape, calls: float) -> RoundProgram:
+        """It reads the weights, and does something for each row and for each key that a row attends to."""
+        rows, samples = shape.rows, shape.rows // shape.prompts
         return RoundProgram(
             "decode",
             f"decode {shape.rows // self.shards} rows a shard, window {shape.window}",
             calls,
-            lambda: lower_chunk(self.settings, self.weights, _SAMPLING, **shape._asdict()),
+            lambda: lower_chunk(self.settings, self.weights, ANY_SAMPLING, **shape._asdict()),
             cache=self._cache(shape),
-            other_cache=[],
+            family=f"decode, {samples} rows a prompt",
+            features=(1.0, rows, rows * shape.width, rows * shape.window),
         )
 
     def _first_survivors(self, shape: WaveShape) -> Iterator[RoundProgram]:
@@ -135,6 +111,7 @@ class _Programs:
         wide, *others = self._cache(new)
         rows = None if new.rows == old.rows else new.rows
         keep = "" if rows is None else f"keep {rows // self.shards} of "
+        kept, target = _elements(narrow) * new.rows / old.rows, _elements(wide)
         return RoundProgram(
             "decode",
             f"{keep}{old.rows // self.shards} rows a shard, window {old.window} to {new.window}",
@@ -145,7 +122,13 @@ class _Programs:
             cache=[narrow, wide],
             other_cache=others,
             reads_weights=False,
+            family=f"{'keep' if rows else ''} {'widen' if new.window > old.window else ''}",
+            features=(1.0, kept, target),
         )
 
     def _cache(self, shape: WaveShape) -> list[LayerCache]:
         return wave_shape(self.settings, cache_dtype(self.weights), **shape._asdict()).caches
+
+
+def _elements(cache: LayerCache) -> int:
+    return sum(array.size for array in jax.tree.leaves(cache))

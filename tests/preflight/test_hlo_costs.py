@@ -256,6 +256,31 @@ def test_gpu_products_are_those_of_cudnn_triton_and_cublas():
     assert program_costs(GPU, HOSTS, pairs=100.0).flops == score * 100 + others
 
 
+# Paged attention of 4 rows with 2 heads of 16 to 1024 pages of 32 tokens, shortened from programs for both platforms.
+PAGED = """HloModule jit_f
+
+ENTRY %main (q: bf16[4,2,16,16], pages: bf16[1024,2,32,32], table: s32[4,8], ends: s32[4]) -> f32[4,2,16,16] {
+  %q = bf16[4,2,16,16]{3,2,1,0} parameter(0)
+  %pages = bf16[1024,2,32,32]{3,2,1,0} parameter(1)
+  %table = s32[4,8]{1,0} parameter(2)
+  %ends = s32[4]{0} parameter(3)
+  ROOT %paged_attention.1 = f32[4,2,16,16]{3,2,1,0} custom-call(OPERANDS), custom_call_target="TARGET", metadata={op_name="jit(f)/shard_map/paged_attention/pallas_call"}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("target", "operands"),
+    [("__gpu$xla.gpu.triton", "%q, %pages, %table, %ends"), ("tpu_custom_call", "%table, %ends, %q, %pages")],
+)
+def test_paged_attention_reads_the_keys_of_its_rows(target, operands):
+    text = PAGED.replace("OPERANDS", operands).replace("TARGET", target)
+    costs, keys = program_costs(text, HOST, pairs=300.0), 300
+    assert costs.flops == 2 * 2 * keys * (2 * 16 * 16) and not costs.unknown
+    rows, table = 4 * 2 * 16 * 16, (4 * 8 + 4) * 4
+    assert costs.bytes == pytest.approx(rows * (2 + 4) + table + keys * 2 * 32 * 2)
+
+
 def test_gpu_collectives_count_once_and_know_their_hosts():
     weights = 16 * 8 * 2
     collectives = program_costs(GPU, HOSTS).collectives

@@ -222,7 +222,7 @@ def test_what_the_compiler_refuses_does_not_fit():
 )
 def test_advice_names_the_setting_to_change_first(taken, changes, advice):
     config = small_config("unused", **changes)
-    step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
+    step = Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1)
     arch = read_shape(config)
     mesh = mesh_of((1, 4, 1))
     (line,) = advise(config, arch, Meshes(mesh, mesh), step, [taken], 10 * GIB, attention="xla")
@@ -232,7 +232,7 @@ def test_advice_names_the_setting_to_change_first(taken, changes, advice):
 
 def test_passes_that_do_not_fit_are_divided_by_more_tensor_in_training_alone():
     config = small_config("unused", **{"model.enable_gradient_checkpointing": True})
-    step, arch = Step((), 0.0, waves=1, rows=128, micro_batches=1), read_shape(config)
+    step, arch = Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1), read_shape(config)
     assert arch.num_kv_heads == 2
     for training, proposed in (((1, 8, 1), True), ((1, 4, 2), False)):
         meshes = Meshes(mesh_of(training), mesh_of((1, 4, 2)))
@@ -243,7 +243,7 @@ def test_passes_that_do_not_fit_are_divided_by_more_tensor_in_training_alone():
 def test_copies_of_the_parameters_are_divided_before_anything_is_offloaded():
     taken = measured(**{OPTIMIZER: 6, PARAMETERS: 5})
     config = small_config("unused")
-    step = Step((), 0.0, waves=1, rows=128, micro_batches=1)
+    step = Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1)
     meshes = Meshes(mesh_of((2, 4, 1)), mesh_of((2, 4, 1)))
     (line,) = advise(config, read_shape(config), meshes, step, [taken], 10 * GIB, attention="xla")
     assert line.split("; ")[1] == "set mesh.fsdp=8 and mesh.data=1"

@@ -8,7 +8,7 @@ from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
 from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
 from dapo_jax.preflight.step_batch import StepBatch
-from dapo_jax.rollout import waves
+from dapo_jax.rollout import slots, waves
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.train import train
 
@@ -56,8 +56,10 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
-        for function in (waves.empty_wave, waves.prefill_part):
-            patch.setattr(waves, function.__name__, seen_by(function))
+        called = {waves: ("empty_wave", "prefill_part"), slots: ("empty_slots", "prefill_pages")}
+        for module, names in called.items():
+            for name in names:
+                patch.setattr(module, name, seen_by(getattr(module, name)))
         train(config)
     return seen
 
@@ -66,18 +68,33 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     "changes",
     [
         {},
+        {"rollout.engine": "slots"},
         pytest.param(
             {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2}, marks=pytest.mark.slow
         ),
         pytest.param({"actor.policy_loss.loss_mode": "kl_cov"}, marks=pytest.mark.slow),
     ],
-    ids=["full", "adapters", "drawn_tokens"],
+    ids=["full", "slots", "adapters", "drawn_tokens"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
     config = small_config(tmp_path, **ONE_STEP, **changes)
     texts = {program.lower().as_text() for program in programs_of(config).programs}
     missing = [stage for stage, text in texts_of_a_run(config) if text not in texts]
     assert not missing
+
+
+def test_shorter_responses_read_fewer_keys_of_the_pages():
+    changes = {"rollout.engine": "slots", "data.max_response_length": 40, "rollout.decode_chunk_length": 8}
+    config = small_config("unused", **{**ONE_STEP, **changes})
+    longest = programs_of(config)
+    shorter = programs_of(config, lengths=parse_lengths("lognormal:median=12,sigma=0.5", config.data))
+    assert longest.sizes == shorter.sizes == {"slots": 128, "pages": longest.sizes["pages"], "page_tokens": 8}
+    whole, _ = (program for program in longest.programs if program.stage == "decode")
+    # prompts of 8 tokens, one page, and five chunks of the response
+    assert (whole.calls, whole.pairs) == (5, 128 / 4 * 8 * (1 + 2))
+    chunks = sum(program.calls * program.pairs for program in shorter.programs if program.stage == "decode")
+    assert 0 < chunks < whole.calls * whole.pairs
+    assert shorter.work["decode"].computed < longest.work["decode"].computed
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
