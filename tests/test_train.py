@@ -12,6 +12,7 @@ from small_run import Killed, assert_same_policy, at_call, kill, rows_without_cl
 from dapo_jax import step as step_module
 from dapo_jax import train as train_module
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.rollout import learnt_sizes
 from dapo_jax.train import train
 
 
@@ -295,6 +296,16 @@ def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
         "trainer.save_freq": 1,
         "actor.optim.lr": 1e-2,
     }
+    models = resumed(tmp_path, monkeypatch, changes)
+    assert all("_lora_" in name for name in models.actor.params["layers"])
+    assert read_metrics(tmp_path / "a")[-1]["actor/kl_loss"] > 0
+    for change in ({"model.lora.rank": 4}, {"model.lora.target_modules": ("q_proj",)}):
+        with pytest.raises(ValueError, match=r"step 3 is of another model: .* arrays differ, actor\.\w+.*_lora_"):
+            train(small_config(tmp_path / "a", **changes | change | {"trainer.total_training_steps": 4}))
+
+
+def resumed(tmp_path, monkeypatch, changes):
+    """The models of a run that is killed in step 3 and resumes; they are those of one that is not killed."""
     expected = train(small_config(tmp_path / "a", **changes))
     with monkeypatch.context() as patch:
         at_call(patch, step_module, "update", 3, kill)
@@ -303,8 +314,20 @@ def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
     models = train(small_config(tmp_path / "b", **changes))
     assert_same_policy(models, jax.device_get(expected.actor.params))
     assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
-    assert all("_lora_" in name for name in models.actor.params["layers"])
-    assert read_metrics(tmp_path / "a")[-1]["actor/kl_loss"] > 0
-    for change in ({"model.lora.rank": 4}, {"model.lora.target_modules": ("q_proj",)}):
-        with pytest.raises(ValueError, match=r"step 3 is of another model: .* arrays differ, actor\.\w+.*_lora_"):
-            train(small_config(tmp_path / "a", **changes | change | {"trainer.total_training_steps": 4}))
+    return models
+
+
+@pytest.mark.slow
+def test_slots_resume_with_what_they_have_learnt_of_lengths(tmp_path, monkeypatch):
+    monkeypatch.setattr(learnt_sizes, "free_bytes", lambda mesh: 1e5)  # the lengths decide between 5 and 6 slots
+    changes = {
+        "rollout.engine": "slots",
+        "rollout.max_num_seqs": 0,
+        "data.max_response_length": 24,
+        "rollout.decode_chunk_length": 4,
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1,
+        "actor.optim.lr": 1e-2,
+    }
+    resumed(tmp_path, monkeypatch, changes)
+    assert sampling_work(tmp_path / "a") == sampling_work(tmp_path / "b")

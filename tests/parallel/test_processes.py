@@ -24,6 +24,7 @@ VARIANTS = (
     # rows become fewer and the cache grows
     {f"{FILTER}.leftover": "carry", "mesh.fsdp": 2, "mesh.tensor": 2, "data.max_response_length": 80},
 )
+VARIANTS += ({**VARIANTS[-1], "rollout.engine": "slots", "rollout.decode_chunk_length": 8, "rollout.max_num_seqs": 16},)
 BATCHES = 3
 
 
@@ -62,6 +63,7 @@ def test_processes_sample_and_keep_alike(tmp_path):
     for found, expected in zip(first, one, strict=True):
         assert found.pop("logprob") == pytest.approx(expected.pop("logprob"), abs=1e-3)
         assert found == expected
+    assert first[-BATCHES:] == first[-2 * BATCHES : -BATCHES], "slots draw the tokens of waves"
 
 
 def test_messages_of_any_length_take_few_programs(monkeypatch):
