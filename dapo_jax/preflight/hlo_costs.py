@@ -18,6 +18,7 @@ FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all add-dependency "
     "partition-id replica-id iota async-start async-update opt-barrier".split()
 )
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand with what is written into the first one
 NO_TRAFFIC = ("AllocateBuffer", "AsyncCollective", "ConcatBitcast", "Sharding")  # custom calls
 
 
@@ -182,8 +183,9 @@ class _Counter:
             return _main(operands) + _main([shape for shape in results if shape.kind not in ("s8", "u8")])
         if op in ("dynamic-slice", "slice", "gather"):
             return _main(results) + (results[0].bytes if _main(operands[:1]) else 0.0)
-        if op == "dynamic-update-slice":
-            return _main(operands[1:2]) + (operands[1].bytes if _main(results) else 0.0)
+        if op in UPDATES:
+            update = operands[UPDATES[op]]
+            return _main([update]) + (update.bytes if _main(results) else 0.0)
         if op == "fusion":
             (called,) = instruction.called("calls")
             return self._fusion_bytes(called)
@@ -204,7 +206,7 @@ class _Counter:
                     total += read(user)
                 elif user.op in ("dynamic-slice", "slice", "gather") and place == 0:
                     total += user.shapes[0].bytes
-                elif user.op == "dynamic-update-slice" and place == 0:
+                elif user.op in UPDATES and place == 0:
                     total += 0.0
                 else:
                     return _everything(value)
@@ -215,8 +217,8 @@ class _Counter:
                 return sum(written(body[operand]) for operand in value.operands if operand in body)
             if value.op == "bitcast" and value.operands[0] in body:
                 return written(body[value.operands[0]])
-            if value.op == "dynamic-update-slice":
-                return _everything(body[value.operands[1]]) if _main(value.shapes) else 0.0
+            if value.op in UPDATES:
+                return _everything(body[value.operands[UPDATES[value.op]]]) if _main(value.shapes) else 0.0
             return _main(value.shapes)
 
         total = 0.0

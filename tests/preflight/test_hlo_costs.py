@@ -178,6 +178,7 @@ PERMUTED = "(bf16[64,8]FROM, bf16[64,8]TO, u32[]{:S(2)})"
         ("%r = bf16[16,8]TO dynamic-slice-done(%a)", 0, 0),
         ("%r = bf16[16,8]TO copy-done(%a)", 0, 0),
         ("%r = bf16[64,8]FROM dynamic-update-slice(%a, %u, %i, %i)", PART, PART),
+        ("%r = bf16[64,8]FROM scatter(%a, %i, %u), to_apply=%wrapped", PART, PART),
         ("%r = bf16[16,8]TO reduce-scatter(%a), replica_groups={{0,1,2,3}}", WHOLE, PART),
         ("%r = bf16[16,8]TO all-to-all(%a), replica_groups={{0,1,2,3}}", WHOLE, PART),
         (f"%r = {PERMUTED} collective-permute-start(%a), source_target_pairs={{{{0,1}}}}", WHOLE, WHOLE),
