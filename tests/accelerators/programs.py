@@ -156,14 +156,19 @@ def rungs_and_windows(parts: Parts) -> Iterator[Program]:
                 )
 
 
-def slots_and_pages(parts: Parts) -> Iterator[Program]:
-    """The slot engine: its memory, prefill into pages, and a chunk in all slots and in few."""
+def slots_and_pages(parts: Parts, pages: int | None = None) -> Iterator[Program]:
+    """The slot engine: its memory, prefill into pages, and a chunk in all slots and in few.
+
+    Args:
+        pages: of a shard; None = as the engine takes.
+    """
     settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
     actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
     with jax.set_mesh(parts.mesh):
         weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
     dtype, lengths = compute_dtype(parts.config.model, parts.mesh), np.full(parts.config.data.train_batch_size, 16)
     layout = layout_of_slots(settings, dtype, lengths, parts.config.rollout.n, LengthHistory(128), 0.0)
+    layout = replace(layout, pages=pages or layout.pages)
     yield "empty slots", lambda: lower_empty_slots(settings, dtype, layout)
     yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, layout)
     for slots in {layout.slots, layout.few_slots}:
