@@ -20,6 +20,7 @@ if __name__ == "__main__":  # the imports below take seconds
     end_at_once("benchmark_rollout")
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -55,9 +56,9 @@ LONG_TAIL = "lognormal:median=31,sigma=0.8,clip=256"
 
 
 class Ours:
-    """dapo_jax."""
+    """dapo_jax with one of its engines, "waves" or "slots"."""
 
-    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
+    def __init__(self, args: argparse.Namespace, dtype: str, engine: str = "waves") -> None:
         import jax
         import jax.numpy as jnp
 
@@ -66,7 +67,7 @@ class Ours:
         from dapo_jax.models.weights import cast_matrices, init_params
         from dapo_jax.parallel.mesh import make_mesh
 
-        self.jax, self.args = jax, args
+        self.jax, self.args, self.engine = jax, args, engine
         self.arch = architecture_from_hf(config_json(args.shape))
         self.mesh = make_mesh(-1, 1, 1)
         self.prompts = make_prompts(args)
@@ -77,13 +78,14 @@ class Ours:
 
     def __call__(self, case: str) -> tuple[int, float]:
         from dapo_jax.rollout.engine_settings import EngineSettings
+        from dapo_jax.rollout.engines import build_engine
         from dapo_jax.rollout.sampling import TRAIN, Sampling
-        from dapo_jax.rollout.waves import WaveEngine
 
         start = time.perf_counter()
         lengths, on_cpu = response_lengths(case, self.args), self.jax.default_backend() == "cpu"
         if case not in self.engines:
-            self.engines[case] = WaveEngine(
+            self.engines[case] = build_engine(
+                self.engine,
                 EngineSettings(
                     arch=self.arch,
                     mesh=self.mesh,
@@ -97,7 +99,7 @@ class Ours:
                     smallest_rows=1 if on_cpu else 8,
                     lookahead=0 if on_cpu else 1,
                     seed=0,
-                )
+                ),
             )
         with self.jax.set_mesh(self.mesh):
             rollout = self.engines[case].generate(
@@ -239,12 +241,21 @@ class Tunix:
         return jax_peak(self.jax)
 
 
-CONTENDERS: dict[str, Callable[[argparse.Namespace, str], Any]] = {"dapo_jax": Ours, "hf": HuggingFace, "tunix": Tunix}
+CONTENDERS: dict[str, Callable[[argparse.Namespace, str], Any]] = {
+    "dapo_jax": Ours,
+    "dapo_jax_slots": functools.partial(Ours, engine="slots"),
+    "hf": HuggingFace,
+    "tunix": Tunix,
+}
 
 
 def measure(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of the table."""
-    wanted = [("dapo_jax", dtype) for dtype in args.dtypes] + [("hf", args.dtypes[0]), ("tunix", args.dtypes[0])]
+    ours = ["dapo_jax", *(["dapo_jax_slots"] if args.slots else [])]
+    wanted = [(name, dtype) for dtype in args.dtypes for name in ours] + [
+        ("hf", args.dtypes[0]),
+        ("tunix", args.dtypes[0]),
+    ]
     contenders = start_contenders(__file__, wanted, args, arguments)
     rows = []
     try:
@@ -267,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--chunk", type=int, default=16, help="tokens between two checks for finished responses (dapo_jax)"
     )
     parser.add_argument("--lengths", nargs="+", default=["64", "256", LONG_TAIL], help=LENGTHS)
+    parser.add_argument("--slots", action="store_true", help="also measure dapo_jax with rollout.engine=slots")
     args = parser.parse_args(arguments)
     if args.serve:
         serve(args.serve, lambda name, dtype: CONTENDERS[name](args, dtype))
