@@ -8,6 +8,7 @@ import numpy as np
 
 from dapo_jax.data.work import Work
 from dapo_jax.rollout.engine_settings import EngineSettings
+from dapo_jax.rollout.known_lengths import KnownLengths
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.wave_layout import WaveLayout
@@ -48,7 +49,7 @@ def walk_round(
     num_prompts, num_samples = response_lengths.shape
     layout = layout_of_waves(settings, dtype, prompt_lengths, num_samples, history, free_bytes)
     counted, computed = _Counting(settings.tokens_per_chunk), []
-    outcome = _KnownLengths(response_lengths.reshape(-1), settings.max_response_length)
+    outcome = KnownLengths(response_lengths.reshape(-1), settings.max_response_length)
     for first in range(0, num_prompts, layout.size):
         walk = WaveWalk(settings, layout, outcome, first_row=first * num_samples, end_row=response_lengths.size)
         walk.run(counted)
@@ -62,7 +63,7 @@ def walk_round(
 def expected_shapes(settings: EngineSettings, layout: WaveLayout, history: LengthHistory) -> list[WaveShape]:
     """The shapes in which a wave is decoded if its responses end as those so far, in order."""
     counted, lengths = _Counting(settings.tokens_per_chunk), history.typical(layout.num_rows)
-    outcome = _KnownLengths(lengths, settings.max_response_length)
+    outcome = KnownLengths(lengths, settings.max_response_length)
     WaveWalk(settings, layout, outcome, first_row=0, end_row=layout.num_rows).run(counted)
     return list(counted.decodes)
 
@@ -85,19 +86,3 @@ class _Counting:
     def decode(self, shape: WaveShape, following: WaveShape) -> int:
         self.decodes[shape] += 1
         return self.tokens_per_chunk
-
-
-class _KnownLengths:
-    """Responses that end after a known number of tokens [B]."""
-
-    def __init__(self, lengths: np.ndarray, limit: int) -> None:
-        self.lengths, self.limit, self.seen = lengths, limit, np.zeros(len(lengths), np.int64)
-
-    def add(self, chunk: int, rows: np.ndarray, starts: int) -> None:
-        self.seen[rows[rows >= 0]] = starts + chunk
-
-    def alive(self, rows: np.ndarray) -> np.ndarray:
-        return (rows >= 0) & (self.seen < self.lengths)[rows]
-
-    def longest(self, rows: np.ndarray) -> int:
-        return self.limit

@@ -14,6 +14,7 @@ import numpy as np
 from dapo_jax.data.work import Work
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
+from dapo_jax.rollout.known_lengths import KnownLengths
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
 
@@ -114,27 +115,18 @@ def walk_slots(
     """
     queue = SlotQueue(prompt_lengths, np.full(response_lengths.size, limit), layout)
     walk = SlotWalk(arch, queue, lookahead, gathers=False)
-    walk.run(_NoDevices(), _KnownLengths(response_lengths.reshape(-1), layout.page_length))
+    walk.run(_Counting(layout.page_length), KnownLengths(response_lengths.reshape(-1), limit))
     return walk, work_of([walk.computed], needed_work(arch, prompt_lengths, response_lengths))
 
 
-class _NoDevices:
+class _Counting:
+    """Devices that do nothing; a chunk is its number of tokens."""
+
+    def __init__(self, tokens_per_chunk: int) -> None:
+        self.tokens_per_chunk = tokens_per_chunk
+
     def prefill(self, opened: Sequence[Opened]) -> None:
         pass
 
-    def decode(self, turn: Turn) -> None:
-        pass
-
-
-class _KnownLengths:
-    """Responses that end after a known number of tokens [B]."""
-
-    def __init__(self, lengths: np.ndarray, page_length: int) -> None:
-        self.lengths, self.page_length, self.seen = lengths, page_length, np.zeros(len(lengths), np.int64)
-
-    def add(self, chunk: None, rows: np.ndarray, starts: np.ndarray) -> None:
-        real = rows >= 0
-        self.seen[rows[real]] = np.maximum(self.seen[rows[real]], starts[real] + self.page_length)
-
-    def alive(self, rows: np.ndarray) -> np.ndarray:
-        return self.seen[rows] < self.lengths[rows]
+    def decode(self, turn: Turn) -> int:
+        return self.tokens_per_chunk

@@ -5,120 +5,58 @@ changes a token: every draw has an address (sampling.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
-from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
-from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.sharding import batch_sharding, put
-from dapo_jax.rollout.engine import OnFinished, StopRule
+from dapo_jax.rollout.engine_base import Call, EngineBase
 from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
-from dapo_jax.rollout.learnt_sizes import LearntSizes
-from dapo_jax.rollout.needed_work import needed_work, work_of
-from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import Responses
-from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.slot_decoding import Chunk, Plan, empty_slots, prefill_pages
 from dapo_jax.rollout.slot_programs import empty_shape, layout_of_slots, lower_decode_slots
 from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
 from dapo_jax.rollout.slot_walk import SlotWalk
 
 
-class SlotEngine:
-    """A `RolloutEngine`.
+class SlotEngine(EngineBase):
+    """A `RolloutEngine`, see `EngineBase`.
 
     Args:
         attend_pages: attention to pages, of the mesh's platform.
-        check: called before each chunk; may raise to end the sampling.
     """
 
     def __init__(
         self, settings: EngineSettings, attend_pages: AttendPages, check: Callable[[], None] = lambda: None
     ) -> None:
-        self.settings, self.attend_pages, self.check = settings, attend_pages, check
-        self.programs, self.learnt = Programs(settings.mesh), LearntSizes(settings)
+        super().__init__(settings, check)
+        self.attend_pages = attend_pages
 
-    def generate(
-        self,
-        params: Params,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        *,
-        num_samples: int,
-        purpose: int,
-        sampling: Sampling,
-        limits: np.ndarray | None = None,
-        stop: StopRule | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
-        """As `RolloutEngine.generate`, whose parameters say what to sample and how; `limits` is for measurements.
-
-        Args:
-            limits: [Q * num_samples], most tokens of each response; None = max_response_length for all.
-        """
-        longest, num_rows = self.settings.max_response_length, len(prompts) * num_samples
-        limits = np.full(num_rows, longest) if limits is None else np.minimum(limits, longest)
-        responses = Responses(
-            limits,
-            max_length=longest,
-            eos_ids=self.settings.eos_ids,
-            pad_id=self.settings.pad_id,
-            stop=stop,
-            on_finished=on_finished,
-        )
-        history, lengths = self.learnt.history(purpose), np.array([len(prompt) for prompt in prompts])
-        memory = self.learnt.memory_before_the_first_call()
-        layout = layout_of_slots(self.settings, cache_dtype(params), lengths, num_samples, history, memory)
-        gathers = self.attend_pages is attend_gathered
-        walk = SlotWalk(self.settings.arch, SlotQueue(lengths, limits, layout), self.settings.lookahead, gathers)
-        walk.run(_Call(self, params, prompts, numbers, purpose, sampling, layout), responses)
-        rollout = responses.rollout()
-        drawn = rollout.mask.sum(axis=1)
-        history.add(drawn)
-        needed = needed_work(self.settings.arch, lengths, drawn.reshape(-1, num_samples))
-        return rollout.replace(work=work_of([walk.computed], needed))  # pyright: ignore[reportAttributeAccessIssue]
-
-    def state(self) -> dict[str, np.ndarray]:
-        """What the sizes of the next call depend on."""
-        return self.learnt.state()
-
-    def restore(self, arrays: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        self.learnt.restore(arrays)
-
-    def close(self) -> None:
-        """Stops compiling in the background."""
-        self.programs.close()
+    def _decode(self, call: Call, responses: Responses) -> list[Mapping[str, float]]:
+        settings, lengths, dtype = self.settings, call.prompt_lengths, cache_dtype(call.params)
+        history, memory = self.learnt.history(call.purpose), self.learnt.memory_before_the_first_call()
+        layout = layout_of_slots(settings, dtype, lengths, call.num_samples, history, memory)
+        queue, gathers = SlotQueue(lengths, responses.limits, layout), self.attend_pages is attend_gathered
+        walk = SlotWalk(settings.arch, queue, settings.lookahead, gathers)
+        walk.run(_Slots(self, call, layout), responses)
+        history.add(responses.lengths(0, len(responses.limits)))
+        return [walk.computed]
 
 
-@dataclass
-class _Call:
-    """The devices in one call of `generate`."""
+class _Slots:
+    """All slots and pages on the devices, in one call of `generate`."""
 
-    engine: SlotEngine
-    params: Params
-    prompts: Sequence[Sequence[int]]
-    numbers: Sequence[int]
-    purpose: int
-    sampling: Sampling
-    layout: SlotLayout
-
-    def __post_init__(self) -> None:
-        self.settings, self.mesh = self.engine.settings, self.engine.settings.mesh
-        self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.params)
-        for slots in (self.layout.slots, self.layout.few_slots):
-            self.engine.programs.prepare(*self._lowering(slots))
-        self.slots = empty_slots(**empty_shape(self.settings, cache_dtype(self.params), self.layout))
-        lengths = [len(prompt) for prompt in self.prompts]
+    def __init__(self, engine: SlotEngine, call: Call, layout: SlotLayout) -> None:
+        self.engine, self.settings, self.call, self.layout = engine, engine.settings, call, layout
+        for slots in (layout.slots, layout.few_slots):
+            engine.programs.prepare(*self._lowering(slots))
+        self.slots = empty_slots(**empty_shape(self.settings, cache_dtype(call.params), layout))
         # -1, for a slot without a row, is the last of each
-        self.prompt_lengths = np.array([*lengths, 1], np.int32)
-        self.last_tokens = np.array([*(prompt[-1] for prompt in self.prompts), self.settings.pad_id], np.int32)
-        self.addresses = np.array([*self.numbers, -1], np.int32)
+        self.prompt_lengths = np.array([*call.prompt_lengths, 1], np.int32)
+        self.last_tokens = np.array([*(prompt[-1] for prompt in call.prompts), self.settings.pad_id], np.int32)
+        self.addresses = np.array([*call.numbers, -1], np.int32)
 
     def prefill(self, opened: Sequence[Opened]) -> None:
         layout = self.layout
@@ -128,11 +66,11 @@ class _Call:
         for one in opened:
             place = one.shard * layout.at_once + used[one.shard]
             used[one.shard] += 1
-            prompts[place] = self.prompts[one.prompt][:-1]
+            prompts[place] = self.call.prompts[one.prompt][:-1]
             destinations[place, -len(one.pages) :] = one.pages
         tokens, mask = pad_prompts(prompts, layout.width, self.settings.pad_id)
         self.slots = prefill_pages(
-            self.params,
+            self.call.params,
             self.slots,
             self._put(tokens),
             self._put(mask),
@@ -154,18 +92,17 @@ class _Call:
             destinations=turn.destinations,
         )
         program = self.engine.programs.get(*self._lowering(turn.slots))
-        seed, purpose = np.int32(self.settings.seed), np.int32(self.purpose)
-        self.slots, chunk = program(
-            self.params, self.slots, jax.tree.map(self._put, plan), self.sampling, seed, purpose
-        )
+        seed, purpose = np.int32(self.settings.seed), np.int32(self.call.purpose)
+        plan = jax.tree.map(self._put, plan)
+        self.slots, chunk = program(self.call.params, self.slots, plan, self.call.sampling, seed, purpose)
         return chunk
 
     def _put(self, rows: np.ndarray) -> jax.Array:
-        return put(rows, batch_sharding(self.mesh))
+        return put(rows, batch_sharding(self.settings.mesh))
 
     def _lowering(self, slots: int) -> tuple[tuple[SlotLayout, int], Callable[[], jax.stages.Lowered]]:
-        settings, shapes, sampling, layout = self.settings, self.shapes, self.sampling, self.layout
-        attend_pages = self.engine.attend_pages
+        settings, sampling, layout = self.settings, self.call.sampling, self.layout
+        params, attend_pages = self.engine.param_shapes(self.call.params), self.engine.attend_pages
         return (layout, slots), lambda: lower_decode_slots(
-            settings, shapes, sampling, layout, slots=slots, attend_pages=attend_pages
+            settings, params, sampling, layout, slots=slots, attend_pages=attend_pages
         )

@@ -6,138 +6,54 @@ decides when; here is what the devices do. None of this changes a token: every d
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
-from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
-from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.sharding import batch_sharding, put
 from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
-from dapo_jax.rollout.engine import OnFinished, StopRule
-from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
-from dapo_jax.rollout.learnt_sizes import LearntSizes
-from dapo_jax.rollout.needed_work import needed_work, work_of
-from dapo_jax.rollout.programs import Programs
+from dapo_jax.rollout.engine_base import Call, EngineBase
+from dapo_jax.rollout.engine_settings import cache_dtype
 from dapo_jax.rollout.responses import Responses
 from dapo_jax.rollout.round_walk import expected_shapes
-from dapo_jax.rollout.sampling import Sampling, keys_of
+from dapo_jax.rollout.sampling import keys_of
 from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.wave_layout import WaveLayout
 from dapo_jax.rollout.wave_programs import layout_of_waves, lower_chunk
 from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk
 
 
-class WaveEngine:
-    """A `RolloutEngine`.
+class WaveEngine(EngineBase):
+    """A `RolloutEngine`, see `EngineBase`."""
 
-    Args:
-        check: called before each chunk; may raise to end the sampling.
-    """
-
-    def __init__(self, settings: EngineSettings, check: Callable[[], None] = lambda: None) -> None:
-        self.settings = settings
-        self.check = check
-        self.programs = Programs(settings.mesh)
-        self.learnt = LearntSizes(settings)
-        self._param_shapes: Params | None = None
-
-    def generate(
-        self,
-        params: Params,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        *,
-        num_samples: int,
-        purpose: int,
-        sampling: Sampling,
-        limits: np.ndarray | None = None,
-        stop: StopRule | None = None,
-        on_finished: OnFinished | None = None,
-    ) -> Rollout:
-        """As `RolloutEngine.generate`, whose parameters say what to sample and how; `limits` is for measurements.
-
-        Args:
-            limits: [Q * num_samples], most tokens of each response; None = max_response_length for all.
-        """
-        longest, num_rows = self.settings.max_response_length, len(prompts) * num_samples
-        responses = Responses(
-            np.full(num_rows, longest) if limits is None else np.minimum(limits, longest),
-            max_length=longest,
-            eos_ids=self.settings.eos_ids,
-            pad_id=self.settings.pad_id,
-            stop=stop,
-            on_finished=on_finished,
-        )
-        history, lengths = self.history(purpose), np.array([len(prompt) for prompt in prompts])
-        layout = layout_of_waves(
-            self.settings,
-            cache_dtype(params),
-            lengths,
-            num_samples,
-            history,
-            self.learnt.memory_before_the_first_call(),
-        )
-        call, computed = _Call(params, sampling, purpose, layout, history), []
-        for first in range(0, len(prompts), layout.size):
+    def _decode(self, call: Call, responses: Responses) -> list[Mapping[str, float]]:
+        history, memory = self.history(call.purpose), self.learnt.memory_before_the_first_call()
+        dtype, num_samples = cache_dtype(call.params), call.num_samples
+        layout = layout_of_waves(self.settings, dtype, call.prompt_lengths, num_samples, history, memory)
+        computed = []
+        for first in range(0, len(call.prompts), layout.size):
             self.check()
-            end = min(first + layout.size, len(prompts))
+            end = min(first + layout.size, len(call.prompts))
             first_row, end_row = first * num_samples, end * num_samples
             walk = WaveWalk(self.settings, layout, responses, first_row=first_row, end_row=end_row)
-            walk.run(_Wave(self, call, prompts[first:end], numbers[first:end]))
+            walk.run(_Wave(self, call, layout, first, end))
             computed.append(walk.computed)
             history.add(responses.lengths(first_row, end_row))
-        rollout = responses.rollout()
-        needed = needed_work(self.settings.arch, lengths, rollout.mask.sum(axis=1).reshape(-1, num_samples))
-        return rollout.replace(work=work_of(computed, needed))  # pyright: ignore[reportAttributeAccessIssue]
+        return computed
 
     def history(self, purpose: int) -> LengthHistory:
         """How long the responses of a purpose have been."""
         return self.learnt.history(purpose)
 
-    def state(self) -> dict[str, np.ndarray]:
-        """What the size of the next wave depends on."""
-        return self.learnt.state()
-
-    def restore(self, arrays: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        self.learnt.restore(arrays)
-
-    def param_shapes(self, params: Params) -> Params:
-        """Shapes and shardings of the decoding weights, which are the same in every call."""
-        shapes = self._param_shapes
-        if shapes is None:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-            self._param_shapes = shapes
-        return shapes
-
-    def close(self) -> None:
-        """Stops compiling in the background."""
-        self.programs.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What the waves of one call of `generate` share."""
-
-    params: Params
-    sampling: Sampling
-    purpose: int
-    layout: WaveLayout
-    history: LengthHistory
-
 
 class _Wave:
-    """A wave on the devices. Prompts missing to its size are copies of the last one; their rows start finished."""
+    """Prompts first..end on the devices; to the full size, copies of the last one, whose rows start finished."""
 
-    def __init__(
-        self, engine: WaveEngine, call: _Call, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
-    ) -> None:
-        self.engine, self.settings, self.call = engine, engine.settings, call
-        layout, missing = call.layout, call.layout.size - len(prompts)
+    def __init__(self, engine: WaveEngine, call: Call, layout: WaveLayout, first: int, end: int) -> None:
+        self.engine, self.settings, self.call, self.layout = engine, engine.settings, call, layout
+        prompts, numbers, missing = call.prompts[first:end], call.numbers[first:end], layout.size - (end - first)
         self._prepare()
         self.tokens, self.mask = pad_prompts([*prompts, *[prompts[-1]] * missing], layout.width, self.settings.pad_id)
         prompt, sample = np.divmod(layout.rows(), layout.num_samples)
@@ -153,7 +69,7 @@ class _Wave:
         )
 
     def prefill(self, first: int) -> Chunk:
-        settings, call, prompts = self.settings, self.call, self.call.layout.prefilled(first)
+        settings, call, prompts = self.settings, self.call, self.layout.prefilled(first)
         self.wave, chunk = prefill_part(
             call.params,
             self.wave,
@@ -162,7 +78,7 @@ class _Wave:
             np.int32(first),
             call.sampling,
             arch=settings.arch,
-            copies=call.layout.copies,
+            copies=self.layout.copies,
             eos_ids=settings.eos_ids,
             pad_id=settings.pad_id,
         )
@@ -190,8 +106,9 @@ class _Wave:
 
     def _prepare(self) -> None:
         """Starts to compile the shapes that the wave is expected to go through."""
-        shapes = expected_shapes(self.settings, self.call.layout, self.call.history)
-        for shape in shapes if self.call.history.known else shapes[:1]:
+        history = self.engine.history(self.call.purpose)
+        shapes = expected_shapes(self.settings, self.layout, history)
+        for shape in shapes if history.known else shapes[:1]:
             self.engine.programs.prepare(*self._lowering(shape))
 
     def _lowering(self, shape: WaveShape) -> tuple[WaveShape, Callable[[], jax.stages.Lowered]]:
