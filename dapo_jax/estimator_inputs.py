@@ -48,5 +48,5 @@ def greedy_rewards(run: Run, experience: Experience, models: Models) -> np.ndarr
             sampling=Sampling.create(0.0, 1.0, -1),
             verification=run.rewards.verify(prompts, rows, 1),
         )
-        rewards = run.rewards.shape(greedy(), prompts).scores["seq_reward"].astype(np.float32)
+        rewards = run.rewards.shape(greedy, prompts).scores["seq_reward"].astype(np.float32)
     return np.repeat(rewards, experience.finished.shape[1], axis=1)

@@ -123,7 +123,7 @@ def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[
     for start in range(0, len(task.prompts), size):
         rows = range(start, min(start + size, len(task.prompts)))
         function = options.reward_function
-        wait = held_out.sampler.sample(
+        experience = held_out.sampler.sample(
             weights,
             task.prompts,
             rows,
@@ -132,7 +132,7 @@ def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[
             sampling=Sampling.create(options.temperature, options.top_p, options.top_k),
             verification=rewards.verify(task.prompts, rows, options.n, function=function, on_ended=on_ended),
         )
-        yield rewards.add_model_scores(wait(), task.prompts, function=function)
+        yield rewards.add_model_scores(experience, task.prompts, function=function)
 
 
 def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Measured) -> dict[str, float]:

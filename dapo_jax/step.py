@@ -77,16 +77,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
         """Samples the prompts with these numbers. The result waits for the verdicts and marks the groups to keep."""
         shown.begin()
         rows = [problems.order.row(number) for number in numbers]
-        verified = run.sampler.sample(
-            weights,
-            prompts,
-            rows,
-            numbers,
-            purpose=TRAIN,
-            sampling=sampling,
-            verification=run.rewards.verify(prompts, rows, settings.n),
-            version=version,
-        )
+        verified = samples.sample(rows, numbers, run.rewards.verify(prompts, rows, settings.n))
 
         def judge_round() -> Round:
             experience = run.rewards.shape(verified(), prompts)  # reward model, soft overlong punishment
@@ -101,8 +92,19 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
 
     if groups.enable:
         filter_log.log_start()
-    with jax.set_mesh(mesh):
-        return accumulate_groups(
+    with (
+        jax.set_mesh(mesh),
+        run.sampler.open(
+            weights,
+            prompts,
+            num_samples=settings.n,
+            purpose=TRAIN,
+            sampling=sampling,
+            num_prompts=gen_batch_size(config),
+            version=version,
+        ) as samples,
+    ):
+        accepted = accumulate_groups(
             sample_round,
             stream,
             PromptSource.of(problems.order, groups.skip_uniform, seed=config.seed),
@@ -111,7 +113,9 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
             gen_batch_size=gen_batch_size(config),
             max_wave=prompts_at_once(config),
             step=step,
+            overlaps=samples.overlaps,
         )
+    return dataclasses.replace(accepted, given_up=samples.given_up)
 
 
 def train_step(

@@ -54,7 +54,7 @@ def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder)
         ),
     }
     if sampled:
-        metrics |= _sampled_metrics(sampled)
+        metrics |= _sampled_metrics(sampled) | efficiencies([*(part.work for part in sampled), accepted.given_up.work])
         metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.failed.size for part in sampled)
     return metrics if trained is None else metrics | _trained_metrics(trained, data)
 
@@ -66,7 +66,6 @@ def _sampled_metrics(sampled: Sequence[Outcomes]) -> dict[str, float]:
     compared = scores.get("acc", scores["seq_reward"])
     metrics = {
         **statistics.score_metrics(scores),
-        **efficiencies(part.work for part in sampled),
         "rollout/model_version": int(max(part.versions.max() for part in sampled)),
         "reward/unfiltered_mean": float(np.mean(scores["seq_reward"])),
         "reward/length_correlation": statistics.length_correlation(
@@ -103,7 +102,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
     keep = np.concatenate([round_.keep for round_ in rounds] or [np.zeros(0, bool)])
     std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
     kept = int(keep.sum())
-    generated = sum(int(round_.outcomes.lengths.sum()) for round_ in rounds)
+    generated = sum(int(round_.outcomes.lengths.sum()) for round_ in rounds) + accepted.given_up.tokens
     trained = accepted.experience.num_tokens if accepted.experience is not None else 0
     # A step that trains on carried groups alone has sampled nothing, and has no rates.
     rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
@@ -119,7 +118,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
         "dynamic_sampling/num_discarded_valid": accepted.num_discarded,
         "dynamic_sampling/num_carried_in": accepted.carried_in,
         "dynamic_sampling/num_carried_out": len(accepted.state.carried) if accepted.state.carried is not None else 0,
-        "dynamic_sampling/num_aborted": 0,  # a wave that was started is always finished
+        "dynamic_sampling/num_aborted": accepted.given_up.responses,
         "dynamic_sampling/num_stale": accepted.num_stale,
         "dynamic_sampling/num_skipped_uniform": accepted.num_skipped,
         "dynamic_sampling/partial_step": float(accepted.outcome != "full"),

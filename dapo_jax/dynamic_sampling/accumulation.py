@@ -18,10 +18,18 @@ from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience, join, total_failure
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_newest
-from dapo_jax.dynamic_sampling.schedule import adaptive_limit, expected_rounds, fixed_limit, wave_prompts
+from dapo_jax.dynamic_sampling.schedule import (
+    adaptive_limit,
+    block_size,
+    expected_rounds,
+    fixed_limit,
+    queued_prompts,
+    wave_prompts,
+)
 from dapo_jax.dynamic_sampling.too_few import FILTER, Shortage, groups_despite, uses_dropped
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
+from dapo_jax.rollout.engine import GivenUp
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +52,7 @@ class Accepted:
     num_requeued: int  # evaluated groups that will be sampled again
     num_discarded: int  # kept groups that are dropped
     state: StreamState  # for the next step
+    given_up: GivenUp = GivenUp()  # what was being sampled when the batch was certain
 
 
 def accumulate_groups(
@@ -56,6 +65,7 @@ def accumulate_groups(
     gen_batch_size: int,
     max_wave: int,
     step: int,
+    overlaps: bool = False,
 ) -> Accepted:
     """Samples prompts until `target` groups are kept, or until a policy ends the step.
 
@@ -65,14 +75,16 @@ def accumulate_groups(
         gen_batch_size: prompts per round.
         max_wave: prompts of a wave, with backfill=stream.
         step: training step, from 1.
+        overlaps: rounds are decoded while earlier ones are waited for. A stream then is one queue that never runs
+            empty, and with leftover=requeue the step ends as soon as its batch is certain.
 
     Raises:
         RuntimeError: too few groups, and the policy is error: the message counts the groups that were all right and
             all wrong, and names the ways out. Or the verification of every response failed.
     """
-    attempt = _Attempt(start_round, state, prompts, options, target, gen_batch_size, max_wave, step)
-    while attempt.dispatch() or attempt.in_flight:
-        if not attempt.streams or len(attempt.in_flight) == MAX_IN_FLIGHT or not attempt.wants_more():
+    attempt = _Attempt(start_round, state, prompts, options, target, gen_batch_size, max_wave, step, overlaps)
+    while not attempt.is_certain() and (attempt.dispatch() or attempt.in_flight):
+        if not attempt.streams or attempt.is_full() or not attempt.wants_more():
             attempt.resolve()
     return attempt.finish()
 
@@ -89,6 +101,7 @@ class _Attempt:
     gen_batch_size: int
     max_wave: int
     step: int
+    overlaps: bool
     rounds: list[Verdicts] = field(default_factory=list)
     kept_groups: list[Experience] = field(default_factory=list)
     dropped_groups: list[Experience] = field(default_factory=list)  # no more than a fall-back can use
@@ -137,6 +150,14 @@ class _Attempt:
         now = self.kept_now / self.evaluated if self.evaluated else self.state.keep_rate
         return past * self.state.keep_rate + (1 - past) * now
 
+    def is_certain(self) -> bool:
+        """Whether nothing under way can change the batch or the next step, and it costs time to wait for."""
+        return self.overlaps and self.streams and self.options.leftover == "requeue" and self.kept >= self.target
+
+    def is_full(self) -> bool:
+        """Whether no more waves may be under way: engines that do not overlap have decoded all of them."""
+        return not self.overlaps and len(self.in_flight) == MAX_IN_FLIGHT
+
     def wants_more(self) -> bool:
         return self._prompts_wanted() > 0 and self.cursor < self.epoch_end
 
@@ -144,20 +165,21 @@ class _Attempt:
         if not self.streams:
             waiting = self.in_flight or self.kept >= self.target or self.num_rounds >= self.limit
             return 0 if waiting else self.gen_batch_size
-        wanted = wave_prompts(
-            slack=self.options.stream.slack,
-            max_prompts=self.max_wave,
-            kept=self.kept,
-            in_flight=sum(count for count, _ in self.in_flight),
-            keep_rate=self.expected_keep_rate,
-            target=self.target,
-        )
+        under_way, rate = sum(count for count, _ in self.in_flight), self.expected_keep_rate
+        missing = self.options.stream.slack * (self.target - self.kept)
+        if self.overlaps:
+            block = block_size(self.target)
+            wanted = block if queued_prompts(missing, keep_rate=rate) > under_way else 0
+        else:
+            wanted = wave_prompts(
+                missing, in_flight=under_way, keep_rate=rate, max_prompts=self.max_wave, target=self.target
+            )
         room = self.limit * self.gen_batch_size - self.dispatched
         return int(min(wanted, max(room, 0)))
 
     def dispatch(self) -> bool:
         """Starts the next round or wave, if one is due."""
-        if not self.wants_more() or len(self.in_flight) == MAX_IN_FLIGHT:
+        if not self.wants_more() or self.is_full():
             return False
         count = self._prompts_wanted()
         numbers, self.cursor = self.prompts.numbers(self.state.history, self.cursor, count, self.epoch_end)

@@ -5,6 +5,7 @@ import math
 from dapo_jax.config.sections import FilterGroupsConfig
 
 Z = 3.09  # standard deviations: one case in 1000 is further below
+SURE = 2.0  # standard deviations: 97 of 100 cases are not further below
 MIN_KEEP_RATE = 1e-3  # assumed at least, so that a step that keeps nothing expects an end
 
 
@@ -60,20 +61,38 @@ def expected_rounds(missing: int, *, gen_batch_size: int, keep_rate: float) -> i
     return math.ceil(missing / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
 
 
-def wave_prompts(*, slack: float, max_prompts: int, kept: int, in_flight: int, keep_rate: float, target: int) -> int:
+def queued_prompts(missing: float, *, keep_rate: float) -> float:
+    """Prompts that a queue should hold: so many that `missing` groups are kept in 97 of 100 cases.
+
+    The last of them wait until slots are free, and are given up when they turn out not to be needed.
+    """
+    if missing <= 0:
+        return 0.0
+    rate = max(keep_rate, MIN_KEEP_RATE)
+    # the larger root of: prompts * rate - SURE * (prompts * rate * (1 - rate))^(1/2) = missing
+    spread = SURE * math.sqrt(rate * (1 - rate))
+    root = (spread + math.sqrt(spread**2 + 4 * rate * missing)) / (2 * rate)
+    return root**2
+
+
+def block_size(target: int) -> int:
+    """Prompts of a queue that are judged together: few, so that the first verdicts come early."""
+    return max(target // 8, 1)
+
+
+def wave_prompts(missing: float, *, in_flight: int, keep_rate: float, max_prompts: int, target: int) -> int:
     """Prompts to dispatch now, 0 if those in flight are expected to be enough.
 
     A wave has the largest of a few sizes that is not more than needed, so that few shapes are compiled; the next wave
     samples the rest with a better estimate. A need below the smallest size waits for verdicts.
 
     Args:
-        slack: kept groups to aim at per missing one.
+        missing: kept groups to aim at.
         max_prompts: of a wave.
     """
-    missing = slack * (target - kept) - in_flight * keep_rate
-    needed = missing / max(keep_rate, MIN_KEEP_RATE)
+    needed = (missing - in_flight * keep_rate) / max(keep_rate, MIN_KEEP_RATE)
     smallest, *larger = wave_sizes(max_prompts, target)
-    if kept >= target or needed <= 0 or (in_flight and needed < smallest):
+    if missing <= 0 or needed <= 0 or (in_flight and needed < smallest):
         return 0
     return max([smallest, *(size for size in larger if size <= needed)])
 

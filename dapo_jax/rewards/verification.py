@@ -59,5 +59,11 @@ class Verification:
         shared = [iter(part) for part in gather([dataclasses.asdict(verdict) for verdict in own])]
         return [Verdict(**next(shared[self._process_of(index)])) for index in range(len(self.texts))]
 
+    def cancel(self) -> None:
+        """Takes back what no verifier has begun with: nobody will wait for it."""
+        for pair in self._asked:
+            if pair is not None:
+                pair[1].cancel()
+
     def _process_of(self, index: int) -> int:
         return index // self.num_samples % jax.process_count()

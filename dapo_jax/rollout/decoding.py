@@ -20,7 +20,7 @@ from dapo_jax.rollout.sampling import Sampling, sample
 
 @struct.dataclass
 class Wave:
-    """B rows decoded in lockstep; each has sampled `length` tokens.
+    """B rows decoded in lockstep; `length` tokens of each are sampled here.
 
     The first B // Q rows answer the first prompt, the next the second, and so on. After the first `keep_rows` every
     row has its own copy of its prompt: Q = B.
@@ -29,6 +29,7 @@ class Wave:
     tokens: jax.Array  # [B] int32, the last sampled token
     finished: jax.Array  # [B] bool
     keys: jax.Array  # [B] addresses of the draws
+    begun: jax.Array  # [B] int32, tokens of the response that its prompt ends with
     prompt_mask: jax.Array  # [Q, P] bool
     caches: list[LayerCache]
     length: jax.Array  # scalar int32
@@ -45,12 +46,20 @@ class Chunk:
 
 @functools.partial(jax.jit, static_argnames=("arch", "dtype", "window"))
 def empty_wave(
-    keys: jax.Array, finished: jax.Array, prompt_mask: jax.Array, *, arch: Architecture, dtype: Any, window: int
+    keys: jax.Array,
+    begun: jax.Array,
+    finished: jax.Array,
+    prompt_mask: jax.Array,
+    *,
+    arch: Architecture,
+    dtype: Any,
+    window: int,
 ) -> Wave:
     """A wave with room for its prompts and `window` tokens of each row; nothing is prefilled yet.
 
     Args:
         keys: [B] addresses of the draws.
+        begun: [B] int32, tokens of each response that its prompt ends with.
         finished: [B] bool, True on rows without a response.
         prompt_mask: [Q, P] bool.
         dtype: of keys and values.
@@ -63,7 +72,7 @@ def empty_wave(
         return LayerCache(*(jnp.zeros(shape, dtype) for shape in (*shapes, *own)))
 
     tokens, caches = jnp.zeros(rows, jnp.int32), [cache() for _ in range(arch.num_layers)]
-    return laid_out(Wave(tokens, finished, keys, prompt_mask, caches, jnp.int32(1)))
+    return laid_out(Wave(tokens, finished, keys, begun, prompt_mask, caches, jnp.int32(1)))
 
 
 @functools.partial(jax.jit, static_argnames=("arch", "copies", "eos_ids", "pad_id"), donate_argnames=("wave",))
@@ -100,8 +109,8 @@ def prefill_part(
             )
         )
     logits = jnp.repeat(block_logits(params, _spread(hidden, copies), arch.vocab_size), samples, axis=0)
-    keys, padding = _part(wave.keys, first_row, rows), _part(wave.finished, first_row, rows)
-    drawn, logprobs = sample(logits, keys, jnp.int32(0), sampling, eos_ids)
+    keys, begun, padding = (_part(x, first_row, rows) for x in (wave.keys, wave.begun, wave.finished))
+    drawn, logprobs = sample(logits, keys, begun, sampling, eos_ids)
     drawn, finished = settle(drawn, padding, eos_ids, pad_id)
     wave = dataclasses.replace(
         wave,
@@ -133,7 +142,7 @@ def decode_chunk(
             params, wave.tokens, prompt_lengths + index, wave.prompt_mask, wave.caches, index, arch
         )
         logits = block_logits(params, hidden, arch.vocab_size)
-        tokens, logprobs = sample(logits, wave.keys, wave.length, sampling, eos_ids)
+        tokens, logprobs = sample(logits, wave.keys, wave.begun + wave.length, sampling, eos_ids)
         sampled = ~wave.finished
         tokens, finished = settle(tokens, wave.finished, eos_ids, pad_id)
         new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
@@ -164,6 +173,7 @@ def keep_rows(wave: Wave, rows: jax.Array, *, num_samples: int) -> Wave:
         tokens=_take(wave.tokens, rows),
         finished=_take(wave.finished, rows),
         keys=_take(wave.keys, rows),
+        begun=_take(wave.begun, rows),
         prompt_mask=_take(wave.prompt_mask, rows // num_samples),
         caches=[],
     )

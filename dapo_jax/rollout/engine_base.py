@@ -1,4 +1,4 @@
-"""Host: what both engines have in common: what a call samples, what the sizes have learnt, and the programs."""
+"""Host: what both engines have in common: what a generation samples, what the sizes have learnt, and the programs."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.models.transformer import Params
-from dapo_jax.rollout.engine import OnFinished, StopRule
+from dapo_jax.rollout.engine import Begun, Generation, OnFinished, StopRule
 from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.learnt_sizes import LearntSizes
 from dapo_jax.rollout.needed_work import needed_work, work_of
@@ -21,14 +21,25 @@ from dapo_jax.rollout.sampling import Sampling
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of `generate` samples, and how."""
+    """The arguments of `RolloutEngine.open`."""
 
     params: Params
-    prompts: Sequence[Sequence[int]]  # [Q]
-    numbers: Sequence[int]  # [Q]
     num_samples: int
     purpose: int
     sampling: Sampling
+    longest_prompt: int  # tokens
+    num_prompts: int
+    stop: StopRule | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Q prompts that were added together, and their B responses."""
+
+    prompts: Sequence[Sequence[int]]  # [Q], each with what its response has begun with
+    numbers: np.ndarray  # [B] prompt number, ...
+    samples: np.ndarray  # [B] and sample: the address of each response's draws
+    responses: Responses
 
     @property
     def prompt_lengths(self) -> np.ndarray:
@@ -43,10 +54,30 @@ class EngineBase(abc.ABC):
         check: called before each chunk; may raise to end the sampling.
     """
 
+    overlaps = False
+
     def __init__(self, settings: EngineSettings, check: Callable[[], None] = lambda: None) -> None:
         self.settings, self.check = settings, check
         self.programs, self.learnt = Programs(settings.mesh), LearntSizes(settings)
         self._param_shapes: Params | None = None
+
+    def open(
+        self,
+        params: Params,
+        *,
+        num_samples: int,
+        purpose: int,
+        sampling: Sampling,
+        longest_prompt: int,
+        num_prompts: int,
+        stop: StopRule | None = None,
+    ) -> Generation:
+        """As `RolloutEngine.open`."""
+        return self._open(Call(params, num_samples, purpose, sampling, longest_prompt, num_prompts, stop))
+
+    @abc.abstractmethod
+    def _open(self, call: Call) -> Generation:
+        """Begins a generation, which adds the lengths of its responses to what is learnt."""
 
     def generate(
         self,
@@ -57,34 +88,60 @@ class EngineBase(abc.ABC):
         num_samples: int,
         purpose: int,
         sampling: Sampling,
-        limits: np.ndarray | None = None,
         stop: StopRule | None = None,
+        begun: Begun | None = None,
+        limits: np.ndarray | None = None,
         on_finished: OnFinished | None = None,
     ) -> Rollout:
-        """As `RolloutEngine.generate`, whose parameters say what to sample and how; `limits` is for measurements.
+        """As `RolloutEngine.generate`."""
+        longer = 0 if begun is None else begun.responses.mask.sum(axis=1)
+        generation = self.open(
+            params,
+            num_samples=num_samples,
+            purpose=purpose,
+            sampling=sampling,
+            longest_prompt=int(np.max(np.array([len(prompt) for prompt in prompts]) + longer)),
+            num_prompts=len(prompts),
+            stop=stop,
+        )
+        rollout = generation.add(prompts, numbers, begun=begun, limits=limits, on_finished=on_finished)()
+        generation.close()
+        return rollout
 
-        Args:
-            limits: [Q * num_samples], most tokens of each response; None = max_response_length for all.
-        """
-        settings, num_rows = self.settings, len(prompts) * num_samples
+    def block(
+        self,
+        call: Call,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        begun: Begun | None,
+        limits: np.ndarray | None,
+        on_finished: OnFinished | None,
+    ) -> Block:
+        """What `Generation.add` is given."""
+        settings, num_rows = self.settings, len(prompts) * call.num_samples
         longest = settings.max_response_length
         responses = Responses(
             np.full(num_rows, longest) if limits is None else np.minimum(limits, longest),
             max_length=longest,
             eos_ids=settings.eos_ids,
             pad_id=settings.pad_id,
-            stop=stop,
+            begun=None if begun is None else begun.responses,
+            stop=call.stop,
             on_finished=on_finished,
         )
-        call = Call(params, prompts, numbers, num_samples, purpose, sampling)
-        computed = self._decode(call, responses)
-        rollout = responses.rollout()
-        needed = needed_work(settings.arch, call.prompt_lengths, rollout.mask.sum(axis=1).reshape(-1, num_samples))
-        return rollout.replace(work=work_of(computed, needed))  # pyright: ignore[reportAttributeAccessIssue]
+        samples = np.tile(np.arange(call.num_samples), len(prompts))
+        if begun is not None:
+            assert call.num_samples == 1
+            samples = begun.samples
+            prompts = [[*prompt, *response] for prompt, response in zip(prompts, responses.begun_tokens(), strict=True)]
+        rows = np.repeat(np.asarray(numbers, np.int32), call.num_samples)
+        return Block(prompts, rows, samples.astype(np.int32), responses)
 
-    @abc.abstractmethod
-    def _decode(self, call: Call, responses: Responses) -> list[Mapping[str, float]]:
-        """Samples all responses, and adds their lengths to what is learnt; returns what it has computed, by stage."""
+    def finished(self, block: Block, computed: Sequence[Mapping[str, float]]) -> Rollout:
+        """The responses of a block that have all ended; `computed` is what each part of its work has."""
+        drawn = block.responses.drawn().reshape(len(block.prompts), -1)
+        work = work_of(computed, needed_work(self.settings.arch, block.prompt_lengths, drawn))
+        return block.responses.rollout().replace(work=work)  # pyright: ignore[reportAttributeAccessIssue]
 
     def state(self) -> dict[str, np.ndarray]:
         """What the sizes of the next call depend on."""

@@ -1,4 +1,4 @@
-"""Host: the responses of one call of an engine while they are being sampled."""
+"""Host: responses while they are being sampled."""
 
 import numpy as np
 
@@ -20,11 +20,13 @@ class Responses:
         pad_id: int,
         stop: StopRule | None,
         on_finished: OnFinished | None,
+        begun: Rollout | None = None,
     ) -> None:
         """
         Args:
             limits: [B], most tokens of each response, at most max_length.
-            stop, on_finished: as for RolloutEngine.generate.
+            stop, on_finished: as for `Generation.add`.
+            begun: the first tokens of each response, which the engine has as the end of its prompt.
         """
         shape = len(limits), max_length
         self.tokens = np.full(shape, pad_id, np.int32)
@@ -33,12 +35,16 @@ class Responses:
         self.complete = np.zeros(len(limits), bool)  # ended by an end-of-sequence token or the stop rule
         self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
         self.limits, self.eos_ids, self.pad_id, self.stop, self.on_finished = limits, eos_ids, pad_id, stop, on_finished
+        if begun is not None:
+            self.tokens[:], self.mask[:], self.logprobs[:] = begun.responses, begun.mask, begun.logprobs
+        self.begun: np.ndarray = self.mask.sum(axis=1)  # [B] tokens
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
-        """Adds a chunk whose first token is number `starts`, [B] or one for all, of the responses `rows` [B]."""
+        """Adds a chunk whose first token is number `starts`, [B] or one for all, of what is drawn for `rows` [B]."""
         chunk = fetch(chunk)
         alive = self.alive(rows)
-        rows, starts = rows[alive], np.broadcast_to(starts, alive.shape)[alive]
+        rows = rows[alive]
+        starts = self.begun[rows] + np.broadcast_to(starts, alive.shape)[alive]
         places = starts[:, None] + np.arange(chunk.tokens.shape[1])
         within = places < self.limits[rows, None]
         taken = chunk.mask[alive] & within
@@ -65,13 +71,46 @@ class Responses:
         return (rows >= 0) & ~self.ended[rows]
 
     def longest(self, rows: np.ndarray) -> int:
-        """Tokens after which all responses of a wave have reached their limits."""
-        return int(self.limits[rows[rows >= 0]].max())
+        """Tokens to draw after which all responses of a wave have reached their limits."""
+        return int(self.room()[rows[rows >= 0]].max())
 
-    def lengths(self, first: int, end: int) -> np.ndarray:
-        """Tokens of the responses first..end."""
-        return self.mask[first:end].sum(axis=1)
+    def room(self) -> np.ndarray:
+        """[B] most tokens to draw for each response."""
+        return self.limits - self.begun
+
+    def drawn(self) -> np.ndarray:
+        """[B] tokens drawn for each response so far."""
+        return self.mask.sum(axis=1) - self.begun
+
+    def begun_tokens(self) -> list[list[int]]:
+        """[B] the tokens that each response has begun with."""
+        return [tokens[:count].tolist() for tokens, count in zip(self.tokens, self.begun, strict=True)]
 
     def rollout(self) -> Rollout:
         """The responses so far."""
         return Rollout(self.tokens, self.mask, self.logprobs, self.complete)
+
+
+class JoinedResponses:
+    """Responses of several blocks of prompts, as the rows of one walk; those of absent blocks have ended."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Responses] = {}  # by their first row
+
+    def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray) -> None:
+        """As `Responses.add`."""
+        chunk = fetch(chunk)
+        for first, part in self.parts.items():
+            part.add(chunk, _own_rows(first, part, rows), starts)
+
+    def alive(self, rows: np.ndarray) -> np.ndarray:
+        """As `Responses.alive`."""
+        alive = np.zeros(len(rows), bool)
+        for first, part in self.parts.items():
+            alive |= part.alive(_own_rows(first, part, rows))
+        return alive
+
+
+def _own_rows(first: int, part: Responses, rows: np.ndarray) -> np.ndarray:
+    """`rows` as numbered in `part`, which begins with row `first`; -1 for those of other parts."""
+    return np.where((rows >= first) & (rows < first + len(part.limits)), rows - first, -1)

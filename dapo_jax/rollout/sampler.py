@@ -1,20 +1,22 @@
 """Host: verified responses to rows of a prompt set."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
+from dapo_jax.data.containers import Rollout
 from dapo_jax.data.experience import Experience, check_score_names
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
-from dapo_jax.rollout.engine import RolloutEngine
+from dapo_jax.rollout.engine import Generation, GivenUp, RolloutEngine
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.stops import stop_rule
 
@@ -29,6 +31,40 @@ class Sampler:
     stop: tuple[str, ...]  # a response ends with the first of these strings
     stage: Stage
 
+    @contextmanager
+    def open(
+        self,
+        weights: Any,
+        prompts: PromptSet,
+        *,
+        num_samples: int,
+        purpose: int,
+        sampling: Sampling,
+        num_prompts: int,
+        longest_prompt: int | None = None,
+        version: int = 0,
+    ) -> Iterator["SampleStream"]:
+        """Samples responses to prompts as they are asked for; those not waited for in the end are given up.
+
+        Args:
+            weights: of the policy, for decoding.
+            num_prompts: that will be sampled, about.
+            longest_prompt: tokens of those, at most; None = of all `prompts`.
+            version: training steps that the policy has seen.
+        """
+        generation = self.engine.open(
+            weights,
+            num_samples=num_samples,
+            purpose=purpose,
+            sampling=sampling,
+            longest_prompt=longest_prompt or max(map(len, prompts.tokens)),
+            num_prompts=num_prompts,
+            stop=stop_rule(self.tokenizer, self.stop) if self.stop else None,
+        )
+        stream = SampleStream(generation, prompts, version, self.stage, overlaps=self.engine.overlaps)
+        yield stream
+        stream.close()
+
     def sample(
         self,
         weights: Any,
@@ -39,58 +75,22 @@ class Sampler:
         purpose: int,
         sampling: Sampling,
         verification: Verification,
-        version: int = 0,
-    ) -> Callable[[], Experience]:
-        """Decodes the responses that `verification` expects; the returned function waits for their verdicts.
+    ) -> Experience:
+        """The responses that `verification` expects, all of them together.
 
         Args:
-            weights: of the policy, for decoding.
-            rows: of `prompts`, the same as those of `verification`.
-            numbers: address of each row's random draws, with `purpose`.
-            version: training steps that the policy has seen.
+            rows, numbers: as for `SampleStream.sample`.
         """
-        tokens, num_samples = [prompts.tokens[row] for row in rows], verification.num_samples
-        with self.stage("gen"):
-            rollout = self.engine.generate(
-                weights,
-                tokens,
-                numbers,
-                num_samples=num_samples,
-                purpose=purpose,
-                sampling=sampling,
-                stop=stop_rule(self.tokenizer, self.stop) if self.stop else None,
-                on_finished=verification.begin,
-            )
-
-        def grouped(array: Any) -> np.ndarray:
-            return np.asarray(array).reshape(len(tokens), num_samples, *np.shape(array)[1:])
-
-        def grouped_list(values: Sequence[Any]) -> list[list[Any]]:
-            return [list(values[i : i + num_samples]) for i in range(0, len(values), num_samples)]
-
-        def finish() -> Experience:
-            with self.stage("reward"):
-                verdicts = verification.wait()
-            errors = Counter(verdict.error for verdict in verdicts if verdict.error is not None)
-            return Experience(
-                numbers=np.array(numbers, np.int64),
-                rows=np.array(rows, np.int64),
-                prompts=tokens,
-                responses=grouped(rollout.responses),
-                mask=grouped(rollout.mask),
-                logprobs=grouped(rollout.logprobs),
-                finished=grouped(rollout.finished),
-                texts=grouped_list(verification.texts),
-                scores={name: grouped(values) for name, values in _scores(verdicts).items()},
-                versions=np.full(len(tokens), version, np.int64),
-                failed=grouped([verdict.error is not None for verdict in verdicts]),
-                by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
-                answers=grouped_list([verdict.pred for verdict in verdicts]),
-                error=max(errors, key=lambda error: errors[error], default=""),
-                work=rollout.work,
-            )
-
-        return finish
+        with self.open(
+            weights,
+            prompts,
+            num_samples=verification.num_samples,
+            purpose=purpose,
+            sampling=sampling,
+            num_prompts=len(rows),
+            longest_prompt=max(len(prompts.tokens[row]) for row in rows),
+        ) as stream:
+            return stream.sample(rows, numbers, verification)()
 
     def state(self) -> dict[str, Any]:
         """What the engine has learnt about lengths and memory, as arrays for a checkpoint."""
@@ -99,6 +99,92 @@ class Sampler:
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
         self.engine.restore(state)
+
+
+class SampleStream:
+    """Responses of one policy, sampled in the order in which they are asked for."""
+
+    def __init__(
+        self, generation: Generation, prompts: PromptSet, version: int, stage: Stage, *, overlaps: bool
+    ) -> None:
+        self._generation, self._prompts, self._version, self._stage = generation, prompts, version, stage
+        self._under_way: list[Verification] = []
+        self.overlaps = overlaps  # see RolloutEngine
+        self.given_up = GivenUp()  # known once the stream is closed
+
+    def sample(
+        self, rows: Sequence[int], numbers: Sequence[int], verification: Verification
+    ) -> Callable[[], Experience]:
+        """Begins the responses that `verification` expects; the returned function waits for them and their verdicts.
+
+        Args:
+            rows: of the prompts, the same as those of `verification`.
+            numbers: address of each row's random draws, with the purpose.
+        """
+        tokens = [self._prompts.tokens[row] for row in rows]
+        with self._stage("gen"):
+            wait = self._generation.add(tokens, numbers, on_finished=verification.begin)
+        self._under_way.append(verification)
+
+        def finish() -> Experience:
+            with self._stage("gen"):
+                rollout = wait()
+            with self._stage("reward"):
+                verdicts = verification.wait()
+            self._under_way.remove(verification)
+            return verified_groups(rollout, tokens, rows, numbers, verification.texts, verdicts, self._version)
+
+        return finish
+
+    def close(self) -> None:
+        """Gives up what has not been waited for."""
+        self.given_up = self._generation.close()
+        for verification in self._under_way:
+            verification.cancel()
+
+
+def verified_groups(
+    rollout: Rollout,
+    prompts: list[list[int]],
+    rows: Sequence[int],
+    numbers: Sequence[int],
+    texts: Sequence[str],
+    verdicts: Sequence[Verdict],
+    versions: np.ndarray | int,
+) -> Experience:
+    """The responses to Q prompts with the verdicts on them.
+
+    Args:
+        prompts: [Q] token ids.
+        texts, verdicts: [Q * G], of the rows of `rollout`.
+        versions: [Q] or one for all: training steps that the policy had seen.
+    """
+    num_samples = len(texts) // len(prompts)
+
+    def grouped(array: Any) -> np.ndarray:
+        return np.asarray(array).reshape(len(prompts), num_samples, *np.shape(array)[1:])
+
+    def grouped_list(values: Sequence[Any]) -> list[list[Any]]:
+        return [list(values[i : i + num_samples]) for i in range(0, len(values), num_samples)]
+
+    errors = Counter(verdict.error for verdict in verdicts if verdict.error is not None)
+    return Experience(
+        numbers=np.array(numbers, np.int64),
+        rows=np.array(rows, np.int64),
+        prompts=prompts,
+        responses=grouped(rollout.responses),
+        mask=grouped(rollout.mask),
+        logprobs=grouped(rollout.logprobs),
+        finished=grouped(rollout.finished),
+        texts=grouped_list(texts),
+        scores={name: grouped(values) for name, values in _scores(verdicts).items()},
+        versions=np.array(np.broadcast_to(versions, len(prompts)), np.int64),
+        failed=grouped([verdict.error is not None for verdict in verdicts]),
+        by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
+        answers=grouped_list([verdict.pred for verdict in verdicts]),
+        error=max(errors, key=lambda error: errors[error], default=""),
+        work=rollout.work,
+    )
 
 
 def _scores(verdicts: Sequence[Verdict]) -> dict[str, np.ndarray]:

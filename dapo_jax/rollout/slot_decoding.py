@@ -44,7 +44,8 @@ class Plan:
     numbers: Any  # [b] int32, prompt number, ...
     samples: Any  # [b] int32, ... and sample: the address of its draws
     prompt_lengths: Any  # [b] int32
-    sampled: Any  # [b] int32, tokens drawn before
+    begun: Any  # [b] int32, tokens of the response that its prompt ends with
+    sampled: Any  # [b] int32, tokens drawn since
     table: Any  # [b, M] int32, pages of the prompt, then its own
     destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
 
@@ -122,7 +123,7 @@ def decode_slots(
         caches = list(zip(slots.pages, tails, strict=True))
         hidden, caches = transformer.decode_with(attend, params, tokens, cached + plan.sampled + index, caches, arch)
         logits = block_logits(params, hidden, arch.vocab_size)
-        drawn, logprobs = sample(logits, keys, plan.sampled + index, sampling, eos_ids)
+        drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids)
         drawn, ended = settle(drawn, finished, eos_ids, pad_id)
         return (drawn, ended, [tail for _, tail in caches]), (drawn, ~finished, logprobs)
 

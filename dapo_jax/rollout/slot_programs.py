@@ -125,7 +125,7 @@ def lower_decode_slots(
     return decode_slots.lower(
         params,
         slots_shape(settings, cache_dtype(params), layout),
-        Plan(row, row, row, row, row, row, table, row),
+        Plan(row, row, row, row, row, row, row, table, row),
         sampling,
         number,
         number,

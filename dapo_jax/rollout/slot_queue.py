@@ -85,24 +85,35 @@ class _Shard:
 
 
 class SlotQueue:
-    """Args:
-        prompt_lengths: [Q] tokens.
-        limits: [Q * num_samples] most tokens of each response.
+    """Prompts that have been added, in order: prompt q has rows q * num_samples and following."""
 
-    Raises:
-        InputError: a shard has too few pages for the longest prompt and response.
-    """
-
-    def __init__(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray, layout: SlotLayout) -> None:
-        self.prompt_lengths, self.limits, self.layout = prompt_lengths, limits, layout
-        self.next_prompt = self.given_up = 0
-        self._longest = layout.own_pages(int(limits.max()))
+    def __init__(self, layout: SlotLayout) -> None:
+        self.layout = layout
+        self.prompt_lengths: list[int] = []  # tokens
+        self.limits: list[int] = []  # most tokens to draw for each row
+        self.next_prompt = self.given_up = self._longest = 0
         # Few rows wait, so that shards end together; many, so that prompts are prefilled together.
         self._stock = layout.slots + layout.num_samples * max(layout.at_once // 2, 1)
-        needed = 1 + layout.prompt_pages(int(max(prompt_lengths))) + self._longest
+        self.shards = [_Shard(layout.pages) for _ in range(layout.shards)]
+
+    def add(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray) -> int:
+        """Adds prompts; returns the first of their rows.
+
+        Args:
+            prompt_lengths: [Q] tokens.
+            limits: [Q * num_samples] most tokens to draw for each row.
+
+        Raises:
+            InputError: a shard has too few pages for the longest prompt and response.
+        """
+        layout, first_row = self.layout, len(self.limits)
+        self.prompt_lengths += [int(length) for length in prompt_lengths]
+        self.limits += limits.tolist()
+        self._longest = layout.own_pages(max(self.limits))
+        needed = 1 + layout.prompt_pages(max(self.prompt_lengths)) + self._longest
         if layout.pages < needed:
             raise InputError(f"{layout.pages} pages of {layout.page_length} tokens a shard must be at least {needed}")
-        self.shards = [_Shard(layout.pages) for _ in range(layout.shards)]
+        return first_row
 
     def open(self) -> list[Opened]:
         """Prompts to prefill now, none while every shard has rows for its free slots: at most `at_once` a shard."""
@@ -122,13 +133,13 @@ class SlotQueue:
 
     def _has_room(self, shard: _Shard) -> bool:
         """Whether the oldest row can still end when one more prompt is open."""
-        more = self.layout.prompt_pages(int(self.prompt_lengths[self.next_prompt]))
+        more = self.layout.prompt_pages(self.prompt_lengths[self.next_prompt])
         safe = shard.prompt_pages + more + self._longest < self.layout.pages
         return shard.load < self._stock and more <= len(shard.free) and safe
 
     def _open(self, index: int) -> Opened:
         shard, prompt, samples = self.shards[index], self.next_prompt, self.layout.num_samples
-        pages = [shard.free.pop() for _ in range(self.layout.prompt_pages(int(self.prompt_lengths[prompt])))]
+        pages = [shard.free.pop() for _ in range(self.layout.prompt_pages(self.prompt_lengths[prompt]))]
         shard.prompts[prompt], shard.left[prompt] = pages, samples
         shard.waiting.extend(range(prompt * samples, (prompt + 1) * samples))
         self.next_prompt += 1

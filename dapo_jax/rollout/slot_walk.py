@@ -45,7 +45,7 @@ class Outcome(Protocol):
 
 @dataclass
 class SlotWalk:
-    """One call of `generate`.
+    """One generation.
 
     Args:
         lookahead: chunks dispatched before the result of one is read.
@@ -60,26 +60,31 @@ class SlotWalk:
     decodes: Counter[int] = field(default_factory=Counter)  # chunks by slots of a shard
     prefills: int = 0  # calls
     pages: Counter[int] = field(default_factory=Counter)  # that rows read in these chunks, on all shards
+    pending: deque[tuple[Any, np.ndarray, np.ndarray]] = field(default_factory=deque)  # dispatched: chunk, rows, starts
 
-    def run(self, devices: Devices, outcome: Outcome) -> None:
-        """Goes on until all responses have ended."""
-        pending: deque[tuple[Any, np.ndarray, np.ndarray]] = deque()
-        while True:
-            while len(pending) > self.lookahead:
-                outcome.add(*pending.popleft())
-            self.queue.release(outcome.alive)
-            prefilled = [opened for opened in self.queue.open() if opened.pages]
-            if prefilled:
-                devices.prefill(prefilled)
-                self._count_prefill()
-            turn = self.queue.turn()
-            if turn is not None:
-                pending.append((devices.decode(turn), turn.rows, turn.sampled))
-                self._count_chunk(turn)
-            elif pending:
-                outcome.add(*pending.popleft())
-            else:
-                return
+    def advance(self, devices: Devices, outcome: Outcome) -> bool:
+        """Dispatches a chunk, and takes the result of an earlier one; False once all responses have ended."""
+        while len(self.pending) > self.lookahead:
+            outcome.add(*self.pending.popleft())
+        self.queue.release(outcome.alive)
+        prefilled = [opened for opened in self.queue.open() if opened.pages]
+        if prefilled:
+            devices.prefill(prefilled)
+            self._count_prefill()
+        turn = self.queue.turn()
+        if turn is not None:
+            self.pending.append((devices.decode(turn), turn.rows, turn.sampled))
+            self._count_chunk(turn)
+        elif self.pending:
+            outcome.add(*self.pending.popleft())
+        else:
+            return False
+        return True
+
+    def take_computed(self) -> dict[str, float]:
+        """Operations by stage since the last call."""
+        computed, self.computed = self.computed, dict.fromkeys(self.computed, 0.0)
+        return computed
 
     def _count_prefill(self) -> None:
         layout, flops = self.queue.layout, token_flops(self.arch)
@@ -113,9 +118,11 @@ def walk_slots(
         prompt_lengths: [Q] tokens.
         limit: max_response_length.
     """
-    queue = SlotQueue(prompt_lengths, np.full(response_lengths.size, limit), layout)
-    walk = SlotWalk(arch, queue, lookahead, gathers=False)
-    walk.run(_Counting(layout.page_length), KnownLengths(response_lengths.reshape(-1), limit))
+    queue, devices = SlotQueue(layout), _Counting(layout.page_length)
+    queue.add(prompt_lengths, np.full(response_lengths.size, limit))
+    walk, outcome = SlotWalk(arch, queue, lookahead, gathers=False), KnownLengths(response_lengths.reshape(-1), limit)
+    while walk.advance(devices, outcome):
+        pass
     return walk, work_of([walk.computed], needed_work(arch, prompt_lengths, response_lengths))
 
 

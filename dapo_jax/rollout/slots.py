@@ -4,17 +4,20 @@ slot_queue.py decides which row has which slot and pages, slot_walk.py when; her
 changes a token: every draw has an address (sampling.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
+from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
 from dapo_jax.parallel.sharding import batch_sharding, put
-from dapo_jax.rollout.engine_base import Call, EngineBase
+from dapo_jax.rollout.engine import Begun, Generation, GivenUp, OnFinished
+from dapo_jax.rollout.engine_base import Block, Call, EngineBase
 from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
-from dapo_jax.rollout.responses import Responses
+from dapo_jax.rollout.needed_work import work_of
+from dapo_jax.rollout.responses import JoinedResponses
 from dapo_jax.rollout.slot_decoding import Chunk, Plan, empty_slots, prefill_pages
 from dapo_jax.rollout.slot_programs import empty_shape, layout_of_slots, lower_decode_slots
 from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
@@ -28,35 +31,79 @@ class SlotEngine(EngineBase):
         attend_pages: attention to pages, of the mesh's platform.
     """
 
+    overlaps = True
+
     def __init__(
         self, settings: EngineSettings, attend_pages: AttendPages, check: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__(settings, check)
         self.attend_pages = attend_pages
 
-    def _decode(self, call: Call, responses: Responses) -> list[Mapping[str, float]]:
-        settings, lengths, dtype = self.settings, call.prompt_lengths, cache_dtype(call.params)
-        history, memory = self.learnt.history(call.purpose), self.learnt.memory_before_the_first_call()
-        layout = layout_of_slots(settings, dtype, lengths, call.num_samples, history, memory)
-        queue, gathers = SlotQueue(lengths, responses.limits, layout), self.attend_pages is attend_gathered
-        walk = SlotWalk(settings.arch, queue, settings.lookahead, gathers)
-        walk.run(_Slots(self, call, layout), responses)
-        history.add(responses.lengths(0, len(responses.limits)))
-        return [walk.computed]
+    def _open(self, call: Call) -> Generation:
+        lengths, history = np.full(call.num_prompts, call.longest_prompt), self.learnt.history(call.purpose)
+        memory = self.learnt.memory_before_the_first_call()
+        layout = layout_of_slots(self.settings, cache_dtype(call.params), lengths, call.num_samples, history, memory)
+        return _Queued(self, call, layout)
+
+
+class _Queued:
+    """A `Generation` in which all prompts form one queue: slots are refilled as long as any wait."""
+
+    def __init__(self, engine: SlotEngine, call: Call, layout: SlotLayout) -> None:
+        self.engine, self.call, self.responses = engine, call, JoinedResponses()
+        settings, gathers = engine.settings, engine.attend_pages is attend_gathered
+        self.walk = SlotWalk(settings.arch, SlotQueue(layout), settings.lookahead, gathers)
+        self.devices = _Slots(engine, call, layout)
+
+    def add(
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        *,
+        begun: Begun | None = None,
+        limits: np.ndarray | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> Callable[[], Rollout]:
+        block = self.engine.block(self.call, prompts, numbers, begun, limits, on_finished)
+        first_row = self.walk.queue.add(block.prompt_lengths, block.responses.room())
+        self.responses.parts[first_row] = block.responses
+        self.devices.add(block)
+
+        def wait() -> Rollout:
+            while not block.responses.ended.all():
+                self.walk.advance(self.devices, self.responses)
+            del self.responses.parts[first_row]
+            self.engine.learnt.history(self.call.purpose).add(block.responses.drawn())
+            return self.engine.finished(block, [self.walk.take_computed()])
+
+        return wait
+
+    def close(self) -> GivenUp:
+        drawn = np.concatenate([np.zeros(0, np.int64), *(part.drawn() for part in self.responses.parts.values())])
+        self.responses.parts.clear()
+        self.walk.queue.release(self.responses.alive)
+        computed = self.walk.take_computed()
+        return GivenUp(int(np.sum(drawn > 0)), int(drawn.sum()), work_of([computed], dict.fromkeys(computed, 0.0)))
 
 
 class _Slots:
-    """All slots and pages on the devices, in one call of `generate`."""
+    """All slots and pages on the devices."""
 
     def __init__(self, engine: SlotEngine, call: Call, layout: SlotLayout) -> None:
         self.engine, self.settings, self.call, self.layout = engine, engine.settings, call, layout
         for slots in (layout.slots, layout.few_slots):
             engine.programs.prepare(*self._lowering(slots))
         self.slots = empty_slots(**empty_shape(self.settings, cache_dtype(call.params), layout))
-        # -1, for a slot without a row, is the last of each
-        self.prompt_lengths = np.array([*call.prompt_lengths, 1], np.int32)
-        self.last_tokens = np.array([*(prompt[-1] for prompt in call.prompts), self.settings.pad_id], np.int32)
-        self.addresses = np.array([*call.numbers, -1], np.int32)
+        self.prompts: list[Sequence[int]] = []
+        # Of each row: tokens and last token of its prompt, number, sample, tokens begun. Row -1, the last, is no row.
+        self.rows = np.array([[1], [self.settings.pad_id], [-1], [0], [0]], np.int32)
+
+    def add(self, block: Block) -> None:
+        prompts = [(len(prompt), prompt[-1]) for prompt in block.prompts]
+        of_prompts = np.repeat(np.array(prompts, np.int32).T, self.layout.num_samples, axis=1)
+        new = np.stack([*of_prompts, block.numbers, block.samples, block.responses.begun.astype(np.int32)])
+        self.rows = np.concatenate([self.rows[:, :-1], new, self.rows[:, -1:]], axis=1)
+        self.prompts.extend(block.prompts)
 
     def prefill(self, opened: Sequence[Opened]) -> None:
         layout = self.layout
@@ -66,7 +113,7 @@ class _Slots:
         for one in opened:
             place = one.shard * layout.at_once + used[one.shard]
             used[one.shard] += 1
-            prompts[place] = self.call.prompts[one.prompt][:-1]
+            prompts[place] = self.prompts[one.prompt][:-1]
             destinations[place, -len(one.pages) :] = one.pages
         tokens, mask = pad_prompts(prompts, layout.width, self.settings.pad_id)
         self.slots = prefill_pages(
@@ -80,13 +127,14 @@ class _Slots:
 
     def decode(self, turn: Turn) -> Chunk:
         self.engine.check()
-        prompt, sample = np.divmod(turn.rows, self.layout.num_samples)  # prompt -1 without a row
+        prompt_lengths, last_tokens, numbers, samples, begun = self.rows[:, turn.rows]
         plan = Plan(
             sources=turn.sources,
-            first_tokens=self.last_tokens[prompt],
-            numbers=self.addresses[prompt],
-            samples=sample.astype(np.int32),
-            prompt_lengths=self.prompt_lengths[prompt],
+            first_tokens=last_tokens,
+            numbers=numbers,
+            samples=samples,
+            prompt_lengths=prompt_lengths,
+            begun=begun,
             sampled=turn.sampled,
             table=turn.table,
             destinations=turn.destinations,

@@ -28,6 +28,7 @@ def lower_start(settings: EngineSettings, dtype: Any, layout: WaveLayout) -> jax
     """Room for a wave; `dtype` of keys and values."""
     return empty_wave.lower(
         _rows(settings.mesh, (layout.num_rows,), _key_dtype()),
+        _rows(settings.mesh, (layout.num_rows,), jnp.int32),
         _rows(settings.mesh, (layout.num_rows,), jnp.bool_),
         _rows(settings.mesh, (layout.num_prompts, layout.width), jnp.bool_),
         arch=settings.arch,
@@ -133,6 +134,7 @@ def wave_shape(settings: EngineSettings, dtype: Any, *, rows: int, prompts: int,
         tokens=like(rows, dtype=jnp.int32),
         finished=like(rows, dtype=jnp.bool_),
         keys=like(rows, dtype=_key_dtype()),
+        begun=like(rows, dtype=jnp.int32),
         prompt_mask=like(prompts, width, dtype=jnp.bool_),
         caches=[cache] * arch.num_layers,
         length=like(dtype=jnp.int32),

@@ -6,17 +6,18 @@ decides when; here is what the devices do. None of this changes a token: every d
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
+from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.parallel.sharding import batch_sharding, put
 from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
-from dapo_jax.rollout.engine_base import Call, EngineBase
+from dapo_jax.rollout.engine import Begun, Generation, GivenUp, OnFinished
+from dapo_jax.rollout.engine_base import Block, Call, EngineBase
 from dapo_jax.rollout.engine_settings import cache_dtype
-from dapo_jax.rollout.responses import Responses
 from dapo_jax.rollout.round_walk import expected_shapes
 from dapo_jax.rollout.sampling import keys_of
 from dapo_jax.rollout.shapes import LengthHistory
@@ -28,40 +29,68 @@ from dapo_jax.rollout.wave_walk import WaveShape, WaveWalk
 class WaveEngine(EngineBase):
     """A `RolloutEngine`, see `EngineBase`."""
 
-    def _decode(self, call: Call, responses: Responses) -> list[Mapping[str, float]]:
-        history, memory = self.history(call.purpose), self.learnt.memory_before_the_first_call()
-        dtype, num_samples = cache_dtype(call.params), call.num_samples
-        layout = layout_of_waves(self.settings, dtype, call.prompt_lengths, num_samples, history, memory)
-        computed = []
-        for first in range(0, len(call.prompts), layout.size):
-            self.check()
-            end = min(first + layout.size, len(call.prompts))
-            first_row, end_row = first * num_samples, end * num_samples
-            walk = WaveWalk(self.settings, layout, responses, first_row=first_row, end_row=end_row)
-            walk.run(_Wave(self, call, layout, first, end))
-            computed.append(walk.computed)
-            history.add(responses.lengths(first_row, end_row))
-        return computed
+    def _open(self, call: Call) -> Generation:
+        return _Waves(self, call)
 
     def history(self, purpose: int) -> LengthHistory:
         """How long the responses of a purpose have been."""
         return self.learnt.history(purpose)
 
 
+class _Waves:
+    """A `Generation` that decodes prompts as soon as they are added."""
+
+    def __init__(self, engine: WaveEngine, call: Call) -> None:
+        self.engine, self.call = engine, call
+
+    def add(
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        *,
+        begun: Begun | None = None,
+        limits: np.ndarray | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> Callable[[], Rollout]:
+        engine, call, settings = self.engine, self.call, self.engine.settings
+        block = engine.block(call, prompts, numbers, begun, limits, on_finished)
+        history, memory = engine.history(call.purpose), engine.learnt.memory_before_the_first_call()
+        dtype, num_samples = cache_dtype(call.params), call.num_samples
+        layout = layout_of_waves(settings, dtype, block.prompt_lengths, num_samples, history, memory)
+        computed = []
+        for first in range(0, len(prompts), layout.size):
+            engine.check()
+            end = min(first + layout.size, len(prompts))
+            rows = slice(first * num_samples, end * num_samples)
+            walk = WaveWalk(settings, layout, block.responses, first_row=rows.start, end_row=rows.stop)
+            walk.run(_Wave(engine, call, block, layout, first, end))
+            computed.append(walk.computed)
+            history.add(block.responses.drawn()[rows])
+        rollout = engine.finished(block, computed)
+        return lambda: rollout
+
+    def close(self) -> GivenUp:
+        return GivenUp()
+
+
 class _Wave:
     """Prompts first..end on the devices; to the full size, copies of the last one, whose rows start finished."""
 
-    def __init__(self, engine: WaveEngine, call: Call, layout: WaveLayout, first: int, end: int) -> None:
+    def __init__(self, engine: WaveEngine, call: Call, block: Block, layout: WaveLayout, first: int, end: int) -> None:
         self.engine, self.settings, self.call, self.layout = engine, engine.settings, call, layout
-        prompts, numbers, missing = call.prompts[first:end], call.numbers[first:end], layout.size - (end - first)
+        prompts, missing = block.prompts[first:end], layout.size - (end - first)
         self._prepare()
         self.tokens, self.mask = pad_prompts([*prompts, *[prompts[-1]] * missing], layout.width, self.settings.pad_id)
-        prompt, sample = np.divmod(layout.rows(), layout.num_samples)
-        addresses = np.array([*numbers, *[-1] * missing], np.int32)[prompt]
-        keys = keys_of(self.settings.seed, call.purpose, self._put(addresses), self._put(sample.astype(np.int32)))
+        rows = first * layout.num_samples + layout.rows()
+        absent = rows >= end * layout.num_samples
+        numbers, samples, begun = (
+            np.where(absent, filler, of_rows[np.where(absent, 0, rows)]).astype(np.int32)
+            for of_rows, filler in ((block.numbers, -1), (block.samples, 0), (block.responses.begun, 0))
+        )
         self.wave = empty_wave(
-            keys,
-            self._put(addresses < 0),
+            keys_of(self.settings.seed, call.purpose, self._put(numbers), self._put(samples)),
+            self._put(begun),
+            self._put(absent),
             self._put(self.mask[layout.prompts()]),
             arch=self.settings.arch,
             dtype=cache_dtype(call.params),

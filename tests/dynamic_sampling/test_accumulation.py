@@ -12,7 +12,7 @@ from dapo_jax.data.experience import Experience, concatenate
 from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
-from dapo_jax.dynamic_sampling.schedule import adaptive_limit, wave_prompts, wave_sizes
+from dapo_jax.dynamic_sampling.schedule import adaptive_limit, block_size, queued_prompts, wave_prompts, wave_sizes
 from dapo_jax.step_metrics import sampling_metrics
 
 NUM_ROWS = 50
@@ -47,10 +47,11 @@ def round_of(numbers, keep, samples, version=0, lengths=2) -> Round:
 
 
 class Stream(NamedTuple):
-    """Waves in place of rounds."""
+    """Waves in place of rounds, or one queue."""
 
     slack: float
     max_prompts: int
+    overlaps: bool = False
 
 
 def options_of(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> dict:
@@ -69,7 +70,8 @@ def options_of(*, target=4, size=4, limit=0, adaptive=None, stream=None, **chang
         **changes,
     )
     most = stream.max_prompts if stream else size
-    return {"options": options, "target": target, "gen_batch_size": size, "max_wave": most}
+    overlaps = stream is not None and stream.overlaps
+    return {"options": options, "target": target, "gen_batch_size": size, "max_wave": most, "overlaps": overlaps}
 
 
 def start(first=0, carried=None, keep_rate=0.5) -> StreamState:
@@ -148,6 +150,8 @@ def schedules():
         yield {"size": size}
         for slack, most in ((1.0, 64), (2.0, 64), (1.5, 3), (4.0, 1)):
             yield {"size": size, "stream": Stream(slack=slack, max_prompts=most)}
+        yield {"size": size, "stream": Stream(slack=0.5, max_prompts=size, overlaps=True)}
+        yield {"size": size, "stream": Stream(slack=2.0, max_prompts=size, overlaps=True)}
 
 
 def batches(keep_of, steps=5, **options):
@@ -194,6 +198,33 @@ def test_a_stream_samples_fewer_surplus_groups_than_large_rounds():
     _, batch = batches(keeps, size=16)
     _, stream = batches(keeps, size=16, stream=Stream(slack=1.0, max_prompts=64))
     assert stream < batch
+
+
+QUEUE = Stream(slack=1.0, max_prompts=16, overlaps=True)
+
+
+def test_a_queue_holds_what_will_be_needed_and_is_left_once_the_batch_is_certain():
+    """64 groups at 0.5: at 153 prompts, 64 are kept two standard deviations below the mean."""
+    assert 152 < queued_prompts(64, keep_rate=0.5) < 153 and queued_prompts(0, keep_rate=0.5) == 0
+    assert queued_prompts(64, keep_rate=1.0) == 64 and block_size(64) == 8 and block_size(2) == 1
+    accepted, calls = run(random_keeps(0.5), target=64, size=16, limit=20, stream=QUEUE)
+    assert calls == [list(range(first, first + 8)) for first in range(0, 160, 8)]
+    last = accepted.experience.numbers[-1]
+    assert sum(len(round_.keep) for round_ in accepted.rounds) == (last // 8 + 1) * 8 < 160
+    assert accepted.state.next_prompt == last + 1
+
+
+def test_a_queue_that_carries_waits_for_all_that_it_has_begun():
+    accepted, calls = run(random_keeps(0.5), target=64, size=16, limit=20, stream=QUEUE, leftover="carry")
+    assert sum(len(round_.keep) for round_ in accepted.rounds) == sum(map(len, calls)) == accepted.state.next_prompt
+    assert len(accepted.state.carried) == sum(map(random_keeps(0.5), range(accepted.state.next_prompt))) - 64
+
+
+def test_a_queue_is_filled_up_as_verdicts_show_more_need():
+    accepted, calls = run(lambda n: n % 8 == 0, target=16, size=16, limit=20, stream=QUEUE)
+    assert numbers_of(accepted) == list(range(0, 128, 8)) and len(calls[0]) == 2
+    with pytest.raises(RuntimeError, match="after 2 generation rounds"):
+        run(lambda n: n % 8 == 0, target=16, size=16, limit=2, stream=QUEUE)
 
 
 def test_carried_groups_are_used_first_and_nothing_is_sampled_twice():
@@ -452,7 +483,7 @@ def test_the_log_tells_full_partial_and_skipped_steps_apart(caplog):
     [(0, 0, 24), (0, 24, 0), (4, 0, 8), (7, 0, 4), (8, 0, 0), (0, 12, 8)],  # 8 groups at 0.3: 26.7 prompts
 )
 def test_a_wave_is_the_largest_size_that_is_not_more_than_needed(kept, in_flight, expected):
-    found = wave_prompts(slack=1.0, max_prompts=32, kept=kept, in_flight=in_flight, keep_rate=0.3, target=8)
+    found = wave_prompts(8 - kept, max_prompts=32, in_flight=in_flight, keep_rate=0.3, target=8)
     assert found == expected
     assert wave_sizes(32, 8) == wave_sizes(32, 512) == [4, 8, 16, 24, 32]
     assert wave_sizes(64, 4) == [2, 4, 8, 16, 32, 48, 64] and wave_sizes(1, 8) == [1]

@@ -28,13 +28,17 @@ SCHEDULES = [
     {f"{FILTER}.backfill": "stream", f"{FILTER}.stream.slack": 0.75},
     {"data.gen_batch_size": 3},
     {"data.gen_batch_size": 17, "rollout.max_num_seqs": 64},
+    {"rollout.engine": "slots"},
+    {f"{FILTER}.backfill": "stream", "rollout.engine": "slots", "rollout.max_num_seqs": 16},
 ]
+QUEUE = {f"{FILTER}.backfill": "stream", "rollout.engine": "slots", "rollout.max_num_seqs": 24}
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
         {f"{FILTER}.backfill": "stream", "rollout.max_num_seqs": 48, "data.gen_batch_size": 5},
+        QUEUE,
         *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in SCHEDULES),
     ],
 )
@@ -47,6 +51,14 @@ def test_with_requeue_every_schedule_trains_on_the_same_batches(whole, tmp_path,
         np.testing.assert_allclose(
             [row.get(name, 0) for row in found], [row.get(name, 0) for row in rows], rtol=1e-4, atol=1e-6
         )
+
+
+def test_what_is_given_up_is_counted(tmp_path):
+    train(small_config(tmp_path, **QUEUE, **{"trainer.total_training_steps": 2, f"{FILTER}.stream.slack": 3.0}))
+    for row in read_metrics(tmp_path)[1:]:
+        assert row["dynamic_sampling/num_aborted"] > 0
+        assert row["dynamic_sampling/generated_tokens"] >= row["dynamic_sampling/trained_tokens"]
+        assert 0 < row["perf/decode_efficiency"] < 1
 
 
 def test_carried_groups_survive_a_restart(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
+from dapo_jax.rollout.engine import GivenUp
 from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.rollout.stops import check_stop_strings, stop_rule
 
@@ -71,30 +72,33 @@ class _Engine:
     def __init__(self, verifiers):
         self.verifiers = verifiers
 
-    def generate(self, params, prompts, numbers, *, num_samples, on_finished, **_):
-        rows = len(prompts) * num_samples
+    overlaps = False
+
+    def open(self, params, *, num_samples, **_):
+        self.num_samples = num_samples
+        return self
+
+    def add(self, prompts, numbers, *, on_finished):
+        rows = len(prompts) * self.num_samples
         tokens = np.where(np.arange(9) < np.arange(rows)[:, None] + 1, 97 + np.arange(rows)[:, None], 0)
         rollout = Rollout(tokens, tokens > 0, np.zeros(tokens.shape), np.ones(rows, bool))
         for row in reversed(range(rows)):
             assert len(self.verifiers.asked) == rows - 1 - row
             on_finished(np.array([row]), rollout)
-        return rollout
+        return lambda: rollout
+
+    def close(self):
+        return GivenUp()
 
 
 def started(verifiers):
     rows = [PromptRow([{"role": "user", "content": str(i)}], "test", str(i), {}) for i in range(4)]
     sampler = Sampler(TOKENIZER, _Engine(verifiers), None, (), lambda _: nullcontext())
     verification = Verification(verifiers, TOKENIZER, [rows[row] for row in (3, 0, 2)], 2, check=lambda: None)
-    return sampler.sample(
-        None,
-        PromptSet(rows, [[1]] * 4),
-        [3, 0, 2],
-        [7, 8, 9],
-        purpose=0,
-        sampling=None,
-        verification=verification,
-        version=5,
-    )
+    with sampler.open(
+        None, PromptSet(rows, [[1]] * 4), num_samples=2, purpose=0, sampling=None, num_prompts=3, version=5
+    ) as stream:
+        return stream.sample([3, 0, 2], [7, 8, 9], verification)
 
 
 @pytest.mark.parametrize(

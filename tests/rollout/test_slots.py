@@ -11,12 +11,15 @@ import shapes
 from shapes import mesh_of, one_device_mesh
 from small_policy import engine_settings
 
+from dapo_jax.data.containers import Rollout
+from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
 from dapo_jax.learner.decode_weights import unstack_layers
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.models.weights import init_params
 from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout import slots as slots_module
+from dapo_jax.rollout.engine import Begun, GivenUp
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 from dapo_jax.rollout.slot_queue import SlotQueue
 from dapo_jax.rollout.slots import SlotEngine
@@ -38,14 +41,14 @@ def settings_of(mesh, **changes):
     return engine_settings(mesh, **{**own, "chunk_length": 8, **changes})
 
 
-def sample(engine, *, sampling=FREE, prompts=PROMPTS, num_samples=SAMPLES, **options):
+def sample(engine, *, sampling=FREE, prompts=PROMPTS, numbers=None, num_samples=SAMPLES, **options):
     mesh = engine.settings.mesh
     with jax.set_mesh(mesh):
         try:
             return engine.generate(
                 jax.device_put(host_params(), replicated(mesh)),
                 prompts,
-                list(range(len(prompts))),
+                range(len(prompts)) if numbers is None else numbers,
                 num_samples=num_samples,
                 purpose=TRAIN,
                 sampling=sampling,
@@ -107,8 +110,8 @@ def with_pages(monkeypatch, pages):
     """Engines have so many pages a shard; returns the queues that they make."""
     queues = []
 
-    def made(lengths, limits, layout):
-        queues.append(SlotQueue(lengths, limits, layout))
+    def made(layout):
+        queues.append(SlotQueue(layout))
         return queues[-1]
 
     layout_of_slots = slots_module.layout_of_slots
@@ -152,6 +155,80 @@ def test_stop_rule_limits_and_hand_over():
     assert_same(found, expected)
     assert sorted(handed) == list(range(len(limits)))
     assert not found.mask.all() and (found.mask.sum(axis=1) <= limits).all()
+
+
+def added(generation, first, end, **options):
+    return generation.add(PROMPTS[first:end], range(first, end), **options)
+
+
+def opened(engine, **options):
+    mesh = engine.settings.mesh
+    return engine.open(
+        jax.device_put(host_params(), replicated(mesh)),
+        **{"num_samples": SAMPLES, "purpose": TRAIN, "sampling": FREE, "longest_prompt": 23, "num_prompts": 20},
+        **options,
+    )
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_prompts_that_are_added_late_draw_the_same_tokens(lookahead, monkeypatch):
+    queues, engine, handed = with_pages(monkeypatch, 60), slot_engine(lookahead=lookahead), []
+    with jax.set_mesh(engine.settings.mesh):
+        generation = opened(engine)
+        first = added(generation, 0, 3)
+        second = added(generation, 3, 12, on_finished=lambda rows, _: handed.extend(rows.tolist()))
+        parts = [first()]
+        assert handed, "responses to later prompts end while earlier ones are waited for"
+        third = added(generation, 12, 20)
+        parts = [part.replace(work={}) for part in (*parts, second(), third())]
+        assert generation.close() == GivenUp(0, 0, {"prefill": Work(), "decode": Work()})
+    engine.close()
+    assert_same(jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts), waves())
+    assert sorted(handed) == list(range(9 * SAMPLES))
+    assert sorted(queues[0].shards[0].free) == list(range(1, 60))
+
+
+def test_what_is_not_waited_for_is_given_up(monkeypatch):
+    queues, engine = with_pages(monkeypatch, 60), slot_engine(lookahead=1)
+    with jax.set_mesh(engine.settings.mesh):
+        generation = opened(engine)
+        first, _ = added(generation, 0, 4), added(generation, 4, 20)
+        found = first()
+        given_up = generation.close()
+    engine.close()
+    np.testing.assert_array_equal(found.responses, waves().responses[: 4 * SAMPLES])
+    assert 0 < given_up.responses < 16 * SAMPLES and given_up.tokens >= given_up.responses
+    assert given_up.tokens <= waves().mask[4 * SAMPLES :].sum() and given_up.work["decode"].needed == 0
+    assert sorted(queues[0].shards[0].free) == list(range(1, 60))
+
+
+CONTINUED = {"waves": WaveEngine, "slots": functools.partial(SlotEngine, attend_pages=attend_gathered)}
+
+
+@pytest.mark.parametrize("engine", CONTINUED)
+@pytest.mark.parametrize("key", [(1.0, 1.0, -1, 0), (1.0, 1.0, -1, 12)], ids=str)
+def test_a_response_in_segments_is_the_same_response(engine, key):
+    """Begun responses have other lengths, one of them ends at once; sample and position address the draws."""
+    whole, sampling = waves(key), Sampling.create(*key)
+    length = np.minimum(np.arange(len(PROMPTS) * SAMPLES) % 17 + 1, whole.mask.sum(axis=1) - 1)
+    rows = np.flatnonzero(length > 0)
+    kept, drawn = whole.mask & (np.arange(LENGTH) < length[:, None]), (whole.responses, whole.mask, whole.logprobs)
+    parts = Rollout(*(np.where(kept, array, 0)[rows] for array in drawn), whole.finished)
+    limits = np.minimum(length + 20, LENGTH)[rows]
+    found = sample(
+        CONTINUED[engine](settings_of(one_device_mesh(), max_num_seqs=24, lookahead=1)),
+        sampling=sampling,
+        prompts=[PROMPTS[row // SAMPLES] for row in rows],
+        numbers=rows // SAMPLES,
+        num_samples=1,
+        begun=Begun(rows % SAMPLES, parts),
+        limits=limits,
+    )
+    expected = whole.mask[rows] & (np.arange(LENGTH) < limits[:, None])
+    np.testing.assert_array_equal(found.mask, expected)
+    np.testing.assert_array_equal(found.responses[expected], whole.responses[rows][expected])
+    np.testing.assert_allclose(found.logprobs[expected], whole.logprobs[rows][expected], atol=1e-5)
+    np.testing.assert_array_equal(found.finished, whole.finished[rows] & (whole.mask.sum(axis=1)[rows] <= limits))
 
 
 def test_at_most_two_programs_decode():
