@@ -27,7 +27,7 @@ class Outcomes:
     scores: dict[str, np.ndarray]  # [Q, G] float64 each
     failed: np.ndarray  # [Q, G] bool, verification failed
     error: str = ""  # the most frequent error of the failed verifications
-    work: Mapping[str, Work] = field(default_factory=dict)  # of sampling them, by stage
+    work: Mapping[str, Work] = field(default_factory=dict)  # of sampling and scoring, by stage
 
     def score(self, name: str) -> np.ndarray:
         """The values [Q, G] of a score, NaN where there is none."""
@@ -57,7 +57,7 @@ class Experience:
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
     answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None = unknown
     error: str = ""  # the most frequent error of the failed verifications; "" once groups are chosen
-    work: Mapping[str, Work] = field(default_factory=dict)  # of sampling them, by stage; {} once groups are chosen
+    work: Mapping[str, Work] = field(default_factory=dict)  # of sampling and scoring, by stage; {} for chosen groups
 
     def __len__(self) -> int:
         return len(self.numbers)

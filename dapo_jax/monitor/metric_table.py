@@ -218,6 +218,9 @@ perf/update_efficiency  share  of the policy's update, the operations that its m
 [own | groups were sampled]
 perf/{decode|prefill}_efficiency  share  of the sampler's operations, those that its tokens need: by rows that have not
     ended and keys that exist, and each prompt once (docs/rollout.md)
+[own | groups were sampled, with reward.model.path]
+perf/reward_model_efficiency  share  of the reward model's operations, those that its conversations need: without
+    padding and with causal attention (docs/algorithms.md)
 [verl | the device's peak is known | accelerator]
 perf/mfu/{actor|actor_infer|critic}  share  forward passes (an epoch of updates: 3, adapters 2) x operations / (stage's
     time x devices x peak)

@@ -13,7 +13,9 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
+from dapo_jax.models.flops import TokenFlops, token_flops
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -37,6 +39,7 @@ class ModelScorer:
 
     model: RewardModel
     params: Any
+    flops: TokenFlops  # of the model
     tokenizer: Tokenizer
     mesh: Mesh
     micro_batch_rows: int  # conversations per forward pass, over all devices
@@ -46,8 +49,8 @@ class ModelScorer:
     system_prompt: str | None
     chat_template_kwargs: dict[str, Any]
 
-    def score(self, prompts: Sequence[Any], responses: Sequence[str]) -> np.ndarray:
-        """The reward model's score [B] of each prompt (messages or text) with its response."""
+    def score(self, prompts: Sequence[Any], responses: Sequence[str]) -> tuple[np.ndarray, Work]:
+        """The reward model's score [B] of each prompt (messages or text) with its response, and the work."""
         conversations = [
             self.tokenizer.encode_prompt(
                 prompt,
@@ -57,14 +60,41 @@ class ModelScorer:
             )[-self.max_length :]
             for prompt, response in zip(prompts, responses, strict=True)
         ]
-        width = bucket(max(map(len, conversations)))
-        rows, scores = self.micro_batch_rows, []
-        for start in range(0, len(conversations), rows):
-            part = conversations[start : start + rows]
+        lengths, rows = np.array([len(tokens) for tokens in conversations]), self.micro_batch_rows
+        batches = plan_batches(lengths, rows)
+        scores = np.zeros(len(conversations), np.float32)
+        for chosen, width in batches:
+            part = [conversations[index] for index in chosen]
             tokens, mask = pad_prompts(part + part[-1:] * (rows - len(part)), width, self.tokenizer.pad_id)
             arrays = put((tokens, mask), batch_sharding(self.mesh))
-            scores.append(fetch(self.model.scores(self.params, *arrays))[: len(part)])
-        return np.concatenate(scores)
+            scores[chosen] = fetch(self.model.scores(self.params, *arrays))[: len(part)]
+        return scores, scoring_work(lengths, batches, rows, self.flops)
+
+
+def plan_batches(lengths: np.ndarray, rows: int) -> list[tuple[np.ndarray, int]]:
+    """The micro-batches: which conversations, at most `rows`, and the width to pad them to.
+
+    The longest conversations come first. Each width is the bucket of a micro-batch's longest conversation, but at least
+    a sixteenth of the first width: at most 9 widths, so few shapes are compiled.
+
+    Args:
+        lengths: [B] tokens of each conversation.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    narrowest = bucket(int(lengths[order[0]])) // 16
+    parts = [order[start : start + rows] for start in range(0, len(order), rows)]
+    return [(part, max(bucket(int(lengths[part[0]])), narrowest)) for part in parts]
+
+
+def scoring_work(lengths: np.ndarray, batches: Sequence[tuple[np.ndarray, int]], rows: int, flops: TokenFlops) -> Work:
+    """The work of micro-batches of `rows` rows each; the scalar head is not counted.
+
+    Args:
+        lengths: [B] tokens of each conversation.
+        batches: of `plan_batches`.
+    """
+    computed = sum(rows * width * (flops.layers + width * flops.pair) for _, width in batches)
+    return Work(computed, flops.of_prompts(lengths))
 
 
 def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
@@ -92,6 +122,7 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
     return ModelScorer(
         model=model,
         params=model.freeze(load_params(path, arch, place_weight(mesh, TRAIN_RULES))),
+        flops=token_flops(arch),
         tokenizer=tokenizer,
         mesh=mesh,
         micro_batch_rows=settings.micro_batch_size_per_device * num_batch_shards(mesh),
@@ -106,17 +137,20 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
 def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelScorer, *, verified: bool) -> Experience:
     """Adds the score `reward_model`, and sets `score` to its weighted sum with the verifier's score.
 
+    The work of the stage `reward_model` is added to that of sampling.
+
     Args:
         verified: whether a verifier scored the responses; if not, `acc` is dropped.
     """
     num_samples = experience.finished.shape[1]
     conversations = [prompts.rows[row].prompt for row in experience.rows for _ in range(num_samples)]
-    found = scorer.score(conversations, [text for texts in experience.texts for text in texts])
+    found, work = scorer.score(conversations, [text for texts in experience.texts for text in texts])
     found = found.astype(np.float64).reshape(experience.finished.shape)
     score = scorer.function_weight * experience.scores["score"] + scorer.weight * found
     if not verified:
         rest = {name: values for name, values in experience.scores.items() if name != "acc"}
         experience = replace(experience, scores=rest)
+    experience = replace(experience, work={**experience.work, "reward_model": work})
     return experience.with_scores(reward_model=found, score=score)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import write_metrics_doc
+from reward_model_files import write_reward_model
 from small_run import small_config
 
 from dapo_jax.evaluate import bench
@@ -76,7 +77,8 @@ def test_a_run_emits_what_is_declared(whole):
 @pytest.mark.slow
 def test_runs_emit_what_is_declared_and_nothing_else(tmp_path):
     emitted = set()
-    for name, changes in (("grouped", GROUPED), ("critic", WITH_CRITIC)):
+    grouped = GROUPED | {"reward.model.path": str(write_reward_model(tmp_path / "reward_model"))}
+    for name, changes in (("grouped", grouped), ("critic", WITH_CRITIC)):
         steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 1, "trainer.test_freq": 2}
         config = small_config(tmp_path / name, **steps, **changes)
         train(config)

@@ -16,11 +16,13 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import load_tokenizer
+from dapo_jax.data.work import Work
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.flops import TokenFlops
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer
+from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer, plan_batches, scoring_work
 from dapo_jax.train import train
 
 CHAT = ({"role": "user", "content": "1 + 2 ="},)
@@ -52,7 +54,7 @@ def config_with(directory, **changes):
 def scores_on(shape, directory, **changes) -> np.ndarray:
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh):
-        return load_scorer(config_with(directory, **changes), jnp.dtype(jnp.float32), mesh).score(PROMPTS, RESPONSES)
+        return load_scorer(config_with(directory, **changes), jnp.dtype(jnp.float32), mesh).score(PROMPTS, RESPONSES)[0]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,62 @@ def test_a_long_conversation_loses_its_beginning(directory):
 def test_micro_batches_change_nothing(directory, scores, rows):
     found = scores_on((1, 1, 1), directory, **{"reward.model.micro_batch_size_per_device": rows})
     np.testing.assert_allclose(found, scores, atol=1e-5)
+
+
+def long_tailed(count, median, longest):
+    """Lengths, lognormal with sigma 1."""
+    lengths = np.random.default_rng(0).lognormal(np.log(median), 1, count)
+    return np.clip(lengths, 1, longest).astype(int)
+
+
+@pytest.fixture(scope="module")
+def long_tail(directory):
+    """Responses of many lengths to one prompt, and the score of each scored alone."""
+    rng, letters = np.random.default_rng(1), list("0123456789 +=")
+    texts = ["".join(rng.choice(letters, length)) for length in long_tailed(14, 12, 150)]
+    encode = load_tokenizer(directory).encode
+    return texts, np.array(expected_scores(directory, [encode("9" + text) for text in texts]))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 14])
+def test_neighbours_change_no_score(directory, long_tail, rows):
+    texts, expected = long_tail
+    assert max(map(len, texts)) > 8 * min(map(len, texts)) and np.ptp(expected) > 0.1
+    mesh = mesh_of((1, 1, 1))
+    with jax.set_mesh(mesh):
+        config = config_with(directory, **{"reward.model.micro_batch_size_per_device": rows})
+        scorer = load_scorer(config, jnp.dtype(jnp.float32), mesh)
+        for order in (np.arange(14), np.random.default_rng(2).permutation(14)):
+            found, _ = scorer.score(["9"] * 14, [texts[index] for index in order])
+            np.testing.assert_allclose(found, expected[order], atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 21])
+def test_each_conversation_is_in_one_micro_batch_that_holds_it(count):
+    lengths = long_tailed(count, 20, 400)
+    batches = plan_batches(lengths, 4)
+    assert sorted(np.concatenate([chosen for chosen, _ in batches])) == list(range(count))
+    assert all(len(chosen) == 4 for chosen, _ in batches[:-1]) and len(batches) == -(-count // 4)
+    assert all(lengths[chosen].max() <= width for chosen, width in batches)
+
+
+def test_empty_conversations_have_a_width():
+    assert [width for _, width in plan_batches(np.array([0, 0]), 1)] == [4, 4]
+
+
+def test_a_long_tail_costs_little_more_than_it_needs():
+    flops = TokenFlops(layers=7.2e8, head=0.0, pair=86016.0)  # of Qwen2.5-0.5B
+    lengths = long_tailed(512, 300, 4096)
+    batches = plan_batches(lengths, 8)
+    assert 1 / scoring_work(lengths, batches, 8, flops).efficiency < 1.5  # 12 if all have the width of the longest
+    assert len({width for _, width in batches}) <= 9
+
+
+def test_work_is_of_padded_rows_and_needed_by_causal_attention():
+    flops = TokenFlops(layers=100.0, head=7.0, pair=1.0)
+    lengths = np.array([2, 4, 3])
+    batches = plan_batches(lengths, 2)
+    assert scoring_work(lengths, batches, 2, flops) == Work(2 * 2 * 4 * (100 + 4), 9 * 100 + 3 + 10 + 6)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
@@ -144,7 +202,8 @@ class LengthScorer:
     function_weight: float = 1.0
 
     def score(self, prompts, responses):
-        return np.array([10 * len(prompt) + len(text) for prompt, text in zip(prompts, responses, strict=True)], "f4")
+        pairs = zip(prompts, responses, strict=True)
+        return np.array([10 * len(prompt) + len(text) for prompt, text in pairs], "f4"), Work(4.0, 3.0)
 
 
 PROMPT_SET = PromptSet([PromptRow("a" * length, "task", "1", {}) for length in range(4)], [[1]] * 4)
@@ -160,6 +219,7 @@ EXPERIENCE = Experience(
     scores={"score": np.array([[1.0, 0.0], [1.0, -1.0]]), "acc": np.eye(2), "length": np.ones((2, 2))},
     versions=np.zeros(2, np.int64),
     failed=np.zeros((2, 2), bool),
+    work={"decode": Work(2.0, 1.0)},
 )
 
 
@@ -171,7 +231,8 @@ def test_the_score_is_the_weighted_sum_of_verifier_and_reward_model():
     assert {values.dtype for values in found.scores.values()} == {np.dtype(np.float64)}
     for name in ("acc", "length"):
         np.testing.assert_array_equal(found.scores[name], EXPERIENCE.scores[name])
-    assert dataclasses.replace(found, scores=EXPERIENCE.scores) == EXPERIENCE
+    assert found.work == {"decode": Work(2.0, 1.0), "reward_model": Work(4.0, 3.0)}
+    assert dataclasses.replace(found, scores=EXPERIENCE.scores, work=EXPERIENCE.work) == EXPERIENCE
 
 
 def test_without_a_verifier_there_is_no_accuracy():
@@ -219,6 +280,7 @@ def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
     for row in rows[1:]:
         assert np.isfinite(row["actor/pg_loss"]) and row["actor/grad_norm"] > 0
         assert row["rollout/score/mean"] == row["rollout/reward_model/mean"] != 0
+        assert 0 < row["perf/reward_model_efficiency"] < 1
 
 
 @pytest.mark.slow
