@@ -139,6 +139,8 @@ def saved_arrays(state: RunState) -> dict[str, Any]:
     }
     if stream.carried is not None:
         arrays["carried"] = to_arrays(stream.carried)
+    if stream.begun is not None:
+        arrays["begun"] = to_arrays(stream.begun)
     if ahead is not None:
         numbers = json.dumps([ahead.metrics, ahead.num_kept, ahead.num_evaluated])
         groups = {} if ahead.experience is None else {"experience": to_arrays(ahead.experience)}
@@ -159,6 +161,7 @@ def restored_arrays(
         keep_rate=float(arrays["keep_rate"]),
         history=History(np.asarray(arrays["uniform_in_a_row"])),
         carried=experience(arrays, "carried"),
+        begun=experience(arrays, "begun"),
     )
     if "ahead" not in arrays:
         return stream, None
@@ -200,6 +203,7 @@ def restore_state(run: Run, checkpoints: Checkpoints, origin: Origin) -> RunStat
         return RunState(models, progress, _first_stream(run), sampler.state())
     for groups in (arrays.get("carried", {}), arrays.get("ahead", {}).get("experience", {})):
         _check_groups(run.config, groups)
+    _check_begun(run.config, arrays.get("begun", {}), progress.step)
     stream, ahead = restored_arrays(arrays, run.problems.train_set, run.sampler.tokenizer)
     return RunState(models, progress, stream, sampler.state(), ahead)
 
@@ -214,6 +218,11 @@ def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
             f"the checkpoint holds groups that were sampled with algorithm.use_kl_in_reward={measured}, and the run "
             f"has {not measured}: restore that value, or start in a new workdir with model.path set to this one"
         )
+    _check_shape(config, groups)
+
+
+def _check_shape(config: Config, groups: Mapping[str, Any]) -> None:
+    """Raises ValueError unless groups of a checkpoint have the run's samples and tokens."""
     wanted = config.rollout.n, config.data.max_response_length
     if tuple(groups["responses"].shape[1:]) != wanted:
         n, length = groups["responses"].shape[1:]
@@ -221,4 +230,18 @@ def _check_groups(config: Config, groups: Mapping[str, Any]) -> None:
             f"the checkpoint holds groups that were sampled with rollout.n={n}, data.max_response_length={length}, and "
             f"the run has {wanted[0]}, {wanted[1]}: restore those, or start in a new workdir with model.path set to "
             "this one"
+        )
+
+
+def _check_begun(config: Config, groups: Mapping[str, Any], step: int) -> None:
+    """Raises ValueError unless the run can continue the responses that were under way after training step `step`."""
+    if "responses" not in groups:
+        return
+    _check_shape(config, groups)
+    length, lengths = config.rollout.segment_length, groups["mask"].sum(axis=-1)
+    under_way = ~groups["finished"] & (lengths < groups["mask"].shape[-1])
+    if (lengths != (step - groups["versions"])[:, None] * length)[under_way].any():
+        raise InputError(
+            f"the checkpoint holds responses that were begun with another rollout.segment_length than the run's "
+            f"{length}: restore that value, or start in a new workdir with model.path set to this one"
         )

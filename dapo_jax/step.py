@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax.config.derived import gen_batch_size, prompts_at_once
+from dapo_jax.config.derived import gen_batch_size, prompts_at_once, segment_steps
+from dapo_jax.config.sections import Config
 from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience
 from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
+from dapo_jax.dynamic_sampling.segments import Advance, accumulate_segments
 from dapo_jax.estimator_inputs import estimator_inputs
 from dapo_jax.learner.batch import make_batch, penalize_kl
 from dapo_jax.learner.learner import update
@@ -33,6 +35,7 @@ from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.progress import Progress, advance, is_finite, recomputes
 from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.segments import Segments, begin_groups, continue_groups, verify_groups
 from dapo_jax.run import Run
 from dapo_jax.settings import update_settings, updates_of_step
 from dapo_jax.state import RunState
@@ -72,26 +75,33 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     problems, mesh, prompts = run.problems, run.sampler.mesh, run.problems.train_set
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
     shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
+    source = PromptSource.of(problems.order, groups.skip_uniform, seed=config.seed)
+    sizes = {"target": config.data.train_batch_size, "gen_batch_size": gen_batch_size(config), "step": step}
+
+    def judge(experience: Experience) -> Round:
+        """Turns verdicts into rewards, and marks the groups to keep."""
+        experience = run.rewards.shape(experience, prompts)  # reward model, soft overlong punishment
+        if config.algorithm.use_kl_in_reward:
+            experience = penalize_kl(run.learner, experience, kl_coef)
+        with run.monitor.stage("filter"):
+            round_ = filter_groups(experience, groups, mesh)
+        shown.end(int(round_.keep.sum()))
+        return round_
 
     def sample_round(numbers: Sequence[int]) -> Callable[[], Round]:
         """Samples the prompts with these numbers. The result waits for the verdicts and marks the groups to keep."""
         shown.begin()
         rows = [problems.order.row(number) for number in numbers]
         verified = samples.sample(rows, numbers, run.rewards.verify(prompts, rows, settings.n))
-
-        def judge_round() -> Round:
-            experience = run.rewards.shape(verified(), prompts)  # reward model, soft overlong punishment
-            if config.algorithm.use_kl_in_reward:
-                experience = penalize_kl(run.learner, experience, kl_coef)
-            with run.monitor.stage("filter"):
-                round_ = filter_groups(experience, groups, mesh)
-            shown.end(int(round_.keep.sum()))
-            return round_
-
-        return judge_round
+        return lambda: judge(verified())
 
     if groups.enable:
         filter_log.log_start()
+    if settings.segment_length:
+        with jax.set_mesh(mesh):
+            advance = advance_of(run, weights, judge, sampling, version=version)
+            steps = segment_steps(config)
+            return accumulate_segments(advance, stream, source, groups, segment_steps=steps, **sizes)
     with (
         jax.set_mesh(mesh),
         run.sampler.open(
@@ -104,18 +114,43 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
             version=version,
         ) as samples,
     ):
-        accepted = accumulate_groups(
-            sample_round,
-            stream,
-            PromptSource.of(problems.order, groups.skip_uniform, seed=config.seed),
-            groups,
-            target=config.data.train_batch_size,
-            gen_batch_size=gen_batch_size(config),
-            max_wave=prompts_at_once(config),
-            step=step,
-            overlaps=samples.overlaps,
-        )
+        overlaps, most = samples.overlaps, prompts_at_once(config)
+        accepted = accumulate_groups(sample_round, stream, source, groups, max_wave=most, overlaps=overlaps, **sizes)
     return dataclasses.replace(accepted, given_up=samples.given_up)
+
+
+def advance_of(
+    run: Run, weights: Any, judge: Callable[[Experience], Round], sampling: Sampling, *, version: int
+) -> Advance:
+    """How a step of partial rollouts begins groups, continues and judges them."""
+    segments = Segments(run.config.rollout.segment_length, run.config.data.max_response_length)
+    prompts, order, num_samples = run.problems.train_set, run.problems.order, run.config.rollout.n
+
+    def begin(numbers: Sequence[int]) -> Experience:
+        rows = [order.row(number) for number in numbers]
+        return begin_groups(
+            run.sampler,
+            weights,
+            prompts,
+            rows,
+            numbers,
+            segments,
+            num_samples=num_samples,
+            sampling=sampling,
+            version=version,
+        )
+
+    def judge_ended(groups: Experience) -> Round:
+        with run.monitor.stage("reward"):
+            verified = verify_groups(groups, run.rewards.verify(prompts, groups.rows.tolist(), num_samples))
+        return judge(verified)
+
+    return Advance(
+        begin=begin,
+        go_on=lambda groups: continue_groups(run.sampler, weights, groups, segments, sampling=sampling),
+        ended=segments.ended,
+        judge=judge_ended,
+    )
 
 
 def train_step(
@@ -175,6 +210,9 @@ def train_on(
         run.learner, experience, models, recompute=recomputed, kl_coef=progress.kl_coef, **further
     )
     batch_metrics |= statistics.spread("sample/staleness", step - 1 - experience.versions)
+    token_staleness = staleness_of_tokens(run.config, experience, step)
+    if token_staleness is not None:
+        batch_metrics |= statistics.spread("sample/token_staleness", token_staleness)
     batch_metrics |= statistics.balance_metrics(
         sequence_lengths(batch)[: experience.finished.size],
         tokens_of_devices(batch, update_settings(run.config, run.arch, run.learner.mesh, "actor", step)),
@@ -187,9 +225,19 @@ def train_on(
         if recomputed:  # then the first optimizer step compares the training pass with itself
             metrics.pop("rollout_corr/first_clipfrac", None)
         histograms["critic/advantages"] = histogram(batch.advantages[batch.loss_mask])
+        if token_staleness is not None:
+            histograms["sample/token_staleness"] = histogram(token_staleness)
         if not is_finite(metrics):
             logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
             keep_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
         return metrics, histograms
 
     return models, finish
+
+
+def staleness_of_tokens(config: Config, experience: Experience, step: int) -> np.ndarray | None:
+    """Training steps between the policy that drew each token and the one before `step`; None without segments."""
+    if not config.rollout.segment_length:
+        return None
+    versions = Segments(config.rollout.segment_length, config.data.max_response_length).token_versions(experience)
+    return (step - 1 - versions)[experience.mask]

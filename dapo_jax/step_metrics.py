@@ -119,6 +119,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
         "dynamic_sampling/num_carried_in": accepted.carried_in,
         "dynamic_sampling/num_carried_out": len(accepted.state.carried) if accepted.state.carried is not None else 0,
         "dynamic_sampling/num_aborted": accepted.given_up.responses,
+        "dynamic_sampling/num_begun": len(accepted.state.begun or ()),
         "dynamic_sampling/num_stale": accepted.num_stale,
         "dynamic_sampling/num_skipped_uniform": accepted.num_skipped,
         "dynamic_sampling/partial_step": float(accepted.outcome != "full"),

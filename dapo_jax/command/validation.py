@@ -14,7 +14,7 @@ from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.command.option_uses import unread_problems
 from dapo_jax.config.bounds import bounds_of, one_of
-from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch_size
+from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch_size, segment_steps
 from dapo_jax.config.sections import Config, EvaluateConfig
 from dapo_jax.config.values import PATHS, type_problems
 from dapo_jax.data.experience import OWN_SCORES
@@ -74,6 +74,7 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     yield from _trainer_problems(config)
     yield from _model_problems(config)
     yield from _decoding_problems(config)
+    yield from _segment_problems(config)
     yield from _algorithm_problems(config)
     yield from _correction_problems(config)
     yield from _filter_problems(config)
@@ -131,6 +132,33 @@ def _trainer_problems(config: Config) -> Iterator[str]:
     if config.actor.old_logprob == "recompute":
         yield (
             "trainer.rollout_ahead=1 trains on samples of an older policy, whose log-probabilities cannot be "
+            "recomputed: set actor.old_logprob=auto or rollout"
+        )
+
+
+def _segment_problems(config: Config) -> Iterator[str]:
+    """What partial rollouts need."""
+    length, groups = config.rollout.segment_length, config.algorithm.filter_groups
+    if length <= 0:
+        return
+    needed = {"enable": True, "leftover": "carry", "backfill": "batch", "on_exhausted": "next_epoch"}
+    wrong = [f"{name}={getattr(groups, name)}" for name, value in needed.items() if getattr(groups, name) != value]
+    wrong += ["adaptive_limit.enable=True"] * groups.adaptive_limit.enable
+    if wrong:
+        cure = ", ".join(f"{name}={value}" for name, value in needed.items())
+        yield (
+            f"rollout.segment_length={length} trains on groups that earlier steps have begun, which does not go with "
+            f"algorithm.filter_groups.{', '.join(wrong)}: set {cure} and adaptive_limit.enable=False there"
+        )
+    steps = segment_steps(config)
+    if groups.leftover == "carry" and groups.leftover_max_staleness < steps:
+        yield (
+            f"algorithm.filter_groups.leftover_max_staleness={groups.leftover_max_staleness} must be at least {steps}: "
+            f"with rollout.segment_length={length} the longest response takes {steps} training steps"
+        )
+    if config.actor.old_logprob == "recompute":
+        yield (
+            f"rollout.segment_length={length} trains on tokens of several policies, whose log-probabilities cannot be "
             "recomputed: set actor.old_logprob=auto or rollout"
         )
 

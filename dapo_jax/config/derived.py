@@ -53,6 +53,11 @@ def trains_on_older_samples(config: Config) -> bool:
     return config.algorithm.filter_groups.leftover == "carry" or bool(config.trainer.rollout_ahead)
 
 
+def segment_steps(config: Config) -> int:
+    """Training steps that the longest response takes, with rollout.segment_length above 0."""
+    return -(-config.data.max_response_length // config.rollout.segment_length)
+
+
 def uses_reference(config: Config) -> bool:
     """Whether a reference policy is loaded."""
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss

@@ -146,6 +146,7 @@ class RolloutConfig:
     max_num_seqs: NotNegative[int] = 0  # responses decoded at once, at least a group per device; 0 = by kv_memory_share
     kv_memory_share: Annotated[Positive[float], at_most(1)] = 0.85  # of the free memory, for keys and values
     decode_chunk_length: Positive[int] = 32  # tokens between two checks for finished responses
+    segment_length: NotNegative[int] = 0  # partial rollouts: tokens that a response advances per training step; 0 = off
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,15 @@ class Work:
         return self.needed / self.computed
 
 
-def efficiencies(parts: Iterable[Mapping[str, Work]]) -> dict[str, float]:
-    """`perf/{stage}_efficiency` of each stage that computed something, over all parts."""
+def total_work(parts: Iterable[Mapping[str, Work]]) -> dict[str, Work]:
+    """The work of all parts by stage."""
     total: dict[str, Work] = {}
     for part in parts:
         for stage, work in part.items():
             total[stage] = total.get(stage, Work()) + work
-    return {f"perf/{stage}_efficiency": work.efficiency for stage, work in total.items() if work.computed}
+    return total
+
+
+def efficiencies(parts: Iterable[Mapping[str, Work]]) -> dict[str, float]:
+    """`perf/{stage}_efficiency` of each stage that computed something, over all parts."""
+    return {f"perf/{stage}_efficiency": work.efficiency for stage, work in total_work(parts).items() if work.computed}

@@ -24,6 +24,7 @@ from dapo_jax.dynamic_sampling.schedule import (
     expected_rounds,
     fixed_limit,
     queued_prompts,
+    running_keep_rate,
     wave_prompts,
 )
 from dapo_jax.dynamic_sampling.too_few import FILTER, Shortage, groups_despite, uses_dropped
@@ -144,12 +145,6 @@ class _Attempt:
         weight = 0.5 * self.target
         return (self.state.keep_rate * weight + self.kept_now) / (weight + self.evaluated)
 
-    def next_keep_rate(self) -> float:
-        """The running rate after this step."""
-        past = self.options.stream.keep_rate_ema
-        now = self.kept_now / self.evaluated if self.evaluated else self.state.keep_rate
-        return past * self.state.keep_rate + (1 - past) * now
-
     def is_certain(self) -> bool:
         """Whether nothing under way can change the batch or the next step, and it costs time to wait for."""
         return self.overlaps and self.streams and self.options.leftover == "requeue" and self.kept >= self.target
@@ -265,6 +260,7 @@ class _Attempt:
                 carried = kept.select(surplus) if surplus.size else None
             else:
                 discarded = surplus.size
+        keep_rate = running_keep_rate(self.state.keep_rate, self._keep(), self.options)
         return Accepted(
             experience=accepted,
             rounds=self.rounds,
@@ -276,7 +272,7 @@ class _Attempt:
             num_skipped=next_prompt - self.state.next_prompt - int(np.sum(self._numbers() < next_prompt)),
             num_requeued=requeued,
             num_discarded=discarded,
-            state=StreamState(next_prompt, self.next_keep_rate(), self._history(next_prompt), carried),
+            state=StreamState(next_prompt, keep_rate, self._history(next_prompt), carried),
         )
 
     def _shortage(self, kept: Experience | None) -> Shortage:
@@ -300,9 +296,12 @@ class _Attempt:
         """The history after the groups before `next_prompt`, which no schedule samples again."""
         rows = np.concatenate([round_.outcomes.rows for round_ in self.rounds] or [np.zeros(0, np.int64)])
         numbers = self._numbers()
-        kept = np.concatenate([round_.keep for round_ in self.rounds] or [np.zeros(0, bool)])
         final = numbers < next_prompt
-        return self.state.history.updated(rows[final], kept[final])
+        return self.state.history.updated(rows[final], self._keep()[final])
+
+    def _keep(self) -> np.ndarray:
+        """Whether the filter kept the group of each of `_numbers`."""
+        return np.concatenate([round_.keep for round_ in self.rounds] or [np.zeros(0, bool)])
 
     def _numbers(self) -> np.ndarray:
         """Numbers of the prompts that this step has sampled."""

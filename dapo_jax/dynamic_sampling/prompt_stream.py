@@ -44,6 +44,7 @@ class StreamState:
     keep_rate: float  # running share of kept groups
     history: History
     carried: Experience | None = None  # kept groups of earlier steps, in prompt order
+    begun: Experience | None = None  # groups with responses to continue (rollout.segment_length), in prompt order
 
     def fresh(self, step: int, max_staleness: int) -> tuple[Experience | None, int]:
         """The carried groups that are not too old for training step `step`, and the number of those that are."""

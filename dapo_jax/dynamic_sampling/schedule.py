@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from dapo_jax.config.sections import FilterGroupsConfig
 
 Z = 3.09  # standard deviations: one case in 1000 is further below
@@ -59,6 +61,12 @@ def _lower_end(kept: int, evaluated: int) -> float:
 def expected_rounds(missing: int, *, gen_batch_size: int, keep_rate: float) -> int:
     """Rounds that find `missing` groups if each prompt is kept at the running `keep_rate`."""
     return math.ceil(missing / (gen_batch_size * max(keep_rate, MIN_KEEP_RATE)))
+
+
+def running_keep_rate(before: float, kept: np.ndarray, options: FilterGroupsConfig) -> float:
+    """The running share of kept groups after a step that has evaluated groups; kept [Q] bool."""
+    past = options.stream.keep_rate_ema
+    return past * before + (1 - past) * float(np.mean(kept)) if len(kept) else before
 
 
 def queued_prompts(missing: float, *, keep_rate: float) -> float:

@@ -38,7 +38,8 @@ dynamic_sampling/filtered_{all_correct|all_wrong|other}  groups  dropped groups:
 dynamic_sampling/num_requeued           groups  sampled groups that will be sampled again
 dynamic_sampling/num_discarded_valid    groups  kept groups that are discarded
 dynamic_sampling/num_carried_{in|out}   groups  kept groups carried in from the previous step, and out to the next
-dynamic_sampling/num_aborted            groups  groups started but not finished: always 0
+dynamic_sampling/num_aborted            responses  begun and given up when the batch was certain (docs/rollout.md)
+dynamic_sampling/num_begun              groups  under way, which the next step continues (rollout.segment_length)
 dynamic_sampling/num_stale              groups  carried groups that were too old to train on
 dynamic_sampling/num_skipped_uniform    prompts  prompts skipped because their last groups were uniform
 dynamic_sampling/partial_step           0 or 1  1 if the batch is incomplete or has unfiltered groups
@@ -64,6 +65,8 @@ sample/model_version/{mean|max|min}  steps  training steps that the policy of ea
 sample/task_count  prompts  distinct prompts in the batch
 [own | a batch was trained on]
 sample/staleness/{mean|max|min}  steps  step - 1 - model_version, of accepted groups
+[own | a batch was trained on | rollout.segment_length]
+sample/token_staleness/{mean|max|min}  steps  step - 1 - the version of the policy that drew each token
 
 [own | always]
 data/prompts_consumed  prompts  index of the next prompt

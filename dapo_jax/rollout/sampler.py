@@ -16,7 +16,7 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
-from dapo_jax.rollout.engine import Generation, GivenUp, RolloutEngine
+from dapo_jax.rollout.engine import Generation, GivenUp, RolloutEngine, StopRule
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.stops import stop_rule
 
@@ -30,6 +30,11 @@ class Sampler:
     mesh: Mesh
     stop: tuple[str, ...]  # a response ends with the first of these strings
     stage: Stage
+
+    @property
+    def stop_rule(self) -> StopRule | None:
+        """Ends responses at the stop strings, if there are any."""
+        return stop_rule(self.tokenizer, self.stop) if self.stop else None
 
     @contextmanager
     def open(
@@ -59,7 +64,7 @@ class Sampler:
             sampling=sampling,
             longest_prompt=longest_prompt or max(map(len, prompts.tokens)),
             num_prompts=num_prompts,
-            stop=stop_rule(self.tokenizer, self.stop) if self.stop else None,
+            stop=self.stop_rule,
         )
         stream = SampleStream(generation, prompts, version, self.stage, overlaps=self.engine.overlaps)
         yield stream

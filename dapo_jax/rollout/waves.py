@@ -56,7 +56,10 @@ class _Waves:
         block = engine.block(call, prompts, numbers, begun, limits, on_finished)
         history, memory = engine.history(call.purpose), engine.learnt.memory_before_the_first_call()
         dtype, num_samples = cache_dtype(call.params), call.num_samples
-        layout = layout_of_waves(settings, dtype, block.prompt_lengths, num_samples, history, memory)
+        lengths = block.prompt_lengths
+        if begun is not None:  # of any number: few sizes, so that few programs are compiled
+            lengths = np.pad(lengths, (0, max(call.num_prompts - len(prompts), 0)), mode="edge")
+        layout = layout_of_waves(settings, dtype, lengths, num_samples, history, memory)
         computed = []
         for first in range(0, len(prompts), layout.size):
             engine.check()
