@@ -93,6 +93,20 @@ COMPARISONS = {
             "stream": {"algorithm.filter_groups.backfill": "stream"},
         },
     ),
+    "segments": Comparison(  # partial rollouts; without groups in the first two steps, 18 have as many updates as 16
+        "configs/sums.py",
+        {
+            "whole responses": {},
+            "whole responses, carry": {"algorithm.filter_groups.leftover": "carry"},
+            "segments of 11 tokens": {
+                "rollout.segment_length": "11",
+                "algorithm.filter_groups.leftover": "carry",
+                "algorithm.filter_groups.leftover_max_staleness": "3",
+                "trainer.total_training_steps": "18",
+                "trainer.test_freq": "6",
+            },
+        },
+    ),
     "old_logprob": Comparison(
         "configs/sums.py",
         {"auto": {}, "recompute": {"actor.old_logprob": "recompute"}},  # auto: the sampler's, while they agree
