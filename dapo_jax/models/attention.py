@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.remat import ATTENDED
 
+QUERY_BLOCK = 1024  # tokens
 MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
 
 
@@ -71,6 +72,32 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
     attended = matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
     return checkpoint_name(attended, ATTENDED)
+
+
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """`attention` of each token to the real tokens up to itself; mask [B, T] bool.
+
+    Long sequences take a block of queries at a time, so that memory grows with the length and not with its square.
+    """
+    rows, length, heads, size = query.shape
+    block = queries_at_once(length)
+    if block == length:
+        return attention(query, key, value, causal(length, mask))
+    blocks = -(-length // block)
+    padded = jnp.pad(query, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
+
+    def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        first, queries = part
+        before = jnp.arange(length) <= first + jnp.arange(block)[:, None]
+        return attention(queries, key, value, mask[:, None, :] & before)
+
+    parts = jnp.arange(blocks) * block, padded.reshape(rows, blocks, block, heads, size).swapaxes(0, 1)
+    return jax.lax.map(attend, parts).swapaxes(0, 1).reshape(rows, -1, heads, size)[:, :length]
+
+
+def queries_at_once(length: int) -> int:
+    """Tokens of a sequence whose scores `causal_attention` has in memory at once."""
+    return length if length <= 2 * QUERY_BLOCK else QUERY_BLOCK
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> [N, T, heads, H] float32

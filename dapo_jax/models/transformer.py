@@ -17,7 +17,7 @@ from flax import struct
 
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.attention import BinAttention, attention, causal, matmul, shared_prompt_attention
+from dapo_jax.models.attention import BinAttention, causal_attention, matmul, shared_prompt_attention
 from dapo_jax.models.layers import KeyValue, Params, block, rms_norm, rotary, run_layers, unstacked
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
@@ -176,12 +176,11 @@ def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) ->
     """The hidden states of `forward`, and with `keep_cache` each layer's keys and values."""
     x = constrain_rows(embed(params, tokens))
     rotation = rotary(positions, arch)
-    visible = causal(mask.shape[1], mask)
 
     def step(kind, x, layer, _):
         def attend(query, key, value):
             cache = _cached(key, value) if keep_cache else None
-            return attention(query, key, value, visible), cache
+            return causal_attention(query, key, value, mask), cache
 
         x, cache = block(kind, x, layer, rotation, attend, arch)
         return constrain_rows(x), cache

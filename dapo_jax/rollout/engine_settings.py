@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import queries_at_once
 from dapo_jax.models.transformer import Params
 from dapo_jax.rollout.shapes import windows
 
@@ -55,5 +56,5 @@ def cache_bytes(settings: EngineSettings, dtype: np.dtype) -> float:
 def prefill_bytes(settings: EngineSettings, width: int) -> float:
     """About what the prefill of one prompt takes on a device: attention scores and activations of one layer."""
     arch, tensor = settings.arch, settings.mesh.shape["tensor"]
-    divided = 3 * arch.num_heads * width + 4 * arch.intermediate_size
+    divided = 3 * arch.num_heads * queries_at_once(width) + 4 * arch.intermediate_size
     return 4.0 * width * (divided / tensor + 8 * arch.hidden_size)

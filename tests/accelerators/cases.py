@@ -132,6 +132,7 @@ CASES = [
     Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32),
     Case("slots and pages", of.slots_and_pages, platforms=(H100, V5E, "v5p:2x2x2", "v6e:2x4", "a100:8")),
     Case("slots and pages, heads of 128", of.slots_and_pages, family="qwen3"),
+    Case("responses continued", of.continued),
     Case("slots and pages, float32, without tensor", of.slots_and_pages, {**FLOAT32, **ALONE, "mesh.fsdp": 4}),
     Case("one long chunk", step("decode"), {"rollout.decode_chunk_length": 127}),
     Case("one sample of a prompt", step("prefill"), {"rollout.n": 1}),

@@ -33,6 +33,7 @@ from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.learner import build_estimator
 from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import queries_at_once
 from dapo_jax.models.weights import build_freeze, weight_shardings, weight_table
 from dapo_jax.parallel.devices import devices_of
 from dapo_jax.parallel.mesh import Meshes, make_mesh, num_batch_shards, with_tensor
@@ -53,7 +54,7 @@ from dapo_jax.rollout.slot_programs import (
     lower_prefill_pages,
 )
 from dapo_jax.rollout.wave_layout import WaveLayout
-from dapo_jax.rollout.wave_programs import lower_chunk, wave_shape
+from dapo_jax.rollout.wave_programs import layout_of_waves, lower_chunk, lower_prefill, wave_shape
 from dapo_jax.settings import actor_settings, compute_dtype, critic_settings, engine_settings
 
 ROWS, TOKENS, GROUPS = 16, 128, 4  # of what the small functions are given
@@ -184,6 +185,20 @@ def slots_and_pages(parts: Parts, pages: int | None = None) -> Iterator[Program]
                 attend_pages=page_attention(settings),
             ),
         )
+
+
+def continued(parts: Parts) -> Iterator[Program]:
+    """What continues responses: prompts as long as prompt and response, with one sample, into a wave and into pages."""
+    settings = engine_settings(parts.config, parts.arch, (0,), 0, parts.mesh)
+    actor = build_actor(actor_settings(parts.config, parts.arch, parts.mesh), parts.mesh)
+    with jax.set_mesh(parts.mesh):
+        weights = actor.decode_weights.lower(actor.trainable.state_shape.params).out_info
+    dtype, lengths, history = compute_dtype(parts.config.model, parts.mesh), np.full(64, 4000), LengthHistory(128)
+    waves = layout_of_waves(settings, dtype, lengths, 1, history, 0.0)
+    slots = layout_of_slots(settings, dtype, lengths, 1, history, 0.0)
+    assert queries_at_once(waves.width) < waves.width and queries_at_once(slots.width) < slots.width
+    yield "prefill", lambda: lower_prefill(settings, weights, Sampling.create(1.0, 1.0, -1), waves)
+    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, slots)
 
 
 def start_of_training(parts: Parts) -> Iterator[Program]:

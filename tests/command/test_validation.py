@@ -149,6 +149,16 @@ def test_each_rule_names_key_and_cure(key, value, message):
     assert_one(problems({key: value}), re.escape(message))
 
 
+def test_segments_need_groups_that_may_wait():
+    carry = {f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 3, "rollout.segment_length": 400}
+    assert problems(carry) == []
+    assert_one(problems({**carry, f"{FILTER}.leftover_max_staleness": 2}), "must be at least 3: .* 3 training steps")
+    assert_one(problems({**carry, "actor.old_logprob": "recompute"}), "cannot be recomputed")
+    assert_one(problems({**carry, f"{FILTER}.on_limit": "partial"}), "not read without rollout.segment_length=0")
+    found = problems({"rollout.segment_length": 400, f"{FILTER}.backfill": "stream"})
+    assert_one(found, "which does not go with algorithm.filter_groups.leftover=requeue, backfill=stream: set .*carry")
+
+
 def test_a_token_budget_holds_a_prompt_with_its_response():
     budget = {"data.max_prompt_length": 1100, "data.max_response_length": 1000}
     by_rows = {"actor.use_dynamic_bsz": False}

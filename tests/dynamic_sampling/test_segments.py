@@ -1,0 +1,136 @@
+"""Partial rollouts: which groups a step begins, continues and trains on."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from dynamic_sampling.test_accumulation import NUM_ROWS, experience, round_of, start
+
+from dapo_jax.config.sections import FilterGroupsConfig
+from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
+from dapo_jax.dynamic_sampling.segments import Advance, accumulate_segments, groups_to_begin
+from dapo_jax.rollout.segments import Segments
+from dapo_jax.step_metrics import sampling_metrics
+
+SEGMENTS = Segments(15, 40)  # a response takes up to three steps
+SOURCE = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
+
+
+def length_of(number):
+    """[2] tokens of the two responses to a prompt; one group in four is at the limit."""
+    return np.minimum(np.random.default_rng([5, number]).integers(1, 54, 2), 40)
+
+
+def keeps(number):
+    return np.random.default_rng([3, number]).random() < 0.5
+
+
+class Sampled:
+    """Groups of two responses, which advance by 15 tokens per step."""
+
+    def __init__(self, step):
+        self.step, self.begun = step, []
+
+    def drawn(self, numbers, versions):
+        limits = (self.step - versions) * 15
+        lengths = np.array([length_of(number) for number in numbers])
+        groups = experience(numbers, np.zeros(lengths.shape))
+        mask = np.arange(40) < np.minimum(lengths, limits[:, None])[..., None]
+        return dataclasses.replace(groups, mask=mask, finished=lengths <= limits[:, None], versions=versions)
+
+    def begin(self, numbers):
+        self.begun += numbers
+        return self.drawn(np.array(numbers), np.full(len(numbers), self.step - 1))
+
+    def go_on(self, groups):
+        assert not SEGMENTS.ended(groups).all(axis=1).any(), "a group whose responses have ended is not continued"
+        return self.drawn(groups.numbers, groups.versions)
+
+    def judge(self, groups):
+        keep = np.array([keeps(number) for number in groups.numbers])
+        judged = round_of(groups.numbers.tolist(), keep, 2)
+        return dataclasses.replace(
+            judged, experience=dataclasses.replace(judged.experience, mask=groups.mask, versions=groups.versions)
+        )
+
+
+def run(steps, state=None, first=1, **changes):
+    state, found = state or start(), []
+    options = FilterGroupsConfig(**{"leftover": "carry", "leftover_max_staleness": 4, **changes})
+    for step in range(first, first + steps):
+        sampled = Sampled(step)
+        advance = Advance(sampled.begin, sampled.go_on, SEGMENTS.ended, sampled.judge)
+        sizes = {"target": 8, "gen_batch_size": 8, "segment_steps": 3, "step": step}
+        accepted = accumulate_segments(advance, state, SOURCE, options, **sizes)
+        found.append((accepted, sampled.begun))
+        state = accepted.state
+    return found
+
+
+def test_a_step_begins_what_a_step_trains_on_and_a_third_of_what_the_stock_lacks():
+    begun = {"segment_steps": 3, "gen_batch_size": 8}
+    assert groups_to_begin(16, carried=4, keep_rate=0.5, **begun) == 32  # the stock is 4 groups
+    assert groups_to_begin(16, carried=0, keep_rate=0.5, **begun) == 36  # (16 + 4 / 3) / 0.5, in whole pairs
+    assert groups_to_begin(16, carried=16, keep_rate=0.5, **begun) == 24
+    assert groups_to_begin(16, carried=80, keep_rate=0.5, **begun) == 0
+
+
+def test_every_group_is_judged_once_when_its_last_response_has_ended():
+    found, judged = run(40), []
+    for step, (accepted, _) in enumerate(found, 1):
+        for outcomes in (round_.outcomes for round_ in accepted.rounds):
+            longest = outcomes.lengths.max(axis=1)
+            assert (outcomes.versions + -(-longest // 15) == step).all()
+            assert (longest == [length_of(number).max() for number in outcomes.numbers]).all()
+            judged += outcomes.numbers.tolist()
+    begun = [number for _, numbers in found for number in numbers]
+    assert begun == list(range(len(begun)))
+    under_way = found[-1][0].state.begun.numbers.tolist()
+    assert sorted(judged + under_way) == begun and under_way == sorted(under_way)
+
+
+def test_groups_are_trained_on_in_order_and_never_too_old():
+    found = run(40)
+    trained = [number for one, _ in found if one.experience for number in one.experience.numbers]
+    assert len(set(trained)) == len(trained) and all(map(keeps, trained))
+    for step, (accepted, _) in enumerate(found, 1):
+        if accepted.experience is not None:
+            staleness = step - 1 - accepted.experience.versions
+            assert 0 <= staleness.min() and staleness.max() <= 4
+    assert [accepted.outcome for accepted, _ in found[:2]] != ["full"] * 2
+    assert np.mean([accepted.outcome == "full" for accepted, _ in found[4:]]) > 0.85
+    assert all(begun for _, begun in found), "the stock does not swing"
+
+
+def test_trained_groups_are_as_long_as_all_that_are_kept():
+    """What ends first is trained on first, but in the long run everything is."""
+    trained = [accepted.experience for accepted, _ in run(80) if accepted.experience]
+    lengths = [groups.num_tokens / groups.finished.size for groups in trained]
+    assert np.mean(lengths) == pytest.approx(np.mean([length_of(n) for n in range(800) if keeps(n)]), rel=0.05)
+
+
+def test_a_restart_between_two_steps_changes_nothing():
+    whole = run(12)
+    parts = run(5)
+    parts += run(7, state=parts[-1][0].state, first=6)
+    assert [begun for _, begun in parts] == [begun for _, begun in whole]
+    for (one, _), (other, _) in zip(parts, whole, strict=True):
+        assert (one.experience is None) == (other.experience is None)
+        assert one.experience is None or one.experience.numbers.tolist() == other.experience.numbers.tolist()
+
+
+def test_no_more_rounds_are_begun_than_are_allowed():
+    assert max(len(begun) for _, begun in run(6, max_num_gen_batches=1)) == 8
+
+
+def test_metrics_count_what_is_under_way():
+    accepted, _ = run(3)[-1]
+    metrics = sampling_metrics(accepted)
+    assert metrics["dynamic_sampling/num_begun"] == len(accepted.state.begun) > 0
+    assert metrics["dynamic_sampling/num_skipped_uniform"] == metrics["dynamic_sampling/num_requeued"] == 0
+
+
+def test_the_policy_of_each_token_follows_from_its_place():
+    groups = dataclasses.replace(experience([0, 1], np.zeros((2, 1)), lengths=40), versions=np.array([3, 7]))
+    versions = SEGMENTS.token_versions(groups)
+    assert versions[0, 0].tolist() == [3] * 15 + [4] * 15 + [5] * 10 and (versions[1] == versions[0] + 4).all()
