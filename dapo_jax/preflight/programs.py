@@ -97,6 +97,7 @@ def step_programs(
             config.rollout.engine,
             engine_settings(config, arch, eos_ids, pad_id, meshes.sampling),
             builder.decoding,
+            segment_length=config.rollout.segment_length,
             response_lengths=responses,
             prompt_lengths=prompts,
             free_bytes=max(memory - sum(builder.state.values()) - device_bytes(builder.decoding), 0.0),

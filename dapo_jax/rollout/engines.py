@@ -14,6 +14,7 @@ from dapo_jax.parallel.mesh import platform
 from dapo_jax.rollout.engine import RolloutEngine
 from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.round_plan import RoundPlan
+from dapo_jax.rollout.segment_plan import plan_segments
 from dapo_jax.rollout.slot_plan import plan_slots
 from dapo_jax.rollout.slots import SlotEngine
 from dapo_jax.rollout.wave_plan import plan_waves
@@ -44,21 +45,22 @@ def plan_round(
     settings: EngineSettings,
     weights: Params,
     *,
+    segment_length: int = 0,
     response_lengths: np.ndarray,
     prompt_lengths: np.ndarray,
     free_bytes: float,
 ) -> RoundPlan:
-    """The round of `build_engine`'s engine, see `plan_waves`."""
+    """The round of `build_engine`'s engine, see `plan_waves`; with segment_length above 0 see `plan_segments`."""
     plan = plan_waves
     if choose_engine(wanted, settings)[0] == "slots":
         plan = functools.partial(plan_slots, attend_pages=page_attention(settings))
-    return plan(
-        settings,
-        weights,
-        response_lengths=response_lengths,
-        prompt_lengths=prompt_lengths,
-        free_bytes=free_bytes,
-    )
+
+    def planned(responses: np.ndarray, prompts: np.ndarray) -> RoundPlan:
+        return plan(settings, weights, response_lengths=responses, prompt_lengths=prompts, free_bytes=free_bytes)
+
+    if not segment_length:
+        return planned(response_lengths, prompt_lengths)
+    return plan_segments(planned, segment_length, response_lengths=response_lengths, prompt_lengths=prompt_lengths)
 
 
 def choose_engine(wanted: str, settings: EngineSettings) -> tuple[str, str]:

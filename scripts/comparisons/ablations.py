@@ -97,7 +97,6 @@ COMPARISONS = {
         "configs/sums.py",
         {
             "whole responses": {},
-            "whole responses, carry": {"algorithm.filter_groups.leftover": "carry"},
             "segments of 11 tokens": {
                 "rollout.segment_length": "11",
                 "algorithm.filter_groups.leftover": "carry",

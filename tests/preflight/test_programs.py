@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 from small_run import small_config
 
 from dapo_jax.base_models import read_model
 from dapo_jax.learner import trainable
 from dapo_jax.meshes import make_meshes
+from dapo_jax.models.flops import token_flops
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.preflight.lengths import all_longest, parse_lengths
 from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, step_programs
@@ -95,6 +97,24 @@ def test_shorter_responses_read_fewer_keys_of_the_pages():
     chunks = sum(program.calls * program.pairs for program in shorter.programs if program.stage == "decode")
     assert 0 < chunks < whole.calls * whole.pairs
     assert shorter.work["decode"].computed < longest.work["decode"].computed
+
+
+def test_a_step_of_segments_begins_responses_and_continues_those_of_the_steps_before():
+    """8 prompts of 8 tokens, 16 responses of 12 in segments of 5: per step 128 begin, and 2 x 128 continue."""
+    config = small_config("unused", **{**ONE_STEP, "data.max_response_length": 12})
+    whole = programs_of(config)
+    carry = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}
+    config = small_config(
+        "unused", **{**ONE_STEP, **carry, "data.max_response_length": 12, "rollout.segment_length": 5}
+    )
+    step, flops = programs_of(config), token_flops(read_model(config)[0])
+    assert step.sizes == {**whole.sizes, "continued_waves": 2, "continued_rows_of_a_wave": 128}
+    begun = 8 * flops.of_prompts(np.array([8.0]))
+    again = 128 * flops.of_prompts(np.array([8.0 + 5, 8 + 10]))
+    assert step.work["prefill"].needed == pytest.approx(begun + again)
+    drawn = flops.of_responses(np.array([8.0, 8 + 5, 8 + 10]), np.array([[5.0], [5], [2]]))
+    assert step.work["decode"].needed == pytest.approx(128 * drawn)
+    assert sum(program.name.startswith("continued: prefill") for program in step.programs) == 1
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
