@@ -81,6 +81,9 @@ RUN_BY = {
     "python scripts/benchmarks/benchmark_": HERE,
     "python scripts/benchmarks/soak.py": HERE,
     "python scripts/benchmarks/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
+    "python scripts/benchmarks/simulate_decoding.py": (
+        "tests/scripts/test_simulate_decoding.py::test_the_command_prints_a_row_for_each_shape"
+    ),
     "python scripts/plot_run.py": "tests/scripts/test_plot_run.py::test_a_picture_of_two_runs",
     "python scripts/comparisons/run_ablation.py": (
         "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again"

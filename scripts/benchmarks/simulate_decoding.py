@@ -1,0 +1,247 @@
+"""Host: how long the decoding of a training step takes at least, under four schedules; a simulation without devices.
+
+    python scripts/benchmarks/simulate_decoding.py [--shape "7B v5p:2x2x4" ...] [--segment-length 8192]
+
+Schedules of a step that needs --target kept groups, each kept with probability --keep-rate:
+
+    waves       rounds of --target prompts, one after the other, by the wave engine
+    slots       the same rounds by the slot engine, a queue for each
+    one queue   all rounds in one queue of the slot engine, left once enough groups are kept (backfill=stream)
+    segments    a step goes on with the unfinished responses of earlier steps, then begins target / keep rate prompts;
+                it draws at most --segment-length tokens of each response; two queues, one after the other
+
+Responses are lognormal with a median of 3,000 tokens and sigma 1, half of the variance between prompts, at most 20,480.
+The engines' own rules decide what is decoded when, in chunks of 64 tokens. Rounds are as many as a step needs on
+average. A token takes the larger of operations / peak and bytes / bandwidth: a device reads its weights once, and the
+pages or windows of its rows; the shard with most pages sets the time. Links, prefill, draws and the host are left out.
+The prefill that segments repeat has columns of its own: each token once, and with the padding of the slot engine.
+"""
+
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.command.interrupts import end_at_once
+
+    end_at_once("simulate_decoding")
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from decoding_roofline import Machine, Queue, known, machines, slots_for, wave_seconds
+
+from dapo_jax.config.sections import FilterGroupsConfig
+from dapo_jax.data.experience import Experience
+from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
+from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
+from dapo_jax.dynamic_sampling.rounds import Round
+from dapo_jax.models.flops import token_flops
+from dapo_jax.rollout.slot_queue import SlotLayout
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
+
+from markdown_table import markdown_table
+from plan_dynamic_sampling import plan
+from script_ends import command
+
+LIMIT, PROMPT_LIMIT = 20480, 2048  # tokens of a response and of a prompt, at most
+SAMPLES = 16  # of a prompt
+ROUNDS = 3  # whose time is averaged
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts by number, and what sampling them gives."""
+
+    lengths: np.ndarray  # [Q] tokens
+    responses: np.ndarray  # [Q, G] tokens
+    keep: np.ndarray  # [Q] bool
+
+    @classmethod
+    def draw(cls, seed: Sequence[int], count: int, keep_rate: float) -> "Prompts":
+        """Long-tailed responses; half of the variance of their logarithms lies between prompts."""
+        rng = np.random.default_rng(seed)
+        normal = np.sqrt(0.5) * (rng.normal(size=(count, 1)) + rng.normal(size=(count, SAMPLES)))
+        responses = np.clip(3000 * np.exp(normal), 1, LIMIT).astype(int)
+        lengths = np.clip(200 * np.exp(0.4 * rng.normal(size=count)), 16, PROMPT_LIMIT).astype(int)
+        return cls(lengths, responses, rng.random(count) < keep_rate)
+
+
+def one_queue(machine: Machine, layout: SlotLayout, prompts: Prompts, given: argparse.Namespace) -> tuple[float, float]:
+    """Mean seconds of a step of `accumulate_groups`, and tokens drawn per trained one.
+
+    A step begins with the prompt after the last accepted one (leftover=requeue), in a queue of its own.
+    """
+    count = len(prompts.keep)
+    options = FilterGroupsConfig(backfill="stream", max_num_gen_batches=count // given.target)
+    state, source = StreamState(0, given.keep_rate, History.empty(count)), PromptSource(lambda n: n % count, count)
+    sizes = {"target": given.target, "gen_batch_size": given.target, "max_wave": given.target}
+    seconds, drawn, trained = 0.0, 0, 0
+    for step in range(1, given.steps + 1):
+        queue = Queue(machine, layout, LIMIT)
+
+        def start_round(numbers: Sequence[int], queue: Queue = queue) -> Callable[[], Round]:
+            rows = np.array(numbers) % count
+            wait = queue.add(prompts.lengths[rows], prompts.responses[rows])
+
+            def judge() -> Round:
+                wait()
+                return verdicts(numbers, prompts.keep[rows])
+
+            return judge
+
+        accepted = accumulate_groups(start_round, state, source, options, **sizes, step=step, overlaps=True)
+        assert accepted.experience is not None
+        state = accepted.state
+        seconds, drawn = seconds + queue.seconds, drawn + queue.drawn
+        trained += int(prompts.responses[accepted.experience.numbers % count].sum())
+    return seconds / given.steps, drawn / trained
+
+
+def verdicts(numbers: Sequence[int], keep: np.ndarray) -> Round:
+    """A round; its responses hold no tokens here."""
+    count = len(keep)
+    groups = Experience(
+        numbers=np.array(numbers),
+        rows=np.array(numbers),
+        prompts=[[]] * count,
+        responses=np.zeros((count, SAMPLES, 0), np.int32),
+        mask=np.zeros((count, SAMPLES, 0), bool),
+        logprobs=np.zeros((count, SAMPLES, 0), np.float32),
+        finished=np.ones((count, SAMPLES), bool),
+        texts=[[""] * SAMPLES] * count,
+        scores={},
+        versions=np.zeros(count, np.int64),
+        failed=np.zeros((count, SAMPLES), bool),
+    )
+    return Round(groups, keep, keep.astype(np.float32))
+
+
+def segment(prompts: Prompts, age: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a step draws of responses that began `age` steps before, if R of them are unfinished.
+
+    Returns:
+        tokens of prompts and responses so far [R], and tokens to draw [R], at most `length`.
+    """
+    rest = prompts.responses - age * length
+    going = rest > 0
+    begun = np.broadcast_to(prompts.lengths[:, None], rest.shape) + age * length
+    return begun[going], np.minimum(rest[going], length)
+
+
+def staleness(responses: np.ndarray, length: int) -> tuple[float, int, float]:
+    """Steps from the draw of a token to the step in which all responses of its group have ended.
+
+    Args:
+        responses: [Q, G] tokens.
+
+    Returns:
+        the mean and the largest of the groups' first tokens, and the mean of all tokens.
+    """
+    ends = ((responses - 1) // length).max(axis=1)  # steps after the first token
+    full = responses // length  # segments
+    drawn = length * full * (full - 1) / 2 + full * (responses - full * length)  # sum of position // length
+    tokens = (ends[:, None] * responses - drawn).sum() / responses.sum()
+    return float(ends.mean()), int(ends.max()), float(tokens)
+
+
+def segmented(machine: Machine, given: argparse.Namespace) -> tuple[float, float, float]:
+    """Mean seconds of steps in which responses of all ages go on: decoding, their prefill, and that with padding."""
+    length, count = given.segment_length, round(given.target / given.keep_rate)
+    ages = -(-LIMIT // length)
+    cohorts = [Prompts.draw([given.seed, 1, step], count, 1.0) for step in range(ages - 1 + given.steps)]
+    seconds, needed, padded = 0.0, 0.0, 0.0
+    for step in range(ages - 1, len(cohorts)):
+        parts = [segment(cohorts[step - age], age, length) for age in range(ages - 1, 0, -1)]  # the oldest first
+        begun, rest = (np.concatenate(values) for values in zip(*parts, strict=True))
+        old = slot_queue(machine, begun, rest[:, None], prompt_limit=PROMPT_LIMIT + LIMIT, limit=length)
+        new = np.minimum(cohorts[step].responses, length)
+        seconds += old.seconds
+        seconds += slot_queue(machine, cohorts[step].lengths, new, prompt_limit=PROMPT_LIMIT, limit=length).seconds
+        needed += machine.peak_seconds(token_flops(machine.arch).of_prompts(begun))
+        padded += machine.peak_seconds(old.walk.computed["prefill"])
+    return seconds / given.steps, needed / given.steps, padded / given.steps
+
+
+def slot_queue(machine: Machine, prompts: np.ndarray, responses: np.ndarray, *, prompt_limit: int, limit: int) -> Queue:
+    """A whole generation of the slot engine."""
+    settings, history = machine.settings(prompt_limit=prompt_limit, limit=limit), known(responses, limit)
+    queue = Queue(machine, slots_for(machine, settings, prompts, responses.shape[1], history), limit)
+    queue.add(prompts, responses)()
+    return queue
+
+
+def in_rounds(
+    machine: Machine, layout: SlotLayout, prompts: Prompts, given: argparse.Namespace
+) -> tuple[float, float, float]:
+    """Mean rounds of a step, and their seconds by waves and by slots."""
+    settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
+    rounds = plan(given.keep_rate, target=given.target, gen_batch_size=given.target).rounds
+    waves = slots = 0.0
+    for first in range(0, ROUNDS * given.target, given.target):
+        here = slice(first, first + given.target)
+        lengths, responses = prompts.lengths[here], prompts.responses[here]
+        waves += wave_seconds(machine, settings, lengths, responses, history)
+        queue = Queue(machine, layout, LIMIT)
+        queue.add(lengths, responses)()
+        slots += queue.seconds
+    return rounds, rounds * waves / ROUNDS, rounds * slots / ROUNDS
+
+
+def simulated(name: str, machine: Machine, given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The row of a shape in both tables; the second is empty without segments."""
+    count = max(4 * round(given.target / given.keep_rate), ROUNDS * given.target)
+    prompts = Prompts.draw([given.seed, 0], count, given.keep_rate)
+    settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
+    # as the engine opens a step: for the prompts of a round, all as long as the longest
+    layout = slots_for(machine, settings, np.full(given.target, prompts.lengths.max()), SAMPLES, history)
+    rounds, waves, slots = in_rounds(machine, layout, prompts, given)
+    queue, drawn = one_queue(machine, layout, prompts, given)
+    row = {
+        "model, devices": name,
+        "waves, s": round(waves),
+        "slots, s": round(slots),
+        "one queue, s": round(queue),
+        "waves / slots": waves / slots,
+        "one queue / slots": queue / slots,
+        "tokens drawn / trained: rounds": rounds,
+        "one queue": drawn,
+    }
+    if not given.segment_length:
+        return row, {}
+    seconds, needed, padded = segmented(machine, given)
+    first, most, tokens = staleness(prompts.responses, given.segment_length)
+    return row, {
+        "model, devices": name,
+        "segments, s": round(seconds),
+        "segments / slots": seconds / slots,
+        "prefill again, s": round(needed),
+        "padded, s": round(padded),
+        "steps from first token to update": first,
+        "most": most,
+        "from any token": tokens,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    shapes = machines()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=shapes, default=list(shapes))
+    parser.add_argument("--target", type=int, default=512, help="kept groups per step, and prompts of a round")
+    parser.add_argument("--keep-rate", type=float, default=1 / 3, help="share of groups that are kept")
+    parser.add_argument("--segment-length", type=int, default=8192, help="tokens of a response per step; 0 = leave out")
+    parser.add_argument("--steps", type=int, default=3, help="that are averaged, of one queue and of segments")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and of what is kept")
+    given = parser.parse_args(arguments)
+    if min(given.target, given.steps) < 1 or not 0 < given.keep_rate <= 1 or not 0 <= given.segment_length < LIMIT:
+        parser.error(f"--target and --steps must be positive, --keep-rate in (0, 1], --segment-length below {LIMIT}")
+    first, second = zip(*(simulated(name, shapes[name], given) for name in given.shape), strict=True)
+    print(markdown_table(first))
+    if given.segment_length:
+        print("\n" + markdown_table(second))
+
+
+if __name__ == "__main__":
+    command(main)

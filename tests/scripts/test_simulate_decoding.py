@@ -1,0 +1,67 @@
+"""The simulation of schedules: its rooflines by hand, and what its parts must add up to."""
+
+import argparse
+
+import numpy as np
+import pytest
+from decoding_roofline import Machine, Queue, known, machines, slots_for
+from shapes import ARCH
+from simulate_decoding import LIMIT, PROMPT_LIMIT, SAMPLES, Prompts, in_rounds, main, one_queue, segment, staleness
+
+from dapo_jax.parallel.devices import Limits
+from dapo_jax.rollout.slot_queue import SlotLayout
+
+
+@pytest.mark.parametrize("bandwidth", [1e3, 1e9])
+def test_a_chunk_by_hand(bandwidth):
+    """Two shards of two devices: rows that read 3 pages and 1 page on the first, 1 page on the second."""
+    layout = SlotLayout(1, shards=2, slots=2, few_slots=1, pages=9, page_length=8, width=24, row_pages=4, at_once=2)
+    machine = Machine(ARCH, Limits("device", None, flops=1e6, bandwidth=bandwidth, link=None), 2, 2, free=0.0)
+    queue = Queue(machine, layout, limit=8)
+    queue.add(np.array([25, 9, 9]), np.array([[8], [1], [5]]))()
+    weights = 2 * (2 * 48 * 64 + 2 * 48 * 32 + 3 * 48 * 80) + 64 * 48
+    keys = (3 + 1 + 2) * 8  # pages, and a tail for each slot
+    operations = 2 * 2 * weights + keys * 2 * 4 * 4 * 16
+    read = 2 * weights + keys * 2 * 2 * 2 * 16 * 2
+    assert queue.walk.decodes == {2: 1}
+    assert queue.seconds == pytest.approx(8 * max(operations / 1e6, read / bandwidth) / 2)
+    assert queue.drawn == 8 + 1 + 5
+
+
+def test_one_queue_is_not_slower_than_rounds():
+    given = argparse.Namespace(target=16, keep_rate=0.5, steps=2)
+    prompts, machine = Prompts.draw([0], 128, 0.5), machines()["7B v5p:2x2x4"]
+    settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
+    layout = slots_for(machine, settings, prompts.lengths[:16], SAMPLES, history)
+    rounds, _, slots = in_rounds(machine, layout, prompts, given)
+    seconds, drawn = one_queue(machine, layout, prompts, given)
+    assert 2 < rounds < 3 and 0 < seconds <= slots and drawn > 1 / 0.5
+
+
+@pytest.mark.parametrize("length", [100, 8192, LIMIT])
+def test_segments_of_all_steps_add_up_to_the_responses(length):
+    prompts = Prompts.draw([0], 20, 1.0)
+    steps = [segment(prompts, age, length) for age in range(-(-LIMIT // length))]
+    assert sum(drawn.sum() for _, drawn in steps) == prompts.responses.sum()
+    assert all((drawn > 0).all() and (drawn <= length).all() for _, drawn in steps)
+    begun, drawn = steps[0]
+    assert len(begun) == prompts.responses.size and (begun.reshape(20, SAMPLES) == prompts.lengths[:, None]).all()
+    assert all(begun.min(initial=LIMIT) >= age * length for age, (begun, _) in enumerate(steps))
+
+
+def test_staleness_by_hand():
+    """Segments of 4: the first group ends in its third step, the second in its first."""
+    first, most, tokens = staleness(np.array([[5, 12], [4, 4]]), 4)
+    assert (first, most) == (1.0, 2)
+    assert tokens == pytest.approx((4 * 2 + 1 * 1 + 4 * 2 + 4 * 1) / 25)
+
+
+def test_the_command_prints_a_row_for_each_shape(capsys):
+    small = ["--target", "4", "--keep-rate", "0.5", "--steps", "1"]
+    main(["--shape", "7B v5p:2x2x4", "7B h100:8", *small])
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert "| 7B v5p:2x2x4 |" in first and "| 7B h100:8 |" in second and "segments" not in first
+    main(["--shape", "7B h100:8", "--segment-length", "0", *small])
+    assert "segments" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--keep-rate", "0"])
