@@ -19,7 +19,7 @@ from dapo_jax.config.derived import gen_batch_size, prompts_at_once, segment_ste
 from dapo_jax.config.sections import Config
 from dapo_jax.data.collected import Collected
 from dapo_jax.data.experience import Experience
-from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups
+from dapo_jax.dynamic_sampling.accumulation import Accepted, accumulate_groups, expected_prompts
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, filter_groups
 from dapo_jax.dynamic_sampling.segments import Advance, accumulate_segments
@@ -110,7 +110,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
             num_samples=settings.n,
             purpose=TRAIN,
             sampling=sampling,
-            num_prompts=gen_batch_size(config),
+            num_prompts=expected_prompts(stream, groups, **sizes),
             version=version,
         ) as samples,
     ):

@@ -1,5 +1,6 @@
 """Host: rows to token ids; prompts that are too long are refused, dropped or cut."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -27,6 +28,11 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """[N] tokens of each prompt."""
+        return np.array([len(tokens) for tokens in self.tokens])
 
     def checksum(self) -> str:
         """Equal for the same prompts, with the same data for the verifier, in the same order."""

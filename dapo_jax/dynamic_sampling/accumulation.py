@@ -90,6 +90,21 @@ def accumulate_groups(
     return attempt.finish()
 
 
+def expected_prompts(
+    state: StreamState, options: FilterGroupsConfig, *, target: int, gen_batch_size: int, step: int
+) -> int:
+    """Prompts that a step is expected to have under way at once, if the engine overlaps rounds.
+
+    Args:
+        target, gen_batch_size, step: as for `accumulate_groups`.
+    """
+    if not (options.enable and options.backfill == "stream"):
+        return gen_batch_size
+    carried, _ = state.fresh(step, options.leftover_max_staleness)
+    queued = queued_prompts(options.stream.slack * (target - len(carried or ())), keep_rate=state.keep_rate)
+    return max(math.ceil(min(queued, fixed_limit(options) * gen_batch_size)), 1)
+
+
 @dataclass
 class _Attempt:
     """One step under way; the first fields are the arguments of `accumulate_groups`."""

@@ -82,7 +82,7 @@ class RolloutEngine(Protocol):
         num_samples: int,
         purpose: int,
         sampling: Sampling,
-        longest_prompt: int,
+        prompt_lengths: np.ndarray,
         num_prompts: int,
         stop: StopRule | None = None,
     ) -> Generation:
@@ -91,8 +91,8 @@ class RolloutEngine(Protocol):
         Args:
             params: decoding weights (learner/decode_weights.py), with the same shapes and dtypes in every call.
             purpose: training, evaluation, ... (sampling.py).
-            longest_prompt: tokens of any prompt to be added, at most.
-            num_prompts: that will be added, about; sizes follow from it.
+            prompt_lengths: [N] tokens of prompts like those that will be added, of which none is longer.
+            num_prompts: that will be added, about. Sizes follow from both.
             stop: ends a response at a stop string.
         """
         ...

@@ -27,7 +27,7 @@ class Call:
     num_samples: int
     purpose: int
     sampling: Sampling
-    longest_prompt: int  # tokens
+    prompt_lengths: np.ndarray  # [N] tokens
     num_prompts: int
     stop: StopRule | None
 
@@ -68,12 +68,12 @@ class EngineBase(abc.ABC):
         num_samples: int,
         purpose: int,
         sampling: Sampling,
-        longest_prompt: int,
+        prompt_lengths: np.ndarray,
         num_prompts: int,
         stop: StopRule | None = None,
     ) -> Generation:
         """As `RolloutEngine.open`."""
-        return self._open(Call(params, num_samples, purpose, sampling, longest_prompt, num_prompts, stop))
+        return self._open(Call(params, num_samples, purpose, sampling, prompt_lengths, num_prompts, stop))
 
     @abc.abstractmethod
     def _open(self, call: Call) -> Generation:
@@ -100,7 +100,7 @@ class EngineBase(abc.ABC):
             num_samples=num_samples,
             purpose=purpose,
             sampling=sampling,
-            longest_prompt=int(np.max(np.array([len(prompt) for prompt in prompts]) + longer)),
+            prompt_lengths=np.array([len(prompt) for prompt in prompts]) + longer,
             num_prompts=len(prompts),
             stop=stop,
         )

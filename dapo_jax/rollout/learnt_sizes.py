@@ -26,11 +26,11 @@ class LearntSizes:
         """How long the responses of a purpose have been."""
         return self._histories.setdefault(purpose, LengthHistory(self.settings.max_response_length))
 
-    def memory_before_the_first_call(self) -> float:
-        """Free bytes on each device; 0 where they decide nothing."""
-        if self._free_bytes is None and not self.settings.max_num_seqs:
+    def free_memory(self) -> float:
+        """Free bytes on each device before the first call."""
+        if self._free_bytes is None:
             self._free_bytes = free_bytes(self.settings.mesh)
-        return self._free_bytes or 0.0
+        return self._free_bytes
 
     def state(self) -> dict[str, np.ndarray]:
         """All of it, as arrays for a checkpoint."""

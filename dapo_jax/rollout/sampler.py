@@ -46,15 +46,16 @@ class Sampler:
         purpose: int,
         sampling: Sampling,
         num_prompts: int,
-        longest_prompt: int | None = None,
+        prompt_lengths: np.ndarray | None = None,
         version: int = 0,
     ) -> Iterator["SampleStream"]:
         """Samples responses to prompts as they are asked for; those not waited for in the end are given up.
 
         Args:
             weights: of the policy, for decoding.
+            prompts: of which rows will be asked for.
             num_prompts: that will be sampled, about.
-            longest_prompt: tokens of those, at most; None = of all `prompts`.
+            prompt_lengths: [N] tokens of those; None = of all `prompts`.
             version: training steps that the policy has seen.
         """
         generation = self.engine.open(
@@ -62,7 +63,7 @@ class Sampler:
             num_samples=num_samples,
             purpose=purpose,
             sampling=sampling,
-            longest_prompt=longest_prompt or max(map(len, prompts.tokens)),
+            prompt_lengths=prompts.lengths if prompt_lengths is None else prompt_lengths,
             num_prompts=num_prompts,
             stop=self.stop_rule,
         )
@@ -93,7 +94,7 @@ class Sampler:
             purpose=purpose,
             sampling=sampling,
             num_prompts=len(rows),
-            longest_prompt=max(len(prompts.tokens[row]) for row in rows),
+            prompt_lengths=prompts.lengths[list(rows)],
         ) as stream:
             return stream.sample(rows, numbers, verification)()
 

@@ -101,7 +101,7 @@ def continue_groups(
             num_samples=1,
             purpose=TRAIN,
             sampling=sampling,
-            longest_prompt=max(len(groups.prompts[i]) + length for i, length in zip(group, lengths, strict=True)),
+            prompt_lengths=np.array([len(groups.prompts[i]) for i in group]) + lengths,
             num_prompts=bucket(len(group)),  # few sizes, so that few programs are compiled
             stop=sampler.stop_rule,
         )

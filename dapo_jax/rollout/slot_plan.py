@@ -62,13 +62,14 @@ def _programs(
         pages,
         reads_weights=False,
     )
-    yield RoundProgram(
-        "prefill",
-        f"prefill {layout.at_once} prompts a shard into pages, width {layout.width}",
-        walk.prefills,
-        lambda: lower_prefill_pages(settings, weights, layout),
-        pages,
-    )
+    for size in layout.prefills:
+        yield RoundProgram(
+            "prefill",
+            f"prefill {size.at_once} prompts a shard into pages, width {size.width}",
+            walk.prefills[size],
+            lambda size=size: lower_prefill_pages(settings, weights, layout, size),
+            pages,
+        )
     for slots in dict.fromkeys((layout.slots, layout.few_slots)):
         calls = walk.decodes[slots]
         read = walk.pages[slots] * layout.page_length / (calls * layout.shards) if calls else 0.0

@@ -25,7 +25,7 @@ from dapo_jax.rollout.engine_settings import (
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import ROW_MULTIPLE, LengthHistory, prompt_width
 from dapo_jax.rollout.slot_decoding import Plan, Slots, decode_slots, empty_slots, prefill_pages
-from dapo_jax.rollout.slot_queue import SlotLayout
+from dapo_jax.rollout.slot_queue import PrefillSize, SlotLayout
 
 FILL = 0.8  # of the pages, that the expected keys and values of all slots take
 PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
@@ -41,21 +41,24 @@ def layout_of_slots(
     num_samples: int,
     history: LengthHistory,
     free_bytes: float,
+    *,
+    num_prompts: int | None = None,
 ) -> SlotLayout:
-    """The slots of a call: as many as max_num_seqs, or the memory if responses end as before, allows.
+    """The slots of a generation: as many as max_num_seqs, or the memory if responses end as before, allows.
 
     Args:
         dtype: of keys and values.
-        prompt_lengths: [Q] tokens, of all prompts of the call.
-        free_bytes: on each device, of which slots and pages may take `memory_share`.
+        prompt_lengths: [Q] tokens of its prompts, or of prompts like them.
+        free_bytes: on each device, of which slots and pages may take `memory_share`; 0 = not known.
+        num_prompts: of the generation; None = Q.
 
     Raises:
         InputError: the memory does not hold the pages of the longest response.
     """
     shards, length = num_batch_shards(settings.mesh), settings.chunk_length
-    rows = -(-len(prompt_lengths) // shards) * num_samples  # of a shard
-    width = -(-prompt_width(max(prompt_lengths), settings.max_prompt_length) // length) * length
-    at_once = max(min(int(PREFILL_BYTES / prefill_bytes(settings, width)), PREFILLED // width), 1)
+    rows = -(-(num_prompts or len(prompt_lengths)) // shards) * num_samples  # of a shard
+    prefills = _prefill_sizes(settings, prompt_width(int(max(prompt_lengths)), settings.max_prompt_length))
+    width, at_once = prefills[-1].width, prefills[0].at_once
     prompt_pages, own_pages = width // length, max(-(-settings.max_response_length // length) - 1, 0)
     per_page = length * cache_bytes(settings, dtype)
     # a page in the making is in memory twice
@@ -64,19 +67,31 @@ def layout_of_slots(
     if settings.max_num_seqs:
         slots = min(max(settings.max_num_seqs // shards, 1), rows)
     else:
-        held = history.mean_held() + length / 2 + width / num_samples
+        held = history.mean_held() + length / 2 + (float(np.mean(prompt_lengths)) + length / 2) / num_samples
         slots = FILL * memory / (FILL * per_slot + held / length * per_page)
         slots = _rung(min(slots, max(CHEAP_ROWS, rows / SLOTS_OF_ROWS), rows))
     # as if all slots were at their longest, with a prompt for each and those that wait
     most = 1 + slots * own_pages + (slots + 2 * at_once) * prompt_pages
-    pages = most if settings.max_num_seqs else min(most, int((memory - slots * per_slot) / per_page))
+    known = not settings.max_num_seqs or free_bytes > 0
+    pages = min(most, int((memory - slots * per_slot) / per_page)) if known else most
     if pages < 1 + prompt_pages + own_pages:
         raise InputError(
             f"the keys and values of a response of data.max_response_length={settings.max_response_length} tokens do "
             f"not fit rollout.kv_memory_share={settings.memory_share} of {free_bytes / 2**30:.1f} free GiB on a device"
         )
     few = max(slots // FEW_SLOTS, min(ROW_MULTIPLE, slots))
-    return SlotLayout(num_samples, shards, slots, few, pages, length, width, prompt_pages + own_pages, at_once)
+    return SlotLayout(num_samples, shards, slots, few, pages, length, prompt_pages + own_pages, prefills)
+
+
+def _prefill_sizes(settings: EngineSettings, width: int) -> tuple[PrefillSize, ...]:
+    """Calls of prefill for prompts of at most `width` tokens: that wide, and half as wide as long as that is wide."""
+    length, sizes = settings.chunk_length, list[PrefillSize]()
+    while not sizes or width >= PREFILLED:
+        pages = -(-width // length)
+        at_once = max(min(int(PREFILL_BYTES / prefill_bytes(settings, width)), PREFILLED // width), 1)
+        sizes.append(PrefillSize(pages * length, at_once))
+        width //= 2
+    return tuple(reversed(sizes))
 
 
 def _rung(slots: float) -> int:
@@ -95,15 +110,17 @@ def lower_empty_slots(settings: EngineSettings, dtype: Any, layout: SlotLayout) 
     return empty_slots.lower(**empty_shape(settings, dtype, layout))
 
 
-def lower_prefill_pages(settings: EngineSettings, params: Params, layout: SlotLayout) -> jax.stages.Lowered:
+def lower_prefill_pages(
+    settings: EngineSettings, params: Params, layout: SlotLayout, size: PrefillSize
+) -> jax.stages.Lowered:
     """The prefill of some prompts."""
-    prompts = layout.at_once * layout.shards
+    prompts = size.at_once * layout.shards
     return prefill_pages.lower(
         params,
         slots_shape(settings, cache_dtype(params), layout),
-        _rows(settings, prompts, layout.width, dtype=jnp.int32),
-        _rows(settings, prompts, layout.width, dtype=jnp.bool_),
-        _rows(settings, prompts, layout.width // layout.page_length, dtype=jnp.int32),
+        _rows(settings, prompts, size.width, dtype=jnp.int32),
+        _rows(settings, prompts, size.width, dtype=jnp.bool_),
+        _rows(settings, prompts, size.width // layout.page_length, dtype=jnp.int32),
         arch=settings.arch,
     )
 

@@ -5,13 +5,20 @@ Too few pages: the youngest rows are given up and begin again later, with the sa
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from dapo_jax.errors import InputError
+
+
+class PrefillSize(NamedTuple):
+    """The shape of a call of prefill."""
+
+    width: int  # tokens of a prompt, with padding: whole pages
+    at_once: int  # prompts of each shard
 
 
 @dataclass(frozen=True)
@@ -24,9 +31,8 @@ class SlotLayout:
     few_slots: int  # of a shard, in the program for the last rows
     pages: int  # of a shard, with page 0, which takes what nobody reads
     page_length: int  # tokens of a page and of a chunk
-    width: int  # tokens of a prompt in prefill, with padding: whole pages
     row_pages: int  # of a prompt and a response, at most
-    at_once: int  # prompts that each shard prefills in one call
+    prefills: tuple[PrefillSize, ...]  # the widest last
 
     def prompt_pages(self, length: int) -> int:
         """Pages of a prompt, whose last token is not prefilled."""
@@ -93,7 +99,7 @@ class SlotQueue:
         self.limits: list[int] = []  # most tokens to draw for each row
         self.next_prompt = self.given_up = self._longest = 0
         # Few rows wait, so that shards end together; many, so that prompts are prefilled together.
-        self._stock = layout.slots + layout.num_samples * max(layout.at_once // 2, 1)
+        self._stock = layout.slots + layout.num_samples * max(layout.prefills[0].at_once // 2, 1)
         self.shards = [_Shard(layout.pages) for _ in range(layout.shards)]
 
     def add(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray) -> int:
@@ -110,25 +116,22 @@ class SlotQueue:
         self.prompt_lengths += [int(length) for length in prompt_lengths]
         self.limits += limits.tolist()
         self._longest = layout.own_pages(max(self.limits))
+        assert max(self.prompt_lengths) - 1 <= layout.prefills[-1].width, "longer than what the layout was made for"
         needed = 1 + layout.prompt_pages(max(self.prompt_lengths)) + self._longest
         if layout.pages < needed:
             raise InputError(f"{layout.pages} pages of {layout.page_length} tokens a shard must be at least {needed}")
         return first_row
 
     def open(self) -> list[Opened]:
-        """Prompts to prefill now, none while every shard has rows for its free slots: at most `at_once` a shard."""
-        slots, at_once = self.layout.slots, self.layout.at_once
-        if self.next_prompt == len(self.prompt_lengths) or all(shard.load >= slots for shard in self.shards):
-            return []
+        """Prompts to prefill now, none while every shard has rows for its free slots."""
         opened: list[Opened] = []
-        counts = [0] * len(self.shards)
+        if all(shard.load >= self.layout.slots for shard in self.shards):
+            return opened
         while self.next_prompt < len(self.prompt_lengths):
-            candidates = [i for i, count in enumerate(counts) if count < at_once and self._has_room(self.shards[i])]
+            candidates = [index for index, shard in enumerate(self.shards) if self._has_room(shard)]
             if not candidates:
                 break
-            chosen = min(candidates, key=lambda i: self.shards[i].load)
-            opened.append(self._open(chosen))
-            counts[chosen] += 1
+            opened.append(self._open(min(candidates, key=lambda index: self.shards[index].load)))
         return opened
 
     def _has_room(self, shard: _Shard) -> bool:
@@ -254,3 +257,17 @@ class SlotQueue:
     def _goes_on(self, row: int, sampled: int) -> bool:
         """Whether a row with `sampled` tokens may draw more after its next chunk."""
         return sampled + self.layout.page_length < self.limits[row]
+
+
+def prefill_calls(layout: SlotLayout, opened: Sequence[Opened]) -> Iterator[tuple[PrefillSize, list[Opened]]]:
+    """Opened prompts by calls of prefill, the longest first, so that each call is as narrow as its prompts allow.
+
+    A prompt of one token has nothing to prefill.
+    """
+    waiting = [[one for one in opened if one.shard == shard and one.pages] for shard in range(layout.shards)]
+    for prompts in waiting:
+        prompts.sort(key=lambda one: -len(one.pages))
+    while longest := max((len(prompts[0].pages) for prompts in waiting if prompts), default=0):
+        size = next(size for size in layout.prefills if size.width >= longest * layout.page_length)
+        yield size, [one for prompts in waiting for one in prompts[: size.at_once]]
+        waiting = [prompts[size.at_once :] for prompts in waiting]

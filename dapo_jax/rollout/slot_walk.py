@@ -16,14 +16,14 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
 from dapo_jax.rollout.known_lengths import KnownLengths
 from dapo_jax.rollout.needed_work import needed_work, work_of
-from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
+from dapo_jax.rollout.slot_queue import Opened, PrefillSize, SlotLayout, SlotQueue, Turn, prefill_calls
 
 
 class Devices(Protocol):
     """What works off the turns of a queue."""
 
-    def prefill(self, opened: Sequence[Opened]) -> None:
-        """Prefills prompts, at most `at_once` on a shard."""
+    def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> None:
+        """Prefills prompts in a call of this shape."""
         ...
 
     def decode(self, turn: Turn) -> Any:
@@ -58,7 +58,7 @@ class SlotWalk:
     gathers: bool
     computed: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
     decodes: Counter[int] = field(default_factory=Counter)  # chunks by slots of a shard
-    prefills: int = 0  # calls
+    prefills: Counter[PrefillSize] = field(default_factory=Counter)  # calls
     pages: Counter[int] = field(default_factory=Counter)  # that rows read in these chunks, on all shards
     pending: deque[tuple[Any, np.ndarray, np.ndarray]] = field(default_factory=deque)  # dispatched: chunk, rows, starts
 
@@ -67,10 +67,9 @@ class SlotWalk:
         while len(self.pending) > self.lookahead:
             outcome.add(*self.pending.popleft())
         self.queue.release(outcome.alive)
-        prefilled = [opened for opened in self.queue.open() if opened.pages]
-        if prefilled:
-            devices.prefill(prefilled)
-            self._count_prefill()
+        for size, opened in prefill_calls(self.queue.layout, self.queue.open()):
+            devices.prefill(size, opened)
+            self._count_prefill(size)
         turn = self.queue.turn()
         if turn is not None:
             self.pending.append((devices.decode(turn), turn.rows, turn.sampled))
@@ -86,11 +85,10 @@ class SlotWalk:
         computed, self.computed = self.computed, dict.fromkeys(self.computed, 0.0)
         return computed
 
-    def _count_prefill(self) -> None:
-        layout, flops = self.queue.layout, token_flops(self.arch)
-        tokens = layout.at_once * layout.shards * layout.width
-        self.computed["prefill"] += tokens * (flops.layers + layout.width * flops.pair)
-        self.prefills += 1
+    def _count_prefill(self, size: PrefillSize) -> None:
+        flops, tokens = token_flops(self.arch), size.at_once * self.queue.layout.shards * size.width
+        self.computed["prefill"] += tokens * (flops.layers + size.width * flops.pair)
+        self.prefills[size] += 1
 
     def _count_chunk(self, turn: Turn) -> None:
         layout, flops = self.queue.layout, token_flops(self.arch)
@@ -132,7 +130,7 @@ class _Counting:
     def __init__(self, tokens_per_chunk: int) -> None:
         self.tokens_per_chunk = tokens_per_chunk
 
-    def prefill(self, opened: Sequence[Opened]) -> None:
+    def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> None:
         pass
 
     def decode(self, turn: Turn) -> int:

@@ -20,7 +20,7 @@ from dapo_jax.rollout.needed_work import work_of
 from dapo_jax.rollout.responses import JoinedResponses
 from dapo_jax.rollout.slot_decoding import Chunk, Plan, empty_slots, prefill_pages
 from dapo_jax.rollout.slot_programs import empty_shape, layout_of_slots, lower_decode_slots
-from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
+from dapo_jax.rollout.slot_queue import Opened, PrefillSize, SlotLayout, SlotQueue, Turn
 from dapo_jax.rollout.slot_walk import SlotWalk
 
 
@@ -40,9 +40,15 @@ class SlotEngine(EngineBase):
         self.attend_pages = attend_pages
 
     def _open(self, call: Call) -> Generation:
-        lengths, history = np.full(call.num_prompts, call.longest_prompt), self.learnt.history(call.purpose)
-        memory = self.learnt.memory_before_the_first_call()
-        layout = layout_of_slots(self.settings, cache_dtype(call.params), lengths, call.num_samples, history, memory)
+        layout = layout_of_slots(
+            self.settings,
+            cache_dtype(call.params),
+            call.prompt_lengths,
+            call.num_samples,
+            self.learnt.history(call.purpose),
+            self.learnt.free_memory(),
+            num_prompts=call.num_prompts,
+        )
         return _Queued(self, call, layout)
 
 
@@ -105,17 +111,17 @@ class _Slots:
         self.rows = np.concatenate([self.rows[:, :-1], new, self.rows[:, -1:]], axis=1)
         self.prompts.extend(block.prompts)
 
-    def prefill(self, opened: Sequence[Opened]) -> None:
+    def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> None:
         layout = self.layout
-        prompts: list[Sequence[int]] = [[self.settings.pad_id]] * (layout.shards * layout.at_once)
-        destinations = np.zeros((len(prompts), layout.width // layout.page_length), np.int32)
+        prompts: list[Sequence[int]] = [[self.settings.pad_id]] * (layout.shards * size.at_once)
+        destinations = np.zeros((len(prompts), size.width // layout.page_length), np.int32)
         used = [0] * layout.shards
         for one in opened:
-            place = one.shard * layout.at_once + used[one.shard]
+            place = one.shard * size.at_once + used[one.shard]
             used[one.shard] += 1
             prompts[place] = self.prompts[one.prompt][:-1]
             destinations[place, -len(one.pages) :] = one.pages
-        tokens, mask = pad_prompts(prompts, layout.width, self.settings.pad_id)
+        tokens, mask = pad_prompts(prompts, size.width, self.settings.pad_id)
         self.slots = prefill_pages(
             self.call.params,
             self.slots,

@@ -54,7 +54,7 @@ class _Waves:
     ) -> Callable[[], Rollout]:
         engine, call, settings = self.engine, self.call, self.engine.settings
         block = engine.block(call, prompts, numbers, begun, limits, on_finished)
-        history, memory = engine.history(call.purpose), engine.learnt.memory_before_the_first_call()
+        history, memory = engine.history(call.purpose), 0.0 if settings.max_num_seqs else engine.learnt.free_memory()
         dtype, num_samples = cache_dtype(call.params), call.num_samples
         lengths = block.prompt_lengths
         if begun is not None:  # of any number: few sizes, so that few programs are compiled

@@ -18,7 +18,7 @@ from dapo_jax.rollout.known_lengths import KnownLengths
 from dapo_jax.rollout.round_walk import walk_round
 from dapo_jax.rollout.shapes import ROW_MULTIPLE, LengthHistory
 from dapo_jax.rollout.slot_programs import layout_of_slots
-from dapo_jax.rollout.slot_queue import Opened, SlotLayout, SlotQueue, Turn
+from dapo_jax.rollout.slot_queue import Opened, PrefillSize, SlotLayout, SlotQueue, Turn
 from dapo_jax.rollout.slot_walk import SlotWalk
 
 DTYPE = np.dtype(np.float16)  # of keys and values; as large as bfloat16
@@ -111,10 +111,16 @@ def wave_seconds(
 
 
 def slots_for(
-    machine: Machine, settings: EngineSettings, prompts: np.ndarray, num_samples: int, history: LengthHistory
+    machine: Machine,
+    settings: EngineSettings,
+    prompts: np.ndarray,
+    num_samples: int,
+    history: LengthHistory,
+    num_prompts: int | None = None,
 ) -> SlotLayout:
-    """The slots of a generation with prompts [Q] of so many tokens."""
-    return layout_of_slots(settings, DTYPE, prompts, num_samples, history, machine.free * GIB)
+    """The slots of a generation with prompts like these, [Q] tokens; `num_prompts` of them, None = Q."""
+    free = machine.free * GIB
+    return layout_of_slots(settings, DTYPE, prompts, num_samples, history, free, num_prompts=num_prompts)
 
 
 class Queue:
@@ -153,7 +159,7 @@ class Queue:
 
         return wait
 
-    def prefill(self, opened: Sequence[Opened]) -> None:
+    def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> None:
         """As `slot_walk.Devices`; the walk counts its operations."""
 
     def decode(self, turn: Turn) -> int:

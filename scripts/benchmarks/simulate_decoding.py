@@ -34,7 +34,7 @@ from decoding_roofline import Machine, Queue, known, machines, slots_for, wave_s
 
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience
-from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
+from dapo_jax.dynamic_sampling.accumulation import accumulate_groups, expected_prompts
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.models.flops import token_flops
@@ -69,17 +69,23 @@ class Prompts:
         return cls(lengths, responses, rng.random(count) < keep_rate)
 
 
-def one_queue(machine: Machine, layout: SlotLayout, prompts: Prompts, given: argparse.Namespace) -> tuple[float, float]:
+def one_queue(
+    machine: Machine, layout_of: Callable[[int], SlotLayout], prompts: Prompts, given: argparse.Namespace
+) -> tuple[float, float]:
     """Mean seconds of a step of `accumulate_groups`, and tokens drawn per trained one.
 
     A step begins with the prompt after the last accepted one (leftover=requeue), in a queue of its own.
+
+    Args:
+        layout_of: the slots for so many prompts.
     """
     count = len(prompts.keep)
     options = FilterGroupsConfig(backfill="stream", max_num_gen_batches=count // given.target)
     state, source = StreamState(0, given.keep_rate, History.empty(count)), PromptSource(lambda n: n % count, count)
-    sizes = {"target": given.target, "gen_batch_size": given.target, "max_wave": given.target}
+    sizes = {"target": given.target, "gen_batch_size": given.target}
     seconds, drawn, trained = 0.0, 0, 0
     for step in range(1, given.steps + 1):
+        layout = layout_of(expected_prompts(state, options, **sizes, step=step))
         queue = Queue(machine, layout, LIMIT)
 
         def start_round(numbers: Sequence[int], queue: Queue = queue) -> Callable[[], Round]:
@@ -92,7 +98,9 @@ def one_queue(machine: Machine, layout: SlotLayout, prompts: Prompts, given: arg
 
             return judge
 
-        accepted = accumulate_groups(start_round, state, source, options, **sizes, step=step, overlaps=True)
+        accepted = accumulate_groups(
+            start_round, state, source, options, **sizes, max_wave=given.target, step=step, overlaps=True
+        )
         assert accepted.experience is not None
         state = accepted.state
         seconds, drawn = seconds + queue.seconds, drawn + queue.drawn
@@ -195,10 +203,12 @@ def simulated(name: str, machine: Machine, given: argparse.Namespace) -> tuple[d
     count = max(4 * round(given.target / given.keep_rate), ROUNDS * given.target)
     prompts = Prompts.draw([given.seed, 0], count, given.keep_rate)
     settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
-    # as the engine opens a step: for the prompts of a round, all as long as the longest
-    layout = slots_for(machine, settings, np.full(given.target, prompts.lengths.max()), SAMPLES, history)
-    rounds, waves, slots = in_rounds(machine, layout, prompts, given)
-    queue, drawn = one_queue(machine, layout, prompts, given)
+
+    def layout_of(num_prompts: int) -> SlotLayout:
+        return slots_for(machine, settings, prompts.lengths, SAMPLES, history, num_prompts)
+
+    rounds, waves, slots = in_rounds(machine, layout_of(given.target), prompts, given)
+    queue, drawn = one_queue(machine, layout_of, prompts, given)
     row = {
         "model, devices": name,
         "waves, s": round(waves),

@@ -171,7 +171,7 @@ def slots_and_pages(parts: Parts, pages: int | None = None) -> Iterator[Program]
     layout = layout_of_slots(settings, dtype, lengths, parts.config.rollout.n, LengthHistory(128), 0.0)
     layout = replace(layout, pages=pages or layout.pages)
     yield "empty slots", lambda: lower_empty_slots(settings, dtype, layout)
-    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, layout)
+    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, layout, layout.prefills[-1])
     for slots in {layout.slots, layout.few_slots}:
         yield (
             f"decode {slots} slots",
@@ -196,9 +196,9 @@ def continued(parts: Parts) -> Iterator[Program]:
     dtype, lengths, history = compute_dtype(parts.config.model, parts.mesh), np.full(64, 4000), LengthHistory(128)
     waves = layout_of_waves(settings, dtype, lengths, 1, history, 0.0)
     slots = layout_of_slots(settings, dtype, lengths, 1, history, 0.0)
-    assert queries_at_once(waves.width) < waves.width and queries_at_once(slots.width) < slots.width
+    assert queries_at_once(waves.width) < waves.width == slots.prefills[-1].width
     yield "prefill", lambda: lower_prefill(settings, weights, Sampling.create(1.0, 1.0, -1), waves)
-    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, slots)
+    yield "prefill into pages", lambda: lower_prefill_pages(settings, weights, slots, slots.prefills[-1])
 
 
 def start_of_training(parts: Parts) -> Iterator[Program]:

@@ -15,6 +15,7 @@ from dapo_jax.models.flops import token_flops
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.slot_programs import layout_of_slots
+from dapo_jax.rollout.slot_queue import Opened, PrefillSize, SlotLayout, prefill_calls
 from dapo_jax.rollout.slot_walk import walk_slots
 
 
@@ -66,12 +67,13 @@ def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
     )
     prompts, flops = np.full(2, 9), token_flops(ARCH)
     layout = layout_of_slots(settings, np.dtype(np.float32), prompts, 2, LengthHistory(24), 0.0)
-    assert (layout.slots, layout.width, layout.row_pages) == (4, 16, 4) and layout.at_once >= 2
+    [size] = layout.prefills
+    assert (layout.slots, size.width, layout.row_pages) == (4, 16, 4) and size.at_once >= 2
     walk, work = walk_slots(ARCH, layout, np.full((2, 2), 24), prompts, limit=24, lookahead=0)
-    assert walk.decodes == {4: 3} and walk.prefills == 1
+    assert walk.decodes == {4: 3} and walk.prefills == {size: 1}
     keys = 4 * 8 * (1 + 2 + 3)  # of the prompt and the response so far, and a tail as long as a page
     assert work["decode"].computed == 8 * (3 * 4 * (flops.layers + flops.head) + (keys + 3 * 4 * 8) * flops.pair)
-    assert work["prefill"].computed == layout.at_once * 16 * (flops.layers + 16 * flops.pair)
+    assert work["prefill"].computed == size.at_once * 16 * (flops.layers + 16 * flops.pair)
 
 
 def test_a_response_that_no_memory_holds_is_refused():
@@ -87,3 +89,30 @@ def test_slots_and_pages_fit_the_memory(prompts):
     held = layout.pages * layout.page_length * 2 * 28 * 128 * 2
     assert held <= 0.85 * 11 * GIB
     assert layout.few_slots <= layout.slots <= -(-prompts // 16) * 16
+
+
+def test_prompts_are_prefilled_in_calls_as_narrow_as_their_lengths_allow():
+    """The longest of each shard first; calls of 16 tokens take two prompts of a shard, calls of 64 one."""
+    sizes = {"shards": 2, "slots": 8, "few_slots": 4, "pages": 99, "page_length": 8, "row_pages": 16}
+    small, large = PrefillSize(16, 2), PrefillSize(64, 1)
+    layout = SlotLayout(1, **sizes, prefills=(small, large))
+    pages = [(0, 5), (0, 1), (1, 2), (0, 0), (0, 2), (1, 1), (0, 1)]  # shard, and pages of each prompt
+    opened = [Opened(prompt, shard, list(range(count))) for prompt, (shard, count) in enumerate(pages)]
+    calls = [(size, [one.prompt for one in prompts]) for size, prompts in prefill_calls(layout, opened)]
+    assert calls == [(large, [0, 2]), (small, [4, 1, 5]), (small, [6])]
+
+
+def test_long_prompts_are_prefilled_in_several_widths():
+    settings = settings_of("Qwen2.5-7B", (4, 4))
+    prompts = np.array([200] * 50 + [20000])
+    layout = layout_of_slots(settings, np.dtype(np.float16), prompts, 1, LengthHistory(LIMIT), 86 * GIB)
+    assert [size.width for size in layout.prefills] == [3072, 6144, 12288, 24576]
+    walk, _ = walk_slots(settings.arch, layout, np.full((51, 1), 70), prompts, limit=LIMIT, lookahead=1)
+    # each shard has up to 13 prompts, one of which goes with the longest
+    assert walk.prefills == {layout.prefills[-1]: 1, layout.prefills[0]: 12}
+
+
+def test_pages_fit_the_memory_also_for_a_given_number_of_slots():
+    settings = settings_of("Qwen2.5-7B", (16, 4), max_num_seqs=16 * 64)
+    layout = layout_of_slots(settings, np.dtype(np.float16), [200] * 512, 16, LengthHistory(LIMIT), 11 * GIB)
+    assert layout.slots == 64 and layout.pages * layout.page_length * 2 * 28 * 128 * 2 <= 0.85 * 11 * GIB

@@ -28,6 +28,7 @@ from dapo_jax.rollout.waves import WaveEngine
 ARCH = dataclasses.replace(shapes.ARCH, num_layers=1)
 EOS, PAD, LENGTH, SAMPLES = (2, 3), 0, 60, 4
 PROMPTS = [[5 + i % 50] * (1 + i * 5 % 23) for i in range(20)]
+LENGTHS = np.array([len(prompt) for prompt in PROMPTS])
 FREE = Sampling.create(1.0, 1.0, -1)
 
 
@@ -114,10 +115,11 @@ def with_pages(monkeypatch, pages):
         queues.append(SlotQueue(layout))
         return queues[-1]
 
+    def layout_of(*args, **sizes):
+        return dataclasses.replace(layout_of_slots(*args, **sizes), pages=pages)
+
     layout_of_slots = slots_module.layout_of_slots
-    monkeypatch.setattr(
-        slots_module, "layout_of_slots", lambda *args: dataclasses.replace(layout_of_slots(*args), pages=pages)
-    )
+    monkeypatch.setattr(slots_module, "layout_of_slots", layout_of)
     monkeypatch.setattr(slots_module, "SlotQueue", made)
     return queues
 
@@ -165,7 +167,7 @@ def opened(engine, **options):
     mesh = engine.settings.mesh
     return engine.open(
         jax.device_put(host_params(), replicated(mesh)),
-        **{"num_samples": SAMPLES, "purpose": TRAIN, "sampling": FREE, "longest_prompt": 23, "num_prompts": 20},
+        **{"num_samples": SAMPLES, "purpose": TRAIN, "sampling": FREE, "prompt_lengths": LENGTHS, "num_prompts": 20},
         **options,
     )
 

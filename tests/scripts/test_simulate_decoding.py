@@ -9,13 +9,14 @@ from shapes import ARCH
 from simulate_decoding import LIMIT, PROMPT_LIMIT, SAMPLES, Prompts, in_rounds, main, one_queue, segment, staleness
 
 from dapo_jax.parallel.devices import Limits
-from dapo_jax.rollout.slot_queue import SlotLayout
+from dapo_jax.rollout.slot_queue import PrefillSize, SlotLayout
 
 
 @pytest.mark.parametrize("bandwidth", [1e3, 1e9])
 def test_a_chunk_by_hand(bandwidth):
     """Two shards of two devices: rows that read 3 pages and 1 page on the first, 1 page on the second."""
-    layout = SlotLayout(1, shards=2, slots=2, few_slots=1, pages=9, page_length=8, width=24, row_pages=4, at_once=2)
+    sizes = {"shards": 2, "slots": 2, "few_slots": 1, "pages": 9, "page_length": 8, "row_pages": 4}
+    layout = SlotLayout(1, **sizes, prefills=(PrefillSize(24, 2),))
     machine = Machine(ARCH, Limits("device", None, flops=1e6, bandwidth=bandwidth, link=None), 2, 2, free=0.0)
     queue = Queue(machine, layout, limit=8)
     queue.add(np.array([25, 9, 9]), np.array([[8], [1], [5]]))()
@@ -32,9 +33,12 @@ def test_one_queue_is_not_slower_than_rounds():
     given = argparse.Namespace(target=16, keep_rate=0.5, steps=2)
     prompts, machine = Prompts.draw([0], 128, 0.5), machines()["7B v5p:2x2x4"]
     settings, history = machine.settings(prompt_limit=PROMPT_LIMIT, limit=LIMIT), known(prompts.responses, LIMIT)
-    layout = slots_for(machine, settings, prompts.lengths[:16], SAMPLES, history)
-    rounds, _, slots = in_rounds(machine, layout, prompts, given)
-    seconds, drawn = one_queue(machine, layout, prompts, given)
+
+    def layout_of(num_prompts):
+        return slots_for(machine, settings, prompts.lengths, SAMPLES, history, num_prompts)
+
+    rounds, _, slots = in_rounds(machine, layout_of(16), prompts, given)
+    seconds, drawn = one_queue(machine, layout_of, prompts, given)
     assert 2 < rounds < 3 and 0 < seconds <= slots and drawn > 1 / 0.5
 
 
