@@ -146,7 +146,11 @@ USES = (
     _with("model.remat_policy", "model.enable_gradient_checkpointing", True),
     _use("model.lora.alpha|target_modules", "model.lora.rank above 0", lambda config: config.model.lora.rank > 0),
     _with("model.random.", "model.path", "random"),
-    _with("rollout.kv_memory_share", "rollout.max_num_seqs", 0),
+    _use(
+        "rollout.kv_memory_share",
+        "rollout.max_num_seqs=0 or rollout.engine=slots",
+        lambda config: not config.rollout.max_num_seqs or config.rollout.engine == "slots",
+    ),
     _use("reward.error_score", VERIFIED, _verifies),
     _use(
         "reward.model.weight|function_weight|micro_batch_size_per_device|max_length",

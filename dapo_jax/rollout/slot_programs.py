@@ -65,7 +65,8 @@ def layout_of_slots(
     per_slot = 2 * per_page + 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]
     memory = free_bytes * settings.memory_share
     if settings.max_num_seqs:
-        slots = min(max(settings.max_num_seqs // shards, 1), rows)
+        wanted = max(settings.max_num_seqs // shards, 1)
+        slots = wanted if wanted <= rows else _rung(rows)
     else:
         held = history.mean_held() + length / 2 + (float(np.mean(prompt_lengths)) + length / 2) / num_samples
         slots = FILL * memory / (FILL * per_slot + held / length * per_page)

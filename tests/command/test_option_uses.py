@@ -40,7 +40,8 @@ ALWAYS_READ = set(
     monitor.alarms.score_by_length monitor.num_samples
     reward.function reward.memory_limit_mb reward.model.path reward.num_workers
     reward.overlong_buffer.enable reward.timeout_s rollout.decode_chunk_length rollout.engine rollout.max_num_seqs
-    rollout.min_response_length rollout.n rollout.stop rollout.temperature rollout.top_k rollout.top_p seed
+    rollout.min_response_length rollout.n rollout.segment_length rollout.stop rollout.temperature rollout.top_k
+    rollout.top_p seed
     trainer.best_metric trainer.checkpoint_dir trainer.compilation_cache_dir trainer.compiler_options
     trainer.coordinator trainer.gpu_memory_fraction trainer.heartbeat_timeout_s trainer.max_ckpt_to_keep
     trainer.max_nonfinite_steps trainer.num_processes trainer.process_id trainer.profile_steps trainer.resume_from_path
@@ -58,6 +59,11 @@ LOSS = "actor.policy_loss.loss_mode"
 FILES = {"data.task": "files", "data.train_files": ("a.parquet",)}
 GAE = {"algorithm.adv_estimator": "gae"}
 NOTHING_MEASURED = {"data.arithmetic.num_heldout": 0}
+SEGMENTS = {
+    "rollout.segment_length": 512,
+    f"{FILTER}.leftover": "carry",
+    f"{FILTER}.leftover_max_staleness": 2,
+}
 CPO = {"algorithm.adv_estimator": "cpo"}
 WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
 # For each setting of USES: changes of the config with which the options are not read, and with which they are.
@@ -70,7 +76,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model.enable_gradient_checkpointing=True": ({"model.enable_gradient_checkpointing": False}, {}),
     "model.lora.rank above 0": ({}, {"model.lora.rank": 4}),
     "model.path=random": ({"model.path": "models/some"}, {}),
-    "rollout.max_num_seqs=0": ({"rollout.max_num_seqs": 64}, {}),
+    "rollout.max_num_seqs=0 or rollout.engine=slots": ({"rollout.max_num_seqs": 64}, {"rollout.engine": "slots"}),
+    "rollout.segment_length=0": (SEGMENTS, {f"{FILTER}.on_exhausted": "partial"}),
     VERIFIED: ({"reward.function": "none", "reward.model.path": "a", f"{FILTER}.metric": "score"}, {}),
     "reward.model.path": ({}, {"reward.model.path": "models/reward"}),
     "reward.overlong_buffer.enable=True": ({}, {"reward.overlong_buffer.enable": True}),
