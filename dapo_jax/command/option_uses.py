@@ -191,7 +191,7 @@ USES = (
         f"{F}.enable",
         True,
     ),
-    _with(f"{F}.on_limit|on_empty", "rollout.segment_length", 0),
+    _with(f"{F}.on_limit|on_exhausted|on_empty", "rollout.segment_length", 0),
     _use("data.gen_batch_size", f"{F}.enable=True", _samples_in_rounds),
     _with(f"{F}.std_threshold", f"{F}.rule", "std"),
     _with(f"{F}.filter_low|filter_high", f"{F}.rule", "mean_range"),

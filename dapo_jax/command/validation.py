@@ -141,7 +141,7 @@ def _segment_problems(config: Config) -> Iterator[str]:
     length, groups = config.rollout.segment_length, config.algorithm.filter_groups
     if length <= 0:
         return
-    needed = {"enable": True, "leftover": "carry", "backfill": "batch", "on_exhausted": "next_epoch"}
+    needed = {"enable": True, "leftover": "carry", "backfill": "batch"}
     wrong = [f"{name}={getattr(groups, name)}" for name, value in needed.items() if getattr(groups, name) != value]
     wrong += ["adaptive_limit.enable=True"] * groups.adaptive_limit.enable
     if wrong:

@@ -29,8 +29,7 @@ ALWAYS_READ = set(
     actor.optim.moments_dtype actor.optim.offload actor.optim.weight_decay actor.policy_loss.loss_mode actor.ppo_epochs
     actor.ppo_mini_batch_size actor.use_dynamic_bsz actor.use_kl_loss
     algorithm.adv_estimator algorithm.filter_groups.enable algorithm.overlong_filtering
-    algorithm.filter_groups.on_exhausted algorithm.rollout_correction.rollout_is
-    algorithm.rollout_correction.rollout_rs algorithm.use_kl_in_reward
+    algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_rs algorithm.use_kl_in_reward
     data.chat_template_kwargs data.filter_overlong_prompts data.max_prompt_length data.max_response_length data.shuffle
     data.system_prompt data.task data.train_batch_size evaluate.tasks
     mesh.data mesh.fsdp mesh.tensor mesh.train_tensor model.attention model.dtype
@@ -77,7 +76,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "model.lora.rank above 0": ({}, {"model.lora.rank": 4}),
     "model.path=random": ({"model.path": "models/some"}, {}),
     "rollout.max_num_seqs=0 or rollout.engine=slots": ({"rollout.max_num_seqs": 64}, {"rollout.engine": "slots"}),
-    "rollout.segment_length=0": (SEGMENTS, {f"{FILTER}.on_exhausted": "partial"}),
+    "rollout.segment_length=0": (SEGMENTS, {}),
     VERIFIED: ({"reward.function": "none", "reward.model.path": "a", f"{FILTER}.metric": "score"}, {}),
     "reward.model.path": ({}, {"reward.model.path": "models/reward"}),
     "reward.overlong_buffer.enable=True": ({}, {"reward.overlong_buffer.enable": True}),
