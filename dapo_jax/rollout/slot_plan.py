@@ -62,7 +62,7 @@ def _programs(
         pages,
         reads_weights=False,
     )
-    for size in layout.prefills:
+    for size in {**walk.prefills, layout.prefills[-1]: 0}:
         yield RoundProgram(
             "prefill",
             f"prefill {size.at_once} prompts a shard into pages, width {size.width}",

@@ -84,15 +84,21 @@ def layout_of_slots(
     return SlotLayout(num_samples, shards, slots, few, pages, length, prompt_pages + own_pages, prefills)
 
 
-def _prefill_sizes(settings: EngineSettings, width: int) -> tuple[PrefillSize, ...]:
-    """Calls of prefill for prompts of at most `width` tokens: that wide, and half as wide as long as that is wide."""
-    length, sizes = settings.chunk_length, list[PrefillSize]()
-    while not sizes or width >= PREFILLED:
-        pages = -(-width // length)
-        at_once = max(min(int(PREFILL_BYTES / prefill_bytes(settings, width)), PREFILLED // width), 1)
-        sizes.append(PrefillSize(pages * length, at_once))
-        width //= 2
-    return tuple(reversed(sizes))
+def _prefill_sizes(settings: EngineSettings, widest: int) -> tuple[PrefillSize, ...]:
+    """Calls of prefill for prompts of at most `widest` tokens: from PREFILLED on, an eighth wider than the one before.
+
+    Only those that are used are compiled.
+    """
+    length, widths = settings.chunk_length, [widest]
+    while (narrower := widths[0] * 8 // 9) >= PREFILLED:
+        widths.insert(0, narrower)
+    return tuple(
+        PrefillSize(
+            -(-width // length) * length,
+            max(min(int(PREFILL_BYTES / prefill_bytes(settings, width)), PREFILLED // width), 1),
+        )
+        for width in widths
+    )
 
 
 def _rung(slots: float) -> int:

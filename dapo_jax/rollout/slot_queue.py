@@ -14,6 +14,9 @@ import numpy as np
 from dapo_jax.errors import InputError
 
 
+WAITING = 4  # rows of a shard, at least, that may wait for a slot
+
+
 class PrefillSize(NamedTuple):
     """The shape of a call of prefill."""
 
@@ -98,8 +101,9 @@ class SlotQueue:
         self.prompt_lengths: list[int] = []  # tokens
         self.limits: list[int] = []  # most tokens to draw for each row
         self.next_prompt = self.given_up = self._longest = 0
-        # Few rows wait, so that shards end together; many, so that prompts are prefilled together.
-        self._stock = layout.slots + layout.num_samples * max(layout.prefills[0].at_once // 2, 1)
+        # Few rows wait, so that shards end together; many, so that all shards prefill in the same calls.
+        waiting = max(layout.prefills[0].at_once // 2, WAITING // layout.num_samples, 1)
+        self._stock = layout.slots + layout.num_samples * waiting
         self.shards = [_Shard(layout.pages) for _ in range(layout.shards)]
 
     def add(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray) -> int:
