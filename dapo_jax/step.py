@@ -116,7 +116,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     ):
         overlaps, most = samples.overlaps, prompts_at_once(config)
         accepted = accumulate_groups(sample_round, stream, source, groups, max_wave=most, overlaps=overlaps, **sizes)
-    return dataclasses.replace(accepted, given_up=samples.given_up)
+    return accepted.with_given_up(samples.given_up)
 
 
 def advance_of(

@@ -53,8 +53,9 @@ def experience_metrics(accepted: Accepted, data: DataConfig, order: PromptOrder)
             int((~round_.keep).sum()) * round_.outcomes.lengths.shape[1] for round_ in accepted.rounds
         ),
     }
+    metrics |= efficiencies([*(part.work for part in sampled), accepted.other_work])
     if sampled:
-        metrics |= _sampled_metrics(sampled) | efficiencies([*(part.work for part in sampled), accepted.given_up.work])
+        metrics |= _sampled_metrics(sampled)
         metrics["reward/error_share"] = metrics["reward/num_errors"] / sum(part.failed.size for part in sampled)
     return metrics if trained is None else metrics | _trained_metrics(trained, data)
 
@@ -102,7 +103,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
     keep = np.concatenate([round_.keep for round_ in rounds] or [np.zeros(0, bool)])
     std = np.concatenate([round_.metric_std for round_ in rounds] or [np.zeros(0)])
     kept = int(keep.sum())
-    generated = sum(int(round_.outcomes.lengths.sum()) for round_ in rounds) + accepted.given_up.tokens
+    generated = accepted.generated_tokens
     trained = accepted.experience.num_tokens if accepted.experience is not None else 0
     # A step that trains on carried groups alone has sampled nothing, and has no rates.
     rates = {"train/filter_rate": float(np.mean(~keep)), "train/mean_metric_std": float(std.mean())} if rounds else {}
@@ -118,7 +119,7 @@ def sampling_metrics(accepted: Accepted) -> dict[str, float]:
         "dynamic_sampling/num_discarded_valid": accepted.num_discarded,
         "dynamic_sampling/num_carried_in": accepted.carried_in,
         "dynamic_sampling/num_carried_out": len(accepted.state.carried) if accepted.state.carried is not None else 0,
-        "dynamic_sampling/num_aborted": accepted.given_up.responses,
+        "dynamic_sampling/num_aborted": accepted.num_aborted,
         "dynamic_sampling/num_begun": len(accepted.state.begun or ()),
         "dynamic_sampling/num_stale": accepted.num_stale,
         "dynamic_sampling/num_skipped_uniform": accepted.num_skipped,

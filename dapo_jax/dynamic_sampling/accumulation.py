@@ -9,13 +9,14 @@ carry keeps surplus groups for the next step, discard drops them.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience, join, total_failure
+from dapo_jax.data.work import Work
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_newest
 from dapo_jax.dynamic_sampling.schedule import (
@@ -53,7 +54,14 @@ class Accepted:
     num_requeued: int  # evaluated groups that will be sampled again
     num_discarded: int  # kept groups that are dropped
     state: StreamState  # for the next step
-    given_up: GivenUp = GivenUp()  # what was being sampled when the batch was certain
+    generated_tokens: int  # drawn in this step
+    num_aborted: int = 0  # responses given up when the batch was certain
+    other_work: Mapping[str, Work] = field(default_factory=dict)  # of sampling what is in no round
+
+    def with_given_up(self, given_up: GivenUp) -> "Accepted":
+        """The same with what was being sampled when the batch was certain."""
+        tokens = self.generated_tokens + given_up.tokens
+        return replace(self, generated_tokens=tokens, num_aborted=given_up.responses, other_work=given_up.work)
 
 
 def accumulate_groups(
@@ -205,7 +213,8 @@ class _Attempt:
         _, wait = self.in_flight.popleft()
         self._take(wait())
         adaptive = self.options.adaptive_limit
-        if adaptive.enable and self.num_rounds >= adaptive.min_rounds:
+        seen = self.evaluated / self.gen_batch_size if self.overlaps else self.num_rounds
+        if adaptive.enable and seen >= adaptive.min_rounds:
             self.adapted = self.limit = adaptive_limit(
                 self.options,
                 before=self.adapted,
@@ -288,6 +297,7 @@ class _Attempt:
             num_requeued=requeued,
             num_discarded=discarded,
             state=StreamState(next_prompt, keep_rate, self._history(next_prompt), carried),
+            generated_tokens=sum(int(round_.outcomes.lengths.sum()) for round_ in self.rounds),
         )
 
     def _shortage(self, kept: Experience | None) -> Shortage:

@@ -43,7 +43,7 @@ class StreamState:
     next_prompt: int  # first prompt number that is still to be sampled
     keep_rate: float  # running share of kept groups
     history: History
-    carried: Experience | None = None  # kept groups of earlier steps, in prompt order
+    carried: Experience | None = None  # kept groups of earlier steps, in the order in which they will be taken
     begun: Experience | None = None  # groups with responses to continue (rollout.segment_length), in prompt order
 
     def fresh(self, step: int, max_staleness: int) -> tuple[Experience | None, int]:

@@ -8,7 +8,6 @@ partial; the first ones are, and begin as many groups as any other.
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +80,7 @@ def accumulate_segments(
     )
     most = int(min(wanted, limit * gen_batch_size))
     numbers, next_prompt = prompts.numbers(state.history, state.next_prompt, most, math.inf)
+    before = 0 if state.begun is None else state.begun.num_tokens
     parts = [] if state.begun is None else [advance.go_on(state.begun)]
     if numbers:
         parts.append(advance.begin(numbers))
@@ -89,15 +89,15 @@ def accumulate_segments(
         ended = advance.ended(groups).all(axis=1)
         begun = join([groups.select(np.flatnonzero(~ended))])
         if ended.any():
-            work = total_work(part.work for part in parts)
-            judged = advance.judge(replace(groups.select(np.flatnonzero(ended)), work=work))
+            judged = advance.judge(groups.select(np.flatnonzero(ended)))
             rounds, history = [judged.verdicts], history.updated(judged.experience.rows, judged.keep)
             keep_rate = running_keep_rate(keep_rate, judged.keep, options)
             kept = join([carried, judged.experience.select(np.flatnonzero(judged.keep))])
     num_kept, accepted, left = len(kept or ()), kept, None
     if rounds:
         log_newest(rounds, options, step=step, num_accumulated=num_kept, target=target, last=True)
-        if failure := total_failure([round_.outcomes for round_ in rounds], f"step {step}"):
+        failure = total_failure([round_.outcomes for round_ in rounds], f"step {step}")
+        if failure and len(rounds[0].keep) >= target:  # of few groups, it may be chance
             raise SharedFailure(failure)
     outcome = "partial" if num_kept else "skipped"
     if kept is not None and num_kept >= target:
@@ -117,4 +117,6 @@ def accumulate_segments(
         num_requeued=0,
         num_discarded=0,
         state=StreamState(next_prompt, keep_rate, history, join([left]), begun),
+        generated_tokens=sum(part.num_tokens for part in parts) - before,
+        other_work=total_work(part.work for part in parts),
     )

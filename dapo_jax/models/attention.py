@@ -86,6 +86,7 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: j
     blocks = -(-length // block)
     padded = jnp.pad(query, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
 
+    @jax.checkpoint
     def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         first, queries = part
         before = jnp.arange(length) <= first + jnp.arange(block)[:, None]

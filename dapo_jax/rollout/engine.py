@@ -31,7 +31,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """What a generation began and did not finish."""
+    """What a generation began and nobody waited for."""
 
     responses: int = 0  # with a token at least
     tokens: int = 0
@@ -84,6 +84,7 @@ class RolloutEngine(Protocol):
         sampling: Sampling,
         prompt_lengths: np.ndarray,
         num_prompts: int,
+        max_tokens: int | None = None,
         stop: StopRule | None = None,
     ) -> Generation:
         """Begins a generation of `num_samples` responses to each prompt.
@@ -93,6 +94,7 @@ class RolloutEngine(Protocol):
             purpose: training, evaluation, ... (sampling.py).
             prompt_lengths: [N] tokens of prompts like those that will be added, of which none is longer.
             num_prompts: that will be added, about. Sizes follow from both.
+            max_tokens: most to draw for a response; None = max_response_length.
             stop: ends a response at a stop string.
         """
         ...

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
+from dapo_jax.data.padding import bucket
 from dapo_jax.models.transformer import Params
 from dapo_jax.rollout.engine import Begun, Generation, OnFinished, StopRule
 from dapo_jax.rollout.engine_settings import EngineSettings
@@ -29,6 +30,7 @@ class Call:
     sampling: Sampling
     prompt_lengths: np.ndarray  # [N] tokens
     num_prompts: int
+    max_tokens: int | None
     stop: StopRule | None
 
 
@@ -70,10 +72,11 @@ class EngineBase(abc.ABC):
         sampling: Sampling,
         prompt_lengths: np.ndarray,
         num_prompts: int,
+        max_tokens: int | None = None,
         stop: StopRule | None = None,
     ) -> Generation:
         """As `RolloutEngine.open`."""
-        return self._open(Call(params, num_samples, purpose, sampling, prompt_lengths, num_prompts, stop))
+        return self._open(Call(params, num_samples, purpose, sampling, prompt_lengths, num_prompts, max_tokens, stop))
 
     @abc.abstractmethod
     def _open(self, call: Call) -> Generation:
@@ -94,14 +97,17 @@ class EngineBase(abc.ABC):
         on_finished: OnFinished | None = None,
     ) -> Rollout:
         """As `RolloutEngine.generate`."""
-        longer = 0 if begun is None else begun.responses.mask.sum(axis=1)
+        count, longer = len(prompts), 0
+        if begun is not None:  # of any number: few sizes, so that few programs are compiled
+            count, longer = bucket(count), begun.responses.mask.sum(axis=1)
         generation = self.open(
             params,
             num_samples=num_samples,
             purpose=purpose,
             sampling=sampling,
             prompt_lengths=np.array([len(prompt) for prompt in prompts]) + longer,
-            num_prompts=len(prompts),
+            num_prompts=count,
+            max_tokens=None if limits is None else int(np.max(limits - longer)),
             stop=stop,
         )
         rollout = generation.add(prompts, numbers, begun=begun, limits=limits, on_finished=on_finished)()

@@ -53,7 +53,8 @@ def plan_round(
     """The round of `build_engine`'s engine, see `plan_waves`; with segment_length above 0 see `plan_segments`."""
     plan = plan_waves
     if choose_engine(wanted, settings)[0] == "slots":
-        plan = functools.partial(plan_slots, attend_pages=page_attention(settings))
+        attend = page_attention(settings)
+        plan = functools.partial(plan_slots, attend_pages=attend, max_tokens=segment_length or None)
 
     def planned(responses: np.ndarray, prompts: np.ndarray) -> RoundPlan:
         return plan(settings, weights, response_lengths=responses, prompt_lengths=prompts, free_bytes=free_bytes)

@@ -68,8 +68,10 @@ class Sampler:
             stop=self.stop_rule,
         )
         stream = SampleStream(generation, prompts, version, self.stage, overlaps=self.engine.overlaps)
-        yield stream
-        stream.close()
+        try:
+            yield stream
+        finally:
+            stream.close()
 
     def sample(
         self,

@@ -13,7 +13,6 @@ import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.experience import Experience
-from dapo_jax.data.padding import bucket
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rollout.engine import Begun
@@ -96,22 +95,17 @@ def continue_groups(
     begun = Rollout(*(array[group, sample] for array in arrays.values()))
     lengths = begun.mask.sum(axis=1)
     with sampler.stage("gen"):
-        generation = sampler.engine.open(
+        rollout = sampler.engine.generate(
             weights,
+            [groups.prompts[i] for i in group],
+            groups.numbers[group].tolist(),
             num_samples=1,
             purpose=TRAIN,
             sampling=sampling,
-            prompt_lengths=np.array([len(groups.prompts[i]) for i in group]) + lengths,
-            num_prompts=bucket(len(group)),  # few sizes, so that few programs are compiled
             stop=sampler.stop_rule,
-        )
-        rollout = generation.add(
-            [groups.prompts[i] for i in group],
-            groups.numbers[group].tolist(),
             begun=Begun(sample, begun),
             limits=np.minimum(lengths + segments.length, segments.max_response_length),
-        )()
-        generation.close()
+        )
     for name, array in arrays.items():
         array[group, sample] = getattr(rollout, name)
     return replace(groups, **arrays, work=rollout.work)  # pyright: ignore[reportArgumentType]
@@ -120,7 +114,7 @@ def continue_groups(
 def verify_groups(groups: Experience, verification: Verification) -> Experience:
     """`groups`, whose responses have all ended, with the verdicts on them."""
     arrays = [getattr(groups, name) for name in DRAWN]
-    rollout = Rollout(*(array.reshape(-1, *array.shape[2:]) for array in arrays), work=groups.work)
+    rollout = Rollout(*(array.reshape(-1, *array.shape[2:]) for array in arrays))
     verification.begin(np.arange(len(rollout.mask)), rollout)
     return verified_groups(
         rollout,

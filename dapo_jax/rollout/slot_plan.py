@@ -24,6 +24,7 @@ def plan_slots(
     weights: Params,
     *,
     attend_pages: AttendPages,
+    max_tokens: int | None,
     response_lengths: np.ndarray,
     prompt_lengths: np.ndarray,
     free_bytes: float,
@@ -33,6 +34,7 @@ def plan_slots(
     Args:
         weights: shapes and shardings of the decoding weights.
         attend_pages: attention to pages, of the mesh's platform.
+        max_tokens: most to draw for a response; None = max_response_length.
         response_lengths: [Q, G] tokens, at most max_response_length.
         prompt_lengths: [Q] tokens, at most max_prompt_length.
         free_bytes: on each device, before the first call.
@@ -40,9 +42,12 @@ def plan_slots(
     history, longest = LengthHistory(settings.max_response_length), settings.max_response_length
     history.add(response_lengths.reshape(-1))
     samples = response_lengths.shape[1]
-    layout = layout_of_slots(settings, cache_dtype(weights), prompt_lengths, samples, history, free_bytes)
+    layout = layout_of_slots(
+        settings, cache_dtype(weights), prompt_lengths, samples, history, free_bytes, max_tokens=max_tokens
+    )
+    limit = max_tokens or longest
     walk, work = walk_slots(
-        settings.arch, layout, response_lengths, prompt_lengths, limit=longest, lookahead=settings.lookahead
+        settings.arch, layout, response_lengths, prompt_lengths, limit=limit, lookahead=settings.lookahead
     )
     rows = layout.slots * layout.shards
     sizes = {"slots": rows, "pages": layout.pages * layout.shards, "page_tokens": layout.page_length}

@@ -43,6 +43,7 @@ def layout_of_slots(
     free_bytes: float,
     *,
     num_prompts: int | None = None,
+    max_tokens: int | None = None,
 ) -> SlotLayout:
     """The slots of a generation: as many as max_num_seqs, or the memory if responses end as before, allows.
 
@@ -51,6 +52,7 @@ def layout_of_slots(
         prompt_lengths: [Q] tokens of its prompts, or of prompts like them.
         free_bytes: on each device, of which slots and pages may take `memory_share`; 0 = not known.
         num_prompts: of the generation; None = Q.
+        max_tokens: most to draw for a response; None = max_response_length.
 
     Raises:
         InputError: the memory does not hold the pages of the longest response.
@@ -59,7 +61,8 @@ def layout_of_slots(
     rows = -(-(num_prompts or len(prompt_lengths)) // shards) * num_samples  # of a shard
     prefills = _prefill_sizes(settings, prompt_width(int(max(prompt_lengths)), settings.max_prompt_length))
     width, at_once = prefills[-1].width, prefills[0].at_once
-    prompt_pages, own_pages = width // length, max(-(-settings.max_response_length // length) - 1, 0)
+    drawn = max_tokens or settings.max_response_length
+    prompt_pages, own_pages = width // length, max(-(-drawn // length) - 1, 0)
     per_page = length * cache_bytes(settings, dtype)
     # a page in the making is in memory twice
     per_slot = 2 * per_page + 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]

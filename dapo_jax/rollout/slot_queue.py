@@ -13,7 +13,6 @@ import numpy as np
 
 from dapo_jax.errors import InputError
 
-
 WAITING = 4  # rows of a shard, at least, that may wait for a slot
 
 

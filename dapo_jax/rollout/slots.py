@@ -5,6 +5,7 @@ changes a token: every draw has an address (sampling.py).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,6 +49,7 @@ class SlotEngine(EngineBase):
             self.learnt.history(call.purpose),
             self.learnt.free_memory(),
             num_prompts=call.num_prompts,
+            max_tokens=call.max_tokens,
         )
         return _Queued(self, call, layout)
 
@@ -79,6 +81,8 @@ class _Queued:
             while not block.responses.ended.all():
                 self.walk.advance(self.devices, self.responses)
             del self.responses.parts[first_row]
+            if not self.responses.parts:
+                self.devices.free()
             self.engine.learnt.history(self.call.purpose).add(block.responses.drawn())
             return self.engine.finished(block, [self.walk.take_computed()])
 
@@ -99,12 +103,18 @@ class _Slots:
         self.engine, self.settings, self.call, self.layout = engine, engine.settings, call, layout
         for slots in (layout.slots, layout.few_slots):
             engine.programs.prepare(*self._lowering(slots))
-        self.slots = empty_slots(**empty_shape(self.settings, cache_dtype(call.params), layout))
+        self.slots: Any = None  # while there are prompts
         self.prompts: list[Sequence[int]] = []
         # Of each row: tokens and last token of its prompt, number, sample, tokens begun. Row -1, the last, is no row.
         self.rows = np.array([[1], [self.settings.pad_id], [-1], [0], [0]], np.int32)
 
+    def free(self) -> None:
+        """Frees the memory of slots and pages, which hold nothing that is needed."""
+        self.slots = None
+
     def add(self, block: Block) -> None:
+        if self.slots is None:
+            self.slots = empty_slots(**empty_shape(self.settings, cache_dtype(self.call.params), self.layout))
         prompts = [(len(prompt), prompt[-1]) for prompt in block.prompts]
         of_prompts = np.repeat(np.array(prompts, np.int32).T, self.layout.num_samples, axis=1)
         new = np.stack([*of_prompts, block.numbers, block.samples, block.responses.begun.astype(np.int32)])

@@ -57,7 +57,7 @@ class _Waves:
         history, memory = engine.history(call.purpose), 0.0 if settings.max_num_seqs else engine.learnt.free_memory()
         dtype, num_samples = cache_dtype(call.params), call.num_samples
         lengths = block.prompt_lengths
-        if begun is not None:  # of any number: few sizes, so that few programs are compiled
+        if begun is not None:
             lengths = np.pad(lengths, (0, max(call.num_prompts - len(prompts), 0)), mode="edge")
         layout = layout_of_waves(settings, dtype, lengths, num_samples, history, memory)
         computed = []

@@ -220,6 +220,13 @@ def test_a_queue_that_carries_waits_for_all_that_it_has_begun():
     assert len(accepted.state.carried) == sum(map(random_keeps(0.5), range(accepted.state.next_prompt))) - 64
 
 
+@pytest.mark.parametrize("first", range(0, 2000, 100))
+def test_the_adaptive_limit_of_a_queue_waits_for_as_many_groups_as_that_of_rounds(first):
+    options = {"target": 64, "size": 64, "limit": 20, "adaptive": 2.0, "state": start(first, keep_rate=0.3)}
+    accepted, _ = run(random_keeps(0.3), stream=QUEUE, **options)
+    assert accepted.outcome == "full" and accepted.generated_tokens == 4 * sum(len(one.keep) for one in accepted.rounds)
+
+
 def test_a_queue_is_filled_up_as_verdicts_show_more_need():
     accepted, calls = run(lambda n: n % 8 == 0, target=16, size=16, limit=20, stream=QUEUE)
     assert numbers_of(accepted) == list(range(0, 128, 8)) and len(calls[0]) == 2

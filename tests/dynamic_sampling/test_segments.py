@@ -97,6 +97,11 @@ def test_groups_are_trained_on_in_order_and_never_too_old():
         if accepted.experience is not None:
             staleness = step - 1 - accepted.experience.versions
             assert 0 <= staleness.min() and staleness.max() <= 4
+        judged = accepted.rounds[0].outcomes.numbers.tolist() if accepted.rounds else []
+        assert judged == sorted(judged), "those begun first come first"
+        if accepted.experience is not None:
+            carried = [number not in judged for number in accepted.experience.numbers]
+            assert carried == sorted(carried, reverse=True), "carried groups come before those of the step"
     assert [accepted.outcome for accepted, _ in found[:2]] != ["full"] * 2
     assert np.mean([accepted.outcome == "full" for accepted, _ in found[4:]]) > 0.85
     assert all(begun for _, begun in found), "the stock does not swing"
@@ -123,8 +128,12 @@ def test_no_more_rounds_are_begun_than_are_allowed():
     assert max(len(begun) for _, begun in run(6, max_num_gen_batches=1)) == 8
 
 
-def test_metrics_count_what_is_under_way():
-    accepted, _ = run(3)[-1]
+def test_metrics_count_what_is_drawn_and_what_is_under_way():
+    found = run(5)
+    drawn = sum(sampling_metrics(accepted)["dynamic_sampling/generated_tokens"] for accepted, _ in found)
+    judged = sum(round_.outcomes.lengths.sum() for accepted, _ in found for round_ in accepted.rounds)
+    assert drawn == judged + found[-1][0].state.begun.num_tokens
+    accepted, _ = found[2]
     metrics = sampling_metrics(accepted)
     assert metrics["dynamic_sampling/num_begun"] == len(accepted.state.begun) > 0
     assert metrics["dynamic_sampling/num_skipped_uniform"] == metrics["dynamic_sampling/num_requeued"] == 0

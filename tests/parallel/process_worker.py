@@ -38,13 +38,13 @@ def collect_batches(config: Config) -> None:
         for step in range(1, 4):
             weights = run.learner.decode_weights(models.actor.params)
             accepted = sample_groups(run, weights, stream, step=step, version=step - 1, kl_coef=progress.kl_coef)
-            experience, stream = accepted.experience, accepted.state
-            assert experience is not None
+            experience, stream = accepted.experience or accepted.state.begun, accepted.state
+            assert experience is not None  # the first steps of partial rollouts only begin groups
             found = {
                 "numbers": experience.numbers.tolist(),
                 "kept": [round_.keep.tolist() for round_ in accepted.rounds],
                 "tokens": hashlib.sha256(experience.responses.tobytes()).hexdigest(),
-                "seq_reward": experience.scores["seq_reward"].tolist(),
+                "seq_reward": experience.score("seq_reward").tolist(),
                 "logprob": float(experience.logprobs.sum()),
                 "next": stream.next_prompt,
             }

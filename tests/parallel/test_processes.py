@@ -21,6 +21,13 @@ FILTER = "algorithm.filter_groups"
 
 VARIANTS = (
     {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream"},
+    {
+        f"{FILTER}.leftover": "carry",
+        f"{FILTER}.leftover_max_staleness": 3,
+        "rollout.segment_length": 2,
+        "data.max_response_length": 6,
+        "rollout.engine": "slots",
+    },
     # rows become fewer and the cache grows
     {f"{FILTER}.leftover": "carry", "mesh.fsdp": 2, "mesh.tensor": 2, "data.max_response_length": 80},
 )
