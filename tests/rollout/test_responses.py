@@ -1,0 +1,63 @@
+"""Responses as they grow, also from what an earlier policy has begun."""
+
+import numpy as np
+
+from dapo_jax.data.containers import Rollout
+from dapo_jax.rollout.decoding import Chunk
+from dapo_jax.rollout.responses import JoinedResponses, Responses
+
+LENGTH, EOS, PAD = 10, 2, 0
+
+
+def responses(count, *, limits=None, **options):
+    values = {"max_length": LENGTH, "eos_ids": (EOS,), "pad_id": PAD, "stop": None, "on_finished": None, **options}
+    return Responses(np.full(count, LENGTH) if limits is None else np.array(limits), **values)
+
+
+def chunk(*rows):
+    """Tokens of each row; all of them real up to an end-of-sequence token."""
+    tokens = np.array(rows, np.int32)
+    ended = np.cumsum(tokens == EOS, axis=1) - (tokens == EOS)
+    return Chunk(tokens, ended == 0, np.full(tokens.shape, -0.5, np.float32))
+
+
+def begun(*rows):
+    tokens = np.array([[*row, *[PAD] * (LENGTH - len(row))] for row in rows], np.int32)
+    mask = np.arange(LENGTH) < np.array([len(row) for row in rows])[:, None]
+    return Rollout(tokens, mask, np.where(mask, -1.0, 0.0).astype(np.float32), np.zeros(len(rows), bool))
+
+
+def test_a_chunk_goes_on_after_what_was_begun():
+    found = responses(2, begun=begun([5, 6, 7], [8]), limits=[6, 4])
+    assert found.room().tolist() == [3, 3] and found.longest(np.array([0, -1])) == 3
+    found.add(chunk([4, EOS, 9, 9], [3, 3, 3, 3]), np.array([0, 1]), 0)
+    assert found.tokens.tolist() == [[5, 6, 7, 4, EOS, 0, 0, 0, 0, 0], [8, 3, 3, 3, 0, 0, 0, 0, 0, 0]]
+    assert found.ended.all() and found.complete.tolist() == [True, False] and found.drawn().tolist() == [2, 3]
+    np.testing.assert_array_equal(found.logprobs[0, :5], [-1, -1, -1, -0.5, -0.5])
+
+
+def test_a_stop_string_may_begin_in_what_was_begun():
+    """The rule sees the whole response, and which part of it is new."""
+    seen = []
+
+    def stop(tokens, looked_at):
+        seen.append((tokens, looked_at))
+        return 4 if tokens[2:4] == [7, 8] else None
+
+    found = responses(1, begun=begun([5, 6, 7]), stop=stop)
+    found.add(chunk([8, 9, 9]), np.array([0]), 0)
+    assert seen == [([5, 6, 7, 8, 9, 9], 3)]
+    assert (
+        found.mask.sum() == 4 and found.complete.all() and found.rollout().responses[0, :5].tolist() == [5, 6, 7, 8, 0]
+    )
+
+
+def test_joined_responses_have_the_rows_of_one_after_the_other():
+    handed, joined = [], JoinedResponses()
+    first, second = responses(2), responses(3, on_finished=lambda rows, _: handed.extend(rows.tolist()))
+    joined.parts = {0: first, 2: second}
+    joined.add(chunk([EOS, 9], [5, 6], [7, EOS]), np.array([1, 3, 4]), np.array([0, 0, 0]))
+    assert first.drawn().tolist() == [0, 1] and second.drawn().tolist() == [0, 2, 2] and handed == [2]
+    assert joined.alive(np.arange(-1, 5)).tolist() == [False, True, False, True, True, False]
+    del joined.parts[0]
+    assert joined.alive(np.arange(5)).tolist() == [False, False, True, True, False]
