@@ -79,7 +79,8 @@ class _Queued:
 
         def wait() -> Rollout:
             while not block.responses.ended.all():
-                self.walk.advance(self.devices, self.responses)
+                going_on = self.walk.advance(self.devices, self.responses)
+                assert going_on or block.responses.ended.all(), "responses are left that no slot takes"
             del self.responses.parts[first_row]
             if not self.responses.parts:
                 self.devices.free()
