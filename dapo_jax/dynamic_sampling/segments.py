@@ -44,7 +44,7 @@ def groups_to_begin(target: int, *, carried: int, keep_rate: float, segment_step
     correction = (math.sqrt(target) - carried) / segment_steps
     wanted = (target + correction) / max(keep_rate, MIN_KEEP_RATE)
     quarter = max(gen_batch_size // 4, 1)
-    return max(math.ceil(wanted / quarter), 0) * quarter
+    return max(round(wanted / quarter), 0) * quarter
 
 
 def accumulate_segments(
