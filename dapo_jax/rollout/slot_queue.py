@@ -13,6 +13,7 @@ import numpy as np
 
 from dapo_jax.errors import InputError
 
+OPENED = 32  # rows of a shard whose prompts are prefilled between two chunks: more at once balance worse
 WAITING = 4  # rows of a shard, at least, that may wait for a slot
 
 
@@ -130,11 +131,15 @@ class SlotQueue:
         opened: list[Opened] = []
         if all(shard.load >= self.layout.slots for shard in self.shards):
             return opened
+        most = max(self.layout.prefills[0].at_once, OPENED // self.layout.num_samples, 1)
+        counts = [0] * len(self.shards)
         while self.next_prompt < len(self.prompt_lengths):
-            candidates = [index for index, shard in enumerate(self.shards) if self._has_room(shard)]
+            candidates = [i for i, count in enumerate(counts) if count < most and self._has_room(self.shards[i])]
             if not candidates:
                 break
-            opened.append(self._open(min(candidates, key=lambda index: self.shards[index].load)))
+            chosen = min(candidates, key=lambda i: self.shards[i].load)
+            opened.append(self._open(chosen))
+            counts[chosen] += 1
         return opened
 
     def _has_room(self, shard: _Shard) -> bool:

@@ -27,13 +27,13 @@ def trained_batch(directory, monkeypatch):
 def test_the_loss_leaves_out_what_an_environment_wrote(tmp_path, monkeypatch):
     plain, metrics = trained_batch(tmp_path / "plain", monkeypatch)
     np.testing.assert_array_equal(plain.loss_mask, plain.mask)
-    generate = WaveEngine.generate
+    finished = WaveEngine.finished
 
-    def with_environment(*args, **options):
-        rollout = generate(*args, **options)
+    def with_environment(*args):
+        rollout = finished(*args)
         return dataclasses.replace(rollout, by_policy=np.broadcast_to(np.arange(4) != 1, rollout.mask.shape))
 
-    monkeypatch.setattr(WaveEngine, "generate", with_environment)
+    monkeypatch.setattr(WaveEngine, "finished", with_environment)
     mixed, mixed_metrics = trained_batch(tmp_path / "mixed", monkeypatch)
     np.testing.assert_array_equal(mixed.mask, plain.mask)
     np.testing.assert_array_equal(mixed.loss_mask, plain.mask & (np.arange(plain.mask.shape[1]) != 1))
