@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dapo_jax.data.tokenizer import character_tokenizer
-from dapo_jax.models.architecture import architecture_from_hf
+from dapo_jax.models.hf_architecture import architecture_from_hf
 from dapo_jax.models.weights import weight_table
 
 TEMPLATE = (

@@ -156,7 +156,7 @@ def test_a_directorys_own_files_are_kept_and_only_the_dtype_changes(tmp_path):
 
 @functools.partial(jax.jit, static_argnums=3)
 def score(params, tokens, mask, arch):
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ from dapo_jax.base_models import load_policy, load_reference, read_model
 from dapo_jax.data.collected import Collected
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.critic import build_critic
-from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress, advance, recomputes

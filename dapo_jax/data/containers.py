@@ -83,6 +83,7 @@ class Bins:
     positions: Array  # [N, T] int32, in the sequence of prompt and response
     trees: Array  # [N, T] int32, numbered from 1 in each bin; 0 on padding
     branches: Array  # [N, T] int32, numbered from 1 in each bin; 0 on prompts and padding
+    experts: Array = None  # [N, T, l, k] int, those that each token must use in the l layers that have some; -1 = any
     # what some implementations of attention need besides
     lengths: Array = None  # [N, M] int32, slots of each tree
     ranges: Array = None  # [N, 4, T] int32, the slots that each slot sees and is seen by, as tree_attention.py has them

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.learner.trainable import WithFrozen
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.layers import unstacked
+from dapo_jax.models.layers import layer_weights
 from dapo_jax.models.lora import Lora, merged
 from dapo_jax.models.vocabulary_blocks import with_whole_blocks
 from dapo_jax.models.weights import cast_matrices, weight_shardings, weight_table
@@ -33,7 +33,7 @@ def build_decode_weights(
         # First onto this mesh, then whole over its fsdp. Asked for both at once, XLA makes some weights whole on every
         # device; the barrier keeps it from merging the two.
         whole = jax.tree.map(jax.lax.optimization_barrier, jax.lax.with_sharding_constraint(whole, divided))
-        return with_whole_blocks(unstack_layers(whole), mesh.shape["tensor"])
+        return with_whole_blocks(unstack_layers(whole, arch), mesh.shape["tensor"])
 
     divided, shardings = (weight_shardings(weight_table(arch), mesh, rules) for rules in (TRAIN_RULES, DECODE_RULES))
     return WithFrozen(jax.jit(decoding, out_shardings=_unstacked_shardings(shardings, arch)), frozen)
@@ -62,10 +62,9 @@ class LatestWeights:
         self._params = self._weights = None
 
 
-def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
+def unstack_layers(params: dict[str, Any], arch: Architecture) -> dict[str, Any]:
     """`params` with "layers" as a list of one pytree per layer, as decoding takes them."""
-    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    return {**params, "layers": unstacked(params["layers"], num_layers)}
+    return {**params, "layers": layer_weights(params["layers"], arch)}
 
 
 def _unstacked_shardings(shardings: dict[str, Any], arch: Architecture) -> dict[str, Any]:
@@ -73,4 +72,6 @@ def _unstacked_shardings(shardings: dict[str, Any], arch: Architecture) -> dict[
     layer = jax.tree.map(
         lambda sharding: type(sharding)(sharding.mesh, type(sharding.spec)(*sharding.spec[1:])), shardings["layers"]
     )
-    return {**shardings, "layers": [layer] * arch.num_layers}
+    has = {name: arch.layers_with(name) for name in layer}
+    layers = [{name: layer[name] for name in layer if number in has[name]} for number in range(arch.num_layers)]
+    return {**shardings, "layers": layers}

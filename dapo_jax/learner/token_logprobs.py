@@ -36,7 +36,7 @@ def response_logprobs(
 
     def chunk_logprobs(chunk):
         hidden, tokens = chunk
-        logits = transformer.logits(params, hidden) / temperature
+        logits = transformer.logits(params, hidden, arch) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         is_chosen = tokens[..., None] == jnp.arange(logits.shape[-1])  # a gather would not keep the vocabulary sharded
         chosen = jnp.sum(logits, axis=-1, where=is_chosen)
@@ -62,7 +62,7 @@ def response_hidden(
     Args:
         remat: a name of models/remat.py's POLICIES.
     """
-    hidden = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
+    hidden, _ = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
     of_shares = hidden.reshape(len(batch.sources), -1, hidden.shape[-1])
     return jnp.take_along_axis(of_shares, batch.sources[:, :, None], axis=1)
 

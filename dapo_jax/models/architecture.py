@@ -1,37 +1,35 @@
-"""Host: the sizes and switches of a decoder-only transformer, read from a Hugging Face config.json."""
+"""Host: the sizes and switches of a decoder-only transformer, and the kinds of its layers."""
 
-import math
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 from dapo_jax.errors import InputError
-from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL, Family
-from dapo_jax.models.model_files import read_object
-
-
-@dataclass(frozen=True)
-class Llama3RopeScaling:
-    """Frequency scaling of Llama 3.1 (long wavelengths are stretched by `factor`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+from dapo_jax.models.rope_scaling import RopeScaling
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The kind of a layer. Windows and experts are not implemented yet: `Architecture` refuses them."""
+    """The kind of a layer."""
 
     window: int | None = None  # tokens that a token attends to, itself included; None: all tokens up to itself
     rotary: bool = True  # False: queries and keys carry no position
-    experts: int = 0  # 0: one dense feed-forward network
+    theta: float | None = None  # base of its own rotary embedding, which is not scaled; None: the architecture's
+    experts: bool = False  # a mixture of experts instead of one dense feed-forward network
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a layer: each token goes to a few of E feed-forward networks."""
+
+    number: int  # E
+    per_token: int  # that a token is given to
+    intermediate_size: int  # of each
+    normalized: bool  # the weights of a token's experts add up to 1
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """V vocabulary, D hidden, F feed-forward, L layers, N query heads, K key-value heads, H head size."""
+    """V vocabulary, D hidden, F feed-forward, L layers, N query heads, K key-value heads, H head size, E experts."""
 
     family: str
     vocab_size: int
@@ -45,16 +43,39 @@ class Architecture:
     rms_norm_eps: float
     tie_embeddings: bool
     qkv_bias: bool = False
-    qk_norm: bool = False
-    rope_scaling: Llama3RopeScaling | None = None
+    output_bias: bool = False  # of what attention puts out
+    mlp_bias: bool = False
+    qk_norm: str = ""  # norm of queries and keys: of each "head", or of all heads together, the whole "projection"
+    norms: str = "before"  # where attention and feed-forward have norms: "before" them, "after" them or "around" them
+    norm_offset: float = 0.0  # norms scale by this plus their weight
+    activation: str = "silu"  # or gelu_tanh, of the feed-forward network's gate
+    scale_embeddings: bool = False  # by the square root of D
+    query_scale: float = 1.0  # of queries, besides one over the square root of H
+    attention_cap: float | None = None  # scores of attention s become cap * tanh(s / cap)
+    logit_cap: float | None = None  # so do the scores of the vocabulary
+    rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
     scalar_head: bool = False  # one number per token instead of the vocabulary's scores
+    experts: Experts | None = None  # of the layers that have them
     pattern: tuple[Layer, ...] = (Layer(),)  # kinds of consecutive layers, repeated from the first to the last
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The kind of each of the L layers."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+
+    def layers_with(self, leaf: str) -> tuple[int, ...]:
+        """The numbers of the layers that have a leaf of this name (see models/weights.py), or an adapter of it."""
+        if leaf.startswith(("gate", "up", "down")):
+            return tuple(i for i, kind in enumerate(self.layers) if not kind.experts)
+        if leaf.startswith(("router", "expert")):
+            return tuple(i for i, kind in enumerate(self.layers) if kind.experts)
+        return tuple(range(self.num_layers))
+
+    @property
+    def window(self) -> int | None:
+        """The window of the layers that have one; None if all layers attend to all tokens."""
+        return next((kind.window for kind in self.pattern if kind.window is not None), None)
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -63,146 +84,16 @@ class Architecture:
             )
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim} must be even, for rotary embeddings")
-        for layer in self.pattern:
-            if layer.window is not None or layer.experts:
-                raise InputError(f"{layer}: only full attention and dense feed-forward networks are supported")
+        if len({kind.window for kind in self.pattern} - {None}) > 1:
+            raise InputError(f"{self.pattern}: all layers with a window must have the same")
+        if self.experts is not None and self.experts.per_token > self.experts.number:
+            raise InputError(
+                f"num_experts_per_tok={self.experts.per_token} must be at most num_experts={self.experts.number}"
+            )
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-REQUIRED = (*SIZES, "rms_norm_eps")
-TYPES = {  # of the keys besides the sizes, where they are not null
-    "a positive number": ("rms_norm_eps", "rope_theta"),
-    "a number from 0": ("initializer_range",),
-    "an object": ("rope_parameters", "rope_scaling", "id2label"),
-    "a list": ("architectures", "layer_types"),
-    "true or false": ("tie_word_embeddings",),
-}
-MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
-
-
-def read_architecture(directory: str | Path) -> Architecture:
-    """The architecture described by `directory`/config.json. ValueError names what is not supported."""
-    path = Path(directory) / "config.json"
-    if not path.exists():
-        raise InputError(f"{path} does not exist: model.path must be a Hugging Face model directory")
-    hf = read_object(path)
-    try:
-        return architecture_from_hf(hf)
-    except ValueError as error:
-        raise InputError(f"{path}: {error}: choose a supported model, or download it again") from error
-
-
-def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
-    """Translates a Hugging Face config, in the spelling before or after transformers 5."""
-    mistyped = _mistyped(hf)
-    if mistyped:
-        raise InputError("; ".join(mistyped))
-    known = {
-        family.hf_name + task: name for name, family in FAMILIES.items() for task in (LANGUAGE_MODEL, REWARD_MODEL)
-    }
-    names = hf.get("architectures") or []
-    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
-        raise InputError(f"architectures={names} is not supported: choose one of {sorted(known)}")
-    name = known[names[0]]
-    family = FAMILIES[name]
-    scalar_head = names[0].endswith(REWARD_MODEL)
-    rope = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or rope
-    problems = _unsupported(hf, family) + _unsupported_rope(scaling)
-    num_labels = len(hf.get("id2label") or ["LABEL_0", "LABEL_1"])  # two is Hugging Face's default
-    if scalar_head and num_labels != 1:
-        problems.append(f"{num_labels} labels: a reward model has one")
-    if problems:
-        raise InputError(f"{names[0]} with " + "; ".join(problems))
-    return Architecture(
-        family=name,
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-        rms_norm_eps=hf["rms_norm_eps"],
-        tie_embeddings=bool(hf.get("tie_word_embeddings")),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        rope_scaling=_llama3_scaling(scaling) if _rope_type(scaling) == "llama3" else None,
-        initializer_range=hf.get("initializer_range", 0.02),
-        scalar_head=scalar_head,
-    )
-
-
-def is_size(value: Any) -> bool:
-    """Whether `value` can be the size of something."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE
-
-
-def is_positive_number(value: Any) -> bool:
-    """Whether `value` is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _mistyped(hf: dict[str, Any]) -> list[str]:
-    sizes = (*SIZES, "num_key_value_heads", "head_dim")
-    problems = [
-        f"{name}={hf[name]!r} must be a positive integer"
-        for name in sizes
-        if hf.get(name) is not None and not is_size(hf[name])
-    ]
-    fits = {
-        "a positive number": is_positive_number,
-        "a number from 0": lambda value: value == 0 or is_positive_number(value),
-        "an object": lambda value: isinstance(value, dict),
-        "a list": lambda value: isinstance(value, list),
-        "true or false": lambda value: isinstance(value, bool),
-    }
-    for rule, names in TYPES.items():
-        problems += [
-            f"{name}={hf[name]!r} must be {rule}"
-            for name in names
-            if hf.get(name) is not None and not fits[rule](hf[name])
-        ]
-    if not problems and (hf.get("num_hidden_layers") or 0) > MAX_LAYERS:
-        problems.append(f"num_hidden_layers={hf['num_hidden_layers']} must be at most {MAX_LAYERS}")
-    return problems
-
-
-def _rope_type(scaling: dict[str, Any]) -> str:
-    return scaling.get("rope_type", scaling.get("type", "default"))
-
-
-def _llama3_scaling(scaling: dict[str, Any]) -> Llama3RopeScaling:
-    return Llama3RopeScaling(**{field.name: scaling[field.name] for field in fields(Llama3RopeScaling)})
-
-
-def _unsupported_rope(scaling: dict[str, Any]) -> list[str]:
-    kind = _rope_type(scaling)
-    if kind not in ("default", "llama3"):
-        return [f"rope_type={kind!r}: only 'default' and 'llama3' are supported"]
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        return [f"partial_rotary_factor={scaling['partial_rotary_factor']}: only 1.0 is supported"]
-    theta = scaling.get("rope_theta", 1.0)
-    problems = [] if is_positive_number(theta) else [f"rope_theta={theta!r}: must be a positive number"]
-    for field in fields(Llama3RopeScaling) if kind == "llama3" else ():
-        if field.name not in scaling:
-            problems.append(f"no {field.name} for its llama3 rope scaling")
-        elif not is_positive_number(scaling[field.name]):
-            problems.append(f"{field.name}={scaling[field.name]!r} of its rope scaling: must be a positive number")
-    return problems
-
-
-def _unsupported(hf: dict[str, Any], family: Family) -> list[str]:
-    problems = [f"no {name}" for name in REQUIRED if hf.get(name) is None]
-    if hf.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={hf['hidden_act']!r}: only 'silu' is supported")
-    for name in ("attention_bias", "mlp_bias"):
-        if hf.get(name):
-            problems.append(f"{name}=true: only the query, key and value biases of Qwen2 are supported")
-    window_used = hf.get("use_sliding_window", family.window_by_default)
-    if hf.get("sliding_window") is not None and window_used:
-        problems.append(f"sliding_window={hf['sliding_window']}: only full attention is supported")
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or []):
-        problems.append(f"layer_types={sorted(set(map(str, hf['layer_types'])))}: only full_attention is supported")
-    return problems
+def pattern_of(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The shortest pattern that gives these layers when it is repeated."""
+    lengths = range(1, len(layers) + 1)
+    length = next(n for n in lengths if all(kind == layers[i % n] for i, kind in enumerate(layers)))
+    return layers[:length]

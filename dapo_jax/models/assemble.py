@@ -51,7 +51,7 @@ def assemble(
             value that is not finite.
     """
     names = {weight: tensor_names(weight, template(weight)) for weight in weight_table(arch)}
-    expected = {name: weight.hf_shape for weight in names for name in names[weight]}
+    expected = {name: _stored_shape(weight, template(weight)) for weight in names for name in names[weight]}
     found = [*problems, *_mismatches(tensors, expected, unused or {})]
     if found:
         more = [f"and {len(found) - MAX_PROBLEMS} more"] if len(found) > MAX_PROBLEMS else []
@@ -71,10 +71,18 @@ def assemble(
 
 
 def tensor_names(weight: Weight, template: str) -> list[str]:
-    """The tensors that make up a leaf: one per layer if it is stacked."""
-    if not weight.stacked:
-        return [template]
-    return [template.format(layer=layer) for layer in range(weight.shape[0])]
+    """The tensors that make up a leaf: one per layer if it is stacked, and one per expert if `template` says so."""
+    layers = (weight.layers or range(weight.shape[0])) if weight.stacked else ("",)
+    names = [template.replace("{layer}", str(layer)) for layer in layers]
+    if "{expert}" not in template:
+        return names
+    return [name.replace("{expert}", str(expert)) for name in names for expert in range(weight.num_experts)]
+
+
+def _stored_shape(weight: Weight, template: str) -> Shape:
+    """The shape of each tensor of a leaf, which may hold all experts of a layer."""
+    together = weight.num_experts and "{expert}" not in template
+    return (weight.num_experts, *weight.hf_shape) if together else weight.hf_shape
 
 
 def _mismatches(
@@ -93,11 +101,13 @@ def _mismatches(
 
 def _read_leaf(source: Path, weight: Weight, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
     leaf = np.empty(weight.shape, np.float32)
-    for part, (name, tensor) in zip(leaf if weight.stacked else [leaf], tensors.items(), strict=True):
+    parts = leaf.reshape(len(tensors), -1)
+    for part, (name, tensor) in zip(parts, tensors.items(), strict=True):
         if weight.transposed:
-            part.reshape(weight.hf_shape[::-1])[...] = tensor.read().T
+            outputs, inputs = weight.hf_shape
+            part.reshape(-1, inputs, outputs)[...] = tensor.read().reshape(-1, outputs, inputs).swapaxes(1, 2)
         else:
-            part.reshape(weight.hf_shape)[...] = tensor.read()
+            part.reshape(tensor.shape)[...] = tensor.read()
         if not np.isfinite(part).all():
             raise InputError(
                 f"{source}: {np.count_nonzero(~np.isfinite(part))} of {part.size} values of tensor {name} are NaN or "

@@ -21,6 +21,22 @@ QUERY_BLOCK = 1024  # tokens
 MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives no NaN
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Which keys a token sees, besides the causal mask, and how their scores are capped."""
+
+    window: int | None = None  # tokens that a token attends to, itself included; None: all tokens up to itself
+    cap: float | None = None  # score s becomes cap * tanh(s / cap); None: it stays
+
+
+PLAIN = Scores()
+
+
+def capped(scores: jax.Array, cap: float | None) -> jax.Array:
+    """Scores kept within -cap to cap by cap * tanh(scores / cap); as they are without a cap."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
 def matmul(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """einsum with both operands in the dtype of `weight` and a float32 result, in the backward pass too.
 
@@ -59,22 +75,29 @@ def _backward(subscripts: str, saved: Any, cotangent: jax.Array) -> tuple[jax.Ar
 _matmul.defvjp(_forward, _backward)
 
 
-def causal(length: int, mask: jax.Array) -> jax.Array:
-    """visible [B, T, T]: token t sees the real tokens up to itself; mask [B, T] bool."""
-    return mask[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
+def causal(length: int, mask: jax.Array, window: int | None = None) -> jax.Array:
+    """visible [B, T, T]: token t sees the real tokens up to itself, in the window; mask [B, T] bool."""
+    before = jnp.tril(jnp.ones((length, length), bool))
+    if window is not None:
+        before &= jnp.triu(before.T | before, 1 - window)
+    return mask[:, None, :] & before
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array) -> jax.Array:
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, cap: float | None = None
+) -> jax.Array:
     """[B, T, N, H] x [B, T, K, H] -> [B, T, N, H] float32; visible [B, T, T] bool."""
     batch, length, heads, size = query.shape
     query = query.reshape(batch, length, key.shape[2], -1, size)
-    scores = matmul("btkgh,bskh->bkgts", query, key) * size**-0.5
+    scores = capped(matmul("btkgh,bskh->bkgts", query, key) * size**-0.5, cap)
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
     attended = matmul("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, size)
     return checkpoint_name(attended, ATTENDED)
 
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+def causal_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scores: Scores = PLAIN
+) -> jax.Array:
     """`attention` of each token to the real tokens up to itself; mask [B, T] bool.
 
     Long sequences take a block of queries at a time, so that memory grows with the length and not with its square.
@@ -82,15 +105,18 @@ def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: j
     rows, length, heads, size = query.shape
     block = queries_at_once(length)
     if block == length:
-        return attention(query, key, value, causal(length, mask))
+        return attention(query, key, value, causal(length, mask, scores.window), scores.cap)
     blocks = -(-length // block)
     padded = jnp.pad(query, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
 
     @jax.checkpoint
     def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         first, queries = part
-        before = jnp.arange(length) <= first + jnp.arange(block)[:, None]
-        return attention(queries, key, value, mask[:, None, :] & before)
+        slots, places = jnp.arange(length), first + jnp.arange(block)[:, None]
+        before = slots <= places
+        if scores.window is not None:
+            before &= slots > places - scores.window
+        return attention(queries, key, value, mask[:, None, :] & before, scores.cap)
 
     parts = jnp.arange(blocks) * block, padded.reshape(rows, blocks, block, heads, size).swapaxes(0, 1)
     return jax.lax.map(attend, parts).swapaxes(0, 1).reshape(rows, -1, heads, size)[:, :length]
@@ -109,7 +135,7 @@ class BinAttention:
     """An implementation of attention within bins: what it takes, what it computes."""
 
     name: str
-    attend: Callable[[Bins], Attend]  # device: attention in the bins, the same for every layer
+    attend: Callable[[Bins, Scores], Attend]  # device: attention in the bins, the same for layers of a kind
     prepare: Callable[[Bins], Bins]  # host: the bins with the arrays that it needs besides
     pairs: Callable[[Bins], np.ndarray]  # host: [N] scores of a query and a key that it computes
     skips: bool  # it leaves out most pairs that do not see each other
@@ -118,17 +144,20 @@ class BinAttention:
     rounded: Callable[[int], int] = int  # the next width of a bin that it takes, in slots
 
 
-def visible_in_bins(bins: Bins) -> jax.Array:
-    """visible [N, T, T]: a token sees those up to itself of its own branch and of its tree's prompt."""
+def visible_in_bins(bins: Bins, window: int | None = None) -> jax.Array:
+    """visible [N, T, T]: a token sees those up to itself of its own branch and of its tree's prompt, in the window."""
     trees, branches = bins.trees, bins.branches
     same_tree = trees[:, :, None] == trees[:, None, :]
     seen = (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
-    return same_tree & seen & jnp.tril(jnp.ones(trees.shape[-1:] * 2, bool))
+    visible = same_tree & seen & jnp.tril(jnp.ones(trees.shape[-1:] * 2, bool))
+    if window is None:
+        return visible
+    return visible & (bins.positions[:, None, :] > bins.positions[:, :, None] - window)
 
 
-def _attend_xla(bins: Bins) -> Attend:
-    visible = visible_in_bins(bins)
-    return lambda query, key, value: attention(query, key, value, visible)
+def _attend_xla(bins: Bins, scores: Scores) -> Attend:
+    visible = visible_in_bins(bins, scores.window)
+    return lambda query, key, value: attention(query, key, value, visible, scores.cap)
 
 
 XLA = BinAttention(
@@ -149,6 +178,7 @@ def shared_prompt_attention(
     prompt_key: jax.Array,
     prompt_value: jax.Array,
     prompt_mask: jax.Array,
+    cap: float | None = None,
 ) -> jax.Array:
     """Attention to a prompt that B // Q consecutive rows share, and to the row's own keys, in one softmax.
 
@@ -179,9 +209,9 @@ def shared_prompt_attention(
 
     query = query.reshape(rows, length, kv_heads, groups, size).swapaxes(1, 2)
     query = query.reshape(rows, kv_heads, length * groups, size)
-    shared = matmul("qkmh,qkhp->qkmp", by_prompt(query), prompt_key) * size**-0.5
+    shared = capped(matmul("qkmh,qkhp->qkmp", by_prompt(query), prompt_key) * size**-0.5, cap)
     shared = jnp.where(prompt_mask[:, None, None], shared, MASKED)
-    own = matmul("bkmh,bkhw->bkmw", query, key) * size**-0.5
+    own = capped(matmul("bkmh,bkhw->bkmw", query, key) * size**-0.5, cap)
     own = jnp.where(jnp.repeat(visible, groups, axis=1)[:, None], own, MASKED)
     highest = jnp.maximum(by_row(shared.max(-1, keepdims=True)), own.max(-1, keepdims=True))
     highest = jax.lax.stop_gradient(highest)  # it cancels

@@ -1,25 +1,105 @@
-"""Host: what sets the supported families of models apart; a family that needs no more is one entry of FAMILIES."""
+"""Host: the families of models, a page of data: what sets each apart from Llama. Code asks for traits, never for names.
 
-from dataclasses import dataclass
+A family whose traits all exist is one entry of FAMILIES.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 LANGUAGE_MODEL, REWARD_MODEL = "ForCausalLM", "ForSequenceClassification"  # how Hugging Face's names end
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of a family, and how its layers differ from Llama's."""
+    """Names of a family, its layers, and how its config.json is read."""
 
     hf_name: str  # how the names of its Hugging Face architectures begin
     gguf_name: str | None = None  # general.architecture of its GGUF files; None: it has none of its own
     gguf_interleaved: bool = False  # llama.cpp's converter interleaves the halves of each head's query and key rows
-    qkv_bias: bool = False  # biases of the query, key and value projections
-    qk_norm: bool = False  # a norm of each head's queries and keys
-    window_by_default: bool = False  # `sliding_window` counts unless the config says otherwise
+    traits: Mapping[str, Any] = field(default_factory=dict)  # fields of `Architecture` that are the same in all models
+    # what config.json may say besides
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that it may lack
+    biases: tuple[str, ...] = ()  # of "attention_bias" and "mlp_bias", those that count
+    window: str = "never"  # layers with a window: never | all | switched (use_sliding_window) | typed (layer_types)
+    full_every: int = 0  # "typed", without layer_types: the last of so many layers attends to all tokens
+    local_theta: str = ""  # key of the rotary base of layers with a window, which is never scaled; empty: as all layers
+    leaves_out_rotary: bool = False  # no_rope_layers, or one of no_rope_layer_interval, have no rotary embedding
+    experts: bool = False  # mixtures of experts
 
+
+GEMMA = {"norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "scale_embeddings": True}
+GEMMA_DEFAULTS = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+QWEN3_DEFAULTS = {"head_dim": 128}
 
 FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
-    "llama": Family("Llama", "llama", gguf_interleaved=True),
-    "mistral": Family("Mistral", window_by_default=True),  # stored as llama in GGUF files
-    "qwen2": Family("Qwen2", "qwen2", qkv_bias=True),
-    "qwen3": Family("Qwen3", "qwen3", qk_norm=True),
+    "llama": Family("Llama", "llama", gguf_interleaved=True, biases=("attention_bias", "mlp_bias")),
+    "mistral": Family("Mistral", window="all"),  # stored as llama in GGUF files
+    "qwen2": Family("Qwen2", "qwen2", traits={"qkv_bias": True}, window="switched"),
+    "qwen3": Family(
+        "Qwen3",
+        "qwen3",
+        traits={"qk_norm": "head"},
+        defaults=QWEN3_DEFAULTS,
+        biases=("attention_bias",),
+        window="switched",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        "qwen3moe",
+        traits={"qk_norm": "head"},
+        defaults={
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        biases=("attention_bias",),
+        experts=True,
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        "smollm3",
+        gguf_interleaved=True,
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "no_rope_layer_interval": 4},
+        biases=("attention_bias", "mlp_bias"),
+        leaves_out_rotary=True,
+    ),
+    "olmo2": Family("Olmo2", "olmo2", traits={"norms": "after", "qk_norm": "projection"}, biases=("attention_bias",)),
+    "olmo3": Family(
+        "Olmo3",
+        traits={"norms": "after", "qk_norm": "projection"},
+        defaults={"sliding_window": 4096},
+        biases=("attention_bias",),
+        window="typed",
+        full_every=4,
+        local_theta="rope_theta",
+    ),
+    "gemma2": Family(
+        "Gemma2",
+        "gemma2",
+        traits=GEMMA,
+        defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        biases=("attention_bias",),
+        window="typed",
+        full_every=2,
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        "gemma3",
+        traits={**GEMMA, "qk_norm": "head"},
+        defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        biases=("attention_bias",),
+        window="typed",
+        full_every=6,
+        local_theta="rope_local_base_freq",
+    ),
 }

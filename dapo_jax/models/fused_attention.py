@@ -19,7 +19,7 @@ from dapo_jax.data.containers import Bins
 from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 from dapo_jax.models import splash, tree_attention
-from dapo_jax.models.attention import XLA, Attend, BinAttention
+from dapo_jax.models.attention import PLAIN, XLA, Attend, BinAttention, Scores
 from dapo_jax.parallel.devices import cuda_generation
 from dapo_jax.parallel.mesh import BATCH_AXES
 
@@ -105,10 +105,10 @@ def _trusted() -> AbstractContextManager[Any]:
     return mock.patch.object(cudnn, "check_compute_capability", lambda capability: True)
 
 
-def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[[Bins], Attend]:
+def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[[Bins, Scores], Attend]:
     """Runs `kernel` (query, key, value, bins) on the bins and heads of each device: the compiler cannot shard it."""
 
-    def attend(bins: Bins) -> Attend:
+    def attend(bins: Bins, scores: Scores = PLAIN) -> Attend:
         mesh = jax.sharding.get_abstract_mesh()
         axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
         rows = tuple(axis for axis in BATCH_AXES if axis in axes)

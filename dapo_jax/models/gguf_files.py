@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from dapo_jax.errors import InputError
-from dapo_jax.models.architecture import Architecture, is_positive_number, is_size
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.assemble import Place, StoredTensor, assemble
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.gguf_layout import check_layout
-from dapo_jax.models.model_files import unreadable
+from dapo_jax.models.model_files import is_positive_number, is_size, unreadable
 
 # general.architecture -> name in FAMILIES
 ARCHITECTURES = {family.gguf_name: name for name, family in FAMILIES.items() if family.gguf_name is not None}
@@ -69,8 +69,7 @@ def read_gguf_architecture(path: str | Path) -> Architecture:
             rope_theta=values.get("rope.freq_base", 10000.0),
             rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
             tie_embeddings="output.weight" not in tensors,
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
+            **family.traits,
         )
     except ValueError as error:
         raise InputError(f"{path}: {error}: choose a supported model, or download it again") from error

@@ -1,11 +1,12 @@
 """Host: the Hugging Face config.json of an architecture."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from dapo_jax.models.architecture import Architecture, Layer
-from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL, Family
+from dapo_jax.models.hf_architecture import ACTIVATIONS, FULL, SLIDING
+from dapo_jax.models.rope_scaling import hf_scaling
 
 
 def hf_config(
@@ -19,8 +20,7 @@ def hf_config(
 ) -> dict[str, Any]:
     """The config that `architecture_from_hf` reads as `arch`, in the spelling of transformers 4, which 5 reads too."""
     family = FAMILIES[arch.family]
-    described = family.qkv_bias, family.qk_norm, (Layer(),)
-    assert described == (arch.qkv_bias, arch.qk_norm, arch.pattern), f"{arch} is not of its family"
+    assert all(getattr(arch, name) == value for name, value in family.traits.items()), f"{arch} is not of its family"
     config = {
         "architectures": [family.hf_name + (REWARD_MODEL if arch.scalar_head else LANGUAGE_MODEL)],
         "model_type": arch.family,
@@ -32,23 +32,58 @@ def hf_config(
         "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": arch.rms_norm_eps,
         "rope_theta": arch.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": None if arch.rope_scaling is None else hf_scaling(arch.rope_scaling),
         "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": arch.tie_embeddings,
         "initializer_range": arch.initializer_range,
         "bos_token_id": bos_id,
         "eos_token_id": one_or_all(eos_ids),
         "pad_token_id": pad_id,
+        **_layers(arch, family),
+        **_of_family(arch, family),
     }
-    if arch.rope_scaling is not None:
-        config["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(arch.rope_scaling)}
-    if family.window_by_default:
-        config["sliding_window"] = None
     if arch.scalar_head:
         config["id2label"] = {"0": "LABEL_0"}
+    return config
+
+
+def _layers(arch: Architecture, family: Family) -> dict[str, Any]:
+    """The keys that say what sets layers apart."""
+    config: dict[str, Any] = {}
+    if family.window != "never":
+        config["sliding_window"] = arch.window
+    if family.window == "switched":
+        config["use_sliding_window"] = arch.window is not None
+    if family.window in ("switched", "typed"):
+        config["layer_types"] = [FULL if kind.window is None else SLIDING for kind in arch.layers]
+    if family.local_theta not in ("rope_theta", ""):
+        thetas = [kind.theta for kind in arch.pattern if kind.window is not None]
+        config[family.local_theta] = next((theta for theta in thetas if theta is not None), arch.rope_theta)
+    if family.leaves_out_rotary:
+        config["no_rope_layers"] = [int(kind.rotary) for kind in arch.layers]
+    if arch.experts is not None:
+        config |= {
+            "num_experts": arch.experts.number,
+            "num_experts_per_tok": arch.experts.per_token,
+            "moe_intermediate_size": arch.experts.intermediate_size,
+            "norm_topk_prob": arch.experts.normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [number for number, kind in enumerate(arch.layers) if not kind.experts],
+        }
+    return config
+
+
+def _of_family(arch: Architecture, family: Family) -> dict[str, Any]:
+    """The keys that only some families have."""
+    spelling = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
+    config: dict[str, Any] = {spelling: next(hf for hf, ours in ACTIVATIONS.items() if ours == arch.activation)}
+    config |= {"attention_bias": arch.output_bias} if "attention_bias" in family.biases else {}
+    config |= {"mlp_bias": arch.mlp_bias} if "mlp_bias" in family.biases else {}
+    if "query_pre_attn_scalar" in family.defaults:
+        config["query_pre_attn_scalar"] = round(arch.head_dim / arch.query_scale**2)
+        config |= {"attn_logit_softcapping": arch.attention_cap, "final_logit_softcapping": arch.logit_cap}
     return config
 
 

@@ -4,7 +4,7 @@ Sizes: B rows, T tokens, D hidden, H head size, L layers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,11 +13,17 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.models.architecture import Architecture, Layer
+from dapo_jax.models.attention import Scores
+from dapo_jax.models.experts import Routing, expert_feed_forward
 from dapo_jax.models.lora import adapted
 from dapo_jax.models.remat import rematerialized
+from dapo_jax.models.rope_scaling import YarnRopeScaling
 
 Params = dict[str, Any]
 KeyValue = tuple[jax.Array, jax.Array]
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+Rotations = Mapping[float | None, KeyValue]
+REPLAYED = "expert_choice"  # a leaf beside the weights of a layer with experts: those that its tokens must use
 
 
 def run_layers(
@@ -28,10 +34,11 @@ def run_layers(
     *,
     caches: list[Any] | None = None,
     remat: str = "none",
-) -> tuple[Any, Any]:
-    """Takes `hidden` through the L layers, by `step` (kind, hidden, weights, cache) -> (hidden, cache).
+) -> tuple[Any, list[Any]]:
+    """Takes `hidden` through the L layers, by `step` (kind, hidden, weights, cache) -> (hidden, result).
 
-    Stacked weights of one kind are scanned, unless there are caches; else the layers are unrolled.
+    Stacked weights are scanned, one repetition of the pattern of kinds at a time, unless there are caches. Layers
+    after the last whole repetition, with caches or in a list are unrolled.
 
     Args:
         hidden: what one layer hands to the next, a pytree.
@@ -40,86 +47,158 @@ def run_layers(
         remat: what is saved for the backward pass, a name of models/remat.py's POLICIES.
 
     Returns:
-        `hidden` after the last layer, and the caches that `step` returned: stacked after a scan, else a list.
+        `hidden` after the last layer, and the result of each layer.
     """
     steps = {kind: rematerialized(functools.partial(step, kind), remat) for kind in arch.layers}
+    results: list[Any] = []
     if not isinstance(weights, list):
-        if len(steps) == 1 and caches is None:
-            scanned = steps[arch.layers[0]]
-            return jax.lax.scan(lambda hidden, layer: scanned(hidden, layer, None), hidden, weights)
-        weights = unstacked(weights, arch.num_layers)
-    results = []
-    for kind, layer, cache in zip(arch.layers, weights, caches or [None] * arch.num_layers, strict=True):
+        if caches is None:
+            hidden, results = _scan_repetitions(steps, hidden, weights, arch)
+        weights = layer_weights(weights, arch)
+    first = len(results)
+    for kind, layer, cache in list(zip(arch.layers, weights, caches or [None] * arch.num_layers, strict=True))[first:]:
         hidden, result = steps[kind](hidden, layer, cache)
         results.append(result)
     return hidden, results
 
 
-def unstacked(tree: Any, num_layers: int) -> list[Any]:
-    """The part of each layer of arrays with the layer as their first dimension."""
-    return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(num_layers)]
+def _scan_repetitions(
+    steps: Mapping[Layer, Callable[..., Any]], hidden: Any, weights: Params, arch: Architecture
+) -> tuple[Any, list[Any]]:
+    """`hidden` after the layers of all whole repetitions of the pattern, and the result of each of these layers."""
+    pattern, repetitions = arch.pattern, arch.num_layers // len(arch.pattern)
+    places = {name: [i for i in arch.layers_with(name) if i < len(pattern)] for name in weights}
+
+    def divided(leaf: jax.Array, of_pattern: int) -> jax.Array:
+        whole = repetitions * of_pattern
+        leaf = leaf if len(leaf) == whole else leaf[:whole]
+        return leaf if of_pattern == 1 else leaf.reshape(repetitions, of_pattern, *leaf.shape[1:])
+
+    def of_place(leaf: jax.Array, name: str, place: int) -> jax.Array:
+        return leaf if len(places[name]) == 1 else leaf[places[name].index(place)]
+
+    def repetition(hidden: Any, weights: Params) -> tuple[Any, list[Any]]:
+        found = []
+        for place, kind in enumerate(pattern):
+            layer = {name: of_place(leaf, name, place) for name, leaf in weights.items() if place in places[name]}
+            hidden, result = steps[kind](hidden, layer, None)
+            found.append(result)
+        return hidden, found
+
+    scanned = {name: divided(leaf, len(places[name])) for name, leaf in weights.items() if places[name]}
+    hidden, found = jax.lax.scan(repetition, hidden, scanned)
+    return hidden, [jax.tree.map(lambda x, i=i: x[i], one) for i in range(repetitions) for one in found]
+
+
+def layer_weights(weights: Params, arch: Architecture) -> list[Params]:
+    """The weights of each layer, from stacked ones."""
+    places = {name: arch.layers_with(name) for name in weights}
+    return [
+        {name: leaf[places[name].index(layer)] for name, leaf in weights.items() if layer in places[name]}
+        for layer in range(arch.num_layers)
+    ]
+
+
+def scores_of(kind: Layer, arch: Architecture) -> Scores:
+    """Which keys a layer's attention sees, and how it caps their scores."""
+    return Scores(kind.window, arch.attention_cap)
 
 
 def block(
     kind: Layer,
     x: jax.Array,
     layer: Params,
-    rotation: KeyValue,
+    rotations: Rotations,
     attend: Callable[..., tuple[jax.Array, Any]],
     arch: Architecture,
-) -> tuple[jax.Array, Any]:
-    """One transformer layer, [B, T, D] -> [B, T, D], and the cache that `attend` returns.
+) -> tuple[jax.Array, Any, Routing | None]:
+    """One transformer layer: [B, T, D] -> [B, T, D], the cache that `attend` returns, and what its router did.
 
     Args:
         layer: the layer's weights.
-        rotation: cosine and sine from `rotary`.
+        rotations: from `rotary`.
         attend: (query [B, T, N, H], key, value [B, T, K, H]) -> (what is attended [B, T, N, H], cache).
     """
-    normed = rms_norm(x, layer["attention_norm"], arch.rms_norm_eps)
-    query = adapted("btd,dnh->btnh", normed, layer, "query")
-    key = adapted("btd,dkh->btkh", normed, layer, "key")
-    value = adapted("btd,dkh->btkh", normed, layer, "value")
-    if arch.qkv_bias:
-        query, key, value = query + layer["query_bias"], key + layer["key_bias"], value + layer["value_bias"]
-    if arch.qk_norm:
-        query = rms_norm(query, layer["query_norm"], arch.rms_norm_eps)
-        key = rms_norm(key, layer["key_norm"], arch.rms_norm_eps)
-    dtype = layer["query"].dtype
-
-    def positioned(x: jax.Array) -> jax.Array:
-        return (rotate(x, rotation) if kind.rotary else x).astype(dtype)
-
-    query, key, value = positioned(query), positioned(key), value.astype(dtype)
-    query, key, value = map(checkpoint_name, (query, key, value), ("query", "key", "value"))
+    query, key, value = _projections(kind, normed(x, layer, "attention_norm", arch), layer, rotations, arch)
     attended, cache = attend(query, key, value)
-    x = x + adapted("btnh,nhd->btd", attended, layer, "output")
-    normed = rms_norm(x, layer["mlp_norm"], arch.rms_norm_eps)
-    gate = jax.nn.silu(adapted("btd,df->btf", normed, layer, "gate"))
-    up = adapted("btd,df->btf", normed, layer, "up")
-    return x + adapted("btf,fd->btd", gate * up, layer, "down"), cache
+    attended = biased(adapted("btnh,nhd->btd", attended, layer, "output"), layer, "output")
+    x = x + normed(attended, layer, "attention_out_norm", arch)
+    inputs, routing = normed(x, layer, "mlp_norm", arch), None
+    if kind.experts:
+        assert arch.experts is not None
+        result, routing = expert_feed_forward(
+            inputs,
+            *(layer[name] for name in ("router", "expert_gate", "expert_up", "expert_down")),
+            experts_per_token=arch.experts.per_token,
+            normalized=arch.experts.normalized,
+            replayed=layer.get(REPLAYED),
+        )
+    else:
+        result = _feed_forward(inputs, layer, arch)
+    return x + normed(result, layer, "mlp_out_norm", arch), cache, routing
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last dimension, in float32 (arXiv:1910.07467)."""
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale
+def _projections(kind: Layer, x: jax.Array, layer: Params, rotations: Rotations, arch: Architecture) -> Any:
+    """Query, key and value of each head, in the dtype of matrix products."""
+    query = biased(adapted("btd,dnh->btnh", x, layer, "query"), layer, "query")
+    key = biased(adapted("btd,dkh->btkh", x, layer, "key"), layer, "key")
+    value = biased(adapted("btd,dkh->btkh", x, layer, "value"), layer, "value")
+    if arch.qk_norm:
+        axes = (-2, -1) if arch.qk_norm == "projection" else -1
+        query, key = (normed(one, layer, name, arch, axes) for one, name in ((query, "query_norm"), (key, "key_norm")))
+    if arch.query_scale != 1.0:
+        query = query * arch.query_scale
+    if kind.rotary:
+        query, key = rotate(query, rotations[kind.theta]), rotate(key, rotations[kind.theta])
+    dtype = layer["query"].dtype
+    query, key, value = query.astype(dtype), key.astype(dtype), value.astype(dtype)
+    return tuple(map(checkpoint_name, (query, key, value), ("query", "key", "value")))
 
 
-def rotary(positions: jax.Array, arch: Architecture) -> KeyValue:
-    """Cosine and sine [B, T, H // 2] float32 of the rotary embedding (arXiv:2104.09864)."""
-    angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(arch)
-    return jnp.cos(angles), jnp.sin(angles)
+def _feed_forward(x: jax.Array, layer: Params, arch: Architecture) -> jax.Array:
+    gate = ACTIVATIONS[arch.activation](biased(adapted("btd,df->btf", x, layer, "gate"), layer, "gate"))
+    up = biased(adapted("btd,df->btf", x, layer, "up"), layer, "up")
+    return biased(adapted("btf,fd->btd", gate * up, layer, "down"), layer, "down")
 
 
-def rotary_frequencies(arch: Architecture) -> np.ndarray:
-    """Angular frequency of each pair of dimensions, [H // 2] float32, with Llama 3's scaling if it is set."""
-    frequencies = arch.rope_theta ** -(np.arange(0, arch.head_dim, 2, dtype=np.float64) / arch.head_dim)
-    scaling = arch.rope_scaling
-    if scaling is not None:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-        span = scaling.high_freq_factor - scaling.low_freq_factor
-        smooth = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
-        frequencies = frequencies * (smooth + (1 - smooth) / scaling.factor)
-    return frequencies.astype(np.float32)
+def biased(x: jax.Array, layer: Params, name: str) -> jax.Array:
+    """`x` with the bias of a projection, if it has one."""
+    bias = layer.get(f"{name}_bias")
+    return x if bias is None else x + bias
+
+
+def normed(x: jax.Array, weights: Params, name: str, arch: Architecture, axes: int | tuple[int, ...] = -1) -> jax.Array:
+    """Root-mean-square norm over `axes`, in float32 (arXiv:1910.07467), if `weights` have it; else `x`."""
+    scale = weights.get(name)
+    if scale is None:
+        return x
+    scale = scale + arch.norm_offset if arch.norm_offset else scale
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True) + arch.rms_norm_eps) * scale
+
+
+def rotary(positions: jax.Array, arch: Architecture) -> Rotations:
+    """Cosine and sine [B, T, H // 2] float32 of each rotary embedding (arXiv:2104.09864), by `Layer.theta`."""
+    return {kind.theta: _rotation(positions, kind.theta, arch) for kind in arch.pattern if kind.rotary}
+
+
+def _rotation(positions: jax.Array, theta: float | None, arch: Architecture) -> KeyValue:
+    angles = positions[..., None].astype(jnp.float32) * rotary_frequencies(arch, theta)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    if theta is None and isinstance(arch.rope_scaling, YarnRopeScaling):
+        factor = arch.rope_scaling.attention_factor
+        return cosine * factor, sine * factor
+    return cosine, sine
+
+
+def rotary_frequencies(arch: Architecture, theta: float | None = None) -> np.ndarray:
+    """Angular frequency of each pair of dimensions, [H // 2] float32, scaled if the architecture says so.
+
+    Args:
+        theta: the base of an embedding that is not scaled; None: the architecture's.
+    """
+    base, scaling = (arch.rope_theta, arch.rope_scaling) if theta is None else (theta, None)
+    frequencies = base ** -(np.arange(0, arch.head_dim, 2, dtype=np.float64) / arch.head_dim)
+    return (frequencies if scaling is None else scaling.scaled(frequencies)).astype(np.float32)
 
 
 def rotate(x: jax.Array, rotation: KeyValue) -> jax.Array:

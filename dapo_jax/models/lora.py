@@ -71,6 +71,7 @@ def _adapters(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         stem + ".lora_A.weight",
         (rank, inputs),
         transposed=True,
+        layers=weight.layers,
     )
     second = Weight(
         ("layers", weight.path[1] + B),
@@ -80,6 +81,7 @@ def _adapters(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         stem + ".lora_B.weight",
         (outputs, rank),
         transposed=True,
+        layers=weight.layers,
     )
     return first, second
 

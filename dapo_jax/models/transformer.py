@@ -8,17 +8,19 @@ Precision: operands of matrix products are in the dtype of the weight, everythin
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.attention import BinAttention, causal_attention, matmul, shared_prompt_attention
-from dapo_jax.models.layers import KeyValue, Params, block, rms_norm, rotary, run_layers, unstacked
+from dapo_jax.models.attention import BinAttention, capped, causal_attention, matmul, shared_prompt_attention
+from dapo_jax.models.experts import Routing
+from dapo_jax.models.layers import REPLAYED, KeyValue, Params, block, normed, rotary, run_layers, scores_of
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
 
@@ -61,8 +63,8 @@ def forward(
 
 def forward_bins(
     params: Params, bins: Bins, arch: Architecture, *, kernel: BinAttention, remat: str = "none"
-) -> jax.Array:
-    """Hidden states [N, T, D] float32 after the final norm of the sequences in `bins`.
+) -> tuple[jax.Array, list[Routing]]:
+    """Hidden states [N, T, D] float32 after the final norm of the sequences in `bins`, and what each router did.
 
     Equal to `forward` on each prompt with each response on its own, up to rounding.
 
@@ -70,24 +72,35 @@ def forward_bins(
         params: weights, layers stacked.
         remat: as for `forward`.
     """
-    rotation, attend_bins = rotary(bins.positions, arch), kernel.attend(bins)
-
-    def attend(query, key, value):
-        return attend_bins(query, key, value), None
+    rotations = rotary(bins.positions, arch)
+    attends = {kind: kernel.attend(bins, scores_of(kind, arch)) for kind in arch.pattern}
+    layers = params["layers"]
+    if bins.experts is not None:
+        layers = {**layers, REPLAYED: jnp.moveaxis(bins.experts, 2, 0)}
 
     def step(kind, x, layer, _):
-        x, _ = block(kind, x, _gathered(layer, arch), rotation, attend, arch)
-        return constrain_residual(x), None
+        def attend(query, key, value):
+            return attends[kind](query, key, value), None
 
-    x, _ = run_layers(step, constrain_residual(embed(params, bins.tokens)), params["layers"], arch, remat=remat)
-    return rms_norm(x, params["final_norm"], arch.rms_norm_eps)
+        x, _, routing = block(kind, x, _gathered(layer, arch), rotations, attend, arch)
+        return constrain_residual(x), routing
+
+    x, routings = run_layers(step, constrain_residual(embed(params, bins.tokens, arch)), layers, arch, remat=remat)
+    return normed(x, params, "final_norm", arch), [routing for routing in routings if routing is not None]
 
 
-def prefill(params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture) -> tuple[jax.Array, list[KeyValue]]:
-    """Last hidden state [Q, D] of left-padded prompts [Q, P]; each layer's keys and values as a LayerCache has them."""
-    hidden, caches = _causal_pass(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
-    caches = caches if isinstance(caches, list) else unstacked(caches, arch.num_layers)
-    return hidden[:, -1], caches
+def prefill(
+    params: Params, tokens: jax.Array, mask: jax.Array, arch: Architecture
+) -> tuple[jax.Array, list[KeyValue], jax.Array | None]:
+    """Runs left-padded prompts [Q, P].
+
+    Returns:
+        The last hidden state [Q, D], each layer's keys and values as a LayerCache has them, and the experts of each
+        token [Q, P, l, k] in the l layers that have them.
+    """
+    hidden, found = _causal_pass(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
+    caches, routings = zip(*found, strict=True)
+    return hidden[:, -1], list(caches), chosen_experts(routings)
 
 
 def decode(
@@ -98,8 +111,8 @@ def decode(
     caches: list[LayerCache],
     index: jax.Array,
     arch: Architecture,
-) -> tuple[jax.Array, list[LayerCache]]:
-    """Hidden states [B, D] of one token per row, and the caches with that token written.
+) -> tuple[jax.Array, list[LayerCache], jax.Array | None]:
+    """Hidden states [B, D] of one token per row, the caches with that token written, and its experts [B, l, k].
 
     Args:
         params: weights, layers as a list.
@@ -107,12 +120,22 @@ def decode(
         prompt_mask: [Q, P] bool, True on real prompt tokens.
         index: scalar, how many tokens each row has sampled before this one.
     """
-    visible = (jnp.arange(caches[0].window) <= index)[None, None]
+    own, before = jnp.arange(caches[0].window), jnp.arange(-prompt_mask.shape[1], 0)
 
-    def attend(cache, query, key, value):
-        new = _write(cache, key, value, index)
+    def attend(kind, cache, query, key, value):
+        new, visible, prompt_visible = _write(cache, key, value, index), own <= index, prompt_mask
+        if kind.window is not None:
+            first = index - kind.window + 1
+            visible, prompt_visible = visible & (own >= first), prompt_mask & (before >= first)
         attended = shared_prompt_attention(
-            query, new.key, new.value, visible, new.prompt_key, new.prompt_value, prompt_mask
+            query,
+            new.key,
+            new.value,
+            visible[None, None],
+            new.prompt_key,
+            new.prompt_value,
+            prompt_visible,
+            cap=arch.attention_cap,
         )
         return attended, new
 
@@ -126,24 +149,34 @@ def decode_with(
     positions: jax.Array,
     caches: list[Any],
     arch: Architecture,
-) -> tuple[jax.Array, list[Any]]:
+) -> tuple[jax.Array, list[Any], jax.Array | None]:
     """`decode` with any kind of cache.
 
     Args:
-        attend: (cache, query [B, 1, N, H], key, value [B, 1, K, H]) -> (what is attended [B, 1, N, H], new cache).
+        attend: (kind, cache, query [B, 1, N, H], key, value [B, 1, K, H]) -> (what is attended [B, 1, N, H], new
+            cache).
     """
-    rotation = rotary(positions[:, None], arch)
+    rotations = rotary(positions[:, None], arch)
 
     def step(kind, x, layer, cache):
-        return block(kind, x, layer, rotation, functools.partial(attend, cache), arch)
+        x, cache, routing = block(kind, x, layer, rotations, functools.partial(attend, kind, cache), arch)
+        return x, (cache, routing)
 
-    x, caches = run_layers(step, embed(params, tokens[:, None]), params["layers"], arch, caches=caches)
-    return rms_norm(x, params["final_norm"], arch.rms_norm_eps)[:, 0], caches
+    x, found = run_layers(step, embed(params, tokens[:, None], arch), params["layers"], arch, caches=caches)
+    new_caches, routings = zip(*found, strict=True)
+    experts = chosen_experts(routings)
+    return normed(x, params, "final_norm", arch)[:, 0], list(new_caches), None if experts is None else experts[:, 0]
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
+def chosen_experts(routings: Iterable[Routing | None]) -> jax.Array | None:
+    """The experts [B, T, l, k] that tokens used in the l layers that have them; None if no layer has."""
+    chosen = [routing.chosen for routing in routings if routing is not None]
+    return jnp.stack(chosen, axis=2) if chosen else None
+
+
+def logits(params: Params, hidden: jax.Array, arch: Architecture) -> jax.Array:
     """Unnormalised float32 scores of the next token, [..., D] -> [..., V]."""
-    return matmul("...d,vd->...v", hidden, head_table(params))
+    return capped(matmul("...d,vd->...v", hidden, head_table(params)), arch.logit_cap)
 
 
 def head_table(params: Params) -> jax.Array:
@@ -172,21 +205,21 @@ def positions_of(mask: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
-def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) -> tuple[jax.Array, Any]:
-    """The hidden states of `forward`, and with `keep_cache` each layer's keys and values."""
-    x = constrain_rows(embed(params, tokens))
-    rotation = rotary(positions, arch)
+def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) -> tuple[jax.Array, list[Any]]:
+    """The hidden states of `forward`, and with `keep_cache` each layer's keys and values, and what its router did."""
+    x = constrain_rows(embed(params, tokens, arch))
+    rotations = rotary(positions, arch)
 
     def step(kind, x, layer, _):
         def attend(query, key, value):
             cache = _cached(key, value) if keep_cache else None
-            return causal_attention(query, key, value, mask), cache
+            return causal_attention(query, key, value, mask, scores_of(kind, arch)), cache
 
-        x, cache = block(kind, x, layer, rotation, attend, arch)
-        return constrain_rows(x), cache
+        x, cache, routing = block(kind, x, layer, rotations, attend, arch)
+        return constrain_rows(x), (cache, routing if keep_cache else None)
 
-    x, caches = run_layers(step, x, params["layers"], arch, remat=remat)
-    return rms_norm(x, params["final_norm"], arch.rms_norm_eps), caches
+    x, found = run_layers(step, x, params["layers"], arch, remat=remat)
+    return normed(x, params, "final_norm", arch), found
 
 
 def _gathered(layer: Params, arch: Architecture) -> Params:
@@ -208,11 +241,12 @@ def _cached(key: jax.Array, value: jax.Array) -> KeyValue:
     return jnp.moveaxis(key, 1, 3), value.swapaxes(1, 2)
 
 
-def embed(params: Params, tokens: jax.Array) -> jax.Array:
+def embed(params: Params, tokens: jax.Array, arch: Architecture) -> jax.Array:
     """Token embeddings [B, T, D] float32."""
     table, dtype = params["embedding"], product_dtype(params)
     found = lookup(table, tokens).astype(jnp.float32)
-    if table.dtype == dtype:
-        return found
-    # unlike two casts, no compiler removes this
-    return jax.lax.reduce_precision(found, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    if table.dtype != dtype:  # unlike two casts, no compiler removes this
+        found = jax.lax.reduce_precision(found, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    if arch.scale_embeddings:
+        found *= float(np.asarray(arch.hidden_size**0.5, dtype))  # rounded, as the model was trained
+    return found

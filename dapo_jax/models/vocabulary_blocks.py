@@ -7,7 +7,8 @@ the logits is needed on a TPU, and none of them leaves its device along "tensor"
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.models.attention import matmul
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.attention import capped, matmul
 from dapo_jax.models.layers import Params
 from dapo_jax.models.transformer import head_table
 
@@ -20,17 +21,17 @@ def with_whole_blocks(params: Params, shards: int) -> Params:
     return {**params, **{name: _padded(params[name], BLOCK * shards) for name in TABLES if name in params}}
 
 
-def block_logits(params: Params, hidden: jax.Array, vocab_size: int) -> jax.Array:
+def block_logits(params: Params, hidden: jax.Array, arch: Architecture) -> jax.Array:
     """The `logits` [B, D] -> [B, n, BLOCK] of decoding weights, in blocks; -inf after the last token.
 
-    Args:
-        vocab_size: V; tables have at least as many rows, see `with_whole_blocks`.
+    The tables have V rows or more, see `with_whole_blocks`.
     """
     table = _padded(head_table(params), BLOCK)
     scores = matmul("bd,nkd->bnk", hidden, table.reshape(-1, BLOCK, table.shape[-1]))
-    if len(table) == vocab_size:
+    scores = capped(scores, arch.logit_cap)
+    if len(table) == arch.vocab_size:
         return scores
-    return jnp.where(tokens_of_blocks(scores) < vocab_size, scores, -jnp.inf)
+    return jnp.where(tokens_of_blocks(scores) < arch.vocab_size, scores, -jnp.inf)
 
 
 def tokens_of_blocks(logits: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.architecture import Architecture, Experts
 from dapo_jax.parallel.sharding import TRAIN_RULES, Rules, weight_sharding
 
 
@@ -19,8 +19,9 @@ class Weight:
     """One leaf of the parameter pytree.
 
     `shape` and `axes` (logical names, see parallel/sharding.py) are those of the leaf; a leaf under "layers"
-    has the layer as its first dimension. `hf_name` is the Hugging Face tensor, one per layer if it contains
-    {layer}, of shape `hf_shape`; `transposed` says that it is stored as [outputs, inputs].
+    has the layer, of those in `layers`, as its first dimension, and one of experts the expert as its second. `hf_name`
+    is the Hugging Face tensor of shape `hf_shape`, one per layer if it contains {layer}, and one per expert if it
+    contains {expert}; `transposed` says that it is stored as [outputs, inputs].
     """
 
     path: tuple[str, ...]
@@ -30,6 +31,7 @@ class Weight:
     hf_name: str
     hf_shape: tuple[int, ...]
     transposed: bool = False
+    layers: tuple[int, ...] = ()  # numbers of those that have it; empty: all
 
     @property
     def stacked(self) -> bool:
@@ -37,8 +39,13 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """True for the operands of matrix products, which may be kept in bfloat16."""
-        return self.initializer == "normal"
+        """True for the operands of matrix products that may be kept in bfloat16: all but routers'."""
+        return self.initializer == "normal" and self.path[-1] != "router"
+
+    @property
+    def num_experts(self) -> int:
+        """E of a leaf with the weights of all experts, else 0."""
+        return self.shape[1] if "expert" in self.axes and self.path[-1] != "router" else 0
 
     @property
     def of_tokens(self) -> bool:
@@ -48,41 +55,15 @@ class Weight:
 
 def weight_table(arch: Architecture) -> list[Weight]:
     """All weights of `arch`, in the order of the forward pass."""
-    V, D, F = arch.vocab_size, arch.hidden_size, arch.intermediate_size
-    N, K, H = arch.num_heads, arch.num_kv_heads, arch.head_dim
-
-    def norm(name, size, hf_name):
-        return _layer(arch, name, (size,), ("norm",), hf_name, (size,), initializer="ones")
-
-    def projection(name, shape, axes, hf_name, inputs):
-        outputs = math.prod(shape) // inputs
-        return _layer(arch, name, shape, axes, hf_name, (outputs, inputs), transposed=True)
-
-    table = [
-        Weight(("embedding",), (V, D), ("vocab", "embed"), "normal", "model.embed_tokens.weight", (V, D)),
-        norm("attention_norm", D, "input_layernorm.weight"),
-        projection("query", (D, N, H), ("embed", "heads", "head_dim"), "self_attn.q_proj.weight", D),
-        projection("key", (D, K, H), ("embed", "kv_heads", "head_dim"), "self_attn.k_proj.weight", D),
-        projection("value", (D, K, H), ("embed", "kv_heads", "head_dim"), "self_attn.v_proj.weight", D),
-    ]
-    if arch.qkv_bias:
-        for name, heads, axis in (("query", N, "heads"), ("key", K, "kv_heads"), ("value", K, "kv_heads")):
-            hf_name = f"self_attn.{name[0]}_proj.bias"
-            shape, axes = (heads, H), (axis, "head_dim")
-            table.append(_layer(arch, f"{name}_bias", shape, axes, hf_name, (heads * H,), "zeros"))
-    if arch.qk_norm:
-        table += [
-            norm("query_norm", H, "self_attn.q_norm.weight"),
-            norm("key_norm", H, "self_attn.k_norm.weight"),
-        ]
-    table += [
-        projection("output", (N, H, D), ("heads", "head_dim", "embed"), "self_attn.o_proj.weight", N * H),
-        norm("mlp_norm", D, "post_attention_layernorm.weight"),
-        projection("gate", (D, F), ("embed", "mlp"), "mlp.gate_proj.weight", D),
-        projection("up", (D, F), ("embed", "mlp"), "mlp.up_proj.weight", D),
-        projection("down", (F, D), ("mlp", "embed"), "mlp.down_proj.weight", F),
-        Weight(("final_norm",), (D,), ("norm",), "ones", "model.norm.weight", (D,)),
-    ]
+    V, D = arch.vocab_size, arch.hidden_size
+    table = [Weight(("embedding",), (V, D), ("vocab", "embed"), "normal", "model.embed_tokens.weight", (V, D))]
+    table += _attention(arch)
+    if arch.layers_with("gate"):
+        table += _feed_forward(arch)
+    if arch.experts is not None:
+        table += _experts(arch, arch.experts)
+    table += _norms_after(arch)
+    table.append(Weight(("final_norm",), (D,), ("norm",), _unit(arch), "model.norm.weight", (D,)))
     if arch.scalar_head:
         table.append(Weight(("score",), (D,), ("embed",), "zeros", "score.weight", (1, D)))
     elif not arch.tie_embeddings:
@@ -90,20 +71,94 @@ def weight_table(arch: Architecture) -> list[Weight]:
     return table
 
 
+def _attention(arch: Architecture) -> list[Weight]:
+    D, N, K, H = arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim
+    heads = {"query": (N, "heads"), "key": (K, "kv_heads"), "value": (K, "kv_heads")}
+    table = [] if arch.norms == "after" else [_norm(arch, "attention_norm", "input_layernorm.weight")]
+    for name, (count, axis) in heads.items():
+        axes = "embed", axis, "head_dim"
+        table.append(_projection(arch, name, (D, count, H), axes, f"self_attn.{name[0]}_proj.weight", D))
+    for name, (count, axis) in heads.items() if arch.qkv_bias else ():
+        hf_name = f"self_attn.{name[0]}_proj.bias"
+        table.append(_layer(arch, f"{name}_bias", (count, H), (axis, "head_dim"), hf_name, (count * H,), "zeros"))
+    for name, (count, axis) in list(heads.items())[:2] if arch.qk_norm else ():
+        whole = arch.qk_norm == "projection"
+        shape, axes = ((count, H), (axis, "head_dim")) if whole else ((H,), ("norm",))
+        hf_name, hf_shape = f"self_attn.{name[0]}_norm.weight", (math.prod(shape),)
+        table.append(_layer(arch, f"{name}_norm", shape, axes, hf_name, hf_shape, _unit(arch)))
+    axes = "heads", "head_dim", "embed"
+    table.append(_projection(arch, "output", (N, H, D), axes, "self_attn.o_proj.weight", N * H))
+    if arch.output_bias:
+        table.append(_layer(arch, "output_bias", (D,), ("norm",), "self_attn.o_proj.bias", (D,), "zeros"))
+    if arch.norms == "before":
+        table.append(_norm(arch, "mlp_norm", "post_attention_layernorm.weight"))
+    else:
+        table.append(_norm(arch, "attention_out_norm", "post_attention_layernorm.weight"))
+    if arch.norms == "around":
+        table.append(_norm(arch, "mlp_norm", "pre_feedforward_layernorm.weight"))
+    return table
+
+
+def _feed_forward(arch: Architecture) -> list[Weight]:
+    D, F = arch.hidden_size, arch.intermediate_size
+    shapes = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    sizes, table = {"embed": D, "mlp": F}, []
+    for name, (inputs, outputs) in shapes.items():
+        shape, hf_name = (sizes[inputs], sizes[outputs]), f"mlp.{name}_proj"
+        table.append(_projection(arch, name, shape, (inputs, outputs), f"{hf_name}.weight", shape[0]))
+        if arch.mlp_bias:
+            axes = ("mlp",) if outputs == "mlp" else ("norm",)
+            table.append(_layer(arch, f"{name}_bias", shape[1:], axes, f"{hf_name}.bias", shape[1:], "zeros"))
+    return table
+
+
+def _experts(arch: Architecture, experts: Experts) -> list[Weight]:
+    D, E, F = arch.hidden_size, experts.number, experts.intermediate_size
+    table = [_projection(arch, "router", (D, E), ("embed", "router"), "mlp.gate.weight", D)]
+    for name, inputs, outputs in (("gate", D, F), ("up", D, F), ("down", F, D)):
+        axes = ("expert", "embed", "expert_mlp") if name != "down" else ("expert", "expert_mlp", "embed")
+        hf_name = f"mlp.experts.{{expert}}.{name}_proj.weight"
+        shape, hf_shape = (E, inputs, outputs), (outputs, inputs)
+        table.append(_layer(arch, f"expert_{name}", shape, axes, hf_name, hf_shape, transposed=True))
+    return table
+
+
+def _norms_after(arch: Architecture) -> list[Weight]:
+    if arch.norms == "before":
+        return []
+    return [_norm(arch, "mlp_out_norm", "post_feedforward_layernorm.weight")]
+
+
+def _unit(arch: Architecture) -> str:
+    """The initializer of norms that scale by 1."""
+    return "zeros" if arch.norm_offset else "ones"
+
+
+def _norm(arch: Architecture, name: str, hf_name: str) -> Weight:
+    size = (arch.hidden_size,)
+    return _layer(arch, name, size, ("norm",), hf_name, size, _unit(arch))
+
+
+def _projection(arch, name, shape, axes, hf_name, inputs) -> Weight:
+    return _layer(arch, name, shape, axes, hf_name, (math.prod(shape) // inputs, inputs), transposed=True)
+
+
 def _layer(arch, name, shape, axes, hf_name, hf_shape, initializer="normal", transposed=False) -> Weight:
+    layers = arch.layers_with(name)
     return Weight(
         ("layers", name),
-        (arch.num_layers, *shape),
+        (len(layers), *shape),
         ("layers", *axes),
         initializer,
         "model.layers.{layer}." + hf_name,
         hf_shape,
         transposed,
+        layers,
     )
 
 
 def init_params(arch: Architecture, seed: int) -> dict[str, Any]:
-    """Fresh float32 parameters: matrices normal(0, initializer_range), norms one, biases zero."""
+    """Fresh float32 parameters: matrices normal(0, initializer_range), norms without effect, biases zero."""
 
     def leaf(index: int, weight: Weight) -> jax.Array:
         if weight.initializer == "normal":

@@ -102,9 +102,9 @@ def _tensors(
 
 def _as_stored(weight: Weight, leaf: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
     """A leaf as Hugging Face's tensors; copies, so that none of them keeps the leaf alive."""
-    for part in leaf if weight.stacked else [leaf]:
-        stored = part.reshape(weight.hf_shape[::-1]).T if weight.transposed else part.reshape(weight.hf_shape)
-        yield stored.astype(dtype, order="C")
+    shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
+    for part in leaf.reshape(-1, *shape):
+        yield (part.T if weight.transposed else part).astype(dtype, order="C")
 
 
 def _whole(leaf: Any) -> np.ndarray:

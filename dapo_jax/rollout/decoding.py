@@ -97,7 +97,7 @@ def prefill_part(
     """
     samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
     first_row, rows = first * samples, tokens.shape[0] * copies * samples
-    hidden, keys_and_values = transformer.prefill(params, tokens, mask, arch)
+    hidden, keys_and_values, _ = transformer.prefill(params, tokens, mask, arch)
     caches = []
     for cache, (key, value) in zip(wave.caches, keys_and_values, strict=True):
         key, value = _spread(key, copies), _spread(value, copies)
@@ -108,7 +108,7 @@ def prefill_part(
                 prompt_value=_put_part(cache.prompt_value, value, first),
             )
         )
-    logits = jnp.repeat(block_logits(params, _spread(hidden, copies), arch.vocab_size), samples, axis=0)
+    logits = jnp.repeat(block_logits(params, _spread(hidden, copies), arch), samples, axis=0)
     keys, begun, padding = (_part(x, first_row, rows) for x in (wave.keys, wave.begun, wave.finished))
     drawn, logprobs = sample(logits, keys, begun, sampling, eos_ids)
     drawn, finished = settle(drawn, padding, eos_ids, pad_id)
@@ -136,12 +136,12 @@ def decode_chunk(
     num_samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
     prompt_lengths = jnp.repeat(jnp.sum(wave.prompt_mask, axis=-1, dtype=jnp.int32), num_samples)
 
-    def step(wave: Wave, _: None) -> tuple[Wave, Any]:
+    def step(wave: Wave, __: None) -> tuple[Wave, Any]:
         index = wave.length - 1
-        hidden, caches = transformer.decode(
+        hidden, caches, _ = transformer.decode(
             params, wave.tokens, prompt_lengths + index, wave.prompt_mask, wave.caches, index, arch
         )
-        logits = block_logits(params, hidden, arch.vocab_size)
+        logits = block_logits(params, hidden, arch)
         tokens, logprobs = sample(logits, wave.keys, wave.begun + wave.length, sampling, eos_ids)
         sampled = ~wave.finished
         tokens, finished = settle(tokens, wave.finished, eos_ids, pad_id)

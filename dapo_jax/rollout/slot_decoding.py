@@ -68,7 +68,7 @@ def prefill_pages(
         tokens, mask: [Q, P] left-padded prompts on the shards that have their rows; P is a multiple of C.
         destinations: [Q, P // C] int32, pages; 0 where there is only padding.
     """
-    _, caches = transformer.prefill(params, tokens, mask, arch)
+    _, caches, _ = transformer.prefill(params, tokens, mask, arch)
     pages = [
         _put_pages(held, _as_pages(key, value, held.shape[2]), destinations.reshape(-1))
         for held, (key, value) in zip(slots.pages, caches, strict=True)
@@ -113,7 +113,7 @@ def decode_slots(
     def step(carry: Any, index: jax.Array) -> tuple[Any, Any]:
         tokens, finished, tails = carry
 
-        def attend(layer, query, key, value):
+        def attend(kind, layer, query, key, value):
             held, tail = layer
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
@@ -121,8 +121,8 @@ def decode_slots(
             return merged(paged, attend_tail(query[:, 0], tail, index))[:, None], (held, tail)
 
         caches = list(zip(slots.pages, tails, strict=True))
-        hidden, caches = transformer.decode_with(attend, params, tokens, cached + plan.sampled + index, caches, arch)
-        logits = block_logits(params, hidden, arch.vocab_size)
+        hidden, caches, _ = transformer.decode_with(attend, params, tokens, cached + plan.sampled + index, caches, arch)
+        logits = block_logits(params, hidden, arch)
         drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids)
         drawn, ended = settle(drawn, finished, eos_ids, pad_id)
         return (drawn, ended, [tail for _, tail in caches]), (drawn, ~finished, logprobs)

@@ -83,7 +83,7 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
 
 def architecture(shape: str) -> Any:
     """The architecture of a name in contenders.SHAPES."""
-    from dapo_jax.models.architecture import architecture_from_hf
+    from dapo_jax.models.hf_architecture import architecture_from_hf
 
     return architecture_from_hf(contenders.config_json(shape))
 

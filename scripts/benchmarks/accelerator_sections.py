@@ -69,7 +69,7 @@ def environment(findings: Findings, folder: Path, *, small: bool) -> None:
 def show_choices(findings: Findings) -> None:
     """What model.dtype=auto and model.attention=fused resolve to on these devices."""
     from dapo_jax.config.sections import Config
-    from dapo_jax.models.architecture import architecture_from_hf
+    from dapo_jax.models.hf_architecture import architecture_from_hf
     from dapo_jax.parallel.mesh import make_mesh
     from dapo_jax.settings import chosen_attention, compute_dtype
 

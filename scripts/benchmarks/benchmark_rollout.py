@@ -63,7 +63,7 @@ class Ours:
         import jax.numpy as jnp
 
         from dapo_jax.learner.decode_weights import unstack_layers
-        from dapo_jax.models.architecture import architecture_from_hf
+        from dapo_jax.models.hf_architecture import architecture_from_hf
         from dapo_jax.models.weights import cast_matrices, init_params
         from dapo_jax.parallel.mesh import make_mesh
 
@@ -73,7 +73,7 @@ class Ours:
         self.prompts = make_prompts(args)
         self.engines: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
-            relay = jax.jit(lambda p: unstack_layers(cast_matrices(p, self.arch, jnp.dtype(dtype))))
+            relay = jax.jit(lambda p: unstack_layers(cast_matrices(p, self.arch, jnp.dtype(dtype)), self.arch))
             self.params = jax.block_until_ready(relay(init_params(self.arch, 0)))
 
     def __call__(self, case: str) -> tuple[int, float]:

@@ -75,7 +75,7 @@ def open_random_run(stack: ExitStack, args: argparse.Namespace, dtype: str, opti
     from dapo_jax.data.prompts import PromptSet
     from dapo_jax.data.rows import PromptRow
     from dapo_jax.data.tokenizer import Tokenizer
-    from dapo_jax.models.architecture import architecture_from_hf
+    from dapo_jax.models.hf_architecture import architecture_from_hf
     from dapo_jax.parallel.mesh import make_mesh
     from dapo_jax.problems import Problems
     from dapo_jax.run import Run, build_held_out, build_learner, open_monitor, open_rewards, open_sampler

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from dapo_jax.models.architecture import Architecture, read_architecture
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.parallel.devices import GIB, LIMITS, Limits
 from dapo_jax.parallel.gpus import GPUS
 from dapo_jax.parallel.mesh import AXES

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dapo_jax.models.architecture import Llama3RopeScaling, architecture_from_hf, read_architecture
 from dapo_jax.models.families import FAMILIES
+from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
+from dapo_jax.models.rope_scaling import Llama3RopeScaling, YarnRopeScaling
 
 DATA = Path(__file__).parent / "data"
 LLAMA = {
@@ -25,6 +26,9 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+SCALED_LOCAL = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
 
 
 def test_sizes_are_read_from_config_json():
@@ -38,10 +42,10 @@ def test_sizes_are_read_from_config_json():
 @pytest.mark.parametrize(
     ("name", "family", "tied", "bias", "norm"),
     [
-        ("llama_tied", "llama", True, False, False),
-        ("llama3_rope_scaled", "llama", False, False, False),
-        ("qwen2_bias_tied", "qwen2", True, True, False),
-        ("qwen3_qknorm", "qwen3", False, False, True),
+        ("llama_tied", "llama", True, False, ""),
+        ("llama3_rope_scaled", "llama", False, False, ""),
+        ("qwen2_bias_tied", "qwen2", True, True, ""),
+        ("qwen3_qknorm", "qwen3", False, False, "head"),
     ],
 )
 def test_families_differ_in_bias_and_norm(name, family, tied, bias, norm):
@@ -70,15 +74,42 @@ def test_absent_and_null_settings_take_the_defaults():
         ({"architectures": None}, "choose one of"),
         ({"architectures": ["LlamaForTokenClassification"]}, "choose one of.*Qwen3ForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=true"),
-        ({"mlp_bias": True}, "mlp_bias=true"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias=true"),
+        ({"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True}, "mlp_bias=true"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type='dynamic': only .*'linear', 'llama3', 'yarn'",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "no factor .*no original_max_position_embeddings"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "no factor for its linear"),
+        ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast=-1"),
+        ({"rope_scaling": YARN | {"truncate": 3}}, "truncate=3"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no low_freq_factor .*no high_freq"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window=4096"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8},
+            "sliding_window=8",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+            "no_rope_layers of 2 layers: there are 3",
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], **GELU, "layer_types": ["chunked_attention"] * 3}, "layer_types="),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], **GELU, "use_bidirectional_attention": True},
+            "only causal attention",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], **GELU, "rope_parameters": SCALED_LOCAL},
+            "in layers with a window, rope",
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh'"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 200}, "must be at most num_experts=128"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": ["a"]}, "mlp_only_layers"),
         ({"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of 2 layers: there are 3"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types="),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
     ],
 )
@@ -89,8 +120,9 @@ def test_what_is_not_supported_is_an_error(change, message):
 
 @pytest.mark.parametrize("family", [family.hf_name for family in FAMILIES.values()])
 def test_a_sequence_classification_model_differs_by_its_scalar_head_alone(family):
-    language = architecture_from_hf(LLAMA | {"architectures": [f"{family}ForCausalLM"]})
-    scoring = architecture_from_hf(LLAMA | ONE_LABEL | {"architectures": [f"{family}ForSequenceClassification"]})
+    config = {name: value for name, value in LLAMA.items() if name != "hidden_act"}
+    language = architecture_from_hf(config | {"architectures": [f"{family}ForCausalLM"]})
+    scoring = architecture_from_hf(config | ONE_LABEL | {"architectures": [f"{family}ForSequenceClassification"]})
     assert not language.scalar_head
     assert scoring == dataclasses.replace(language, scalar_head=True)
 
@@ -106,14 +138,75 @@ def test_a_language_model_may_have_any_labels():
 
 
 def test_all_problems_are_reported_together():
-    with pytest.raises(ValueError, match="no vocab_size; no rms_norm_eps; .*gelu.*yarn"):
+    with pytest.raises(ValueError, match="no vocab_size; no rms_norm_eps; .*gelu.*dynamic"):
         config = {name: value for name, value in LLAMA.items() if name not in ("vocab_size", "rms_norm_eps")}
-        architecture_from_hf(config | {"hidden_act": "gelu", "rope_parameters": {"rope_type": "yarn"}})
+        architecture_from_hf(config | {"hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic"}})
 
 
 def test_a_window_that_is_switched_off_is_accepted():
     qwen2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 32}
     assert architecture_from_hf(qwen2).qkv_bias
+
+
+def of_family(name, **changes):
+    return architecture_from_hf(LLAMA | {"num_hidden_layers": 7, "architectures": [f"{name}ForCausalLM"]} | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "full"),
+    [
+        ({"name": "Mistral", "sliding_window": 8}, []),
+        ({"name": "Mistral", "sliding_window": None}, range(7)),
+        ({"name": "Qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 5}, range(5)),
+        ({"name": "Qwen3", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, []),
+        ({"name": "Gemma2", "sliding_window": 8}, [1, 3, 5]),
+        ({"name": "Gemma3", "sliding_window": 8}, [5]),
+        ({"name": "Gemma3", "sliding_window": 8, "sliding_window_pattern": 2}, [1, 3, 5]),
+        ({"name": "Gemma3", "sliding_window": 8, "layer_types": ["full_attention"] * 7}, range(7)),
+        ({"name": "Olmo3", "sliding_window": 8}, [3]),
+        ({"name": "Olmo2"}, range(7)),
+    ],
+)
+def test_which_layers_have_a_window(config, full):
+    activation = GELU if "Gemma" in config["name"] else {}
+    layers = of_family(**config, **activation).layers
+    assert [layer.window for layer in layers] == [None if i in full else 8 for i in range(7)]
+
+
+def test_layers_with_a_window_have_a_rotary_embedding_of_their_own():
+    gemma = of_family("Gemma3", **GELU, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert (gemma.rope_theta, gemma.rope_scaling.factor) == (1e6, 8.0)
+    assert {layer.theta for layer in gemma.layers if layer.window} == {1e4}
+    assert {layer.theta for layer in gemma.layers if not layer.window} == {None}
+    olmo = of_family("Olmo3", rope_theta=5e5, rope_scaling=YARN)
+    assert {layer.theta for layer in olmo.layers if layer.window} == {5e5}, "YaRN is for the others alone"
+    assert {layer.theta for layer in of_family("Olmo3", rope_theta=5e5).layers} == {None}
+
+
+def test_every_fourth_layer_of_smollm3_has_no_rotary_embedding():
+    assert [layer.rotary for layer in of_family("SmolLM3").layers] == [True, True, True, False, True, True, True]
+    listed = of_family("SmolLM3", no_rope_layers=[0, 1, 1, 1, 1, 1, 0])
+    assert [layer.rotary for layer in listed.layers] == [False, True, True, True, True, True, False]
+
+
+def test_which_layers_have_experts():
+    moe = of_family("Qwen3Moe", decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [layer.experts for layer in moe.layers] == [False, True, False, False, False, True, False]
+    assert (moe.layers_with("expert_gate"), moe.layers_with("gate")) == ((1, 5), (0, 2, 3, 4, 6))
+    assert moe.layers_with("query") == tuple(range(7))
+
+
+def test_yarn_grows_with_the_factor_unless_the_config_says_how():
+    scaling = of_family("Qwen3", rope_scaling=YARN).rope_scaling
+    assert scaling == YarnRopeScaling(4.0, 32, attention_factor=pytest.approx(1.138629))
+    assert of_family("Qwen3", rope_scaling=YARN | {"attention_factor": 1.5}).rope_scaling.attention_factor == 1.5
+    both = {"mscale": 2.0, "mscale_all_dim": 1.0}
+    assert of_family("Qwen3", rope_scaling=YARN | both).rope_scaling.attention_factor == pytest.approx(
+        1.277259 / 1.138629
+    )
+    shorter = {"rope_type": "yarn", "factor": 4.0}
+    old = of_family("Qwen3", rope_scaling=shorter, max_position_embeddings=64).rope_scaling
+    assert old.original_max_position_embeddings == 64
 
 
 def test_missing_or_damaged_config_json_is_an_error(tmp_path):

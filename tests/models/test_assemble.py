@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.assemble import StoredTensor, assemble, tensor_names
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import weight_table
 
 ARCH = read_architecture(Path(__file__).parent / "data" / "qwen2_bias_tied")

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dapo_jax.models.architecture import Architecture, read_architecture
+from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf, read_gguf_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
@@ -104,7 +105,7 @@ def random_tensors(arch):
 
 @functools.partial(jax.jit, static_argnums=3)
 def score(params, tokens, mask, arch):
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2_bias_tied", "qwen3_qknorm"])

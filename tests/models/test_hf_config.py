@@ -7,15 +7,19 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.models.architecture import Architecture, Llama3RopeScaling, architecture_from_hf, read_architecture
+from dapo_jax.models.architecture import Architecture, Experts, Layer
 from dapo_jax.models.families import FAMILIES
+from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.hf_config import hf_config
+from dapo_jax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import init_params, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 
 DATA = Path(__file__).parent / "data"
 SCALING = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+EXPERTS = Experts(number=5, per_token=3, intermediate_size=24, normalized=True)
+ALL, SOME, LOCAL = Layer(), Layer(window=24), Layer(window=24, theta=5000.0)
 
 
 def architecture(family, **changes):
@@ -32,10 +36,11 @@ def architecture(family, **changes):
         rope_theta=5000.0,
         rms_norm_eps=0.125,
         tie_embeddings=False,
-        qkv_bias=FAMILIES[family].qkv_bias,
-        qk_norm=FAMILIES[family].qk_norm,
+        **FAMILIES[family].traits,
         initializer_range=0.25,
     )
+    if FAMILIES[family].experts:
+        arch = dataclasses.replace(arch, experts=EXPERTS, pattern=(Layer(experts=True),))
     return dataclasses.replace(arch, **changes)
 
 
@@ -43,6 +48,15 @@ ARCHITECTURES = {
     **{family: architecture(family) for family in FAMILIES},
     "llama_tied": architecture("llama", tie_embeddings=True),
     "llama_scaled": architecture("llama", rope_scaling=SCALING),
+    "llama_biases": architecture("llama", qkv_bias=True, output_bias=True, mlp_bias=True),
+    "mistral_window": architecture("mistral", pattern=(SOME,)),
+    "qwen3_window": architecture("qwen3", pattern=(ALL, SOME), rope_scaling=LinearRopeScaling(2.0)),
+    "qwen3_yarn": architecture("qwen3", rope_scaling=YarnRopeScaling(4.0, 32, 1.25, 16.0, 2.0, False)),
+    "qwen3_moe_some": architecture("qwen3_moe", experts=EXPERTS, pattern=(ALL, Layer(experts=True))),
+    "smollm3_nope": architecture("smollm3", pattern=(ALL, Layer(rotary=False))),
+    "olmo3_yarn": architecture("olmo3", pattern=(LOCAL, ALL), rope_scaling=YarnRopeScaling(4.0, 32, 1.25)),
+    "gemma2_caps": architecture("gemma2", pattern=(SOME, ALL), attention_cap=20.0, logit_cap=10.0, query_scale=0.5),
+    "gemma3_window": architecture("gemma3_text", pattern=(dataclasses.replace(LOCAL, theta=300.0), ALL)),
     "reward_model": architecture("qwen2", scalar_head=True),
 }
 
@@ -50,7 +64,7 @@ ARCHITECTURES = {
 @functools.partial(jax.jit, static_argnums=2)
 def score(params, tokens, arch):
     mask = tokens >= 0
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
 
 
 def config_of(arch, **changes):
@@ -97,7 +111,7 @@ def test_transformers_computes_our_logits_from_the_config_and_the_weights(tmp_pa
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert type(model).__name__.lower().removesuffix("forcausallm") == arch.family and model.dtype == torch.float32
     assert (model.config.max_position_embeddings, model.config.bos_token_id) == (640, None)
-    assert getattr(model.config, "sliding_window", None) is None
+    assert getattr(model.config, "sliding_window", None) == arch.window
     with torch.no_grad():
         theirs = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
     assert np.abs(ours).max() > 1

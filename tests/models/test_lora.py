@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.models.lora import TARGETS, Lora, adapter_table, init_adapters, merged, peft_config, with_adapters
 from dapo_jax.models.transformer import forward, logits, positions_of
@@ -28,7 +28,7 @@ def moved_adapters(arch, lora):
 
 def score(params, tokens, arch):
     mask = jnp.ones(tokens.shape, bool)
-    return jax.jit(lambda params: logits(params, forward(params, tokens, positions_of(mask), mask, arch)))(params)
+    return jax.jit(lambda params: logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch))(params)
 
 
 def model_with_adapters(name):

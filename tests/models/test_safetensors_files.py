@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.safetensors_files import load_safetensors
 
 DATA = Path(__file__).parent / "data"

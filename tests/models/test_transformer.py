@@ -20,17 +20,17 @@ from dapo_jax.models.transformer import (
 from dapo_jax.models.weights import cast_matrices
 
 DATA = Path(__file__).parent / "data"
-NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]
+NAMES = sorted(path.name for path in DATA.iterdir())
 PROMPT_LENGTHS, SAMPLES, RESPONSE = (6, 1, 4), 2, 5  # three prompts, left-padded to six tokens
 
 jit_prefill = jax.jit(prefill, static_argnums=3)
 jit_decode = jax.jit(decode, static_argnums=6)
-jit_logits = jax.jit(logits)
+jit_logits = jax.jit(logits, static_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def score(params, tokens, mask, arch):
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch))
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -38,7 +38,7 @@ def loss_and_gradient(params, tokens, mask, arch, remat="none"):
     """Mean negative log-probability of the next token, over all positions."""
 
     def loss(params):
-        scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch, remat=remat))
+        scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch, remat=remat), arch)
         return -jnp.take_along_axis(jax.nn.log_softmax(scores[:, :-1]), tokens[:, 1:, None], axis=-1).mean()
 
     return jax.value_and_grad(loss)(params)
@@ -52,10 +52,11 @@ def model(name):
 
 
 def small_model(name, dtype=np.float32):
-    """The same with the first two layers only, which compile faster."""
+    """The same with the first two layers only, or one repetition of their kinds, which compile faster."""
     arch, params = model(name)
-    arch = dataclasses.replace(arch, num_layers=2)
-    params = params | {"layers": {name: leaf[:2] for name, leaf in params["layers"].items()}}
+    num_layers = max(2, len(arch.pattern))
+    arch = dataclasses.replace(arch, num_layers=num_layers)
+    params = params | {"layers": {name: leaf[:num_layers] for name, leaf in params["layers"].items()}}
     return arch, cast_matrices(params, arch, dtype)
 
 
@@ -82,17 +83,17 @@ def prompts_and_responses(arch):
 
 def decode_logits(params, arch, prompts, prompt_mask, responses, window):
     """Logits [B, R + 1, V] before each response token and after the last, fed through the cache."""
-    last_hidden, prompt_caches = jit_prefill(params, prompts, prompt_mask, arch)
+    last_hidden, prompt_caches, _ = jit_prefill(params, prompts, prompt_mask, arch)
     own = np.zeros((len(responses), arch.num_kv_heads, window, arch.head_dim), prompt_caches[0][0].dtype)
     caches = [LayerCache(key, value, own.swapaxes(2, 3), own) for key, value in prompt_caches]
     samples = len(responses) // len(prompts)
     first_position = prompt_mask.sum(1, dtype=np.int32).repeat(samples)
-    scores = [np.repeat(jit_logits(params, last_hidden), samples, 0)]
+    scores = [np.repeat(jit_logits(params, last_hidden, arch), samples, 0)]
     params = unstack(params)
     for index, tokens in enumerate(responses.T):
         positions = first_position + np.int32(index)
-        hidden, caches = jit_decode(params, tokens, positions, prompt_mask, caches, np.int32(index), arch)
-        scores.append(jit_logits(params, hidden))
+        hidden, caches, _ = jit_decode(params, tokens, positions, prompt_mask, caches, np.int32(index), arch)
+        scores.append(jit_logits(params, hidden, arch))
     return np.stack(scores, axis=1)
 
 

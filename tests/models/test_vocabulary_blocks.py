@@ -1,7 +1,10 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_policy
 
 from dapo_jax.models.transformer import logits
 from dapo_jax.models.vocabulary_blocks import BLOCK, block_logits, with_whole_blocks
@@ -16,14 +19,15 @@ def tables(vocab_size, *, tied):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
 @pytest.mark.parametrize("shards", [0, 1, 3])
-@pytest.mark.parametrize("vocab_size", [5, 128, 300])
-def test_logits_in_blocks_are_the_logits(vocab_size, shards, tied):
+@pytest.mark.parametrize(("vocab_size", "cap"), [(5, None), (128, None), (300, None), (300, 2.0)])
+def test_logits_in_blocks_are_the_logits(vocab_size, cap, shards, tied):
     params = tables(vocab_size, tied=tied)
     padded = with_whole_blocks(params, shards) if shards else params
     hidden = jnp.array(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
-    found = jax.jit(block_logits, static_argnums=2)(padded, hidden, vocab_size)
+    arch = dataclasses.replace(small_policy.ARCH, vocab_size=vocab_size, logit_cap=cap)
+    found = jax.jit(block_logits, static_argnums=2)(padded, hidden, arch)
     assert found.shape[1] % max(shards, 1) == 0 and found.shape[2] == BLOCK
-    np.testing.assert_array_equal(found.reshape(4, -1)[:, :vocab_size], logits(params, hidden))
+    np.testing.assert_array_equal(found.reshape(4, -1)[:, :vocab_size], logits(params, hidden, arch))
     assert (found.reshape(4, -1)[:, vocab_size:] == -jnp.inf).all()
 
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dapo_jax.models.architecture import Architecture, read_architecture
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.assemble import tensor_names
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import cast_matrices, count_params, init_params, unflatten, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES
 
@@ -26,7 +28,7 @@ ARCH = Architecture(
     rms_norm_eps=1e-6,
     tie_embeddings=False,
     qkv_bias=True,
-    qk_norm=True,
+    qk_norm="head",
     initializer_range=0.5,
 )
 jit_init = jax.jit(init_params, static_argnums=0)
@@ -37,8 +39,7 @@ def test_table_names_every_tensor_of_the_checkpoint_and_its_shape(name):
     arch = read_architecture(DATA / name)
     expected = {}
     for weight in weight_table(arch):
-        layers = range(arch.num_layers) if weight.stacked else [None]
-        expected |= {weight.hf_name.format(layer=layer): weight.hf_shape for layer in layers}
+        expected |= dict.fromkeys(tensor_names(weight, weight.hf_name), weight.hf_shape)
     stored = load_file(DATA / name / "model.safetensors")
     assert expected == {name: tensor.shape for name, tensor in stored.items()}
     assert count_params(arch) == sum(tensor.size for tensor in stored.values())

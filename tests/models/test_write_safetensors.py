@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.models import write_safetensors as module
-from dapo_jax.models.architecture import read_architecture
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors

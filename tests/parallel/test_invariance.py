@@ -298,7 +298,7 @@ def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
             response = batch.responses[row, :length]
             tokens = jnp.array([*prompt, *response])[None]
             hidden = transformer.forward(params, tokens, jnp.arange(tokens.size)[None], tokens >= 0, ARCH)
-            scores = transformer.logits(params, hidden[0, len(prompt) - 1 : -1]) / 0.8
+            scores = transformer.logits(params, hidden[0, len(prompt) - 1 : -1], ARCH) / 0.8
             log_probabilities = jax.nn.log_softmax(scores)
             entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
             chosen = jnp.take_along_axis(log_probabilities, response[:, None], axis=-1)[:, 0]

@@ -18,8 +18,8 @@ from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.data.work import Work
 from dapo_jax.models import transformer
-from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.flops import TokenFlops
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer, plan_batches, scoring_work

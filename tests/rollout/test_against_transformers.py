@@ -43,7 +43,7 @@ def test_greedy_decoding_of_smollm2_equals_transformers():
         lookahead=0,
         seed=0,
     )
-    params = unstack_layers(load_params(MODEL, arch, lambda weight, array: jax.numpy.asarray(array)))
+    params = unstack_layers(load_params(MODEL, arch, lambda weight, array: jax.numpy.asarray(array)), arch)
     with jax.set_mesh(mesh):
         found = WaveEngine(settings).generate(
             params, prompts, range(len(prompts)), num_samples=1, purpose=TRAIN, sampling=Sampling.create(0.0, 1.0, -1)

@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh
 from shapes import ARCH
 from small_policy import engine_settings
 
-from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.flops import token_flops
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.needed_work import needed_work
 from dapo_jax.rollout.round_walk import walk_round

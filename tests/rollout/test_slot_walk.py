@@ -11,8 +11,8 @@ from shapes import ARCH
 from small_policy import engine_settings
 
 from dapo_jax.errors import InputError
-from dapo_jax.models.architecture import read_architecture
 from dapo_jax.models.flops import token_flops
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.slot_programs import layout_of_slots

@@ -34,7 +34,7 @@ FREE = Sampling.create(1.0, 1.0, -1)
 
 @functools.cache
 def host_params():
-    return jax.device_get(unstack_layers(jax.jit(lambda: init_params(ARCH, 0))()))
+    return jax.device_get(unstack_layers(jax.jit(lambda: init_params(ARCH, 0))(), ARCH))
 
 
 def settings_of(mesh, **changes):

@@ -37,7 +37,7 @@ PROMPTS = [[5 + i % 50] * (1 + i % 7) for i in range(24)]
 @functools.cache
 def host_params(dtype="float32"):
     return jax.device_get(
-        unstack_layers(jax.jit(lambda: cast_matrices(init_params(ARCH, 0), ARCH, jnp.dtype(dtype)))())
+        unstack_layers(jax.jit(lambda: cast_matrices(init_params(ARCH, 0), ARCH, jnp.dtype(dtype)))(), ARCH)
     )
 
 
@@ -297,7 +297,7 @@ def next_token_probabilities(tokens, *, temperature, top_p):
     @jax.jit
     def softmax(tokens):
         mask, params = jnp.ones(tokens.shape, bool), init_params(ARCH, 0)
-        scores = logits(params, forward(params, tokens, positions_of(mask), mask, ARCH))[0, -1] / temperature
+        scores = logits(params, forward(params, tokens, positions_of(mask), mask, ARCH), ARCH)[0, -1] / temperature
         return jax.nn.softmax(scores)
 
     probabilities = np.asarray(softmax(np.array([tokens])), np.float64)
@@ -332,7 +332,7 @@ def test_greedy_decoding_equals_transformers(name):
     prompts = [row[row >= 0].tolist() for row in golden[f"{name}_prompts"]]
     expected = golden[f"{name}_responses"]
     arch = read_model_architecture(DATA / name)
-    params = unstack_layers(load_params(DATA / name, arch, lambda weight, array: array))
+    params = unstack_layers(load_params(DATA / name, arch, lambda weight, array: array), arch)
     engine = make_engine(arch=arch, eos_ids=(2,), max_response_length=expected.shape[1])
     found = sample(engine, params=params, prompts=prompts, num_samples=1, sampling=Sampling.create(0.0, 1.0, -1))
     np.testing.assert_array_equal(found.responses, expected)

@@ -11,7 +11,7 @@ import peer_trainers
 import pytest
 import workload
 
-from dapo_jax.models.architecture import architecture_from_hf
+from dapo_jax.models.hf_architecture import architecture_from_hf
 
 LONG_TAIL = "lognormal:median=24,sigma=1,clip=128"
 UNEVEN = "3,1,7,2,2,6,1,4"

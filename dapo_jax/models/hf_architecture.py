@@ -1,0 +1,226 @@
+"""Host: the architecture that a Hugging Face config.json describes."""
+
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.errors import InputError
+from dapo_jax.models.architecture import Architecture, Experts, Layer, pattern_of
+from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL, Family
+from dapo_jax.models.model_files import is_positive_number, is_size, read_object
+from dapo_jax.models.rope_scaling import rope_problems, scaling_from_hf
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL_SIZES = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "query_pre_attn_scalar", "no_rope_layer_interval"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+)
+REQUIRED = (*SIZES, "rms_norm_eps")
+TYPES = {  # of the keys besides the sizes, where they are not null
+    "a positive number": (
+        *("rms_norm_eps", "rope_theta", "rope_local_base_freq"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "a number from 0": ("initializer_range", "max_window_layers"),
+    "an object": ("rope_parameters", "rope_scaling", "id2label"),
+    "a list": ("architectures", "layer_types", "no_rope_layers", "mlp_only_layers"),
+    "true or false": (*("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),),
+}
+FITS = {
+    "a positive number": is_positive_number,
+    "a number from 0": lambda value: value == 0 or is_positive_number(value),
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "true or false": lambda value: isinstance(value, bool),
+}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's name -> ours
+FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_LAYERS = 10_000
+
+
+def read_architecture(directory: str | Path) -> Architecture:
+    """The architecture described by `directory`/config.json. ValueError names what is not supported."""
+    path = Path(directory) / "config.json"
+    if not path.exists():
+        raise InputError(f"{path} does not exist: model.path must be a Hugging Face model directory")
+    hf = read_object(path)
+    try:
+        return architecture_from_hf(hf)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}: choose a supported model, or download it again") from error
+
+
+def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
+    """Translates a Hugging Face config, in the spelling before or after transformers 5."""
+    mistyped = _mistyped(hf)
+    if mistyped:
+        raise InputError("; ".join(mistyped))
+    known = {
+        family.hf_name + task: name for name, family in FAMILIES.items() for task in (LANGUAGE_MODEL, REWARD_MODEL)
+    }
+    names = hf.get("architectures") or []
+    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
+        raise InputError(f"architectures={names} is not supported: choose one of {sorted(known)}")
+    name = known[names[0]]
+    family = FAMILIES[name]
+    scalar_head = names[0].endswith(REWARD_MODEL)
+    hf = {**family.defaults, **hf}
+    rope, local = _rope(hf, family)
+    problems = _unsupported(hf, family) + rope_problems(rope, hf.get("max_position_embeddings"))
+    if family.local_theta:
+        problems += [f"in layers with a window, {problem}" for problem in _local_problems(local)]
+    num_labels = len(hf.get("id2label") or ["LABEL_0", "LABEL_1"])  # two is Hugging Face's default
+    if scalar_head and num_labels != 1:
+        problems.append(f"{num_labels} labels: a reward model has one")
+    if problems:
+        raise InputError(f"{names[0]} with " + "; ".join(problems))
+    heads = hf["num_attention_heads"]
+    size, biased = hf.get("head_dim") or hf["hidden_size"] // heads, _has_bias(hf, family, "attention_bias")
+    scaling = scaling_from_hf(rope, hf.get("max_position_embeddings"))
+    has_own = bool(family.local_theta) and (scaling is not None or local["rope_theta"] != rope["rope_theta"])
+    return Architecture(
+        family=name,
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=size,
+        rope_theta=float(rope["rope_theta"]),
+        rms_norm_eps=hf["rms_norm_eps"],
+        tie_embeddings=bool(hf.get("tie_word_embeddings")),
+        output_bias=biased,
+        mlp_bias=_has_bias(hf, family, "mlp_bias"),
+        query_scale=(size / (hf.get("query_pre_attn_scalar") or size)) ** 0.5,
+        attention_cap=hf.get("attn_logit_softcapping"),
+        logit_cap=hf.get("final_logit_softcapping"),
+        rope_scaling=scaling,
+        initializer_range=hf.get("initializer_range", 0.02),
+        scalar_head=scalar_head,
+        experts=_experts(hf) if family.experts else None,
+        pattern=pattern_of(_layers(hf, family, float(local["rope_theta"]) if has_own else None)),
+        **{"qkv_bias": biased, **family.traits},
+    )
+
+
+def _mistyped(hf: dict[str, Any]) -> list[str]:
+    problems = [
+        f"{name}={hf[name]!r} must be a positive integer"
+        for name in (*SIZES, *OPTIONAL_SIZES)
+        if hf.get(name) is not None and not is_size(hf[name])
+    ]
+    for rule, names in TYPES.items():
+        problems += [
+            f"{name}={hf[name]!r} must be {rule}"
+            for name in names
+            if hf.get(name) is not None and not FITS[rule](hf[name])
+        ]
+    if not problems and (hf.get("num_hidden_layers") or 0) > MAX_LAYERS:
+        problems.append(f"num_hidden_layers={hf['num_hidden_layers']} must be at most {MAX_LAYERS}")
+    return problems
+
+
+def _has_bias(hf: dict[str, Any], family: Family, name: str) -> bool:
+    return name in family.biases and bool(hf.get(name))
+
+
+def _rope(hf: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rotary embedding of most layers, and of those with a window; both with `rope_theta`."""
+    given = hf.get("rope_parameters") or {}
+    theta = hf.get("rope_theta") or 10000.0
+    if isinstance(given.get(FULL), dict):  # one for each kind of layer, since transformers 5
+        full, local = given[FULL], given.get(SLIDING)
+        local = local if isinstance(local, dict) else {}
+    else:
+        full = {**(hf.get("rope_scaling") or {}), **given}
+        local = {"rope_theta": hf.get(family.local_theta)} if family.local_theta != "rope_theta" else {}
+    full = {"rope_theta": theta, **{name: value for name, value in full.items() if value is not None}}
+    local = {name: value for name, value in local.items() if value is not None}
+    return full, {"rope_theta": full["rope_theta"], **local} if family.local_theta else full
+
+
+def _local_problems(local: dict[str, Any]) -> list[str]:
+    if local.get("rope_type", "default") != "default":
+        return [f"rope_type={local['rope_type']!r}: only 'default' is supported"]
+    return rope_problems(local, None)
+
+
+def _layers(hf: dict[str, Any], family: Family, theta: float | None) -> tuple[Layer, ...]:
+    """The kind of each layer; `theta` of those with a window, None if it is that of all."""
+    numbers = range(hf["num_hidden_layers"])
+    windows = [hf["sliding_window"] if windowed else None for windowed in _windowed(hf, family)]
+    rotary = [True for _ in numbers]
+    if family.leaves_out_rotary:
+        every = hf["no_rope_layer_interval"]
+        rotary = list(map(bool, hf.get("no_rope_layers") or [(i + 1) % every for i in numbers]))
+    sparse = [False for _ in numbers]
+    if family.experts:
+        step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
+        sparse = [i not in dense and (i + 1) % step == 0 for i in numbers]
+    return tuple(
+        Layer(window=windows[i], rotary=rotary[i], theta=None if windows[i] is None else theta, experts=sparse[i])
+        for i in numbers
+    )
+
+
+def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:
+    """Which layers have a window."""
+    count, types = hf["num_hidden_layers"], hf.get("layer_types")
+    if family.window == "never" or hf.get("sliding_window") is None:
+        return [False] * count
+    if family.window == "all":
+        return [True] * count
+    if family.window == "switched" and not hf.get("use_sliding_window"):
+        return [False] * count
+    if types is not None:
+        return [kind == SLIDING for kind in types]
+    if family.window == "switched":
+        return [i >= hf.get("max_window_layers", 28) for i in range(count)]
+    every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or family.full_every
+    return [(i + 1) % every != 0 for i in range(count)]
+
+
+def _experts(hf: dict[str, Any]) -> Experts:
+    return Experts(
+        number=hf.get("num_local_experts") or hf["num_experts"],
+        per_token=hf["num_experts_per_tok"],
+        intermediate_size=hf["moe_intermediate_size"],
+        normalized=bool(hf["norm_topk_prob"]),
+    )
+
+
+def _unsupported(hf: dict[str, Any], family: Family) -> list[str]:
+    problems = [f"no {name}" for name in REQUIRED if hf.get(name) is None]
+    activation = hf.get("hidden_activation") or hf.get("hidden_act", "silu")
+    wanted = family.traits.get("activation", "silu")
+    if not isinstance(activation, str) or ACTIVATIONS.get(activation) != wanted:
+        name = next(name for name, ours in ACTIVATIONS.items() if ours == wanted)
+        problems.append(f"hidden_act={activation!r}: only {name!r} is supported")
+    for name in ("attention_bias", "mlp_bias"):
+        if hf.get(name) and name not in family.biases:
+            problems.append(f"{name}=true: not supported in this family")
+    if hf.get("use_bidirectional_attention"):
+        problems.append("use_bidirectional_attention=true: only causal attention is supported")
+    problems += _unsupported_layers(hf, family)
+    return problems
+
+
+def _unsupported_layers(hf: dict[str, Any], family: Family) -> list[str]:
+    problems, count, window = [], hf.get("num_hidden_layers"), hf.get("sliding_window")
+    for name in ("layer_types", "no_rope_layers"):
+        if hf.get(name) is not None and len(hf[name]) != count:
+            problems.append(f"{name} of {len(hf[name])} layers: there are {count}")
+    if family.window == "never" and window is not None and hf.get("use_sliding_window"):
+        problems.append(f"sliding_window={window}: only full attention is supported in this family")
+    kinds = set(map(str, hf.get("layer_types") or []))
+    has_windows = family.window == "typed" or (family.window == "switched" and hf.get("use_sliding_window"))
+    allowed = {FULL, SLIDING} if has_windows and window is not None else {FULL}
+    if kinds - allowed and family.window != "all":
+        problems.append(
+            f"layer_types={sorted(kinds)} with sliding_window={window}: only {sorted(allowed)} is supported"
+        )
+    if not all(is_size(one) or one == 0 for one in hf.get("mlp_only_layers") or []):
+        problems.append(f"mlp_only_layers={hf['mlp_only_layers']}: must be numbers of layers")
+    needed = ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step") if family.experts else ()
+    problems += [f"no {name}" for name in needed if hf.get(name) is None]
+    return problems
