@@ -1,32 +1,195 @@
-"""Device: a mixture of experts: each token goes to a few of many feed-forward networks (arXiv:1701.06538)."""
+"""Device: a feed-forward layer whose tokens choose a few of many experts (Qwen3-MoE, arXiv:2505.09388).
+
+Sizes: B rows, T tokens, D hidden, F hidden of an expert, E experts, k of them chosen by a token, S = B * T.
+"""
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from dapo_jax.models.attention import matmul
+from dapo_jax.models.grouped_products import grouped_product
+from dapo_jax.parallel.mesh import BATCH_AXES
 
 
 @struct.dataclass
 class Routing:
-    """What a layer's router did. Sizes: B rows, T tokens, E experts, k of them for a token."""
+    """What the router of a layer did."""
 
-    chosen: jax.Array  # [B, T, k] int32, experts used
-    probabilities: jax.Array  # [B, T, E] float32
-    own: jax.Array | None = None  # [B, T, k] what the router would have chosen, where `chosen` is replayed
+    chosen: jax.Array  # [B, T, k] int32, the experts in use, by falling weight of the router that chose them
+    probabilities: jax.Array  # [B, T, E] float32, this router's
+    own: jax.Array | None  # [B, T, k] int32, what this router would have chosen, if choices were replayed
 
 
-def expert_feed_forward(x, router, gate, up, down, *, experts_per_token, normalized, replayed=None):
-    probabilities = jax.nn.softmax(matmul("btd,de->bte", x, router))
-    weights, chosen = jax.lax.top_k(probabilities, experts_per_token)
+def expert_feed_forward(
+    x: jax.Array,
+    router: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    experts_per_token: int,
+    normalized: bool,
+    replayed: jax.Array | None = None,
+) -> tuple[jax.Array, Routing]:
+    """[B, T, D] float32: down(silu(gate(x)) * up(x)) of each token's experts, summed by their probabilities.
+
+    Under the mesh of `jax.set_mesh`, rows are sharded over ("data", "fsdp") and experts over "tensor": each device
+    computes what its tokens want of its experts. Inside a shard_map over some of these axes, the others shard its
+    local arrays. No token is dropped.
+
+    Args:
+        x: [B, T, D] float32.
+        router: [D, E] float32.
+        gate, up: [E, D, F], in the dtype of products, as `down` [E, F, D].
+        normalized: divide the probabilities of a token's experts by their sum.
+        replayed: [B, T, k] int, experts to use instead of this router's choice, with this router's probabilities.
+            A token with a negative one takes its own choice.
+    """
+    compute = functools.partial(_on_device, experts_per_token=experts_per_token, normalized=normalized)
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
+    if not axes:
+        return compute(x, replayed, router, gate, up, down)
+    rows = PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in axes))
+    experts, parts = PartitionSpec("tensor"), PartitionSpec("tensor", *rows)
+
+    def of_share(*arrays: Any) -> tuple[jax.Array, Routing]:
+        first = jax.lax.axis_index("tensor") * arrays[-1].shape[0]
+        result, routing = compute(*arrays, first_expert=first)
+        return result[None], routing
+
+    result, routing = jax.shard_map(
+        of_share,
+        in_specs=(rows, rows, PartitionSpec(), experts, experts, experts),
+        out_specs=(parts, rows),
+        axis_names=axes,
+        check_vma=False,
+    )(x, replayed, router, gate, up, down)
+    # Summed here and not by a psum, whose transpose is another one: the gradient needs none.
+    return result.sum(axis=0), routing
+
+
+def _on_device(
+    x: jax.Array,
+    replayed: jax.Array | None,
+    router: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    experts_per_token: int,
+    normalized: bool,
+    first_expert: jax.Array | int = 0,
+) -> tuple[jax.Array, Routing]:
+    """`expert_feed_forward` on one device, of the experts from `first_expert` on whose weights it has."""
+    weights, routing = _route(x, router, replayed, experts_per_token, normalized)
+    order, places, sizes = _sorted(routing.chosen - first_expert, len(gate))
+    rows = _rows_of_choices(x.reshape(-1, x.shape[-1]), order, places)
+    hidden = jax.nn.silu(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
+    # Weighted before the last product, whose result is then not needed in the backward pass.
+    hidden = hidden * _rows_of_choices(weights.reshape(-1, 1), order, places.reshape(-1, 1))
+    return _sums_of_choices(grouped_product(hidden, down, sizes), order, places).reshape(x.shape), routing
+
+
+def _route(
+    x: jax.Array, router: jax.Array, replayed: jax.Array | None, experts_per_token: int, normalized: bool
+) -> tuple[jax.Array, Routing]:
+    """The weights [B, T, k] float32 of the experts in use, and the routing."""
+    probabilities = jax.nn.softmax(matmul("btd,de->bte", x, router), axis=-1)
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), experts_per_token)
     own = None
     if replayed is not None:
-        own, chosen = chosen, jnp.where(replayed < 0, chosen, replayed)
-        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+        recorded = (replayed >= 0).all(axis=-1, keepdims=True)
+        chosen, own = jnp.where(recorded, replayed, chosen).astype(jnp.int32), chosen
+    weights = jnp.sum(jnp.where(_is_expert(chosen, probabilities), probabilities[..., None, :], 0), axis=-1)
     if normalized:
-        weights = weights / weights.sum(-1, keepdims=True)
-    dense = jnp.sum(jax.nn.one_hot(chosen, len(gate)) * weights[..., None], axis=-2)
-    hidden = jax.nn.silu(matmul("btd,edf->btef", x, gate)) * matmul("btd,edf->btef", x, up)
-    return jnp.einsum("bted,bte->btd", matmul("btef,efd->bted", hidden, down), dense), Routing(
-        chosen, probabilities, own
-    )
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights, Routing(chosen, probabilities, own)
+
+
+def _is_expert(chosen: jax.Array, probabilities: jax.Array) -> jax.Array:
+    """[B, T, k, E] bool, True at each choice. To pick by it is faster on TPUs than to gather and scatter numbers."""
+    return chosen[..., None] == jnp.arange(probabilities.shape[-1])
+
+
+def _sorted(chosen: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choices [B, T, k] by expert, those of no expert from 0 to `num_experts` at the end.
+
+    Returns:
+        the choice [S * k] of each sorted row, the sorted row [S, k] of each choice, and each expert's rows.
+    """
+    choices = chosen.reshape(-1)
+    choices = jnp.where((choices >= 0) & (choices < num_experts), choices, num_experts)
+    order = jnp.argsort(choices)
+    sizes = jnp.sum(choices[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+    return order, jnp.argsort(order).reshape(-1, chosen.shape[-1]), sizes
+
+
+@jax.custom_vjp
+def _rows_of_choices(x: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """Sorted rows [S * k, D], a copy of x [S, D] for each choice. Its gradient is a sum without a scatter."""
+    return x[order // places.shape[1]]
+
+
+@jax.custom_vjp
+def _sums_of_choices(rows: jax.Array, order: jax.Array, places: jax.Array) -> jax.Array:
+    """[S, D]: the sum over the choices of the sorted rows [S * k, D]; the transpose of `_rows_of_choices`."""
+    return rows[places].sum(axis=1)
+
+
+_rows_of_choices.defvjp(
+    lambda x, *where: (_rows_of_choices(x, *where), where),
+    lambda where, cotangent: (_sums_of_choices(cotangent, *where), None, None),
+)
+_sums_of_choices.defvjp(
+    lambda rows, *where: (_sums_of_choices(rows, *where), where),
+    lambda where, cotangent: (_rows_of_choices(cotangent, *where), None, None),
+)
+
+
+@struct.dataclass
+class RoutingCounts:
+    """Sums over tokens, which may be added up over batches and layers, or stacked."""
+
+    chosen: jax.Array  # [E] float32, tokens of each expert
+    probabilities: jax.Array  # [E] float32, sum of the tokens' probabilities
+    choices: jax.Array  # float32, pairs of a token and an expert in use
+    replaced: jax.Array  # float32, those of them that the router would not have chosen
+
+
+def routing_counts(routing: Routing, mask: jax.Array) -> RoutingCounts:
+    """The sums over the tokens where mask [B, T] is True."""
+    weight = mask.astype(jnp.float32)
+    chosen = jnp.sum(_is_expert(routing.chosen, routing.probabilities) * weight[..., None, None], axis=(0, 1, 2))
+    replaced = jnp.zeros(())
+    if routing.own is not None:
+        known = (routing.chosen[..., :, None] == routing.own[..., None, :]).any(axis=-1)
+        replaced = jnp.sum(~known * weight[..., None])
+    probabilities = jnp.sum(routing.probabilities * weight[..., None], axis=(0, 1))
+    return RoutingCounts(chosen, probabilities, weight.sum() * routing.chosen.shape[-1], replaced)
+
+
+def load_balancing_loss(counts: RoutingCounts, experts_per_token: int) -> jax.Array:
+    """E * sum over experts of tokens per token * mean probability (arXiv:2101.03961), as transformers computes it.
+
+    Args:
+        counts: summed over all layers. k experts with equal loads give k.
+    """
+    tokens = jnp.maximum(counts.choices / experts_per_token, 1.0)
+    return counts.chosen.shape[-1] * jnp.sum(counts.chosen / tokens * counts.probabilities / tokens, axis=-1)
+
+
+def load_imbalance(counts: RoutingCounts) -> jax.Array:
+    """Tokens of the most loaded expert over the mean; of each layer, if counts are stacked. 0 without tokens."""
+    mean = counts.chosen.mean(axis=-1)
+    return counts.chosen.max(axis=-1) / jnp.where(mean > 0, mean, 1.0)
+
+
+def replaced_share(counts: RoutingCounts) -> jax.Array:
+    """The share of the choices in use that the router would not have made."""
+    return counts.replaced / jnp.maximum(counts.choices, 1.0)

@@ -1,0 +1,118 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.models import grouped_products, grouped_products_gpu, grouped_products_tpu
+from dapo_jax.models.grouped_products import grouped_product
+from dapo_jax.models.row_blocks import LARGEST, SMALLEST, block_rows, computed_rows, most_blocks, row_blocks
+
+# rows, columns, columns of the result, rows of each group
+CASES = {
+    "rows of no group": (100, 24, 40, [3, 0, 50, 17, 0, 10]),
+    "one group": (64, 24, 40, [0, 0, 64, 0]),
+    "several blocks and tiles": (700, 130, 140, [300, 0, 200, 33, 1, 166]),
+    "no rows at all": (20, 8, 8, [0] * 3),
+    "fewer rows than groups": (5, 16, 16, [0, 1, 0, 0, 2, 0, 1, 0, 1]),
+}
+PLATFORMS = {
+    "loop": (grouped_products, {}),
+    "triton": (grouped_products_gpu, {"interpret": True}),
+    "mosaic": (grouped_products_tpu, {"interpret": True}),
+}
+
+
+def operands(case):
+    """x, y, weights, sizes; rows of no group are not finite."""
+    rows, inner, columns, sizes = CASES[case]
+    normal = np.random.default_rng(0).normal
+    x, y = (jnp.float32(normal(size=(rows, width))).at[sum(sizes) :].set(jnp.nan) for width in (inner, columns))
+    return x, y, jnp.float32(normal(size=(len(sizes), inner, columns))), jnp.int32(sizes)
+
+
+def expected(x, y, weights, sizes):
+    """Products, products with transposed weights, outer products."""
+    x, y, weights = (np.asarray(one, np.float64) for one in (x, y, weights))
+    results = [np.zeros_like(y), np.zeros_like(x), np.zeros_like(weights)]
+    end = 0
+    for group, size in enumerate(np.asarray(sizes)):
+        rows = slice(end, end + size)
+        results[0][rows] = x[rows] @ weights[group]
+        results[1][rows] = y[rows] @ weights[group].T
+        results[2][group] = x[rows].T @ y[rows]
+        end += size
+    return results
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_platform_multiplies_rows_by_their_group(case, platform, dtype):
+    module, settings = PLATFORMS[platform]
+    x, y, weights, sizes = operands(case)
+    x, y, weights = (one.astype(dtype) for one in (x, y, weights))
+    found = [
+        module.products(x, weights, sizes, transposed=False, **settings),
+        module.products(y, weights, sizes, transposed=True, **settings),
+        module.outer_products(x, y, sizes, **settings),
+    ]
+    assert [one.dtype for one in found] == [jnp.float32, jnp.float32, dtype]
+    for one, other, tolerance in zip(
+        found, expected(x, y, weights, sizes), [1e-5, 1e-5, 1e-5 if dtype == jnp.float32 else 1e-2], strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_gradients_have_operands_in_the_dtype_of_the_weights():
+    x, y, weights, sizes = operands("several blocks and tiles")
+    weights = weights.astype(jnp.bfloat16)
+    result, pull_back = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, weights)
+    to_x, to_weights = pull_back(y)
+    assert (result.dtype, to_x.dtype, to_weights.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
+    rounded_x, rounded_y = (one.astype(jnp.bfloat16) for one in (x, y))
+    exact = expected(rounded_x, rounded_y, weights, sizes)
+    for one, other, tolerance in zip((result, to_x, to_weights), exact, (1e-5, 1e-5, 1e-2), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("block", [16, 64])
+def test_blocks_cover_each_group_once(case, block):
+    rows, _, _, sizes = CASES[case]
+    covered = np.full(rows, -1)
+    groups, starts, ends = map(np.asarray, row_blocks(jnp.int32(sizes), rows, block))
+    assert len(groups) == most_blocks(rows, len(sizes), block)
+    for group, start, end in zip(groups, starts, ends, strict=True):
+        there = slice(start, min(start + block, end))
+        assert (covered[there] == -1).all()
+        covered[there] = group
+    np.testing.assert_array_equal(covered[: sum(sizes)], np.repeat(np.arange(len(sizes)), sizes))
+    assert (covered[sum(sizes) :] == -1).all()
+
+
+def test_groups_never_fill_more_blocks_than_there_are():
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        groups, block = int(random.integers(1, 20)), 16
+        sizes = random.multinomial(random.integers(0, 300), random.dirichlet(np.full(groups, 0.3)))
+        rows = sizes.sum() + random.integers(0, 5)
+        assert sum(-(-sizes // block)) <= most_blocks(rows, groups, block)
+
+
+def test_few_rows_are_computed_for_nothing():
+    """Of groups of about equal size, an eighth more than needed, and half as much again where blocks are aligned."""
+    assert block_rows(64, 128) == SMALLEST and block_rows(10**6, 8) == LARGEST
+    rows, groups = 64 * 1024, 128
+    assert block_rows(rows, groups) == 128
+    sizes = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups))
+    assert 1.0 < computed_rows(sizes, rows) / rows < 1.15
+    assert 1.15 < computed_rows(sizes, rows, aligned=True) / rows < 1.3
+
+
+def test_computed_rows_by_hand():
+    sizes = [1, 0, 16, 17, 30]  # blocks of 16: 1 + 0 + 1 + 2 + 2; aligned 0-1 in 1, 1-17 in 2, 17-34 in 2, 34-64 in 2
+    assert block_rows(64, 5) == 16
+    assert computed_rows(sizes, 64) == 6 * 16
+    assert computed_rows(sizes, 64, aligned=True) == 7 * 16
