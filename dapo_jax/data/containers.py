@@ -86,7 +86,7 @@ class Bins:
     experts: Array = None  # [N, T, l, k] int, those that each token must use in the l layers that have some; -1 = any
     # what some implementations of attention need besides
     lengths: Array = None  # [N, M] int32, slots of each tree
-    ranges: Array = None  # [N, 4, T] int32, the slots that each slot sees and is seen by, as tree_attention.py has them
+    ranges: Array = None  # [N, 4, T] int32, the slots that each slot sees and is seen by, as in tree_ranges.py
     queries: Array = None  # [N, T] int32, what each slot sees, as splash encodes it
     prompt_slots: Array = None  # [N, W] int32, slots of prompts that several responses share, -1 on padding
     blocks: Array = None  # [N, T / block, (T + W) / block] int8, 1 where a query of a block sees one of its keys

@@ -23,17 +23,22 @@ MASKED = -1e30  # a finite score, so that a row with nothing to attend to gives 
 
 @dataclass(frozen=True)
 class Scores:
-    """Which keys a token sees, besides the causal mask, and how their scores are capped."""
+    """Which keys a token may see besides the causal mask, and how their scores are capped."""
 
-    window: int | None = None  # tokens that a token attends to, itself included; None: all tokens up to itself
-    cap: float | None = None  # score s becomes cap * tanh(s / cap); None: it stays
+    window: int | None = None  # tokens that a token attends to, itself included; None: all up to itself
+    cap: float | None = None  # cap * tanh(score / cap), after the scale and before the mask; None: not capped
+
+    def within(self, length: int) -> "Scores":
+        """The same for sequences of at most `length` tokens, without a window that reaches all of them."""
+        reached = self.window is None or self.window >= length
+        return Scores(None, self.cap) if reached else self
 
 
 PLAIN = Scores()
 
 
 def capped(scores: jax.Array, cap: float | None) -> jax.Array:
-    """Scores kept within -cap to cap by cap * tanh(scores / cap); as they are without a cap."""
+    """cap * tanh(score / cap) in float32."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
@@ -76,17 +81,17 @@ _matmul.defvjp(_forward, _backward)
 
 
 def causal(length: int, mask: jax.Array, window: int | None = None) -> jax.Array:
-    """visible [B, T, T]: token t sees the real tokens up to itself, in the window; mask [B, T] bool."""
+    """visible [B, T, T]: token t sees the real tokens up to itself, of the last `window` slots; mask [B, T] bool."""
     before = jnp.tril(jnp.ones((length, length), bool))
     if window is not None:
-        before &= jnp.triu(before.T | before, 1 - window)
+        before &= ~jnp.tril(before, -window)
     return mask[:, None, :] & before
 
 
 def attention(
     query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array, cap: float | None = None
 ) -> jax.Array:
-    """[B, T, N, H] x [B, T, K, H] -> [B, T, N, H] float32; visible [B, T, T] bool."""
+    """[B, T, N, H] x [B, S, K, H] -> [B, T, N, H] float32; visible [B, T, S] bool; `cap` as in Scores."""
     batch, length, heads, size = query.shape
     query = query.reshape(batch, length, key.shape[2], -1, size)
     scores = capped(matmul("btkgh,bskh->bkgts", query, key) * size**-0.5, cap)
@@ -100,10 +105,11 @@ def causal_attention(
 ) -> jax.Array:
     """`attention` of each token to the real tokens up to itself; mask [B, T] bool.
 
-    Long sequences take a block of queries at a time, so that memory grows with the length and not with its square.
+    Long sequences take a block of queries at a time, so that memory grows with the length and not with its square. A
+    window counts slots, and a block reads the keys that its window reaches.
     """
     rows, length, heads, size = query.shape
-    block = queries_at_once(length)
+    block, scores = queries_at_once(length), scores.within(length)
     if block == length:
         return attention(query, key, value, causal(length, mask, scores.window), scores.cap)
     blocks = -(-length // block)
@@ -112,11 +118,18 @@ def causal_attention(
     @jax.checkpoint
     def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         first, queries = part
-        slots, places = jnp.arange(length), first + jnp.arange(block)[:, None]
-        before = slots <= places
         if scores.window is not None:
-            before &= slots > places - scores.window
+            return attend_in_window(first, queries, scores.window)
+        before = jnp.arange(length) <= first + jnp.arange(block)[:, None]
         return attention(queries, key, value, mask[:, None, :] & before, scores.cap)
+
+    def attend_in_window(first: jax.Array, queries: jax.Array, window: int) -> jax.Array:
+        reached = min(block + window - 1, length)
+        begin = jnp.clip(first - window + 1, 0, length - reached)
+        keys, values, real = (jax.lax.dynamic_slice_in_dim(x, begin, reached, axis=1) for x in (key, value, mask))
+        distance = first + jnp.arange(block)[:, None] - (begin + jnp.arange(reached))
+        visible = real[:, None, :] & (distance >= 0) & (distance < window)
+        return attention(queries, keys, values, visible, scores.cap)
 
     parts = jnp.arange(blocks) * block, padded.reshape(rows, blocks, block, heads, size).swapaxes(0, 1)
     return jax.lax.map(attend, parts).swapaxes(0, 1).reshape(rows, -1, heads, size)[:, :length]
@@ -135,27 +148,31 @@ class BinAttention:
     """An implementation of attention within bins: what it takes, what it computes."""
 
     name: str
-    attend: Callable[[Bins, Scores], Attend]  # device: attention in the bins, the same for layers of a kind
+    attend: Callable[..., Attend]  # device: (bins, scores=PLAIN), attention in the bins, for all layers of a kind
     prepare: Callable[[Bins], Bins]  # host: the bins with the arrays that it needs besides
-    pairs: Callable[[Bins], np.ndarray]  # host: [N] scores of a query and a key that it computes
+    pairs: Callable[..., np.ndarray]  # host: (bins, window=None), [N] scores of a query and a key that it computes
     skips: bool  # it leaves out most pairs that do not see each other
     packs: bool = True  # a bin may hold several trees
-    shared_width: int = 0  # slots of the widest bin in which responses may share a prompt
+    shared_width: int = 0  # slots of the widest bin in which responses may share a prompt, ...
+    windows_share: bool = True  # ... also if layers have a window
     rounded: Callable[[int], int] = int  # the next width of a bin that it takes, in slots
 
 
 def visible_in_bins(bins: Bins, window: int | None = None) -> jax.Array:
-    """visible [N, T, T]: a token sees those up to itself of its own branch and of its tree's prompt, in the window."""
-    trees, branches = bins.trees, bins.branches
+    """visible [N, T, T]: a token sees those up to itself of its own branch and of its tree's prompt.
+
+    Args:
+        window: of so many positions.
+    """
+    trees, branches, positions = bins.trees, bins.branches, bins.positions
     same_tree = trees[:, :, None] == trees[:, None, :]
     seen = (branches[:, None, :] == 0) | (branches[:, :, None] == branches[:, None, :])
     visible = same_tree & seen & jnp.tril(jnp.ones(trees.shape[-1:] * 2, bool))
-    if window is None:
-        return visible
-    return visible & (bins.positions[:, None, :] > bins.positions[:, :, None] - window)
+    return visible if window is None else visible & (positions[:, None, :] > positions[:, :, None] - window)
 
 
-def _attend_xla(bins: Bins, scores: Scores) -> Attend:
+def _attend_xla(bins: Bins, scores: Scores = PLAIN) -> Attend:
+    scores = scores.within(bins.trees.shape[1])
     visible = visible_in_bins(bins, scores.window)
     return lambda query, key, value: attention(query, key, value, visible, scores.cap)
 
@@ -164,7 +181,7 @@ XLA = BinAttention(
     name="xla",
     attend=_attend_xla,
     prepare=lambda bins: bins,
-    pairs=lambda bins: np.full(len(bins.trees), float(bins.trees.shape[1]) ** 2),
+    pairs=lambda bins, window=None: np.full(len(bins.trees), float(bins.trees.shape[1]) ** 2),
     skips=False,
     shared_width=2**31,
 )
@@ -188,9 +205,10 @@ def shared_prompt_attention(
     Args:
         query: [B, T, N, H].
         key: [B, K, H, W], value: [B, K, W, H], the row's own.
-        visible: [B or 1, T, W] bool, own keys that a token may see; it sees all real tokens of its prompt.
+        visible: [B or 1, T, W] bool, own keys that a token may see.
         prompt_key: [Q, K, H, P], prompt_value: [Q, K, P, H].
-        prompt_mask: [Q, P] bool.
+        prompt_mask: [Q, P] bool, keys of its prompt that a token may see.
+        cap: as in Scores.
 
     Returns:
         [B, T, N, H] float32.

@@ -4,6 +4,7 @@ Sizes: N bins, T slots, M trees of a bin, K key-value heads, H head size.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec
 from dapo_jax.data.containers import Bins
 from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
-from dapo_jax.models import splash, tree_attention
+from dapo_jax.models import splash, tree_attention, tree_ranges
 from dapo_jax.models.attention import PLAIN, XLA, Attend, BinAttention, Scores
 from dapo_jax.parallel.devices import cuda_generation
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -40,7 +41,7 @@ def kernels(device: Any, max_response_length: int) -> tuple[str, ...]:
     return ("triton", "cudnn") if shares else ("cudnn", "triton")
 
 
-def bin_attention(name: str, device: Any, *, share_prompts: bool = True) -> BinAttention:
+def bin_attention(name: str, device: Any, *, share_prompts: bool = True, windows: bool = False) -> BinAttention:
     """xla, cudnn, triton or splash. Padding affects no real token and no gradient of one.
 
     Under the mesh of `jax.set_mesh`, bins are sharded over ("data", "fsdp") and heads over "tensor", which must divide
@@ -48,14 +49,21 @@ def bin_attention(name: str, device: Any, *, share_prompts: bool = True) -> BinA
 
     Args:
         share_prompts: let the responses of a bin share a prompt, if the implementation can.
+        windows: some layers have a window.
     """
     if name == "cudnn":
         return dataclasses.replace(CUDNN, packs=(cuda_generation(device) or 0) >= HOPPER)
-    return IMPLEMENTATIONS[name] if share_prompts else dataclasses.replace(IMPLEMENTATIONS[name], shared_width=0)
+    chosen = IMPLEMENTATIONS[name]
+    shares = share_prompts and (chosen.windows_share or not windows)
+    return chosen if shares else dataclasses.replace(chosen, shared_width=0)
 
 
-def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
-    """Why a kernel cannot run on `device`, as "needs ..."; empty if it can."""
+def unfit(implementation: str, device: Any, dtype: Any, head_dim: int, cap: float | None = None) -> str:
+    """Why a kernel cannot run on `device`, as "needs ..."; empty if it can.
+
+    Args:
+        cap: of the model's scores, as in Scores.
+    """
     needed = PLATFORMS[implementation]
     if device.platform != needed:
         return f"needs a {needed.upper()}, and JAX has {device.platform}"
@@ -69,6 +77,8 @@ def unfit(implementation: str, device: Any, dtype: Any, head_dim: int) -> str:
     if implementation == "triton":
         most = tree_attention.MAX_HEAD_SIZE
         return "" if head_dim <= most else f"needs a head size of at most {most}, not {head_dim}"
+    if cap is not None:
+        return "needs scores without a soft cap, and this model caps its own"
     most = 256 if generation >= HOPPER and jax.default_backend() == "gpu" else 128  # JAX asks the running backend
     if head_dim > most or head_dim % 8:
         return f"needs a head size of a multiple of 8 up to {most} on {device.device_kind}, not {head_dim}"
@@ -105,17 +115,18 @@ def _trusted() -> AbstractContextManager[Any]:
     return mock.patch.object(cudnn, "check_compute_capability", lambda capability: True)
 
 
-def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[[Bins, Scores], Attend]:
-    """Runs `kernel` (query, key, value, bins) on the bins and heads of each device: the compiler cannot shard it."""
+def on_each_device(kernel: Callable[..., jax.Array]) -> Callable[..., Attend]:
+    """Runs `kernel` (query, key, value, bins, scores) on each device's bins and heads: the compiler cannot shard it."""
 
     def attend(bins: Bins, scores: Scores = PLAIN) -> Attend:
+        one_device = functools.partial(kernel, scores=scores.within(bins.trees.shape[1]))
         mesh = jax.sharding.get_abstract_mesh()
         axes = set(mesh.axis_names) - set(mesh.manual_axes)  # an enclosing shard_map has already split the others
         rows = tuple(axis for axis in BATCH_AXES if axis in axes)
         spec = PartitionSpec(rows, None, "tensor" if "tensor" in axes else None)
 
         def attend_bins(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            chosen = _traced_in(_exact, kernel) if query.dtype == jnp.float32 else kernel
+            chosen = _traced_in(_exact, one_device) if query.dtype == jnp.float32 else one_device
             if not axes:
                 return chosen(query, key, value, bins)
             divided = jax.shard_map(
@@ -141,20 +152,22 @@ def _lengths(bins: Bins) -> Bins:
     return dataclasses.replace(bins, lengths=found)
 
 
-def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins) -> jax.Array:
+def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins, scores: Scores = PLAIN) -> jax.Array:
     """Padding is zeroed before and after: cuDNN leaves any value there."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         raise InputError(f"query.dtype={query.dtype} must be bfloat16 or float16 with cuDNN: cast the weights")
+    assert scores.cap is None
     real = (bins.trees > 0)[:, :, None, None]
     query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))
-    return jnp.where(real, _cudnn_kernel(query, key, value, bins.lengths), 0).astype(jnp.float32)
+    return jnp.where(real, _cudnn_kernel(query, key, value, bins.lengths, scores.window), 0).astype(jnp.float32)
 
 
-def _cudnn_kernel(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> Any:
+def _cudnn_kernel(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, window: int | None) -> Any:
     """cuDNN's attention, causal within sequences that begin one after the other.
 
     Args:
         lengths: [N, M], 0 where a bin has fewer than M sequences.
+        window: as in Scores.
     """
     sizes: dict[str, Any] = {"q_seqlen": lengths[:, 0], "kv_seqlen": lengths[:, 0]}
     if lengths.shape[1] > 1:
@@ -163,15 +176,31 @@ def _cudnn_kernel(query: jax.Array, key: jax.Array, value: jax.Array, lengths: j
         lengths = jnp.where(lengths > 0, lengths, -1)
         sizes = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": begins, "kv_offsets": begins}
     return cudnn.dot_product_attention(
-        query, key, value, scale=query.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL, **sizes
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        sliding_window_length=window,
+        **sizes,
     )
+
+
+def _trusted_cudnn(*arrays: Any, scores: Scores = PLAIN) -> jax.Array:
+    return _traced_in(_trusted, functools.partial(_cudnn, scores=scores))(*arrays)
+
+
+def _cudnn_pairs(bins: Bins, window: int | None = None) -> np.ndarray:
+    lengths = bins.lengths.astype(np.float64)
+    beyond = np.maximum(lengths - (lengths if window is None else window), 0)  # keys too far from the last token
+    return (lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2).sum(axis=1)
 
 
 CUDNN = BinAttention(
     name="cudnn",
-    attend=on_each_device(_traced_in(_trusted, _cudnn)),
+    attend=on_each_device(_trusted_cudnn),
     prepare=_lengths,
-    pairs=lambda bins: (bins.lengths * (bins.lengths + 1.0) / 2).sum(axis=1),
+    pairs=_cudnn_pairs,
     skips=True,
     rounded=lambda width: -(-width // 128) * 128,
 )
@@ -182,15 +211,16 @@ SPLASH = BinAttention(
     pairs=splash.pairs,
     skips=True,
     shared_width=splash.SHARED_WIDTH,
+    windows_share=False,
     rounded=splash.rounded_width,
 )
 TRITON = BinAttention(
     name="triton",
     attend=on_each_device(tree_attention.attend),
-    prepare=tree_attention.prepare,
-    pairs=tree_attention.pairs,
+    prepare=tree_ranges.prepare,
+    pairs=tree_ranges.pairs,
     skips=True,
     shared_width=2**31,
-    rounded=tree_attention.rounded_width,
+    rounded=tree_ranges.rounded_width,
 )
 IMPLEMENTATIONS = {one.name: one for one in (XLA, CUDNN, TRITON, SPLASH)}

@@ -8,13 +8,13 @@ of a row in the order of their tokens; several rows may list the same page. One 
 gives its parts (arXiv:2205.14135, section 3.1), which are then merged.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dapo_jax.models.attention import MASKED, matmul
+from dapo_jax.models.attention import MASKED, capped, matmul
 
 
 @struct.dataclass
@@ -26,25 +26,53 @@ class SoftmaxParts:
     highest: jax.Array  # [B, N] of the scores; MASKED without keys
 
 
-# query [B, N, H], pages [A, K, C, 2H], table [B, M] int32, starts [B] int32, ends [B] int32.
-# A row attends to the tokens starts <= t < ends of its pages, where token t is number t % C of page table[t // C];
-# starts < C. No place of the table outside of them is read.
-AttendPages = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], SoftmaxParts]
+class AttendPages(Protocol):
+    """Attention to the tokens starts <= t < ends of each row's pages: token t is number t % C of page table[t // C].
+
+    No place of the table from `ends` on is read. A row has no keys if it starts where it ends, or later.
+    """
+
+    def __call__(
+        self,
+        query: jax.Array,  # [B, N, H]
+        pages: jax.Array,  # [A, K, C, 2H]
+        table: jax.Array,  # [B, M] int32
+        starts: jax.Array,  # [B] int32
+        ends: jax.Array,  # [B] int32
+        *,
+        cap: float | None = None,  # as in Scores
+    ) -> SoftmaxParts: ...
 
 
 def attend_gathered(
-    query: jax.Array, pages: jax.Array, table: jax.Array, starts: jax.Array, ends: jax.Array
+    query: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    *,
+    cap: float | None = None,
 ) -> SoftmaxParts:
     """An `AttendPages` that copies the pages of every row, and as many as the table has places: for CPUs and tests."""
     found = jnp.moveaxis(pages[table], 1, 2)  # [B, K, M, C, 2H]
     found = found.reshape(*found.shape[:2], -1, found.shape[-1])
     tokens = jnp.arange(found.shape[2])
-    return _attend(query, found, (starts[:, None] <= tokens) & (tokens < ends[:, None]))
+    return _attend(query, found, (starts[:, None] <= tokens) & (tokens < ends[:, None]), cap)
 
 
-def attend_tail(query: jax.Array, tail: jax.Array, index: jax.Array) -> SoftmaxParts:
-    """Attention to the first index + 1 tokens of the tail [B, K, C, 2H] of each row."""
-    return _attend(query, tail, (jnp.arange(tail.shape[2]) <= index)[None])
+def attend_tail(
+    query: jax.Array, tail: jax.Array, index: jax.Array, window: int | None = None, cap: float | None = None
+) -> SoftmaxParts:
+    """Attention to the first index + 1 tokens of the tail [B, K, C, 2H] of each row, and of them to the last `window`.
+
+    Args:
+        window, cap: as in Scores.
+    """
+    tokens = jnp.arange(tail.shape[2])
+    visible = tokens <= index
+    if window is not None and window < len(tokens):
+        visible &= tokens > index - window
+    return _attend(query, tail, visible[None], cap)
 
 
 def merged(one: SoftmaxParts, other: SoftmaxParts) -> jax.Array:
@@ -56,12 +84,12 @@ def merged(one: SoftmaxParts, other: SoftmaxParts) -> jax.Array:
     return weighted / total[..., None]
 
 
-def _attend(query: jax.Array, keys_and_values: jax.Array, visible: jax.Array) -> SoftmaxParts:
+def _attend(query: jax.Array, keys_and_values: jax.Array, visible: jax.Array, cap: float | None) -> SoftmaxParts:
     """keys_and_values [B, K, T, 2H]; visible [B or 1, T]."""
     rows, heads, size = query.shape
     key, value = keys_and_values[..., :size], keys_and_values[..., size:]
     query = query.reshape(rows, key.shape[1], -1, size)
-    scores = matmul("bkgh,bkth->bkgt", query, key) * size**-0.5
+    scores = capped(matmul("bkgh,bkth->bkgt", query, key) * size**-0.5, cap)
     scores = jnp.where(visible[:, None, None], scores, MASKED)
     highest = scores.max(-1)
     weights = jnp.where(visible[:, None, None], jnp.exp(scores - highest[..., None]), 0.0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from dapo_jax.models.attention import MASKED
+from dapo_jax.models.attention import MASKED, capped
 from dapo_jax.models.paged_attention import SoftmaxParts
 
 SPLITS = 8  # programs for a row and a key-value head
@@ -25,11 +25,13 @@ def attend(
     starts: jax.Array,
     ends: jax.Array,
     *,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> SoftmaxParts:
     """An `AttendPages`; H and C are powers of two from 16 on.
 
     Args:
+        cap: as in Scores.
         interpret: run the kernel in Pallas' interpreter, on any device.
     """
     (rows, heads, size), kv_heads = query.shape, pages.shape[1]
@@ -48,7 +50,7 @@ def attend(
 
     specs, results = zip(part(padded, size), part(padded), part(padded), strict=True)
     weighted, total, highest = pl.pallas_call(
-        functools.partial(_kernel, scale=size**-0.5),
+        functools.partial(_kernel, scale=size**-0.5, cap=cap),
         grid=(rows, kv_heads, SPLITS),
         in_specs=[
             pl.BlockSpec((None, None, padded, size), lambda row, head, _: (row, head, 0, 0)),
@@ -74,7 +76,7 @@ def attend(
     )
 
 
-def _kernel(query_ref, pages_ref, table_ref, starts_ref, ends_ref, weighted_ref, total_ref, highest_ref, *, scale):
+def _kernel(query_ref, pages_ref, table_ref, starts_ref, ends_ref, weighted_ref, total_ref, highest_ref, *, scale, cap):
     """A share of the pages of one row, for one key-value head."""
     row, head, split = (pl.program_id(axis) for axis in range(3))
     query, (page_length, width) = query_ref[...], pages_ref.shape[2:]
@@ -87,7 +89,7 @@ def _kernel(query_ref, pages_ref, table_ref, starts_ref, ends_ref, weighted_ref,
         page, tokens = table_ref[place], place * page_length + jnp.arange(page_length)
         visible = ((tokens >= start) & (tokens < end))[None, :]
         key, value = (pages_ref[page, head, :, pl.ds(first, size)] for first in (0, size))
-        scores = jnp.where(visible, _dot(query, key.T) * scale, MASKED)
+        scores = jnp.where(visible, capped(_dot(query, key.T) * scale, cap), MASKED)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights, kept = jnp.where(visible, jnp.exp(scores - new[:, None]), 0.0), jnp.exp(highest - new)
         weighted = weighted * kept[:, None] + _dot(weights.astype(value.dtype), value)

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dapo_jax.models.attention import MASKED
+from dapo_jax.models.attention import MASKED, capped
 from dapo_jax.models.paged_attention import SoftmaxParts
 
-BLOCK = 512  # tokens that are computed at once
+BLOCK = 512  # tokens that are computed at once; fewer if two blocks need more than ...
+BUFFER = 2**23  # bytes, half of what a v5e has for a kernel
 LANES = 128
 LEAST_ROWS = 16  # of an operand of a product
 
@@ -26,11 +27,13 @@ def attend(
     starts: jax.Array,
     ends: jax.Array,
     *,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> SoftmaxParts:
     """An `AttendPages`; H is a multiple of 64, C of 16.
 
     Args:
+        cap: as in Scores.
         interpret: run the kernel in Pallas' interpreter, on any device.
     """
     (rows, heads, size), (_, kv_heads, page_length, width) = query.shape, pages.shape
@@ -44,9 +47,10 @@ def attend(
     def of_row(last: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, kv_heads, padded, last), lambda row, *_: (row, 0, 0, 0))
 
-    at_once = max(BLOCK // page_length, 1)
+    fitting = BUFFER // (2 * kv_heads * width * pages.dtype.itemsize)
+    at_once = max(min(BLOCK, fitting) // page_length, 1)
     weighted, total, highest = pl.pallas_call(
-        functools.partial(_kernel, scale=size**-0.5, row_pages=table.shape[1]),
+        functools.partial(_kernel, scale=size**-0.5, cap=cap, row_pages=table.shape[1]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(rows,),
@@ -84,6 +88,7 @@ def _kernel(
     current,
     *,
     scale,
+    cap,
     row_pages,
 ):
     """One row. `current` is the half of `buffer` that the next block arrives in, or has arrived in."""
@@ -136,7 +141,7 @@ def _kernel(
         tokens = number * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
         visible = (tokens >= start) & (tokens < end)
         return tuple(
-            _attend_block(query_ref[head], buffer[half, :, head].reshape(block, width), visible, scale, *parts)
+            _attend_block(query_ref[head], buffer[half, :, head].reshape(block, width), visible, scale, cap, *parts)
             for head, parts in enumerate(carry)
         )
 
@@ -148,11 +153,11 @@ def _kernel(
         highest_ref[head] = jnp.broadcast_to(highest, (padded, LANES))
 
 
-def _attend_block(query, keys_and_values, visible, scale, weighted, total, highest):
+def _attend_block(query, keys_and_values, visible, scale, cap, weighted, total, highest):
     """The parts of the softmax with those of a block; keys_and_values [T, 2H], visible [1, T]."""
     wide = query.shape[1]
     key, value = keys_and_values[:, :wide], keys_and_values[:, -wide:]
-    scores = jnp.where(visible, _product(query, key, ((1,), (1,))) * scale, MASKED)
+    scores = jnp.where(visible, capped(_product(query, key, ((1,), (1,))) * scale, cap), MASKED)
     new = jnp.maximum(highest, jnp.max(scores, axis=1, keepdims=True))
     weights, kept = jnp.where(visible, jnp.exp(scores - new), 0.0), jnp.exp(highest - new)
     weighted = weighted * kept + _product(weights.astype(value.dtype), value, ((1,), (0,)))

@@ -2,7 +2,8 @@
 
 Splash skips blocks by a table, and masks the others by a function of two numbers: one of the query, which may hold
 anything, and the slot of the key. Keys and values of shared prompts are appended a second time, at the end, so that
-one range of keys is left to each query among the slots, from the start of its branch to itself.
+one range of keys is left to each query among the slots, from the start of its branch to itself. A window narrows this
+range; no number is left to say how much of a shared prompt it reaches, so that with windows responses share none.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask_info
 
 from dapo_jax.data.containers import Bins
+from dapo_jax.models.attention import PLAIN, Scores
 from dapo_jax.models.remat import ATTENDED
 
 LANES, BLOCK = 128, 512  # the smallest block of slots, and the largest
@@ -83,21 +85,40 @@ def _meet(queries: np.ndarray, keys: np.ndarray, block: int) -> np.ndarray:
     return (low[:, :, None] <= last[:, None, :]) & (first[:, None, :] <= high[:, :, None])
 
 
-def pairs(bins: Bins) -> np.ndarray:
+def pairs(bins: Bins, window: int | None = None) -> np.ndarray:
     """Host: [N] scores that are computed."""
-    return bins.blocks.sum(axis=(1, 2), dtype=np.float64) * block_size(bins.trees.shape[1]) ** 2
+    width = bins.trees.shape[1]
+    return _reached(bins.blocks, width, window).sum(axis=(1, 2), dtype=np.float64) * block_size(width) ** 2
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins, *, interpret: bool = False) -> jax.Array:
+def _reached(blocks: Any, width: int, window: int | None) -> Any:
+    """The blocks in which a query has a key in its window."""
+    if window is None:
+        return blocks
+    block = block_size(width)
+    first = np.arange(0, width, block)
+    return blocks * (first + block > first[:, None] - window + 1).astype(np.int8)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bins: Bins,
+    scores: Scores = PLAIN,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
     """Attention on one device: query [N, T, heads, H], key and value [N, T, K, H] -> [N, T, heads, H] float32.
 
     Args:
-        bins: with what `prepare` adds.
+        bins: with what `prepare` adds; no responses share a prompt if there is a window.
         interpret: run the kernel in Pallas' interpreter, on any device.
     """
     trees, slots, width = bins.trees, bins.prompt_slots, bins.trees.shape[1]
     seen, query = trees, (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
     if slots is not None:
+        assert scores.window is None
         of_prompts = jnp.where(slots >= 0, jnp.take_along_axis(trees, slots, axis=1), -1)
         seen = jnp.concatenate([trees, of_prompts], axis=1)
         slots = jnp.maximum(slots, 0)[:, :, None, None]
@@ -106,7 +127,8 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins, *, in
 
     def of_bin(arrays):
         query, key, value, queries, blocks, *trees = arrays
-        return _kernel(queries, blocks, width, interpret)(query, key, value, splash_attention.SegmentIds(*trees))
+        kernel = _kernel(queries, blocks, width, scores, interpret)
+        return kernel(query, key, value, splash_attention.SegmentIds(*trees))
 
     arrays = *(x.swapaxes(1, 2) for x in (query, key, value)), bins.queries, bins.blocks, trees, seen
     one_bin = jax.tree.map(lambda x: x[0], arrays)
@@ -114,9 +136,9 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, bins: Bins, *, in
     return attended.swapaxes(1, 2).astype(jnp.float32)
 
 
-def _kernel(queries: jax.Array, blocks: jax.Array, width: int, interpret: bool) -> Any:
+def _kernel(queries: jax.Array, blocks: jax.Array, width: int, scores: Scores, interpret: bool) -> Any:
     """The kernel of one bin, with its table of blocks."""
-    block = block_size(width)
+    block, blocks = block_size(width), _reached(blocks, width, scores.window)
     forward = _mask_info(blocks, queries, in_rows=True)
     return splash_attention_kernel.SplashAttentionKernel(
         forward,
@@ -133,9 +155,9 @@ def _kernel(queries: jax.Array, blocks: jax.Array, width: int, interpret: bool) 
         is_mqa=False,
         save_residuals=False,
         mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
+        attn_logits_soft_cap=scores.cap,
         residual_checkpoint_name=ATTENDED,
-        mask_function=_sees(width),
+        mask_function=_sees(width, scores.window),
         interpret=interpret,
     )
 
@@ -160,13 +182,17 @@ def _mask_info(blocks: jax.Array, queries: jax.Array, *, in_rows: bool) -> Any:
 
 
 @functools.cache
-def _sees(width: int) -> Callable[[Any, Any], Any]:
+def _sees(width: int, window: int | None) -> Callable[[Any, Any], Any]:
     """Whether a query sees a key of the same tree, from `Bins.queries` and the key's slot."""
-    if width > SHARED_WIDTH:
-        return lambda query, slot: slot <= query
+
+    def in_window(query, slot):
+        place = query if width > SHARED_WIDTH else query & (SHARED_WIDTH - 1)
+        return (slot <= place) & (slot > place - window)
 
     def sees(query, slot):
         place, start = query & (SHARED_WIDTH - 1), query >> BITS & (SHARED_WIDTH - 1)
         return ((slot <= place) & (slot >= start)) | ((slot >= width) & (query >> 2 * BITS > 0))
 
-    return sees
+    if window is not None:
+        return in_window
+    return sees if width <= SHARED_WIDTH else lambda query, slot: slot <= query

@@ -1,101 +1,83 @@
-"""Device: attention over bins in Triton kernels, on GPUs or in Pallas' interpreter; host: how many scores they compute.
+"""Device: attention over bins in Triton kernels, on GPUs or in Pallas' interpreter.
 
-A token sees two ranges of slots: the prompt of its tree, if it is in a response, and its branch up to itself. The
-kernels are FlashAttention-2 (arXiv:2307.08691) over the blocks of these ranges: a shared prompt is stored and computed
-once, and the responses beside a branch are skipped.
+A token sees two ranges of slots (tree_ranges.py). The kernels are FlashAttention-2 (arXiv:2307.08691) over the blocks
+of these ranges: a shared prompt is stored and computed once, and the responses beside a branch are skipped.
 
 Sizes: N bins, T slots, K key-value heads, G query heads for each of them, H head size.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from dapo_jax.data.containers import Bins
-from dapo_jax.models.attention import MASKED
+from dapo_jax.models.attention import MASKED, PLAIN, Scores
 from dapo_jax.models.remat import ATTENDED
+from dapo_jax.models.tree_ranges import BLOCK, BRANCH_BEGIN, PROMPT_BEGIN, PROMPT_END, SEEN_TO, in_window
 
-BLOCK = 64  # slots; half as many if a head is larger than 128
-PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN, SEEN_TO = range(4)  # rows of `Bins.ranges`
 MAX_HEAD_SIZE = 256
 LOG2_E = math.log2(math.e)  # GPUs have powers of two
 Array = jax.Array
 
 
-def rounded_width(width: int) -> int:
-    """The width of a bin that whole blocks fill."""
-    return -(-width // BLOCK) * BLOCK
-
-
-def prepare(bins: Bins) -> Bins:
-    """Host: adds the ranges of slots that each slot sees, and is seen by. Padding sees itself."""
-    trees, branches = bins.trees, bins.branches
-    width = trees.shape[1]
-    slots = np.broadcast_to(np.arange(width), trees.shape)
-    padding, answers = trees == 0, branches > 0
-    new_tree = padding | (np.diff(trees, axis=1, prepend=-1) != 0)
-    new_branch = new_tree | (np.diff(branches, axis=1, prepend=-1) != 0)
-    tree_begin = np.maximum.accumulate(np.where(new_tree, slots, 0), axis=1)
-    branch_begin = np.maximum.accumulate(np.where(new_branch, slots, 0), axis=1)
-    first_branch = np.maximum.accumulate(np.where(answers & ~np.roll(answers, 1, axis=1), slots, 0), axis=1)
-    ends = np.where(answers, _ends(new_branch), _ends(new_tree))
-    ranges = np.stack(
-        [np.where(answers, tree_begin, width), np.where(answers, first_branch, 0), branch_begin, ends], axis=1
-    )
-    return dataclasses.replace(bins, ranges=ranges.astype(np.int32))
-
-
-def _ends(begins: np.ndarray) -> np.ndarray:
-    """The slot [N, T] after the last one of each slot's part; `begins` is True where a part begins."""
-    width = begins.shape[1]
-    following = np.where(np.roll(begins, -1, axis=1), np.arange(1, width + 1), width)
-    return np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
-
-
-def pairs(bins: Bins) -> np.ndarray:
-    """Host: [N] scores that are computed, in blocks of BLOCK slots."""
-    blocks = bins.ranges.reshape(*bins.ranges.shape[:2], -1, BLOCK)
-    of_prompts = -(-blocks[:, PROMPT_END].max(axis=2) // BLOCK) - blocks[:, PROMPT_BEGIN].min(axis=2) // BLOCK
-    own = np.arange(1, blocks.shape[2] + 1) - blocks[:, BRANCH_BEGIN].min(axis=2) // BLOCK
-    return (np.maximum(of_prompts, 0) + own).sum(axis=1) * float(BLOCK) ** 2
-
-
-def attend(query: Array, key: Array, value: Array, bins: Bins, *, interpret: bool = False) -> Array:
+def attend(
+    query: Array, key: Array, value: Array, bins: Bins, scores: Scores = PLAIN, *, interpret: bool = False
+) -> Array:
     """Attention on one device: query [N, T, K * G, H], key and value [N, T, K, H] -> [N, T, K * G, H] float32.
 
     Args:
-        bins: with what `prepare` adds.
+        bins: with what tree_ranges.py's `prepare` adds.
         interpret: run the kernels in Pallas' interpreter, on any device.
     """
     size = query.shape[-1]
     whole = max(1 << (size - 1).bit_length(), 16)  # Triton takes powers of two from 16 on
     query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, whole - size),)) for x in (query, key, value))
-    attended: Any = _attend(query, key, value, bins.ranges, size**-0.5, interpret)
+    product = _Product(size**-0.5, scores.cap, skips=scores.window is not None)
+    attended: Any = _attend(query, key, value, in_window(bins, scores.window), product, interpret)
     return attended[..., :size].astype(jnp.float32)
 
 
+@dataclass(frozen=True)
+class _Product:
+    """From the products of queries and keys to scores, as powers of two, and to their gradients."""
+
+    scale: float
+    cap: float | None
+    skips: bool  # some queries between the first and the last that see a key do not see it
+
+    def scores(self, products: Array) -> Array:
+        if self.cap is None:
+            return products * (self.scale * LOG2_E)
+        return jnp.tanh(products * (self.scale / self.cap)) * (self.cap * LOG2_E)
+
+    def gradient(self, of_scores: Array, scores: Array) -> Array:
+        """Of the products; `scores` before the mask, whose values do not matter where `of_scores` is 0."""
+        if self.cap is None:
+            return of_scores * self.scale
+        return of_scores * self.scale * (1 - jnp.square(scores / (self.cap * LOG2_E)))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(query: Array, key: Array, value: Array, ranges: Array, scale: float, interpret: bool) -> Array:
-    return _forward(query, key, value, ranges, scale, interpret)[0]
+def _attend(query: Array, key: Array, value: Array, ranges: Array, product: _Product, interpret: bool) -> Array:
+    return _forward(query, key, value, ranges, product, interpret)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, ranges: Array, scale: float, interpret: bool
+    query: Array, key: Array, value: Array, ranges: Array, product: _Product, interpret: bool
 ) -> tuple[Array, tuple[Array, ...]]:
     """What is attended; and with it the operands and the binary logarithm [N, heads, T] of each softmax's sum."""
     bins, width, heads, _ = query.shape
     block, groups = _block_size(query), heads // key.shape[2]
     attended, normalizer = pl.pallas_call(
-        functools.partial(_forward_kernel, scale=scale * LOG2_E),
+        functools.partial(_forward_kernel, product=product),
         grid=(bins, heads, width // block),
         in_specs=[_block(query), _whole(key, groups), _whole(value, groups), _of_bin(ranges)],
         out_specs=[_block(query), _block_of_numbers(block)],
@@ -107,14 +89,14 @@ def _forward(
     return attended, (query, key, value, ranges, attended, normalizer)
 
 
-def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, attended_ref, normalizer_ref, *, scale):
+def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, attended_ref, normalizer_ref, *, product):
     """One block of queries of one head."""
     query = query_ref[...]
     seen = _Seen(ranges_ref, pl.program_id(2), len(query))
 
     def step(visible, there, carry):
         attended, total, highest = carry
-        scores = jnp.where(visible, _dot(query, key_ref[there, :].T) * scale, MASKED)
+        scores = jnp.where(visible, product.scores(_dot(query, key_ref[there, :].T)), MASKED)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights, kept = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
         values = value_ref[there, :]
@@ -127,7 +109,7 @@ def _forward_kernel(query_ref, key_ref, value_ref, ranges_ref, attended_ref, nor
     normalizer_ref[...] = highest + jnp.log2(total)
 
 
-def _backward(scale: float, interpret: bool, saved: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
+def _backward(product: _Product, interpret: bool, saved: tuple[Array, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, ranges, attended, normalizer = saved
     (bins, width, heads, _), kv_heads = query.shape, key.shape[2]
     block, groups = _block_size(query), heads // kv_heads
@@ -135,7 +117,7 @@ def _backward(scale: float, interpret: bool, saved: tuple[Array, ...], cotangent
     common = jnp.einsum("nthd,nthd->nht", cotangent, attended, preferred_element_type=jnp.float32)
     operands = query, key, value, ranges, cotangent, normalizer, common
     to_query = pl.pallas_call(
-        functools.partial(_query_kernel, scale=scale),
+        functools.partial(_query_kernel, product=product),
         grid=(bins, heads, width // block),
         in_specs=[
             *(_block(query), _whole(key, groups), _whole(value, groups), _of_bin(ranges)),
@@ -149,7 +131,7 @@ def _backward(scale: float, interpret: bool, saved: tuple[Array, ...], cotangent
     # a program for each query head, not for each of the key's: those of a shared prompt's keys take long
     of_heads = jax.ShapeDtypeStruct(query.shape, jnp.float32)
     to_key, to_value = pl.pallas_call(
-        functools.partial(_key_kernel, scale=scale),
+        functools.partial(_key_kernel, product=product),
         grid=(bins, heads, width // block),
         in_specs=[
             *(_whole(query), _block(key, groups), _block(value, groups), _of_bin(ranges), _whole(cotangent)),
@@ -167,7 +149,7 @@ def _backward(scale: float, interpret: bool, saved: tuple[Array, ...], cotangent
 
 
 def _query_kernel(
-    query_ref, key_ref, value_ref, ranges_ref, cotangent_ref, normalizer_ref, common_ref, result_ref, *, scale
+    query_ref, key_ref, value_ref, ranges_ref, cotangent_ref, normalizer_ref, common_ref, result_ref, *, product
 ):
     """The gradient of one block of queries of one head."""
     query, cotangent = query_ref[...], cotangent_ref[...]
@@ -176,9 +158,11 @@ def _query_kernel(
 
     def step(visible, there, gradient):
         keys = key_ref[there, :]
-        scores = jnp.where(visible, _dot(query, keys.T) * (scale * LOG2_E), MASKED)
-        of_scores = jnp.exp2(scores - normalizer) * (_dot(cotangent, value_ref[there, :].T) - common) * scale
-        return gradient + _dot(of_scores.astype(keys.dtype), keys)
+        scores = product.scores(_dot(query, keys.T))
+        weights = jnp.exp2(jnp.where(visible, scores, MASKED) - normalizer)
+        of_scores = weights * (_dot(cotangent, value_ref[there, :].T) - common)
+        of_products = product.gradient(of_scores, scores)
+        return gradient + _dot(of_products.astype(keys.dtype), keys)
 
     result_ref[...] = seen.each_block(step, jnp.zeros(query.shape, jnp.float32)).astype(result_ref.dtype)
 
@@ -194,7 +178,7 @@ def _key_kernel(
     to_key_ref,
     to_value_ref,
     *,
-    scale,
+    product,
 ):
     """The gradients of one block of keys and values, from the queries of one head that see them."""
     keys, values = key_ref[...], value_ref[...]
@@ -204,14 +188,22 @@ def _key_kernel(
     def step(place, carry):
         there, queries = pl.ds(place * block, block), _slots(place, block)[None, :]
         begin, end, branch = (ranges_ref[row, there][None, :] for row in (PROMPT_BEGIN, PROMPT_END, BRANCH_BEGIN))
+        if not product.skips:
+            return add(there, queries, begin, end, branch, carry)
+        first, last = number * block, number * block + block - 1
+        seen = (jnp.min(branch) <= last) | (jnp.min(begin) <= last) & (jnp.max(end) > first)
+        return jax.lax.cond(seen, lambda: add(there, queries, begin, end, branch, carry), lambda: carry)
+
+    def add(there, queries, begin, end, branch, carry):
         visible = ((slots >= begin) & (slots < end)) | ((slots >= branch) & (slots <= queries))
         query, cotangent = query_ref[there, :], cotangent_ref[there, :]
-        scores = jnp.where(visible, _dot(keys, query.T) * (scale * LOG2_E), MASKED)
-        weights = jnp.exp2(scores - normalizer_ref[there][None, :])
-        of_scores = weights * (_dot(values, cotangent.T) - common_ref[there][None, :]) * scale
+        scores = product.scores(_dot(keys, query.T))
+        weights = jnp.exp2(jnp.where(visible, scores, MASKED) - normalizer_ref[there][None, :])
+        of_scores = weights * (_dot(values, cotangent.T) - common_ref[there][None, :])
+        of_products = product.gradient(of_scores, scores)
         to_key, to_value = carry
         to_value += _dot(weights.astype(cotangent.dtype), cotangent)
-        return to_key + _dot(of_scores.astype(query.dtype), query), to_value
+        return to_key + _dot(of_products.astype(query.dtype), query), to_value
 
     last = pl.cdiv(jnp.max(ranges_ref[SEEN_TO, pl.ds(number * block, block)]), block)
     zeros = jnp.zeros(keys.shape, jnp.float32)

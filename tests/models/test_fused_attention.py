@@ -1,4 +1,5 @@
 import functools
+import re
 from typing import Any, cast
 
 import jax
@@ -10,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.data.containers import Bins
 from dapo_jax.models import splash, tree_attention
-from dapo_jax.models.attention import attention, visible_in_bins
-from dapo_jax.models.fused_attention import CUDNN, IMPLEMENTATIONS, bin_attention, on_each_device
+from dapo_jax.models.attention import PLAIN, XLA, Scores, attention, visible_in_bins
+from dapo_jax.models.fused_attention import CUDNN, IMPLEMENTATIONS, SPLASH, bin_attention, on_each_device, unfit
 from dapo_jax.models.remat import rematerialized
 from dapo_jax.parallel.mesh import make_mesh
 
@@ -44,17 +45,19 @@ INTERPRETED = {"splash": splash.attend, "triton": tree_attention.attend}
 
 def bins_of(name) -> Bins:
     """The bins of TREES; cuDNN takes no shared prompts."""
-    trees, branches = np.zeros((2, len(TREES[name]), T), np.int32)
+    trees, branches, positions = np.zeros((3, len(TREES[name]), T), np.int32)
     for row, bin_ in enumerate(TREES[name]):
         slot = branch = 0
         for number, (prompt, responses) in enumerate(bin_, start=1):
             trees[row, slot : slot + prompt + sum(responses)] = number
+            positions[row, slot : slot + prompt] = range(prompt)
             slot += prompt
             for length in responses:
                 branch += 1
                 branches[row, slot : slot + length] = branch
+                positions[row, slot : slot + length] = range(prompt, prompt + length)
                 slot += length
-    return Bins(tokens=trees, positions=trees, trees=trees, branches=branches)
+    return Bins(tokens=trees, positions=positions, trees=trees, branches=branches)
 
 
 @jax.custom_vjp
@@ -67,7 +70,19 @@ nan_gradient_on_padding.defvjp(
 )
 
 
-def careless_cudnn(query, key, value, *, scale, mask_type, q_seqlen, kv_seqlen, q_offsets=None, kv_offsets=None):
+def careless_cudnn(
+    query,
+    key,
+    value,
+    *,
+    scale,
+    mask_type,
+    sliding_window_length,
+    q_seqlen,
+    kv_seqlen,
+    q_offsets=None,
+    kv_offsets=None,
+):
     """XLA's attention in the place of cuDNN's: it leaves NaN on padding, and everywhere if a row has no keys."""
     assert mask_type == cudnn.MaskType.PADDING_CAUSAL and cudnn.check_compute_capability("99.0")
     places = jnp.arange(query.shape[1])
@@ -83,7 +98,9 @@ def careless_cudnn(query, key, value, *, scale, mask_type, q_seqlen, kv_seqlen, 
         )
     real = (segments > 0)[:, :, None, None]
     query, key, value = (nan_gradient_on_padding(x, real) for x in (query, key, value))
-    visible = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))
+    distance = places[:, None] - places
+    near = (distance >= 0) & (distance < (sliding_window_length or T))
+    visible = (segments[:, :, None] == segments[:, None, :]) & near
     attended = attention(query * scale * query.shape[-1] ** 0.5, key, value, visible).astype(query.dtype)
     return jnp.where(real & ~empty, attended, jnp.nan)
 
@@ -108,12 +125,12 @@ def arrays(dtype):
     return query.astype(dtype), key.astype(dtype), value.astype(dtype), cotangent
 
 
-def fused(implementation):
+def fused(implementation, scores=PLAIN):
     """(query, key, value, bins) -> what is attended."""
     attend = CUDNN.attend
     if implementation in INTERPRETED:
         attend = on_each_device(functools.partial(INTERPRETED[implementation], interpret=True))
-    return lambda query, key, value, bins: attend(bins)(query, key, value)
+    return lambda query, key, value, bins: attend(bins, scores)(query, key, value)
 
 
 def prepared(implementation, bins):
@@ -126,25 +143,25 @@ def result_and_gradients(attend, query, key, value, cotangent, bins):
 
 
 @functools.cache
-def expected(dtype, name):
+def expected(dtype, name, scores=PLAIN):
     """In float32, of operands rounded to `dtype`, with a cotangent that is zero on padding."""
     query, key, value, cotangent = arrays(dtype)
     bins = bins_of(name)
     operands = (x.astype(jnp.float32) for x in (query, key, value))
 
     def reference(query, key, value, bins):
-        return attention(query, key, value, visible_in_bins(bins))
+        return attention(query, key, value, visible_in_bins(bins, scores.window), scores.cap)
 
     run = jax.jit(functools.partial(result_and_gradients, reference))
     return run(*operands, cotangent * (bins.trees > 0)[:, :, None, None], bins)
 
 
-def check(found, case):
+def check(found, case, scores=PLAIN):
     """On real tokens the result and its gradients are those of `attention`; everywhere they are finite."""
     implementation, name = case
     dtype, tolerance, real = DTYPES[implementation], TOLERANCES[implementation], bins_of(name).trees > 0
     assert [x.dtype for x in found] == [jnp.float32, dtype, dtype, dtype]
-    for x, y in zip(found, expected(dtype, name), strict=True):
+    for x, y in zip(found, expected(dtype, name, scores), strict=True):
         assert x.shape == y.shape and np.isfinite(x).all()
         np.testing.assert_allclose(x.astype(jnp.float32)[real], y[real], rtol=tolerance, atol=tolerance)
 
@@ -170,6 +187,72 @@ def test_equals_attention_on_a_mesh(case, manual):
     check(found, case)
 
 
+# A window may begin inside a prompt, in a branch, at a block or not; the cap is lower than many scores.
+SCORES = [Scores(1), Scores(3), Scores(16, 1.5), Scores(128), Scores(200, 1.5), Scores(cap=1.5)]
+TAKES = {  # which trees and scores each kernel takes
+    "splash": lambda trees, scores: trees == "copies" or scores.window is None,
+    "triton": lambda trees, scores: True,
+    "cudnn": lambda trees, scores: trees != "shared" and scores.cap is None,
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "trees", "scores"),
+    [
+        pytest.param(kernel, trees, scores, id=f"{kernel} {trees} window {scores.window} cap {scores.cap}")
+        for kernel, takes in TAKES.items()
+        for trees in ("shared", "copies")
+        for scores in SCORES
+        if takes(trees, scores)
+    ],
+)
+def test_windows_and_soft_caps_equal_attention(kernel, trees, scores, monkeypatch):
+    monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
+    monkeypatch.setattr(splash, "BLOCK", 128)
+    run = jax.jit(functools.partial(result_and_gradients, fused(kernel, scores)))
+    check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), (kernel, trees), scores)
+
+
+@pytest.mark.parametrize(("kernel", "trees"), [("splash", "copies"), ("triton", "shared"), ("cudnn", "copies")])
+def test_a_window_as_wide_as_a_bin_is_none(kernel, trees, monkeypatch):
+    monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
+    inputs = *arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))
+
+    def program(scores):
+        text = str(jax.make_jaxpr(functools.partial(result_and_gradients, fused(kernel, scores)))(*inputs))
+        return re.sub(r" at 0x\w+", "", text)
+
+    assert program(Scores(T)) == program(PLAIN) != program(Scores(1))
+
+
+def test_windows_leave_fewer_pairs(monkeypatch):
+    """Against the pairs themselves; splash in blocks of 128 slots."""
+    monkeypatch.setattr(splash, "BLOCK", 128)
+    bins = bins_of("copies")
+    real = (bins.trees > 0)[:, :, None]
+    for window in (1, 16, 129, 200):
+        visible = np.asarray(visible_in_bins(bins, window)) & real
+        lengths = CUDNN.prepare(bins).lengths
+        empty = (lengths == 1) & (bins.trees == 0).all(axis=1)[:, None]  # an empty bin has one slot
+        assert (
+            CUDNN.pairs(CUDNN.prepare(bins), window).tolist() == (visible.sum(axis=(1, 2)) + empty.sum(axis=1)).tolist()
+        )
+        blocks = (visible | np.eye(T, dtype=bool)).reshape(8, 2, 128, 2, 128).any(axis=(2, 4))
+        assert (SPLASH.pairs(SPLASH.prepare(bins), window) >= blocks.sum(axis=(1, 2)) * 128.0**2).all()
+        assert XLA.pairs(bins, window).tolist() == [T * T] * 8
+    full, least = (SPLASH.pairs(SPLASH.prepare(bins), window)[1] / 128**2 for window in (None, 1))
+    assert full == 3 and least == 2
+
+
+def test_responses_share_no_prompt_where_windows_cannot():
+    def shared_width(name, **changes):
+        return bin_attention(name, None, **changes).shared_width
+
+    assert shared_width("splash") > 0 and shared_width("splash", windows=True) == 0
+    assert shared_width("triton", windows=True) == shared_width("xla", windows=True) == 2**31
+    assert shared_width("triton", windows=True, share_prompts=False) == 0
+
+
 def test_splash_computes_the_blocks_in_which_a_token_sees_another(monkeypatch):
     """Of 128 slots, against the pairs themselves; and each block that it skips, it loads no keys for."""
     monkeypatch.setattr(splash, "BLOCK", 128)
@@ -188,18 +271,6 @@ def test_splash_computes_the_blocks_in_which_a_token_sees_another(monkeypatch):
     assert found.prompt_slots.shape == (8, 256) and found.blocks.shape == (8, 2, 4)
     assert (found.blocks[:, :, 2:].any(axis=2) == to_prompt.reshape(8, 2, -1).any(axis=2)).all()
     assert splash.pairs(found).tolist() == (found.blocks.sum(axis=(1, 2)) * 128.0**2).tolist()
-
-
-@pytest.mark.parametrize("trees", ["shared", "copies"])
-def test_the_tree_kernels_compute_the_blocks_in_which_a_token_sees_another(trees):
-    """Of 64 slots, against the pairs themselves. A block with prompt and branch of a tree counts for each."""
-    bins = bins_of(trees)
-    visible, answers = np.asarray(visible_in_bins(bins)) & (bins.trees > 0)[:, :, None], bins.branches > 0
-    to_prompt = visible & answers[:, :, None] & ~answers[:, None, :]
-    own = visible & ~to_prompt | np.eye(T, dtype=bool)  # padding sees itself
-    counts = [kind.reshape(8, 4, 64, 4, 64).any(axis=(2, 4)).sum(axis=(1, 2)) for kind in (own, to_prompt)]
-    found = tree_attention.pairs(tree_attention.prepare(bins)) / 64**2
-    np.testing.assert_array_equal(found, sum(counts))
 
 
 def test_heads_of_any_size_fit_the_blocks():
@@ -223,6 +294,8 @@ def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
         return cast(Any, type("Device", (), {"platform": "gpu", "device_kind": "?", "compute_capability": capability}))
 
     assert bin_attention("cudnn", device("9.0")).packs and not bin_attention("cudnn", device("8.0")).packs
+    problems = {name: unfit(name, device("9.0"), jnp.bfloat16, 128, 50.0) for name in ("cudnn", "triton")}
+    assert problems == {"cudnn": "needs scores without a soft cap, and this model caps its own", "triton": ""}
 
 
 @pytest.mark.parametrize(("kernel", "least"), [("splash", 2 + 3 + 4), ("triton", 4 + 6 + 4)])

@@ -45,16 +45,42 @@ def test_kernels_equal_copies_of_the_pages(kernel, groups, kv_heads, size, page_
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
 
-def test_pages_and_tail_are_one_softmax():
+@pytest.mark.parametrize("kernel", KERNELS, ids=["tpu", "gpu"])
+@pytest.mark.parametrize(("window", "cap"), [(None, 0.7), (3, None), (40, 0.7), (64, None)])
+def test_kernels_equal_copies_of_the_pages_with_windows_and_caps(kernel, window, cap):
+    """A window may begin in any page, and behind the last one."""
+    query, pages, table, starts, ends = case(groups=2, kv_heads=2, size=64, page_length=32)
+    if window is not None:
+        starts = jnp.maximum(starts, ends - window + jnp.arange(len(LENGTHS)))
+        assert int(jnp.max(starts - ends)) > 0 or window > 3
+    arrays = query, pages, table, starts, ends
+    found, expected = kernel(*arrays, cap=cap, interpret=True), attend_gathered(*arrays, cap=cap)
+    assert (np.asarray(expected.total == 0).all(axis=1) == np.asarray(starts >= ends)).all()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_the_tpu_kernel_takes_fewer_tokens_at_once_of_large_pages(monkeypatch):
+    monkeypatch.setattr(paged_attention_tpu, "BUFFER", 2**19)
+    arrays = case(groups=1, kv_heads=2, size=256, page_length=32)
+    found, expected = paged_attention_tpu.attend(*arrays, interpret=True), attend_gathered(*arrays)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 0.7), (3, None), (5, None), (20, 0.7), (600, 0.7)])
+def test_pages_and_tail_are_one_softmax(window, cap):
     query, pages, table, starts, ends = case(groups=2, kv_heads=2, size=16, page_length=32)
+    if window is not None:
+        starts = jnp.maximum(starts, ends + 5 - window)
     tail = jnp.asarray(np.random.default_rng(1).normal(size=(len(query), 2, 32, 32)).astype(np.float32))
-    found = merged(attend_gathered(query, pages, table, starts, ends), attend_tail(query, tail, jnp.int32(4)))
+    paged = attend_gathered(query, pages, table, starts, ends, cap=cap)
+    found = merged(paged, attend_tail(query, tail, jnp.int32(4), window, cap))
     for row in range(len(query)):
         held = [np.asarray(pages)[page] for page in np.asarray(table)[row]]
         seen = np.concatenate(held, axis=1)[:, int(starts[row]) : int(ends[row])]
-        seen = np.concatenate([seen, np.asarray(tail)[row, :, :5]], axis=1)
+        seen = np.concatenate([seen, np.asarray(tail)[row, :, :5]], axis=1)[:, -(window or 0) :]
         for head in range(4):
             scores = seen[head // 2, :, :16] @ np.asarray(query)[row, head] / 4
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
             weights = np.exp(scores - scores.max())
             expected = weights @ seen[head // 2, :, 16:] / weights.sum()
             np.testing.assert_allclose(found[row, head], expected, rtol=1e-5, atol=1e-5)
