@@ -81,8 +81,10 @@ class MicroBatches:
         return self.flops.layers * slots + self.flops.head * tokens + self.flops.pair * self.num_shards * pairs
 
     def slowest_pairs(self, piece: Piece) -> float:
-        """Pairs of a query and a key whose score the share of the devices with the most computes."""
-        return float(self.attention.pairs(piece.micro_batch.bins).reshape(self.num_shards, -1).sum(axis=1).max())
+        """Pairs of a query and a key whose score the share of the devices with the most computes, in the mean layer."""
+        bins, windows = piece.micro_batch.bins, self.flops.windows
+        pairs = np.array([share * self.attention.pairs(bins, window) for window, share in windows]).sum(axis=0)
+        return float(pairs.reshape(self.num_shards, -1).sum(axis=1).max())
 
     def needed(self, batch: Batch) -> float:
         """Operations of a forward pass over the batch without padding, each prompt once."""

@@ -82,10 +82,8 @@ _matmul.defvjp(_forward, _backward)
 
 def causal(length: int, mask: jax.Array, window: int | None = None) -> jax.Array:
     """visible [B, T, T]: token t sees the real tokens up to itself, of the last `window` slots; mask [B, T] bool."""
-    before = jnp.tril(jnp.ones((length, length), bool))
-    if window is not None:
-        before &= ~jnp.tril(before, -window)
-    return mask[:, None, :] & before
+    visible = mask[:, None, :] & jnp.tril(jnp.ones((length, length), bool))
+    return visible if window is None else visible & ~jnp.tri(length, k=-window, dtype=bool)
 
 
 def attention(

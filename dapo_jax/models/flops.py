@@ -19,6 +19,11 @@ class TokenFlops:
     layers: float  # a token through the matrices of all layers
     head: float  # the vocabulary's scores for a token
     pair: float  # a token that attends to a key, in all layers
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # each window, and the share of layers that have it
+
+    def causal_pairs(self, lengths: np.ndarray) -> np.ndarray:
+        """Pairs of a query and a key of whole sequences, in the mean over layers."""
+        return sum((share * causal_pairs(lengths, window) for window, share in self.windows), np.zeros(()))
 
     def of_prompts(self, prompts: np.ndarray) -> float:
         """Each token of the prompts [Q] once, under causal attention. Their scores of the vocabulary are not counted.
@@ -26,8 +31,7 @@ class TokenFlops:
         Args:
             prompts: tokens of each.
         """
-        pairs = prompts * (prompts + 1.0) / 2
-        return float(self.layers * prompts.sum() + self.pair * pairs.sum())
+        return float(self.layers * prompts.sum() + self.pair * self.causal_pairs(prompts).sum())
 
     def of_responses(self, prompts: np.ndarray, responses: np.ndarray) -> float:
         """Each token of the responses [Q, G] but the last, which predicts nothing, with scores of the vocabulary.
@@ -38,8 +42,14 @@ class TokenFlops:
             prompts, responses: tokens of each.
         """
         steps = np.maximum(responses - 1.0, 0)
-        pairs = steps * prompts[:, None] + steps * (steps + 1) / 2
+        pairs = self.causal_pairs(prompts[:, None] + steps) - self.causal_pairs(prompts)[:, None]
         return float((self.layers + self.head) * steps.sum() + self.pair * pairs.sum())
+
+
+def causal_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
+    """Pairs of a token and one that it sees, for sequences of so many tokens; window as in Scores."""
+    beyond = 0 if window is None else np.maximum(lengths - window, 0.0)  # keys that the last token does not reach
+    return lengths * (lengths + 1.0) / 2 - beyond * (beyond + 1) / 2
 
 
 def token_flops(arch: Architecture) -> TokenFlops:

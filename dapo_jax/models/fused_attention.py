@@ -21,6 +21,7 @@ from dapo_jax.data.padding import bucket
 from dapo_jax.errors import InputError
 from dapo_jax.models import splash, tree_attention, tree_ranges
 from dapo_jax.models.attention import PLAIN, XLA, Attend, BinAttention, Scores
+from dapo_jax.models.flops import causal_pairs
 from dapo_jax.parallel.devices import cuda_generation
 from dapo_jax.parallel.mesh import BATCH_AXES
 
@@ -190,17 +191,11 @@ def _trusted_cudnn(*arrays: Any, scores: Scores = PLAIN) -> jax.Array:
     return _traced_in(_trusted, functools.partial(_cudnn, scores=scores))(*arrays)
 
 
-def _cudnn_pairs(bins: Bins, window: int | None = None) -> np.ndarray:
-    lengths = bins.lengths.astype(np.float64)
-    beyond = np.maximum(lengths - (lengths if window is None else window), 0)  # keys too far from the last token
-    return (lengths * (lengths + 1) / 2 - beyond * (beyond + 1) / 2).sum(axis=1)
-
-
 CUDNN = BinAttention(
     name="cudnn",
     attend=on_each_device(_trusted_cudnn),
     prepare=_lengths,
-    pairs=_cudnn_pairs,
+    pairs=lambda bins, window=None: causal_pairs(bins.lengths, window).sum(axis=1),
     skips=True,
     rounded=lambda width: -(-width // 128) * 128,
 )

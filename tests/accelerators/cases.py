@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerators.programs as of
+from accelerators.kernels import windows_and_caps
 from accelerators.programs import Parts, Program, step
 
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
@@ -202,6 +203,7 @@ CASES = [
     ),
     Case("critic, cuDNN by name", CRITIC, {**GAE, "model.attention": "cudnn"}, platforms=(H100,)),
     Case("splash in float32", UPDATE, {**FLOAT32, "model.attention": "splash"}, platforms=(V5E,)),
+    Case("windows and soft caps", windows_and_caps, platforms=(H100, V5E, "v6e:2x4", "a100:8")),
     Case("odd lengths", UPDATE, {"data.max_response_length": 101}),
     Case("a response in several kernel blocks", UPDATE, {"data.max_response_length": 700}),
     # the batch

@@ -116,3 +116,17 @@ def test_work_is_counted_in_operations():
     assert split.computed(piece) == 4 + 4 * 100 + 16 * 10_000
     copies = dataclasses.replace(split, attention=COPIES)
     assert sum(map(copies.computed, copies.split(batch))) > split.computed(piece)
+
+
+def test_a_window_limits_the_pairs_of_the_layers_that_have_it():
+    """A prompt of three tokens with a response of four, whose last predicts nothing; half of the layers see two."""
+    flops = TokenFlops(layers=0.0, head=0.0, pair=1.0, windows=((None, 0.5), (2, 0.5)))
+    assert flops.of_prompts(np.array([3])) == (1 + 2 + 3) / 2 + (1 + 2 + 2) / 2
+    assert flops.of_responses(np.array([3]), np.array([[4]])) == (4 + 5 + 6) / 2 + (2 + 2 + 2) / 2
+    assert flops.of_responses(np.array([1]), np.array([[3, 0]])) == (2 + 3) / 2 + (2 + 2) / 2
+    batch, flops = batch_of(), dataclasses.replace(flops, layers=1.0)
+    for attention in (CUDNN, TRITON):
+        split = MicroBatches(1, max_tokens_per_device=300, attention=attention, flops=flops)
+        for piece in split.split(batch):
+            all_pairs, near = (attention.pairs(piece.micro_batch.bins, window).sum() for window in (None, 2))
+            assert near <= all_pairs and split.slowest_pairs(piece) == (all_pairs + near) / 2
