@@ -19,7 +19,7 @@ from dapo_jax.errors import InputError
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
-from dapo_jax.models.lora import Lora, adapter_table, merged
+from dapo_jax.models.lora import TARGETS, Lora, adapter_table, merged
 from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
@@ -89,7 +89,21 @@ def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture,
     if warning := context_warning(config):
         logger.warning("%s", warning)
     check_stop_strings(tokenizer, config.rollout.stop)
+    _check_lora(config, arch)
     return arch, tokenizer
+
+
+def _check_lora(config: Config, arch: Architecture) -> None:
+    lora = lora_of(config)
+    if lora is None:
+        return
+    absent = [target for target in lora.targets if not arch.layers_with(TARGETS[target])]
+    if absent:
+        left = [target for target in lora.targets if target not in absent]
+        raise InputError(
+            f"model.lora.target_modules has {', '.join(absent)}, but every feed-forward network of this model is a "
+            f"mixture of experts, and experts take no adapters: set model.lora.target_modules={tuple(left)}"
+        )
 
 
 def read_model(config: Config) -> tuple[Architecture, Tokenizer]:

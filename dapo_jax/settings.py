@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.arguments import needs
 from dapo_jax.base_models import lora_of
 from dapo_jax.command.warnings import NO_POLICY_STEP
 from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
@@ -71,7 +73,7 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
     """The settings of the policy's compiled functions."""
     actor = config.actor
     return ActorSettings(
-        arch=arch,
+        arch=within_lengths(config, arch),
         dtype=compute_dtype(config.model, mesh),
         temperature=config.rollout.temperature,
         remat=remat_policy(config.model),
@@ -97,7 +99,7 @@ def loss_options(actor: ActorConfig) -> dict[str, float]:
 def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSettings:
     """The settings of the critic's compiled functions."""
     return CriticSettings(
-        arch=critic_architecture(arch),
+        arch=critic_architecture(within_lengths(config, arch)),
         dtype=compute_dtype(config.model, mesh),
         remat=remat_policy(config.model),
         attention=training_attention(config, arch, mesh),
@@ -126,7 +128,7 @@ def engine_settings(
     """The settings of the sampler's engine."""
     on_cpu = platform(mesh) == "cpu"
     return EngineSettings(
-        arch=arch,
+        arch=within_lengths(config, arch),
         mesh=mesh,
         eos_ids=eos_ids,
         pad_id=pad_id,
@@ -235,7 +237,15 @@ def training_attention(config: Config, arch: Architecture, mesh: Mesh) -> BinAtt
         InputError: see `chosen_attention`.
     """
     name, _ = chosen_attention(config, arch, mesh)
-    return bin_attention(name, mesh.devices.flat[0], share_prompts=config.actor.share_prompts)
+    windows = within_lengths(config, arch).window is not None
+    return bin_attention(name, mesh.devices.flat[0], share_prompts=config.actor.share_prompts, windows=windows)
+
+
+def within_lengths(config: Config, arch: Architecture) -> Architecture:
+    """`arch` without windows that the longest sequence of the run does not leave. Hinted prompts may have any length."""
+    if needs(ESTIMATORS[config.algorithm.adv_estimator], "hint_logprobs"):
+        return arch
+    return arch.within(config.data.max_prompt_length + config.data.max_response_length)
 
 
 def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[str, str]:
@@ -248,7 +258,7 @@ def chosen_attention(config: Config, arch: Architecture, mesh: Mesh) -> tuple[st
     if asked == "xla":
         return asked, ""
     names = kernels(device, config.data.max_response_length) if asked == "fused" else (asked,)
-    problems = {name: unfit(name, device, dtype, arch.head_dim) for name in names}
+    problems = {name: unfit(name, device, dtype, arch.head_dim, arch.attention_cap) for name in names}
     if fit := [name for name, problem in problems.items() if not problem]:
         return fit[0], ""
     problem = next(iter(problems.values()), "")

@@ -1,6 +1,6 @@
 """Host: the sizes and switches of a decoder-only transformer, and the kinds of its layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapo_jax.errors import InputError
@@ -71,6 +71,12 @@ class Architecture:
         if leaf.startswith(("router", "expert")):
             return tuple(i for i, kind in enumerate(self.layers) if kind.experts)
         return tuple(range(self.num_layers))
+
+    def within(self, length: int) -> "Architecture":
+        """The same for sequences of at most `length` tokens, without windows that reach all of them."""
+        if self.window is None or self.window < length:
+            return self
+        return replace(self, pattern=pattern_of(tuple(replace(kind, window=None) for kind in self.layers)))
 
     @property
     def window(self) -> int | None:
