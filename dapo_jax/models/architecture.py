@@ -64,6 +64,12 @@ class Architecture:
         """The kind of each of the L layers."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
+    @property
+    def forward_size(self) -> int:
+        """Numbers of a token inside a feed-forward network: F, or those of its experts together."""
+        experts = self.experts
+        return self.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
+
     def layers_with(self, leaf: str) -> tuple[int, ...]:
         """The numbers of the layers that have a leaf of this name (see models/weights.py), or an adapter of it."""
         if leaf.startswith(("gate", "up", "down")):
