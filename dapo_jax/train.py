@@ -25,6 +25,7 @@ from dapo_jax.command.help import about, options_help
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir, in_folder
 from dapo_jax.config.sections import Config
+from dapo_jax.downloads import with_downloads
 from dapo_jax.held_out import evaluate, mean_accuracy
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor import filter_log
@@ -68,7 +69,7 @@ def train(config: Config) -> Models:
 
 def _train(config: Config, workdir: Workdir) -> Models:
     """`train` in an open work directory."""
-    config = pinned(in_folder(config, workdir.folder))
+    config = with_downloads(pinned(in_folder(config, workdir.folder)))
     trainer = config.trainer
     check_processes(config)
     checkpoints = Checkpoints(

@@ -24,8 +24,8 @@ def test_texts_beyond_the_context_of_the_model_are_warned_of(prompt, response, w
 
 
 def test_every_model_that_is_missing_is_named_at_once(tmp_path):
-    paths = {"model.path": str(tmp_path / "a"), "reward.model.path": "Qwen/RM"}
-    with pytest.raises(ValueError, match="model.path=.*/a does not exist: give.*\nreward.model.path=Qwen/RM does not"):
+    paths = {"model.path": str(tmp_path / "a"), "reward.model.path": "models/RM"}
+    with pytest.raises(ValueError, match="model.path=.*/a does not exist: give.*\nreward.model.path=models/RM does no"):
         check_model_paths(small_config(tmp_path, **paths))
     check_model_paths(small_config(tmp_path, **{"model.path": str(MODEL)}))
 

@@ -20,6 +20,7 @@ from dapo_jax.config.values import PATHS, type_problems
 from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError
+from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
 from dapo_jax.learner.choices import trained
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.remat import POLICIES
@@ -92,7 +93,7 @@ def _missing(config: Config, training: bool) -> Iterator[str]:
     if not config.workdir:
         yield "workdir is empty: name the directory that the run writes to"
     if not config.model.path:
-        yield "model.path is empty: give a Hugging Face directory, a .gguf file, or 'random'"
+        yield "model.path is empty: give a Hugging Face directory, OWNER/NAME of the hub, a .gguf file, or 'random'"
     if task == "reasoning_gym" and not generated:
         yield "data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym"
     if training and task == "files" and not config.data.train_files:
@@ -296,11 +297,20 @@ def _address_problems(config: Config) -> Iterator[str]:
         places |= {f"evaluate.tasks.{task.name}": task.files for task in parse_tasks(config)}
     for key, place in places.items():
         for path in place if isinstance(place, tuple) else (place,):
-            if problem := address_problem(str(path)):
+            if problem := _address_problem(str(path), of_data=isinstance(place, tuple)):
                 yield f"{key}={problem}"
     cache = config.trainer.compilation_cache_dir
     if is_address(str(cache)):
         yield f"trainer.compilation_cache_dir={cache} must be a directory on this machine"
+
+
+def _address_problem(path: str, *, of_data: bool) -> str | None:
+    """Why an address cannot be used, and the fix. None if it can, or if `path` is none."""
+    if not path.startswith(PREFIX):
+        return address_problem(path)
+    if of_data:
+        return None if data_name(path) else f"{path} must be {DATA_FORM}: correct it"
+    return f"{path} must not begin with {PREFIX}, which is for prompt files: write a model as OWNER/NAME"
 
 
 def _batch_problems(config: Config) -> Iterator[str]:

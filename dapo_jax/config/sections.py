@@ -79,7 +79,7 @@ class ReasoningGymConfig:
 @dataclass(frozen=True)
 class DataConfig:
     task: Task = "files"  # files | arithmetic | reasoning_gym (pip install 'dapo_jax[reasoning-gym]')
-    train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema; paths or gs:// addresses
+    train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema: paths, gs://, hf://OWNER/NAME/CONFIG/SPLIT
     val_files: tuple[str, ...] = ()  # the same, to evaluate on
     prompt_key: str = "prompt"  # column with chat messages or text
     train_batch_size: Positive[int] = 512  # prompts per training step, after the group filter
@@ -125,7 +125,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = ""  # Hugging Face directory, .gguf file, a workdir, or "random"
+    path: str = ""  # Hugging Face directory, OWNER/NAME of the hub, .gguf file, a workdir, or "random"
     dtype: Dtype = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where it is fast)
     enable_gradient_checkpointing: bool = True  # recompute parts of a layer in the backward pass: less memory
     attention: Attention = "fused"  # training: xla | cudnn, triton (NVIDIA) | splash (TPU) | fused (the best that runs)
@@ -163,7 +163,7 @@ class OverlongBufferConfig:
 class RewardModelConfig:
     """A transformer with a scalar head that scores the chat of prompt and response, with or without a verifier."""
 
-    path: str = ""  # Hugging Face sequence-classification directory; empty = none
+    path: str = ""  # Hugging Face sequence-classification directory, or OWNER/NAME of the hub; empty = none
     weight: float = 1.0  # score = function_weight * verifier's score + weight * reward model's score
     function_weight: float = 1.0  # of the verifier's score, see weight
     micro_batch_size_per_device: Positive[int] = 8  # chats per forward pass on one device

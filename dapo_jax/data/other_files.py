@@ -36,13 +36,12 @@ def wrong_path(path: Path | epath.Path, suffixes: Iterable[str]) -> str:
         return "is a directory of the library datasets: convert it by datasets.load_from_disk(path).to_parquet(...)"
     name = str(path)
     if _HUB_NAME.fullmatch(name) and path.suffix not in (*suffixes, *_CONVERSIONS) and not path.parent.exists():
-        folder = f"data/{path.name}"
-        cure = f"`hf download {name} --repo-type dataset --local-dir {folder}`, then name its files in {folder}"
+        cure = f"name a split of it, hf://{name}/SPLIT or hf://{name}/CONFIG/SPLIT (pip install 'dapo_jax[hub]')"
         if name in _SCRIPTS:
-            cure = f"`python scripts/data/{_SCRIPTS[name]} --download`, then name the files that it writes"
+            cure += f", or the files that `python scripts/data/{_SCRIPTS[name]} --download` writes"
         return (
-            f"does not exist; if {name} is a data set of the Hugging Face hub, download it: {cure} in data.train_files "
-            "or data.val_files"
+            f"does not exist; if {name} is a data set of the Hugging Face hub, {cure} in data.train_files or "
+            "data.val_files"
         )
     if path.suffix not in suffixes and (path.suffix or path.exists()):
         cure = _CONVERSIONS.get(path.suffix, "convert it")

@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 from etils import epath
 
 from dapo_jax.data.other_files import describe_columns, wrong_path
+from dapo_jax.data.published import in_verl_schema
 from dapo_jax.data.row_schema import Problem, read_row
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
+from dapo_jax.hub.repositories import data_files
 from dapo_jax.models.model_files import unreadable
-from dapo_jax.places import is_address, place_of
 
 MAX_REPORTED_PROBLEMS = 10
 MAX_BAD_ROWS = 10_000  # of a file: then the rest is not read
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt") -> list[PromptRow]:
-    """The rows of all files, in order.
+    """The rows of all files, in order; a path may also be an address, or a split on the hub (hf://OWNER/NAME/SPLIT).
 
     A row has `prompt` (text, or a list of {role, content}, which may be JSON text; `prompt_key` names another column),
     `data_source`, `reward_model.ground_truth` (text, a number, which becomes its shortest text, or any other JSON) and,
@@ -38,12 +39,13 @@ def read_prompt_files(paths: Sequence[str], *, prompt_key: str = "prompt") -> li
     """
     rows: list[PromptRow] = []
     problems: list[str] = []
-    for path in (place_of(path) if is_address(path) else Path(path) for path in paths):
+    for source, path in ((name, file) for name in paths for file in data_files(name)):
         bad_rows, num_read, num_parsed = _BadRows(path), 0, 0
         for number, record in read_records(path):
             if bad_rows.count >= MAX_BAD_ROWS:
                 break
             num_read += 1
+            record = in_verl_schema(source, record)
             row, row_problems = read_row(record, prompt_key, f"{path} row {number}")
             bad_rows.add(number, record, row_problems)
             if row is not None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_jax.base_models import missing_model
 from dapo_jax.command.option_uses import unread
 from dapo_jax.command.validation import validate
 from dapo_jax.config.aliases import resolve_aliases
@@ -15,6 +14,8 @@ from dapo_jax.config.values import DEFAULTS, flat, freeze, type_problems, with_v
 from dapo_jax.errors import InputError
 from dapo_jax.from_verl import defaults
 from dapo_jax.from_verl.shell_scripts import UNKNOWN, Script
+from dapo_jax.hub.client import INSTALL
+from dapo_jax.hub.names import model_name
 from dapo_jax.verl.options import converted, find, flag, is_off, ours_of
 from dapo_jax.verl.values import TRACKERS, parsed
 
@@ -97,9 +98,8 @@ def translate(given: Mapping[str, str]) -> Translation:
             "dynamic sampling is off, verl's default: to turn it on, set algorithm.filter_groups.enable=True and "
             "algorithm.filter_groups.metric=acc"
         )
-    problem = missing_model("model.path", str(result.values.get("model.path") or "."))
-    if problem is not None and "hf download" in problem:
-        result.by_hand.append(problem)
+    if (name := model_name(str(result.values.get("model.path") or "."))) is not None:
+        result.by_hand.append(f"model.path={name} is downloaded from the Hugging Face hub by the run: {INSTALL}")
     result.by_hand.append(
         "to behave exactly as verl, also set algorithm.filter_groups.leftover=discard, actor.old_logprob=recompute and "
         "actor.count_empty_sequences=True"

@@ -3,17 +3,19 @@
 Every process runs the same loop. Decisions depend on replicated or gathered values, never on a clock or a race.
 """
 
+import itertools
 import json
 import logging
 import os
 import re
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -27,12 +29,15 @@ JOIN_TIMEOUT_S = 300  # how long processes wait for each other
 QUIET_S = 10  # after which a process reports what it waits for
 FAILURE = "dapo_jax/failure"  # key in JAX's key-value store for the message of the first process that fails
 LOST = "UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED"  # prefixes of errors after a lost connection
+LONGEST_ACTION_S = 86400  # how long the processes of a host wait for their first one
 SHORTEST = 1024  # bytes that a message between processes is padded to
 CURE = (
     "Start every process; if they do not find each other, set trainer.coordinator=HOST:PORT (a port of process 0 that "
     "the others can reach), trainer.num_processes and trainer.process_id. trainer.num_processes=1 starts this process "
     "alone"
 )
+T = TypeVar("T")
+_BARRIERS = itertools.count()  # numbers them: each barrier needs a name of its own
 
 
 class SharedFailure(RuntimeError):
@@ -92,6 +97,22 @@ def gather(value: Any) -> list[Any]:
 def _padded(length: int) -> int:
     """The next power of two, at least SHORTEST: JAX compiles a program for each length that is sent."""
     return max(SHORTEST, 1 << (length - 1).bit_length())
+
+
+def first_per_host(action: Callable[[], T]) -> T:
+    """What `action` returns: the first process of each host does it, and the others after all of those have.
+
+    Every process must call it.
+    """
+    if jax.process_count() == 1:
+        return action()
+    hosts = gather(socket.gethostname())
+    leads = hosts.index(hosts[jax.process_index()]) == jax.process_index()
+    done = action() if leads else None
+    if (client := jax_client()) is not None:  # a collective would time out while others work
+        client.wait_at_barrier(f"dapo_jax/first_per_host/{next(_BARRIERS)}", 1000 * LONGEST_ACTION_S)
+    gather(None)
+    return cast(T, done) if leads else action()
 
 
 def any_process(*values: bool) -> list[bool]:

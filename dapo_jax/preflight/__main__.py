@@ -8,8 +8,8 @@ whether it fits; if not, which setting to change first. All this is for the long
 as the config allows. --lengths adds the time and the efficiency to expect at other lengths.
 
 It needs no weights, data or tokenizer: it reads only config.json of model.path or, if that does not exist, the same
-name in configs/shapes/. Nothing is allocated. Absent GPUs (h100:8, a100:2x8) need pip install 'dapo_jax[cuda13]', TPU
-slices (v5p:4x4x8) 'dapo_jax[tpu-preflight]'.
+name in configs/shapes/ or on the Hugging Face hub. Nothing is allocated. Absent GPUs (h100:8, a100:2x8) need
+pip install 'dapo_jax[cuda13]', TPU slices (v5p:4x4x8) 'dapo_jax[tpu-preflight]'.
 """
 
 if __name__ == "__main__":  # the imports below take seconds

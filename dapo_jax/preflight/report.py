@@ -20,6 +20,8 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
+from dapo_jax.hub.names import model_name
+from dapo_jax.hub.repositories import model_at
 from dapo_jax.meshes import check_memory, make_meshes
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import read_model_architecture
@@ -29,7 +31,7 @@ from dapo_jax.parallel.devices import LIMITS, Limits, devices_of, limits_of
 from dapo_jax.parallel.memory import free_bytes
 from dapo_jax.parallel.mesh import Meshes
 from dapo_jax.parallel.slices import libtpu_name
-from dapo_jax.places import local_model
+from dapo_jax.places import place_of
 from dapo_jax.preflight.advice import advise
 from dapo_jax.preflight.compiled import Compiled, compile_program
 from dapo_jax.preflight.hlo_costs import Costs
@@ -167,9 +169,11 @@ def read_shape(config: Config) -> Architecture:
     """The architecture of model.path, for which config.json is enough."""
     if config.model.path == RANDOM or find_trained(config.model.path) is not None:
         return read_model(config)[0]
-    path = local_model(config.model.path)
-    known = SHAPES / path.name.removesuffix("-Instruct")
-    return read_model_architecture(known if not path.exists() and known.exists() else path)
+    name = model_name(config.model.path)
+    known = SHAPES / Path(name.repository if name else config.model.path).name.removesuffix("-Instruct")
+    if known.exists() and not place_of(config.model.path).exists():
+        return read_model_architecture(known)
+    return read_model_architecture(model_at(config.model.path, weights=False))
 
 
 def seconds(costs: Costs, limits: Limits) -> dict[str, float] | None:

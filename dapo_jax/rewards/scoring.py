@@ -15,6 +15,7 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
+from dapo_jax.hub.repositories import model_at
 from dapo_jax.models.flops import TokenFlops, token_flops
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.weights import weight_table
@@ -28,7 +29,6 @@ from dapo_jax.parallel.sharding import (
     put,
     put_rows,
 )
-from dapo_jax.places import local_model
 from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
 from dapo_jax.rewards.shaping import shape_rewards
 
@@ -105,7 +105,7 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
             mesh does not divide its weights.
     """
     settings = config.reward.model
-    path = local_model(settings.path)
+    path = model_at(settings.path, weights=True)
     arch = read_model_architecture(path)
     if not arch.scalar_head:
         raise InputError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")

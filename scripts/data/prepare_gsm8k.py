@@ -14,7 +14,6 @@ if __name__ == "__main__":  # the imports below take seconds
 
     end_at_once("prepare_gsm8k")
 
-import re
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,18 +25,14 @@ from data_preparation import (
     collect_rows,
     command,
     download,
-    make_row,
     parser_of,
     split_path,
     text_field,
     write_rows,
 )
 
+from dapo_jax.data.published import ANSWER, GSM8K, gsm8k_columns
 from dapo_jax.errors import InputError
-
-INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-ANSWER = re.compile(r"#### (-?[0-9.,]+)\s*$")
-REPOSITORY = "openai/gsm8k"
 
 
 def gsm8k_row(record: dict[str, Any], split: str, excluded: Collection[str]) -> Row:
@@ -52,19 +47,15 @@ def gsm8k_row(record: dict[str, Any], split: str, excluded: Collection[str]) -> 
     found = ANSWER.search(solution)
     if found is None:
         raise InputError(f"answer must end in '#### <number>', not {solution[-60:]!r}: correct the row")
-    return make_row(
-        f"{question} {INSTRUCTION}",
-        data_source="openai/gsm8k",
-        ground_truth=found[1].replace(",", ""),
-        extra_info={"split": split, "question": question, "solution": solution},
-    )
+    row = gsm8k_columns(question, solution, found[1])
+    return row | {"extra_info": {"split": split, **row["extra_info"]}}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--train", type=Path, metavar="FILE", help="training problems, Parquet or JSON Lines")
     parser.add_argument("--test", type=Path, metavar="FILE", help="test problems")
-    parser.add_argument("--download", action="store_true", help=f"take both from {REPOSITORY} of the Hugging Face hub")
+    parser.add_argument("--download", action="store_true", help=f"take both from {GSM8K} of the Hugging Face hub")
     parser.add_argument(
         "--output",
         default="data/gsm8k/{split}.parquet",
@@ -77,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outputs = {split: split_path(given.output, split) for split in files}
     test_questions: set[str] = set()
     for split in files:
-        paths = download(REPOSITORY, f"main/{split}-*.parquet") if given.download else [files[split]]
+        paths = download(GSM8K, f"main/{split}-*.parquet") if given.download else [files[split]]
         if paths == [None]:
             continue
         excluded = frozenset(test_questions)

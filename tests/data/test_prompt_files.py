@@ -224,7 +224,7 @@ def test_a_directory_and_a_hub_name_are_named_with_the_cure(tmp_path, monkeypatc
         "a.arrow": r"must end in one of .*: convert it by datasets.Dataset.from_file\(path\).to_parquet",
         "rows.csv": "it has no nested columns: write its rows as JSON Lines",
         "rows.jsonl.gz": "unpack it",
-        "someone/some-set": r"hf download someone/some-set --repo-type dataset --local-dir data/.*data.train_files",
+        "someone/some-set": r"name a split of it, hf://someone/some-set/SPLIT.*dapo_jax\[hub\].* data.train_files",
         "openai/gsm8k": "`python scripts/data/prepare_gsm8k.py --download`.* data.train_files or data.val_files",
         "saved/train": "does not exist: correct the path",
     }.items():

@@ -110,7 +110,7 @@ def test_a_shape_replaces_a_model_that_is_not_on_the_disk(tmp_path):
     assert arch("nowhere/Qwen2.5-7B-Instruct") == arch("nowhere/Qwen2.5-7B")
     shutil.copy(ROOT / "configs/shapes/Qwen2.5-0.5B/config.json", tmp_path)
     assert arch(tmp_path) == arch("nowhere/Qwen2.5-0.5B")
-    with pytest.raises(ValueError, match="the model path nowhere/Other does not exist"):
+    with pytest.raises(ValueError, match="nowhere/Other does not exist on this machine"):
         arch("nowhere/Other")
 
 

@@ -17,4 +17,4 @@ def test_a_row_is_type_bound_default_and_meaning():
     page = script.document()
     assert "| `data.gen_batch_size` | `int \\| None`, greater than 0, or null | `null` | prompts per generation" in page
     assert "| `critic.optim.lr` | `float`, 0 or more | `1e-05` | learning rate after the warm-up |" in page
-    assert '| `model.path` | `str` | `""` | Hugging Face directory, .gguf file, a workdir, or "random" |' in page
+    assert '| `model.path` | `str` | `""` | Hugging Face directory, OWNER/NAME of the hub, .gguf file, a' in page

@@ -1,0 +1,253 @@
+"""Host: asks the Hugging Face hub for commits and files, and downloads files into its cache on this machine.
+
+The lists of files of commits, which never change, are kept in ~/.cache/dapo_jax/hub: a pinned name whose files are in
+the cache needs no network.
+"""
+
+import errno
+import inspect
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dapo_jax import places
+from dapo_jax.errors import InputError
+from dapo_jax.hub.names import HubName
+from dapo_jax.monitor.bars import bar
+
+TIMEOUT_S = 20  # for an answer of the hub
+CALLED = {"model": "model", "dataset": "data set"}
+INSTALL = "pip install 'dapo_jax[hub]'"
+
+logger = logging.getLogger(__name__)
+
+
+class Unreachable(InputError):
+    """The hub does not answer."""
+
+
+def check_installed(name: HubName) -> None:
+    """Raises InputError if the package that talks to the hub is missing."""
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f"{name.request()} does not exist on this machine. If it is a name on the Hugging Face hub, {INSTALL} lets "
+            f"the run download it; or download it elsewhere, by `{by_hand(name)}`, and give the path"
+        ) from error
+
+
+def commit_of(name: HubName) -> str:
+    """The commit of the name's revision now; where the hub does not answer, the one in the cache, with a warning.
+
+    Raises:
+        InputError: no such repository or revision, no access, or neither an answer nor a copy.
+    """
+    check_installed(name)
+    revision, record = name.revision or "main", _record(name)
+    try:
+        commit, files = _ask(name, revision)
+    except Unreachable as error:
+        ref = _cache(name) / "refs" / revision
+        commit = record["revisions"].get(revision) or (ref.read_text().strip() if ref.is_file() else "")
+        if not commit or not (commit in record["commits"] or _snapshot(name.at(commit)).is_dir()):
+            raise
+        logger.warning("%s: the copy of commit %s is used", error, commit)
+        return commit
+    record["revisions"][revision], record["commits"][commit] = commit, files
+    _write_record(name, record)
+    return commit
+
+
+def files_of(name: HubName) -> dict[str, int]:
+    """Every file of a pinned repository, with its size in bytes. Where the hub does not answer: those in the cache."""
+    check_installed(name)
+    record = _record(name)
+    if name.commit not in record["commits"]:
+        try:
+            record["commits"][name.commit] = _ask(name, name.commit)[1]
+        except Unreachable:
+            folder = _snapshot(name)
+            found = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+            if not found:
+                raise
+            return found
+        _write_record(name, record)
+    return record["commits"][name.commit]
+
+
+def downloaded(name: HubName, files: Collection[str], *, shown: bool) -> Path:
+    """The folder of a pinned repository in the cache, with `files`, of which those that are missing are downloaded.
+
+    Args:
+        shown: show a progress bar, if stderr is a terminal.
+
+    Raises:
+        InputError: no access, no answer, or no space.
+    """
+    folder, sizes = _snapshot(name), files_of(name)
+    missing = [file for file in files if not (folder / file).exists()]
+    if not missing:
+        return folder
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    needed, place = sum(sizes.get(file, 0) for file in missing), Path(constants.HF_HUB_CACHE)
+    _check_space(name, needed, place)
+    counts_bytes = "tqdm_class" in inspect.signature(hf_hub_download).parameters  # not before huggingface_hub 1.0
+    with bar(f"downloading {name.repository}", total=needed, unit="B", shown=shown) as loaded:
+        options: dict[str, Any] = {"tqdm_class": _counting_in(loaded)} if counts_bytes else {}
+        if hides := not counts_bytes and not are_progress_bars_disabled():
+            disable_progress_bars()
+        try:
+            for file in missing:
+                before = loaded.n
+                hf_hub_download(
+                    name.repository, file, repo_type=name.kind, revision=name.commit, local_files_only=False, **options
+                )
+                loaded.update(sizes.get(file, 0) - (loaded.n - before))
+        except Exception as error:  # the library's own, those of its HTTP client and the system's have no common class
+            raise _refusal(name, error) from error
+        finally:
+            if hides:
+                enable_progress_bars()
+    logger.info("downloaded %s of %s (%.1f MB) to %s", ", ".join(missing[:10]), name.repository, needed / 1e6, folder)
+    return folder
+
+
+def description(name: HubName) -> dict[str, Any]:
+    """The YAML at the top of a repository's README; {} without one."""
+    if "README.md" not in files_of(name):
+        return {}
+    from huggingface_hub import metadata_load
+
+    try:
+        return metadata_load(downloaded(name, ["README.md"], shown=False) / "README.md") or {}
+    except InputError:
+        raise
+    except Exception:  # YAML's own errors; whoever wrote the data set can repair it, the files are found by their names
+        logger.warning("the description of %s, README.md, is damaged: its files are found by their names", name)
+        return {}
+
+
+def by_hand(name: HubName) -> str:
+    """The command that downloads a name where there is a network."""
+    kind = "" if name.kind == "model" else " --repo-type dataset"
+    revision = f" --revision {name.commit or name.revision}" if name.commit or name.revision else ""
+    part = f" {name.part}" if name.kind == "model" and name.part else ""
+    folder = f"{'models' if name.kind == 'model' else 'data'}/{name.repository.partition('/')[2]}"
+    return f"hf download {name.repository}{part}{kind}{revision} --local-dir {folder}"
+
+
+def _ask(name: HubName, revision: str) -> tuple[str, dict[str, int]]:
+    """The commit of a revision, and its files with their sizes."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().repo_info(
+            name.repository, repo_type=name.kind, revision=revision, files_metadata=True, timeout=TIMEOUT_S
+        )
+    except Exception as error:  # as in `downloaded`
+        raise _refusal(name, error) from error
+    assert info.sha is not None
+    return info.sha, {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or ()}
+
+
+def _refusal(name: HubName, error: Exception) -> Exception:
+    """The error for the user."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if isinstance(error, InputError | PermissionError):
+        return error
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    log_in = "log in by `hf auth login` or set HF_TOKEN"
+    page = f"{constants.ENDPOINT}/{'datasets/' if name.kind == 'dataset' else ''}{name.repository}"
+    if isinstance(error, errors.GatedRepoError):
+        return InputError(
+            f"{name.request()} is open to those only who have accepted its terms: do so at {page}, then {log_in}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        given = name.commit or name.revision or "main"
+        return InputError(f"{name.request()} must name a branch, tag or commit, and {page} has no {given}: correct it")
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403, 404):
+        return InputError(
+            f"{name.request()} must be a path on this machine or a {CALLED[name.kind]} of the Hugging Face hub, and is "
+            f"neither there nor at {page}: correct the name or, if it is private, {log_in}"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _no_space(name, str(error), Path(constants.HF_HUB_CACHE))
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if constants.HF_HUB_OFFLINE:
+        reason, cure = "HF_HUB_OFFLINE is set", "unset it"
+    else:
+        cure = "check the network, then rerun the same command to continue"
+    return Unreachable(
+        f"{name.request()} does not exist on this machine, and the Hugging Face hub at {constants.ENDPOINT} cannot be "
+        f"reached ({reason}): {cure}; or, on a machine with a network, run `{by_hand(name)}`, copy the directory "
+        "and give its path"
+    )
+
+
+def _check_space(name: HubName, needed: int, place: Path) -> None:
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if needed > (free := shutil.disk_usage(there).free):
+        raise _no_space(name, f"it needs {needed / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free", place)
+
+
+def _no_space(name: HubName, reason: str, place: Path) -> InputError:
+    return InputError(
+        f"{name.request()} does not fit into {place} ({reason}): make room, or set HF_HOME to a larger disk"
+    )
+
+
+def _counting_in(loaded: "tqdm[Any]") -> type:
+    """A progress bar for huggingface_hub that shows nothing and adds to `loaded`."""
+
+    class Counting(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(disable=True)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            return loaded.update(n or 0)
+
+    return Counting
+
+
+def _cache(name: HubName) -> Path:
+    """The repository's folder in huggingface_hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"{name.kind}s--{name.repository.replace('/', '--')}"
+
+
+def _snapshot(name: HubName) -> Path:
+    return _cache(name) / "snapshots" / name.commit
+
+
+def _record_file(name: HubName) -> Path:
+    return places.CACHE.expanduser() / "hub" / f"{name.kind}s--{name.repository.replace('/', '--')}.json"
+
+
+def _record(name: HubName) -> dict[str, dict[str, Any]]:
+    """What the hub has said of a repository: `revisions` and their commits, `commits` and their files."""
+    try:
+        record = json.loads(_record_file(name).read_text(encoding="utf-8"))
+        return {"revisions": dict(record["revisions"]), "commits": dict(record["commits"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"revisions": {}, "commits": {}}
+
+
+def _write_record(name: HubName, record: dict[str, dict[str, Any]]) -> None:
+    path = _record_file(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(part, path)

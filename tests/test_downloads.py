@@ -1,0 +1,382 @@
+"""Models and data sets of a stand-in for the Hugging Face hub, as runs use them."""
+
+import dataclasses
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hub_server import Hub, directory, serving, unplug, use
+from ports import free_port
+from small_run import small_config
+from test_export import hf_directory
+from waiting import LIMIT_S
+
+from dapo_jax.config.sections import Config
+from dapo_jax.data.prompt_files import read_prompt_files
+from dapo_jax.downloads import with_downloads
+from dapo_jax.evaluate import bench
+from dapo_jax.export import export
+from dapo_jax.hub import client
+from dapo_jax.hub.names import HubName, data_name, model_name
+from dapo_jax.hub.repositories import fetch_model, model_at, pinned_name
+from dapo_jax.monitor.records import write_config
+from dapo_jax.preflight.report import read_shape
+from dapo_jax.train import train
+
+MODEL, DATA = "someone/tiny-model", "hf://someone/sums"
+UNREAD = {"pytorch_model.bin": b"pickle", "README.md": b"# Tiny", "original/config.json": b"{}", "x.onnx": b"onnx"}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with serving() as found:
+        use(found, tmp_path / "cache", monkeypatch)
+        yield found
+
+
+@pytest.fixture
+def commit(hub, tmp_path) -> str:
+    """Of MODEL, which is on the hub."""
+    files = directory(hf_directory(tmp_path / "published", "llama_tied"))
+    return hub.repository(f"models/{MODEL}").commit(files | UNREAD)
+
+
+def rows(*sums: int) -> list[dict]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
+            "data_source": "arithmetic",
+            "reward_model": {"ground_truth": str(number + 1)},
+        }
+        for number in sums
+    ]
+
+
+def parquet(records: list[dict]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(records), file)
+    return file.getvalue()
+
+
+def config_of(workdir, **changes) -> Config:
+    return small_config(workdir, **{"model.path": MODEL, **changes})
+
+
+def record(config: Config) -> Config:
+    """What a run writes when it starts."""
+    Path(config.workdir).mkdir(exist_ok=True)
+    write_config(config.workdir, dataclasses.asdict(config))
+    return config
+
+
+def sent(hub: Hub) -> list[str]:
+    return sorted(address.rpartition("/")[2] for address in hub.downloads)
+
+
+def test_names_are_read_as_they_are_written(tmp_path, monkeypatch):
+    pinned = "0123456789abcdef" * 2 + "01234567"
+    for text, name in {
+        "Qwen/Qwen2.5-0.5B": HubName("model", "Qwen/Qwen2.5-0.5B"),
+        "a/b@v1.0": HubName("model", "a/b", revision="v1.0"),
+        f"a/b@{pinned}": HubName("model", "a/b", commit=pinned),
+        f"a/b@refs/pr/1@{pinned}": HubName("model", "a/b", revision="refs/pr/1", commit=pinned),
+        "a/b/q4/c.gguf@v1": HubName("model", "a/b", "q4/c.gguf", "v1"),
+    }.items():
+        assert model_name(text) == name and str(name) == text
+    for text, part in {
+        "hf://a/b/train": "train",
+        "hf://a/b/c/train@v1": "c/train",
+        "hf://a/b/x/y.jsonl": "x/y.jsonl",
+    }.items():
+        name = data_name(text)
+        assert name is not None and name.part == part and str(name) == text
+    for path in (
+        "models/mine",
+        "runs/a",
+        "./a/b",
+        "../b",
+        "a",
+        "a/b/c",
+        "a/b@",
+        "a/b@x@y",
+        "gs://a/b",
+        "/a/b",
+        "random",
+    ):
+        assert model_name(path) is None, path
+    for path in ("hf://a/b", "hf://a", "a/b/train", "hf://a/b/../c"):
+        assert data_name(path) is None, path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen2.5-0.5B").mkdir(parents=True)
+    assert model_name("Qwen/Qwen2.5-0.5B") is None  # what exists here wins
+
+
+def test_a_model_is_downloaded_once_and_only_what_is_read(hub, commit, tmp_path, monkeypatch):
+    config = with_downloads(config_of(tmp_path / "run"))
+    assert config.model.path == f"{MODEL}@{commit}"
+    wanted = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"]
+    assert sent(hub) == [*wanted, "tokenizer.json", "tokenizer_config.json"]
+    hub.asked.clear()
+    folder = model_at(config.model.path, weights=True)
+    assert with_downloads(config) == config and hub.asked == []  # pinned: the hub is not even asked
+    unplug(monkeypatch)
+    assert (model_at(config.model.path, weights=True) / "model.safetensors").read_bytes() == (
+        tmp_path / "published" / "model.safetensors"
+    ).read_bytes()
+    assert model_at(config.model.path, weights=True) == folder
+
+
+def test_without_a_network_the_cache_is_used_with_a_warning(hub, commit, tmp_path, monkeypatch, caplog):
+    with_downloads(config_of(tmp_path / "a"))
+    unplug(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert with_downloads(config_of(tmp_path / "b")).model.path == f"{MODEL}@{commit}"
+    assert "cannot be reached" in caplog.text and f"the copy of commit {commit} is used" in caplog.text
+    shutil.rmtree(tmp_path / "cache" / "dapo_jax")  # a cache that another program has filled
+    folder = tmp_path / "cache" / "huggingface" / "hub" / "models--someone--tiny-model"
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / "main").write_text(commit)
+    assert with_downloads(config_of(tmp_path / "c")).model.path == f"{MODEL}@{commit}"
+
+
+def test_a_download_that_was_cut_off_is_completed(hub, commit, tmp_path):
+    name = pinned_name(HubName("model", MODEL))
+    folder = fetch_model(name)
+    (folder / "tokenizer.json").unlink()
+    shutil.rmtree(tmp_path / "cache" / "huggingface" / "hub" / "models--someone--tiny-model" / "blobs")
+    hub.downloads.clear()
+    fetch_model(name)
+    assert "tokenizer.json" in sent(hub) and "model.safetensors" in sent(hub)
+
+
+def test_a_resumed_run_keeps_its_commit_although_the_branch_has_moved(hub, commit, tmp_path):
+    """Also where options other than the model's name are on the hub."""
+    data = hub.repository("datasets/someone/sums")
+    first = data.commit({"train.parquet": parquet(rows(1))})
+    options = {
+        "data.task": "files",
+        "data.train_files": (f"{DATA}/train",),
+        "data.val_files": (f"{DATA}/train@main",),
+        "evaluate.tasks": json.dumps({"more": {"files": f"{DATA}/train"}}),
+        "reward.function": "arithmetic",
+    }
+    config = config_of(tmp_path / "run", **options)
+    pinned = record(with_downloads(config))
+    assert pinned.data.train_files == (f"{DATA}/train@{first}",)
+    assert pinned.data.val_files == (f"{DATA}/train@main@{first}",)
+    assert json.loads(pinned.evaluate.tasks) == {"more": {"files": [f"{DATA}/train@{first}"]}}
+    moved = hub.repository(f"models/{MODEL}").commit(
+        {**hub.repository(f"models/{MODEL}").commits[commit], "vocab.json": b"{}"}
+    )
+    data.commit({"train.parquet": parquet(rows(2))})
+    assert with_downloads(config) == pinned
+    assert with_downloads(pinned) == pinned
+    assert read_prompt_files(pinned.data.train_files)[0].ground_truth == "2"
+    new = with_downloads(dataclasses.replace(config, workdir=str(tmp_path / "new")))
+    assert new.model.path == f"{MODEL}@{moved}"
+    assert read_prompt_files(new.data.train_files)[0].ground_truth == "3"
+
+
+def test_a_branch_is_chosen_by_its_name_and_by_its_commit(hub, commit, tmp_path):
+    other = hub.repository(f"models/{MODEL}").commit({**directory(tmp_path / "published"), "vocab.json": b"{}"}, "v2/x")
+    config = config_of(tmp_path / "run", **{"model.path": f"{MODEL}@v2/x"})
+    pinned = record(with_downloads(config))
+    assert pinned.model.path == f"{MODEL}@v2/x@{other}" and with_downloads(config) == pinned
+    back = with_downloads(config_of(tmp_path / "run"))  # another branch is another choice
+    assert back.model.path == f"{MODEL}@{commit}"
+    named = config_of(tmp_path / "run", **{"model.path": f"{MODEL}@{commit}"})
+    assert with_downloads(named) == named
+
+
+def test_one_gguf_file_is_a_model(hub, tmp_path):
+    found = hub.repository("models/someone/tiny-GGUF").commit({"q4/a.gguf": b"GGUF a", "b.gguf": b"GGUF b"})
+    path = with_downloads(config_of(tmp_path, **{"model.path": "someone/tiny-GGUF/q4/a.gguf"})).model.path
+    assert path == f"someone/tiny-GGUF/q4/a.gguf@{found}" and sent(hub) == ["a.gguf"]
+    assert model_at(path, weights=True).suffix == ".gguf" and model_at(path, weights=True).read_bytes() == b"GGUF a"
+    for name, told in {
+        "someone/tiny-GGUF": "name one of its .gguf files, such as someone/tiny-GGUF/q4/a.gguf",
+        "someone/tiny-GGUF/c.gguf": "choose one of its .gguf files: q4/a.gguf, b.gguf",
+    }.items():
+        with pytest.raises(ValueError, match=f"model.path={name} must .*{told}"):
+            with_downloads(config_of(tmp_path, **{"model.path": name}))
+
+
+def test_shards_are_downloaded_and_other_weights_are_not(hub, tmp_path):
+    names = ("config.json", "model.safetensors.index.json", "consolidated.safetensors")
+    names += ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    files = {name: name.encode() for name in names}
+    hub.repository(f"models/{MODEL}").commit(files)
+    fetch_model(HubName("model", MODEL), weights=False)
+    assert sent(hub) == ["config.json", "model.safetensors.index.json"]
+    fetch_model(HubName("model", MODEL))
+    assert set(sent(hub)) == {*names} - {"consolidated.safetensors"}
+
+
+@pytest.mark.parametrize("path", [MODEL, f"{DATA}/train"])
+def test_what_the_hub_refuses_is_an_error_with_a_cure(hub, commit, path, tmp_path, monkeypatch):
+    hub.repository("datasets/someone/sums").commit({"train.parquet": parquet(rows(1))})
+    of_data = path != MODEL
+    repository = hub.repository("datasets/someone/sums" if of_data else f"models/{MODEL}")
+    key = "data.train_files" if of_data else "model.path"
+
+    def refusal(path: str) -> str:
+        changes = {"data.task": "files", "data.train_files": (path,), "model.path": "random"}
+        with pytest.raises(ValueError) as told:
+            with_downloads(config_of(tmp_path, **(changes if of_data else {"model.path": path})))
+        assert str(told.value).startswith(f"{key}={path} ")
+        return str(told.value)
+
+    unknown = path.replace("someone/", "nobody/")
+    assert "is neither there nor at http" in refusal(unknown) and "hf auth login" in refusal(unknown)
+    assert "has no v9: correct it" in refusal(f"{path}@v9")
+    repository.gated = True
+    told = refusal(path)
+    assert f"accepted its terms: do so at {hub.address}/{'datasets/' * of_data}someone/" in told
+    assert "hf auth login" in told and "HF_TOKEN" in told
+    repository.gated = False
+    monkeypatch.setattr(client.shutil, "disk_usage", lambda _: SimpleNamespace(free=3))
+    assert "0.00 GB are free): make room, or set HF_HOME" in refusal(path)
+    monkeypatch.undo()
+    use(hub, tmp_path / "cache2", monkeypatch)
+    unplug(monkeypatch)
+    by_hand = "hf download someone/sums --repo-type dataset --local-dir data/sums"
+    by_hand = by_hand if of_data else f"hf download {MODEL} --local-dir models/tiny-model"
+    assert "cannot be reached (" in refusal(path) and f"run `{by_hand}`" in refusal(path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "(HF_HUB_OFFLINE is set): unset it" in refusal(path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "pip install 'dapo_jax[hub]' lets the run download it" in refusal(path)
+
+
+def test_every_option_that_the_hub_refuses_is_named_at_once(hub, tmp_path):
+    paths = {"model.path": "a/b", "reward.model.path": "c/d"}
+    with pytest.raises(ValueError, match=r"model.path=a/b must be .*\nreward.model.path=c/d must be"):
+        with_downloads(config_of(tmp_path, **paths))
+
+
+GSM8K = [{"question": "What is 2 + 3?", "answer": "It is 1,005 - 1,000. #### 1,005"}]
+README = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n---\n# Text\n"
+
+
+def test_gsm8k_is_read_as_it_is_published(hub):
+    hub.repository("datasets/openai/gsm8k").commit({"README.md": README, "main/train-0.parquet": parquet(GSM8K)})
+    [row] = read_prompt_files(["hf://openai/gsm8k/main/train"])
+    assert (row.data_source, row.ground_truth) == ("openai/gsm8k", "1005")
+    assert isinstance(row.prompt, tuple) and row.prompt[0]["content"].startswith("What is 2 + 3? Let's think step by")
+    assert read_prompt_files(["hf://openai/gsm8k/train"])[0].prompt == row.prompt  # its only config
+    with pytest.raises(ValueError, match="has no split main/test: choose one of main/train"):
+        read_prompt_files(["hf://openai/gsm8k/main/test"])
+
+
+def test_other_formats_are_read_from_the_copy_that_the_hub_makes(hub, tmp_path):
+    data = hub.repository("datasets/someone/sums")
+    data.commit({"train.csv": b"a,b"})
+    copy = data.commit({"default/train/0000.parquet": parquet(rows(1))}, "refs/convert/parquet")
+    config = config_of(
+        tmp_path / "run", **{"data.task": "files", "data.train_files": (f"{DATA}/train",), "model.path": "random"}
+    )
+    pinned = record(with_downloads(config))
+    assert pinned.data.train_files == (f"{DATA}/train@refs/convert/parquet@{copy}",)
+    data.commit({"default/train/0000.parquet": parquet(rows(2))}, "refs/convert/parquet")
+    assert with_downloads(config) == pinned
+    assert [row.ground_truth for row in read_prompt_files(pinned.data.train_files)] == ["2"]
+    with pytest.raises(ValueError, match="has no split test: choose one of another data set"):
+        with_downloads(
+            dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=(f"{DATA}/test",)))
+        )
+
+
+def test_a_row_of_another_schema_is_named_with_its_columns(hub):
+    hub.repository("datasets/someone/sums").commit({"train.jsonl": b'{"x": 1}\n'})
+    with pytest.raises(ValueError, match="train.jsonl has the columns x"):
+        read_prompt_files([f"{DATA}/train"])
+
+
+def test_preflight_asks_the_hub_for_a_description_only(hub, commit, tmp_path):
+    assert read_shape(config_of(tmp_path)).num_layers == 3
+    assert "model.safetensors" not in sent(hub)
+    hub.asked.clear()
+    assert read_shape(config_of(tmp_path, **{"model.path": "Qwen/Qwen2.5-7B-Instruct"})).num_layers == 28
+    assert hub.asked == []  # configs/shapes has it
+
+
+@pytest.mark.slow
+def test_a_run_from_the_hub_is_trained_resumed_measured_and_exported(hub, commit, tmp_path, monkeypatch):
+    hub.repository("datasets/someone/sums").commit({"data/train.parquet": parquet(rows(*range(8)))})
+    options = {
+        "data.task": "files",
+        "data.train_files": (f"{DATA}/train",),
+        "data.val_files": (f"{DATA}/train",),
+        "reward.function": "arithmetic",
+        "algorithm.filter_groups.enable": False,
+        "data.gen_batch_size": 4,
+        "model.lora.rank": 2,
+    }
+    config = config_of(tmp_path / "run", **options, **{"trainer.total_training_steps": 1})
+    train(config)
+    assert f"model.path={MODEL}" not in (tmp_path / "run" / "train.log").read_text().partition("Error")[2]
+    hub.repository(f"models/{MODEL}").commit({"config.json": b"{}", "model.safetensors": b"other"})
+    unplug(monkeypatch)
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, total_training_steps=2))
+    train(config)
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "resuming after step 1" in log and "changed config: model.path" not in log
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["path"] == f"{MODEL}@{commit}"
+    [result] = bench(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, path=config.workdir)), tmp_path / "out"
+    )
+    assert result["step"] == 2
+    export(config, tmp_path / "adapter", adapter=True)
+    adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == (MODEL, commit)
+
+
+DOWNLOADING = """
+import sys, time, jax
+jax.distributed.initialize("127.0.0.1:" + sys.argv[1], 3, int(sys.argv[2]))
+import socket
+socket.gethostname = lambda: "ab"[int(sys.argv[2]) // 2]  # two processes on host a, one on host b
+from dapo_jax import places
+from dapo_jax.config.sections import Config, ModelConfig
+from dapo_jax.downloads import with_downloads
+from dapo_jax.parallel.processes import first_per_host
+from pathlib import Path
+def act():
+    time.sleep(2 if sys.argv[2] in "02" else 0)  # the first of their hosts
+    with open(sys.argv[3] + "/acts_" + socket.gethostname(), "a") as file:
+        file.write(sys.argv[2])
+first_per_host(act)
+places.CACHE = Path(sys.argv[3]) / "dapo_jax" / socket.gethostname()
+print(with_downloads(Config(workdir=sys.argv[3], model=ModelConfig(path=sys.argv[4]))).model.path, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_process_of_each_host_downloads(hub, commit, tmp_path):
+    port = str(free_port())
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", DOWNLOADING, port, str(number), str(tmp_path), MODEL],
+            env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "HF_HOME": str(tmp_path / "ab"[number // 2])},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [output.split()[-1] for output in outputs] == [f"{MODEL}@{commit}"] * 3
+    assert sent(hub).count("model.safetensors") == 2
+    assert (tmp_path / "acts_a").read_text() == "01" and (tmp_path / "acts_b").read_text() == "2"
