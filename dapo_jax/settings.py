@@ -242,7 +242,7 @@ def training_attention(config: Config, arch: Architecture, mesh: Mesh) -> BinAtt
 
 
 def within_lengths(config: Config, arch: Architecture) -> Architecture:
-    """`arch` without windows that the longest sequence of the run does not leave. Hinted prompts may have any length."""
+    """`arch` without windows that no sequence of the run leaves. Hinted prompts may have any length."""
     if needs(ESTIMATORS[config.algorithm.adv_estimator], "hint_logprobs"):
         return arch
     return arch.within(config.data.max_prompt_length + config.data.max_response_length)

@@ -53,5 +53,4 @@ def _kept_width(config: Config, arch: Architecture) -> int:
         return arch.hidden_size
     if policy == "attention":
         return arch.hidden_size + attention
-    width = arch.intermediate_size if arch.experts is None else arch.experts.per_token * arch.experts.intermediate_size
-    return 2 * arch.hidden_size + attention + 3 * width
+    return 2 * arch.hidden_size + attention + 3 * arch.forward_size

@@ -56,8 +56,5 @@ def cache_bytes(settings: EngineSettings, dtype: np.dtype) -> float:
 def prefill_bytes(settings: EngineSettings, width: int) -> float:
     """About what the prefill of one prompt takes on a device: attention scores and activations of one layer."""
     arch, tensor = settings.arch, settings.mesh.shape["tensor"]
-    forward = (
-        arch.intermediate_size if arch.experts is None else arch.experts.per_token * arch.experts.intermediate_size
-    )
-    divided = 3 * arch.num_heads * queries_at_once(width) + 4 * forward
+    divided = 3 * arch.num_heads * queries_at_once(width) + 4 * arch.forward_size
     return 4.0 * width * (divided / tensor + 8 * arch.hidden_size)
