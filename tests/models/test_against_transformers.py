@@ -1,0 +1,84 @@
+"""Gradients of every checkpoint against transformers', which write_references.py recorded."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.write_references import RANK, SCALE, adapter, projected, sequences
+
+from dapo_jax.models.assemble import tensor_names
+from dapo_jax.models.hf_architecture import read_architecture
+from dapo_jax.models.load import load_params
+from dapo_jax.models.lora import TARGETS, Lora, adapter_table, with_adapters
+from dapo_jax.models.transformer import forward, logits, positions_of
+from dapo_jax.models.weights import unflatten, weight_table
+
+DATA = Path(__file__).parent / "data"
+NAMES = sorted(path.name for path in DATA.iterdir())
+
+
+def model(name):
+    arch = read_architecture(DATA / name)
+    return arch, load_params(DATA / name, arch, lambda weight, array: jnp.asarray(array))
+
+
+def loss(params, tokens, arch):
+    """Mean negative log-probability of the next token."""
+    mask = jnp.ones(tokens.shape, bool)
+    scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)[:, :-1]
+    return -jnp.take_along_axis(jax.nn.log_softmax(scores), tokens[:, 1:, None], axis=-1).mean()
+
+
+def stored(table, tree):
+    """The tensors of a tree of leaves by their names in a checkpoint, as they are stored there."""
+    for weight in table:
+        leaf = np.asarray(functools.reduce(lambda part, key: part[key], weight.path, tree))
+        shape = weight.hf_shape[::-1] if weight.transposed else weight.hf_shape
+        parts = leaf.reshape(-1, *shape)
+        for tensor, part in zip(tensor_names(weight, weight.hf_name), parts, strict=True):
+            yield tensor, part.T if weight.transposed else part
+
+
+def assert_same_gradients(found, golden, prefix):
+    """Within 1e-4 of the largest number of the projections of all tensors."""
+    expected = {name.removeprefix(prefix): golden[name] for name in golden.files if name.startswith(prefix)}
+    assert found.keys() == expected.keys()
+    largest = max(np.abs(numbers).max() for numbers in expected.values())
+    assert largest > 0.01
+    for name, gradient in found.items():
+        np.testing.assert_allclose(projected(name, gradient), expected[name], rtol=0, atol=1e-4 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_all_weights_equal_those_of_transformers(name):
+    arch, params = model(name)
+    gradient = jax.jit(jax.grad(loss), static_argnums=2)(params, sequences(arch.vocab_size), arch)
+    golden = np.load(DATA / name / "transformers.npz")
+    assert_same_gradients(dict(stored(weight_table(arch), gradient)), golden, "weight ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_adapters_equal_those_of_transformers(name):
+    arch, params = model(name)
+    lora = Lora(RANK, SCALE * RANK, tuple(target for target in TARGETS if arch.layers_with(TARGETS[target])))
+    table = adapter_table(arch, lora)
+    adapters = unflatten((weight, jnp.asarray(leaf_of_adapters(weight))) for weight in table)
+
+    @jax.jit
+    def gradients(adapters, tokens):
+        return jax.grad(lambda adapters: loss(with_adapters(params, adapters, lora, jnp.float32), tokens, arch))(
+            adapters
+        )
+
+    found = dict(stored(table, gradients(adapters, sequences(arch.vocab_size))))
+    found = {name.removeprefix("base_model.model."): gradient for name, gradient in found.items()}
+    assert_same_gradients(found, np.load(DATA / name / "transformers.npz"), "lora ")
+
+
+def leaf_of_adapters(weight):
+    """A leaf of adapters with the values that write_references.py gave them."""
+    names = (name.removeprefix("base_model.model.") for name in tensor_names(weight, weight.hf_name))
+    return np.stack([adapter(name, weight.hf_shape).T for name in names]).reshape(weight.shape)

@@ -1,0 +1,118 @@
+"""Writes transformers.npz beside each checkpoint of tests/models/data: `python tests/models/write_references.py`.
+
+Needs torch and transformers. In float32 on a CPU: greedy continuations of left-padded prompts with the log-probability
+of each token, and the gradient of the mean negative log-probability of a sequence, as its dot products with fixed
+random directions (gradients of all tensors would be as large as the checkpoints).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DATA = Path(__file__).parent / "data"
+LENGTHS, NEW, SEQUENCES = (40, 3, 21), 40, (2, 48)  # tokens of the prompts, new tokens, shape of what is differentiated
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DIRECTIONS, RANK, SCALE = 4, 3, 2.0
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """Prompts of LENGTHS tokens, none of them special."""
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, vocab_size, length).tolist() for length in LENGTHS]
+
+
+def sequences(vocab_size: int) -> np.ndarray:
+    """What is differentiated, [2, 48] int32."""
+    return np.random.default_rng(8).integers(3, vocab_size, SEQUENCES, np.int32)
+
+
+def projected(name: str, gradient: np.ndarray) -> np.ndarray:
+    """Dot products [DIRECTIONS] of a tensor's gradient with directions of length 1 that follow from its name."""
+    rng = np.random.default_rng(list(name.encode()))
+    directions = rng.normal(size=(DIRECTIONS, gradient.size))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    return directions @ np.asarray(gradient, np.float64).reshape(-1)
+
+
+def adapter(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The values of an adapter's tensor, float32: A is [RANK, inputs], B [outputs, RANK]."""
+    return np.random.default_rng(list(name.encode())).normal(size=shape).astype(np.float32) * 0.1
+
+
+def write(directory: Path) -> None:
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.eval()
+    vocab_size = model.config.vocab_size
+    found = {**_greedy(torch, model, prompts(vocab_size)), **_gradients(torch, model, sequences(vocab_size))}
+    np.savez_compressed(directory / "transformers.npz", **found)
+    print(directory.name, found["responses"][:, :6].tolist())
+
+
+def _greedy(torch: Any, model: Any, given: list[list[int]]) -> dict[str, np.ndarray]:
+    width = max(LENGTHS)
+    tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in given])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in given])
+    # neither an end of sequence nor padding: all rows are as long
+    model.generation_config.eos_token_id = None
+    drawn = model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+    whole = torch.cat([mask, torch.ones_like(drawn[:, width:])], dim=1)
+    with torch.no_grad():
+        positions = (whole.cumsum(-1) - 1).clamp(min=0)
+        scores = model(drawn, attention_mask=whole, position_ids=positions).logits[:, width - 1 : -1]
+    logprobs = torch.log_softmax(scores, -1).gather(-1, drawn[:, width:, None])[..., 0]
+    return {"responses": drawn[:, width:].numpy().astype(np.int32), "logprobs": logprobs.numpy()}
+
+
+def _gradients(torch: Any, model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Projected gradients of all tensors ("weight NAME"), and of adapters on all matrices of TARGETS ("lora NAME")."""
+    ids = torch.tensor(tokens, dtype=torch.long)
+
+    def loss(weights: dict[str, Any]) -> Any:
+        scores = torch.func.functional_call(model, weights, (ids,)).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), ids[:, 1:].reshape(-1))
+
+    weights = {name: weight.detach().clone().requires_grad_() for name, weight in model.named_parameters()}
+    found = _stored_names(dict(zip(weights, torch.autograd.grad(loss(weights), list(weights.values())), strict=True)))
+    result = {f"weight {name}": projected(name, gradient.numpy()) for name, gradient in found.items()}
+    stems = [
+        name.removesuffix(".weight") for name in weights if name.endswith(tuple(f"{one}.weight" for one in TARGETS))
+    ]
+    adapters: dict[str, Any] = {}
+    changed = {name: weight.detach() for name, weight in weights.items()}
+    for stem in stems:
+        outputs, inputs = changed[f"{stem}.weight"].shape
+        shapes = {f"{stem}.lora_A.weight": (RANK, inputs), f"{stem}.lora_B.weight": (outputs, RANK)}
+        a, b = (torch.tensor(adapter(name, shape)).requires_grad_() for name, shape in shapes.items())
+        adapters |= dict(zip(shapes, (a, b), strict=True))
+        changed[f"{stem}.weight"] = changed[f"{stem}.weight"] + SCALE * b @ a
+    gradients = torch.autograd.grad(loss(changed), list(adapters.values()))
+    for name, gradient in zip(adapters, gradients, strict=True):
+        result[f"lora {name}"] = projected(name, gradient.numpy())
+    return result
+
+
+def _stored_names(gradients: dict[str, Any]) -> dict[str, Any]:
+    """Gradients by the names of the checkpoint, in which each expert has tensors of its own."""
+    found = {}
+    for name, gradient in gradients.items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            found[name] = gradient
+            continue
+        for expert, part in enumerate(gradient):
+            if last == "down_proj":
+                found[f"{stem}.{expert}.down_proj.weight"] = part
+            else:
+                gate, up = part.chunk(2, dim=0)
+                found[f"{stem}.{expert}.gate_proj.weight"] = gate
+                found[f"{stem}.{expert}.up_proj.weight"] = up
+    return found
+
+
+if __name__ == "__main__":
+    for path in sorted(DATA.iterdir()):
+        write(path)
