@@ -62,6 +62,7 @@ def test_kernels_equal_copies_of_the_pages_with_windows_and_caps(kernel, window,
 def test_the_tpu_kernel_takes_fewer_tokens_at_once_of_large_pages(monkeypatch):
     monkeypatch.setattr(paged_attention_tpu, "BUFFER", 2**19)
     arrays = case(groups=1, kv_heads=2, size=256, page_length=32)
+    assert "[2,2,2,32,512]" in str(jax.make_jaxpr(paged_attention_tpu.attend)(*arrays))  # two pages, twice
     found, expected = paged_attention_tpu.attend(*arrays, interpret=True), attend_gathered(*arrays)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
