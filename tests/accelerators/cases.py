@@ -42,7 +42,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
-SIZES = {"qwen3": {"head_dim": 128}}  # of a family, where they are not Llama's
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 128}
+WINDOW = {"sliding_window": 32}  # shorter than prompt and response
+GEMMA = {**WINDOW, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+SIZES = {  # of a family, where they are not Llama's
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": EXPERTS,
+    "smollm3": {"num_hidden_layers": 4},
+    "olmo3": {**WINDOW, "num_hidden_layers": 4, "rope_scaling": YARN},
+    "gemma2": GEMMA,
+    "gemma3_text": {**GEMMA, "num_hidden_layers": 5, "sliding_window_pattern": 2},  # a layer after the last repetition
+}
 FAMILIES: Mapping[str, dict[str, Any]] = {  # config.json of each
     **{
         name: {
@@ -54,6 +65,12 @@ FAMILIES: Mapping[str, dict[str, Any]] = {  # config.json of each
         for name, family in families.FAMILIES.items()
     },
     "llama3": {**LLAMA, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    "llama with biases": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "mistral with a window": {**LLAMA, **WINDOW, "architectures": ["MistralForCausalLM"]},
+    "qwen3_moe, dense and experts": {
+        **{**LLAMA, **EXPERTS, "architectures": ["Qwen3MoeForCausalLM"]},
+        **{"num_hidden_layers": 4, "decoder_sparse_step": 2},
+    },
 }
 
 
@@ -118,8 +135,11 @@ XLA, FLOAT32 = {"model.attention": "xla"}, {"model.dtype": "float32"}
 BUDGET = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 512}
 HALF = {"mesh.data": 1}  # of the mesh
 ALONE = {"mesh.tensor": 1, "mesh.train_tensor": 1}
+ALONE_ON_8 = {**ALONE, "mesh.fsdp": 4}
 LORA = {"model.lora.rank": 4}
+ATTENTION_LORA = {**LORA, "model.lora.target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
 MOMENTS = "actor.optim.moments_dtype"
+WINDOWED = ("gemma2", "gemma3_text", "qwen3_moe")
 
 CASES = [
     Case("a step with the defaults", step()),
@@ -133,7 +153,14 @@ CASES = [
     Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32),
     Case("slots and pages", of.slots_and_pages, platforms=(H100, V5E, "v5p:2x2x2", "v6e:2x4", "a100:8")),
     Case("slots and pages, heads of 128", of.slots_and_pages, family="qwen3"),
+    *(
+        Case(f"slots and pages, {name}", of.slots_and_pages, family=name)
+        for name in ("gemma2", "gemma3_text", "qwen3_moe", "mistral with a window")
+    ),
     Case("responses continued", of.continued),
+    Case("responses continued, Gemma 3", of.continued, family="gemma3_text"),
+    Case("experts without tensor", step("prefill", DECODE, "actor"), ALONE_ON_8, family="qwen3_moe"),
+    *(Case(f"rungs and windows, {name}", of.rungs_and_windows, family=name) for name in ("gemma3_text", "qwen3_moe")),
     Case("slots and pages, float32, without tensor", of.slots_and_pages, {**FLOAT32, **ALONE, "mesh.fsdp": 4}),
     Case("one long chunk", step("decode"), {"rollout.decode_chunk_length": 127}),
     Case("one sample of a prompt", step("prefill"), {"rollout.n": 1}),
@@ -227,6 +254,15 @@ CASES = [
         {**LORA, "model.lora.target_modules": ("q_proj", "v_proj")},
         family="qwen2",
     ),
+    Case("LoRA, Gemma 3", step("decoding", "actor", "log-prob"), LORA, family="gemma3_text"),
+    Case("LoRA of attention, Qwen3-MoE", step("decoding", "actor"), ATTENTION_LORA, family="qwen3_moe"),
+    *(Case(f"critic and KL, {name}", step("critic", "reference"), {**GAE, **KL}, family=name) for name in WINDOWED),
+    *(Case(f"XLA's attention, float32, {name}", UPDATE, {**XLA, **FLOAT32}, family=name) for name in WINDOWED),
+    Case("remat attention, Gemma 2", UPDATE, {"model.remat_policy": "attention"}, family="gemma2"),
+    Case("remat dots, Qwen3-MoE", UPDATE, {"model.remat_policy": "dots"}, family="qwen3_moe"),
+    Case("token budget, Gemma 3", UPDATE, BUDGET, family="gemma3_text"),
+    Case("start of training, Qwen3-MoE", of.start_of_training, family="qwen3_moe"),
+    Case("cuDNN with windows", UPDATE, {"model.attention": "cudnn"}, family="mistral with a window", platforms=(H100,)),
     Case("reward model", of.reward_model),
     Case("reward model in float32, Qwen2", of.reward_model, FLOAT32, family="qwen2"),
     Case("export", of.gathers),
