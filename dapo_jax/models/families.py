@@ -15,7 +15,7 @@ class Family:
     """Names of a family, its layers, and how its config.json is read."""
 
     hf_name: str  # how the names of its Hugging Face architectures begin
-    gguf_name: str | None = None  # general.architecture of its GGUF files; None: it has none of its own
+    gguf_name: str | None = None  # general.architecture of its GGUF files; None: not read as this family
     gguf_interleaved: bool = False  # llama.cpp's converter interleaves the halves of each head's query and key rows
     traits: Mapping[str, Any] = field(default_factory=dict)  # fields of `Architecture` that are the same in all models
     # what config.json may say besides
@@ -76,6 +76,7 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
     "olmo2": Family("Olmo2", "olmo2", traits={"norms": "after", "qk_norm": "projection"}, biases=("attention_bias",)),
     "olmo3": Family(
         "Olmo3",
+        "olmo2",  # with a window
         traits={"norms": "after", "qk_norm": "projection"},
         defaults={"sliding_window": 4096},
         biases=("attention_bias",),

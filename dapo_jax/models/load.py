@@ -6,7 +6,8 @@ from typing import Any
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.assemble import Place
-from dapo_jax.models.gguf_files import gguf_context_length, load_gguf, read_gguf_architecture
+from dapo_jax.models.gguf_architecture import read_gguf_architecture
+from dapo_jax.models.gguf_files import gguf_context_length, load_gguf
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.model_files import read_object
 from dapo_jax.models.safetensors_files import load_safetensors

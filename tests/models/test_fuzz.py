@@ -13,7 +13,8 @@ from safetensors.numpy import save
 
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf, read_gguf_architecture
+from dapo_jax.models.gguf_architecture import read_gguf_architecture
+from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.hf_config import hf_config
 from dapo_jax.models.safetensors_files import load_safetensors

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf, read_gguf_architecture
+from dapo_jax.models.architecture import Architecture, Layer
+from dapo_jax.models.families import FAMILIES
+from dapo_jax.models.gguf_architecture import read_gguf_architecture
+from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf
 from dapo_jax.models.hf_architecture import read_architecture
+from dapo_jax.models.rope_scaling import LinearRopeScaling, YarnRopeScaling
 from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
@@ -22,6 +25,7 @@ F32, F16, BF16, Q8_0, Q4_1 = (
 )
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "llama_tied"
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
 WIDE = Architecture(  # rows are multiples of 32, the block of quantised types
     family="llama",
     vocab_size=96,
@@ -41,22 +45,47 @@ def place(weight, array):
     return jnp.asarray(array)
 
 
-def interleave(matrix, heads):
-    """What llama.cpp's converter does to the query and key rows of a llama."""
-    return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
+def interleave(rows, heads):
+    """What llama.cpp's converter does to the query and key rows, and their biases, of a llama."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def gguf_tensors(arch, hf_tensors):
-    """The tensors of a Hugging Face checkpoint under their GGUF names and in GGUF's row order."""
-    tensors = {}
+    """The tensors of a Hugging Face checkpoint under their GGUF names, in GGUF's row order, norms as factors."""
+    tensors, heads = {}, {"query": arch.num_heads, "key": arch.num_kv_heads}
     for weight in weight_table(arch):
         name = weight.path[-1]
-        for layer in range(arch.num_layers if weight.stacked else 1):
-            tensor = hf_tensors[weight.hf_name.format(layer=layer)]
-            if arch.family == "llama" and name in ("query", "key"):
-                tensor = interleave(tensor, arch.num_heads if name == "query" else arch.num_kv_heads)
+        for layer in weight.layers or range(1):
+            tensor = stored(hf_tensors, weight, layer)
+            if FAMILIES[arch.family].gguf_interleaved and name.removesuffix("_bias") in heads:
+                tensor = interleave(tensor, heads[name.removesuffix("_bias")])
+            if name.endswith("norm"):
+                tensor = tensor + np.float32(arch.norm_offset)
             tensors[TENSOR_NAMES[name].format(layer=layer)] = tensor
     return tensors
+
+
+def stored(hf_tensors, weight, layer):
+    name = weight.hf_name.replace("{layer}", str(layer))
+    if "{expert}" not in name:
+        return hf_tensors[name]
+    return np.stack([hf_tensors[name.replace("{expert}", str(expert))] for expert in range(weight.num_experts)])
+
+
+def facts(arch):
+    """What llama.cpp's converter says of an architecture besides its sizes."""
+    metadata = {"attn_logit_softcapping": arch.attention_cap, "final_logit_softcapping": arch.logit_cap}
+    metadata["attention.sliding_window"] = arch.window
+    if arch.experts is not None:
+        metadata["expert_count"] = arch.experts.number
+        metadata["expert_used_count"] = arch.experts.per_token
+        metadata["expert_feed_forward_length"] = arch.experts.intermediate_size
+    scaling = arch.rope_scaling
+    if scaling is not None:
+        metadata["rope.scaling.type"] = "linear" if isinstance(scaling, LinearRopeScaling) else "yarn"
+        metadata["rope.scaling.factor"] = scaling.factor
+        metadata["rope.scaling.original_context_length"] = getattr(scaling, "original_max_position_embeddings", None)
+    return metadata
 
 
 def write(path, arch, tensors, type_of=lambda name: F32, **changed_metadata):
@@ -72,13 +101,14 @@ def write(path, arch, tensors, type_of=lambda name: F32, **changed_metadata):
         "rope.freq_base": arch.rope_theta,
         "rope.dimension_count": arch.head_dim,
     }
-    writer = gguf.GGUFWriter(path, changed_metadata.pop("architecture", arch.family))
-    for name, value in (metadata | changed_metadata).items():
+    family = FAMILIES[arch.family].gguf_name
+    writer = gguf.GGUFWriter(path, changed_metadata.pop("architecture", family))
+    for name, value in (metadata | facts(arch) | changed_metadata).items():
         if value is not None:
-            kind = {int: "uint32", float: "float32", str: "string", list: "array"}[type(value)]
-            getattr(writer, f"add_{kind}")(f"{arch.family}.{name}", value)
+            kind = {int: "uint32", float: "float32", str: "string", list: "array", bool: "bool"}[type(value)]
+            getattr(writer, f"add_{kind}")(f"{family}.{name}", value)
     for name, tensor in tensors.items():
-        kind = type_of(name) if tensor.ndim == 2 else F32
+        kind = type_of(name) if tensor.ndim > 1 else F32
         data = gguf.quants.quantize(tensor.astype(np.float32), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -108,15 +138,24 @@ def score(params, tokens, mask, arch):
     return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2_bias_tied", "qwen3_qknorm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama_tied", "llama_biases", "qwen2_bias_tied", "qwen3_qknorm", "qwen3_yarn", "qwen3_moe"),
+        *("smollm3_nope", "olmo3", "gemma2_softcap", "gemma3"),
+    ],
+)
 def test_float32_file_gives_the_parameters_and_logits_of_transformers(tmp_path, name):
     arch, tensors = golden(name)
-    path = write(tmp_path / "model.gguf", arch, tensors)
+    pattern = {"olmo3": [True, True, True, False], "gemma3": 4}  # llama.cpp would take 4 and 6
+    changed = {"attention.sliding_window_pattern": pattern[name]} if name in pattern else {}
+    path = write(tmp_path / "model.gguf", arch, tensors, **changed)
     found = read_gguf_architecture(path)
     rounded = {"rms_norm_eps": pytest.approx(arch.rms_norm_eps), "initializer_range": found.initializer_range}
     assert dataclasses.asdict(found) == dataclasses.asdict(arch) | rounded
-    params = load_gguf(path, found, place)
-    jax.tree.map(np.testing.assert_array_equal, params, load_safetensors(DATA / name, arch, place))
+    params, exact = load_gguf(path, found, place), load_safetensors(DATA / name, arch, place)
+    rounding = 1e-7 if arch.norm_offset else 0.0  # of 1 + w
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=rounding), params, exact)
     reference = np.load(DATA / name / "reference.npz")
     mask = reference["attention_mask"].astype(bool)
     scores = score(params, reference["input_ids"], mask, found)
@@ -165,9 +204,21 @@ def test_absent_metadata_takes_the_defaults_of_the_format(tmp_path):
     ("changes", "message"),
     [
         ({"architecture": "gemma"}, "general.architecture='gemma' must be one of"),
-        ({"rope.scaling.type": "linear"}, "rope.scaling.type': 'linear'.*not supported"),
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type': 'longrope'.*not supported"),
+        ({"rope.scaling.type": "linear"}, "no factor for its linear rope scaling"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "no original_max_position_embeddings"),
+        (YARN | {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor=0.5: not supported"),
+        (YARN | {"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier=.*: not supported"),
+        (YARN | {"rope.scaling.attn_factor": 2.0}, "attn_factor=2.0: must be absent or 1.13863"),
+        (YARN | {"rope.scaling.yarn_beta_fast": -1.0}, "beta_fast=-1.0 of its rope scaling: must be a positive"),
+        ({"rope.freq_base_swa": 5.0}, "rope.freq_base_swa=5.0: must be rope.freq_base=10000.0"),
+        ({"expert_count": 8}, "expert_count=8: no experts"),
+        ({"attention.causal": False}, "attention.causal=False: must be True"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5: must be absent"),
+        ({"attention.value_length": 8}, "attention.value_length=8: must be 16"),
+        ({"block_count": 10001}, "block_count=10001: must be at most 10000"),
         ({"rope.scaling.factor": 4.0}, "rope.scaling.factor': 4.0.*not supported"),
-        ({"rope.dimension_count": 8}, "rope.dimension_count=8: must be the head size, 16"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count=8: must be 16"),
         ({"attention.sliding_window": 64}, "attention.sliding_window=64"),
         ({"attention.head_count_kv": [2, 2, 1]}, r"attention.head_count_kv=\[2, 2, 1\]: must be one value"),
         ({"block_count": None, "embedding_length": None}, "block_count is missing; embedding_length is"),
@@ -177,6 +228,63 @@ def test_metadata_that_is_not_supported_is_an_error(tmp_path, changes, message):
     arch, tensors = golden("llama_tied")
     with pytest.raises(ValueError, match=message):
         read_gguf_architecture(write(tmp_path / "model.gguf", arch, tensors, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_moe", {"expert_gating_func": 2}, "expert_gating_func=2: must be 1"),
+        ("qwen3_moe", {"expert_weights_norm": False}, "expert_weights_norm=False: must be True"),
+        ("qwen3_moe", {"expert_shared_count": 1}, "expert_shared_count=1: must be 0"),
+        ("qwen3_moe", {"expert_used_count": None}, "expert_used_count is missing"),
+        ("qwen3_moe", {"expert_used_count": 7}, "num_experts_per_tok=7 must be at most num_experts=6"),
+        ("gemma3", {"attention.sliding_window_pattern": [True, False]}, "must be true or false for each of 4 layers"),
+        ("gemma3", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern=0: must be a positive integer"),
+        ("gemma3", {"attention.sliding_window": 1.5}, "sliding_window=1.5: must be an integer from 0"),
+        ("gemma2_softcap", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0: must be a positive number"),
+    ],
+)
+def test_metadata_that_a_family_does_not_support_is_an_error(tmp_path, name, changes, message):
+    arch, tensors = golden(name)
+    with pytest.raises(ValueError, match=message):
+        read_gguf_architecture(write(tmp_path / "model.gguf", arch, tensors, **changes))
+
+
+def test_linear_scaling_is_read_and_spares_the_layers_with_windows(tmp_path):
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    found = read_gguf_architecture(write(tmp_path / "model.gguf", *golden("llama_tied"), **linear))
+    assert found.rope_scaling == LinearRopeScaling(8.0)
+    found = read_gguf_architecture(write(tmp_path / "gemma.gguf", *golden("gemma3"), **linear))
+    assert found.rope_scaling == LinearRopeScaling(8.0) and found.rope_theta == 1e6
+    assert [kind.theta for kind in found.layers] == [1e4] * 4
+    found = read_gguf_architecture(write(tmp_path / "olmo.gguf", *golden("olmo3"), **YARN))
+    assert isinstance(found.rope_scaling, YarnRopeScaling) and found.rope_scaling.factor == 4.0
+    assert [kind.theta for kind in found.layers] == [5e5, 5e5, 5e5, None]
+
+
+def test_windows_follow_the_familys_pattern_or_the_files(tmp_path):
+    def windows(name, **changes):
+        path = write(tmp_path / "model.gguf", *golden(name), **changes)
+        return [kind.window for kind in read_gguf_architecture(path).layers]
+
+    assert windows("gemma3") == [16] * 4  # the sixth would have none
+    assert windows("gemma3", **{"attention.sliding_window": None}) == [None] * 4
+    assert windows("gemma2_softcap", **{"attention.sliding_window": None}) == [4096, None, 4096, None]
+    assert windows("gemma2_softcap", **{"attention.sliding_window_pattern": 3}) == [16, 16, None, 16]
+    assert windows("olmo3") == [16, 16, 16, None]
+    assert windows("olmo3", **{"attention.sliding_window": 0}) == [None] * 4
+
+
+def test_olmo_without_a_window_is_olmo2(tmp_path):
+    found = read_gguf_architecture(write(tmp_path / "a.gguf", *golden("olmo3"), **{"attention.sliding_window": None}))
+    assert found.family == "olmo2" and found.pattern == (Layer(),)
+    assert read_gguf_architecture(write(tmp_path / "b.gguf", *golden("olmo3"))).family == "olmo3"
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2_softcap", 46), ("gemma3", 62)])
+def test_queries_of_the_27b_gemmas_are_scaled_by_the_share_of_a_head(tmp_path, name, layers):
+    found = read_gguf_architecture(write(tmp_path / "model.gguf", *golden(name), block_count=layers))
+    assert found.query_scale == (16 / 12) ** 0.5  # 48 hidden, 4 heads of 16
 
 
 def test_scaling_type_none_is_accepted(tmp_path):
