@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config.derived import checkpoint_dir, uses_reference
 from dapo_jax.config.sections import Config
-from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
+from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer, load_tokenizer, within_rows
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
@@ -141,12 +141,20 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
         )
     if arch.scalar_head:
         raise InputError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
-    if tokenizer.vocab_size > arch.vocab_size:
+    return arch, _fitted(tokenizer, arch.vocab_size, config.model.path)
+
+
+def _fitted(tokenizer: Tokenizer, num_rows: int, path: str) -> Tokenizer:
+    """The tokenizer without added tokens that have no embedding, unless it needs one of them."""
+    fitted = within_rows(tokenizer, num_rows)
+    largest = max(fitted.vocab_size - 1, tokenizer.pad_id, *tokenizer.eos_ids)
+    if largest >= num_rows:
         raise InputError(
-            f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.vocab_size - 1}, but the model "
-            f"has {arch.vocab_size} embeddings: use the tokenizer that belongs to the model"
+            f"the tokenizer of model.path={path} has ids up to {largest}, but the model has {num_rows} embeddings: use "
+            "the tokenizer that belongs to the model; of more tokens than embeddings, only added tokens (added_tokens "
+            "of tokenizer.json) that end or pad no text are left out"
         )
-    return arch, tokenizer
+    return fitted
 
 
 def lora_of(config: Config) -> Lora | None:

@@ -1,12 +1,15 @@
 """Checks on a model before it is read."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from small_run import small_config
+from tokenizers.models import WordLevel
 
-from dapo_jax.base_models import check_model_paths, context_warning
+from dapo_jax.base_models import check_model_paths, context_warning, read_model
 from dapo_jax.monitor.records import write_config
 
 MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"  # made for 512 positions
@@ -28,6 +31,37 @@ def test_every_model_that_is_missing_is_named_at_once(tmp_path):
     with pytest.raises(ValueError, match="model.path=.*/a does not exist: give.*\nreward.model.path=models/RM does no"):
         check_model_paths(small_config(tmp_path, **paths))
     check_model_paths(small_config(tmp_path, **{"model.path": str(MODEL)}))
+
+
+@pytest.fixture
+def model_of_embeddings(tmp_path):
+    """Makes a model directory with so many embeddings, whose tokenizer has three tokens and an added fourth."""
+
+    def make(vocab_size, eos="b"):
+        backend = tokenizers.Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="c"))
+        backend.add_special_tokens(["<image>"])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        hf = json.loads((MODEL / "config.json").read_text())
+        hf |= {"vocab_size": vocab_size, "eos_token_id": backend.token_to_id(eos)}
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        return small_config(tmp_path / "run", **{"model.path": str(tmp_path)})
+
+    return make
+
+
+def test_added_tokens_without_embeddings_are_left_out(model_of_embeddings):
+    arch, tokenizer = read_model(model_of_embeddings(3))
+    assert arch.vocab_size == tokenizer.vocab_size == 3
+    assert tokenizer.encode("<image>") == [2]
+    assert read_model(model_of_embeddings(4))[1].encode("<image>") == [3]
+
+
+def test_other_tokens_without_embeddings_are_an_error(model_of_embeddings):
+    message = "has ids up to {}, but the model has {} embeddings: use the tokenizer that belongs to the model; .*added"
+    with pytest.raises(ValueError, match=message.format(2, 2)):
+        read_model(model_of_embeddings(2))
+    with pytest.raises(ValueError, match=message.format(3, 3)):
+        read_model(model_of_embeddings(3, eos="<image>"))
 
 
 def test_a_step_of_a_run_is_found_if_its_checkpoints_are_elsewhere(tmp_path, monkeypatch):

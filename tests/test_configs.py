@@ -10,6 +10,7 @@ from dapo_jax.command.warnings import warnings
 from dapo_jax.config.sections import Config
 from dapo_jax.meshes import check_mesh
 from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.parallel.mesh import AXES
 from dapo_jax.parallel.sharding import DECODE_RULES, TRAIN_RULES, indivisible_weights
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
 DAPO_7B, DAPO_32B, DAPO_SHORT = "dapo_qwen2.5_7b_math", "dapo_qwen2.5_32b_math", "dapo_qwen2.5_7b"
 CPO = "cpo"
+DAPO_30B, SMOLLM3, GEMMA3 = "qwen3_30b_a3b_math", "smollm3_3b_math", "gemma3_1b_gsm8k_lora"
 CLIP_COV, KL_COV = "entropy_clip_cov", "entropy_kl_cov"
 
 QWEN = {
@@ -44,6 +46,9 @@ QWEN3_4B = Architecture(
     rms_norm_eps=1e-6,
     tie_embeddings=True,
 )
+QWEN3_30B, SMOLLM3_3B, GEMMA3_1B = (
+    read_architecture(ROOT / "configs" / "shapes" / name) for name in ("Qwen3-30B-A3B", "SmolLM3-3B", "gemma-3-1b-it")
+)
 LARGE = [
     (DAPO_7B, QWEN_7B, 8),
     (DAPO_32B, QWEN_32B, 128),
@@ -51,6 +56,9 @@ LARGE = [
     (CLIP_COV, QWEN_7B, 8),
     (KL_COV, QWEN_7B, 8),
     (CPO, QWEN3_4B, 8),
+    (DAPO_30B, QWEN3_30B, 64),
+    (SMOLLM3, SMOLLM3_3B, 8),
+    (GEMMA3, GEMMA3_1B, 8),
 ]
 
 
@@ -182,6 +190,17 @@ ENTROPY = SHARED | {
             },
         ),
         (
+            DAPO_30B,
+            DAPO
+            | {
+                "gen_batch_size": 1536,
+                "max_lengths": (2048, 20480),
+                "filter": ("acc", 10),
+                "test_freq": 5,
+                "save_freq": 5,
+            },
+        ),
+        (
             DAPO_SHORT,
             DAPO
             | {
@@ -219,20 +238,20 @@ ENTROPY = SHARED | {
             },
         ),
     ],
-    ids=[DAPO_7B, DAPO_32B, DAPO_SHORT, CLIP_COV, KL_COV, CPO],
+    ids=[DAPO_7B, DAPO_32B, DAPO_30B, DAPO_SHORT, CLIP_COV, KL_COV, CPO],
 )
 def test_large_recipes_have_the_published_values(name, values):
     assert published(load(name)) == values
 
 
-@pytest.mark.parametrize("name", [DAPO_7B, DAPO_32B, DAPO_SHORT])
+@pytest.mark.parametrize("name", [DAPO_7B, DAPO_32B, DAPO_30B, DAPO_SHORT])
 def test_dapo_clips_higher_and_trains_as_long_as_published(name):
     config = load(name)
     assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high, config.actor.clip_ratio_c) == (0.2, 0.28, 10.0)
     updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     assert updates == 16
     steps = config.trainer.total_training_steps
-    assert steps == 200 if name != DAPO_32B else steps * updates == 5280
+    assert steps * updates == 5280 if name in (DAPO_32B, DAPO_30B) else steps == 200
 
 
 def test_cpo_has_the_published_hint_and_losses():
@@ -267,6 +286,18 @@ def test_grpo_and_ppo_are_the_plain_algorithms():
     assert ppo.critic.cliprange_value == 0.5 and ppo.trainer.critic_warmup > 0
 
 
+def test_smollm3_has_dapos_settings_but_smaller_batches():
+    smaller = {"train_batch_size": 128, "gen_batch_size": 192, "max_lengths": (2048, 8192), "filter": ("acc", 10)}
+    assert published(load(SMOLLM3)) == DAPO | smaller | {"test_freq": 20, "save_freq": 20}
+
+
+def test_gemma_trains_adapters_on_the_task_of_gsm8k():
+    gemma, gsm8k = load(GEMMA3), load("gsm8k")
+    assert gemma.model.lora.rank > 0 and gemma.mesh == gsm8k.mesh
+    assert (gemma.data, gemma.evaluate, gemma.rollout) == (gsm8k.data, gsm8k.evaluate, gsm8k.rollout)
+    assert (gemma.actor.optim.lr, gsm8k.actor.optim.lr) == (1e-5, 1e-6)
+
+
 def test_small_recipes_share_the_quickstart_task():
     quickstart = load("quickstart")
     for name in ("grpo", "ppo_critic"):
@@ -291,3 +322,12 @@ def test_models_and_micro_batches_fit_the_mesh_of_large_recipes(name, arch, num_
 def test_sizes_are_those_of_qwen():
     assert count_params(QWEN_7B) == 7_615_616_512
     assert count_params(QWEN_32B) == 32_763_876_352
+
+
+def test_shapes_are_those_of_the_models():
+    assert count_params(QWEN3_30B) == 30_532_122_624
+    assert count_params(SMOLLM3_3B) == 3_075_098_624
+    assert count_params(GEMMA3_1B) == 999_885_952
+    assert [kind.window for kind in GEMMA3_1B.layers].count(None) == 4 and GEMMA3_1B.window == 512
+    assert [kind.rotary for kind in SMOLLM3_3B.layers].count(False) == 9
+    assert all(kind.experts for kind in QWEN3_30B.layers)

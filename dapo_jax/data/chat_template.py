@@ -7,12 +7,16 @@ from typing import Any, NoReturn
 
 import jinja2
 
-from dapo_jax.data.template_sandbox import Sandbox, time_limit
+from dapo_jax.data.template_sandbox import Generation, Sandbox, time_limit
 from dapo_jax.errors import InputError
 
 # Today, as templates see it: the same run must have the same prompts tomorrow. It is the fall-back of Llama's own
 # templates, which take another day as chat_template_kwargs={"date_string": ...}.
 PROMPT_DATE = datetime.datetime(2024, 7, 26)
+NO_SYSTEM_ROLE = (
+    "If the model has no system role, leave data.system_prompt null, and put the text of system messages at the "
+    "beginning of the user's. "
+)
 
 
 def render(
@@ -40,15 +44,17 @@ def render(
             return _compiled(template).render(variables)
     except Exception as error:  # a template is a foreign program: it may raise anything
         roles = [message.get("role") for message in messages]
+        refuses_system = type(error) is jinja2.TemplateError and "system" in roles
         raise InputError(
             f"the chat template failed on messages with roles {roles}: {type(error).__name__}: {error}. "
+            f"{NO_SYSTEM_ROLE if refuses_system else ''}"
             "Change the messages, data.system_prompt or data.chat_template_kwargs, or the model's template"
         ) from error
 
 
 @functools.lru_cache
 def _compiled(template: str) -> jinja2.Template:
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = PROMPT_DATE.strftime
     return environment.from_string(template)

@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
-from jinja2.nodes import Concat
+from jinja2.ext import Extension
+from jinja2.nodes import Concat, Node, Scope
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -121,6 +123,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if super().wrap_str_format(value) is not None:
             _check_format(_WIDE_BRACES, value.__self__.replace("{{", "").replace("}}", ""))
         return super().wrap_str_format(value)
+
+
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %}, by which templates mark the assistant's text: the text itself."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body, lineno=line)
 
 
 def _asking_first(name: str, function: Callable[..., Any], *subject: Any) -> Callable[..., Any]:

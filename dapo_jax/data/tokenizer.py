@@ -1,6 +1,8 @@
 """Host: text to token ids and back, for Hugging Face directories, GGUF files and a toy alphabet."""
 
+import dataclasses
 import functools
+import json
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +109,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return tokenizer
 
 
+def within_rows(tokenizer: Tokenizer, num_rows: int) -> Tokenizer:
+    """The tokenizer without the added tokens beyond a model's embeddings, such as the image token of a text-only Gemma.
+
+    Their text is then text like any other.
+    """
+    if tokenizer.vocab_size <= num_rows:
+        return tokenizer
+    description = json.loads(tokenizer.backend.to_str())
+    description["added_tokens"] = [token for token in description["added_tokens"] if token["id"] < num_rows]
+    return dataclasses.replace(tokenizer, backend=tokenizers.Tokenizer.from_str(json.dumps(description)))
+
+
 def character_tokenizer() -> Tokenizer:
     """One token per character, for tiny models without files. Messages are joined by newlines."""
     special_tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
@@ -180,18 +194,23 @@ def _directory_eos_ids(
 
 
 def _directory_chat_template(directory: Path, configured: Any) -> str | None:
-    """chat_template.jinja, else the template of tokenizer_config.json; the default one of several named."""
-    file = directory / "chat_template.jinja"
+    """The first there is: chat_template.jinja, chat_template.json, then `configured` in tokenizer_config.json.
+
+    Of several named templates it is the default one.
+    """
+    file, source = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise unreadable(file, error) from error
+    if (file := directory / "chat_template.json").is_file():
+        configured, source = read_object(file).get("chat_template"), file
     if isinstance(configured, list) and all(isinstance(entry, dict) for entry in configured):
         configured = {entry.get("name"): entry.get("template") for entry in configured}.get("default")
     if not isinstance(configured, str | None):
         raise InputError(
-            f"{directory / 'tokenizer_config.json'}: chat_template={str(configured)[:60]!r} must be text, or a list of "
+            f"{source}: chat_template={str(configured)[:60]!r} must be text, or a list of "
             "objects with name and template: download it again, or write chat_template.jinja"
         )
     return configured
@@ -201,9 +220,8 @@ def _from_gguf(path: Path) -> Tokenizer:
     metadata = gguf_tokenizer.read_tokenizer_metadata(path)
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids: dict[str, Any] = {name: metadata.get(f"ggml.{key}_token_id") for name, key in keys.items()}
-    eos, eot = ids["eos_token"], metadata.get("ggml.eot_token_id")
     try:
-        backend = gguf_tokenizer.byte_level_bpe(metadata)
+        backend, eos_ids = gguf_tokenizer.build_tokenizer(metadata), gguf_tokenizer.eos_ids(metadata)
         special_tokens = {name: metadata["ggml.tokens"][i] for name, i in ids.items() if i is not None}
     except Exception as error:  # the library raises nothing more precise
         raise unreadable(path, error) from error
@@ -212,9 +230,9 @@ def _from_gguf(path: Path) -> Tokenizer:
         raise InputError(f"{path}: tokenizer.chat_template={str(chat_template)[:60]!r} must be text: download it again")
     return Tokenizer(
         backend=backend,
-        eos_ids=(eos,) if eot in (None, eos) else (eos, eot),
-        pad_id=eos if ids["pad_token"] is None else ids["pad_token"],
+        eos_ids=eos_ids,
+        pad_id=eos_ids[0] if ids["pad_token"] is None else ids["pad_token"],
         special_tokens=special_tokens,
-        add_bos=metadata.get("ggml.add_bos_token", metadata["ggml.pre"] in gguf_tokenizer.LLAMA3),
+        add_bos=gguf_tokenizer.begins_with_bos(metadata),
         chat_template=chat_template,
     )

@@ -39,6 +39,64 @@ def write_gguf(path, *, model="gpt2", pre="smollm", leave_out=(), **optional):
     return path
 
 
+PIECES = {  # of SentencePiece, with their scores; "hel" has a better one than "lo"
+    "<pad>": 0.0,
+    "<eos>": 0.0,
+    "<bos>": 0.0,
+    "<unk>": 0.0,
+    "<start_of_turn>": 0.0,
+    "<end_of_turn>": 0.0,
+    "  ": 0.0,  # user-defined
+    **{f"<0x{byte:02X}>": 0.0 for byte in range(256)},
+    "he": -1.0,
+    "hel": -2.0,
+    "lo": -3.0,
+    "▁hel": -4.0,
+    "el": -5.0,
+    **{letter: -10.0 for letter in "▁ehlo\n1"},
+}
+
+
+def write_sentencepiece(path, **optional):
+    """What llama.cpp's converter writes for Gemma."""
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(list(PIECES))
+    writer.add_token_scores(list(PIECES.values()))
+    writer.add_token_types([CONTROL] * 3 + [2] + [CONTROL] * 2 + [USER_DEFINED] + [6] * 256 + [1] * (len(PIECES) - 263))
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    for name, value in optional.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_sentencepiece_joins_by_score_and_spells_the_rest_in_bytes(tmp_path, prefixed):
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "a.gguf", add_space_prefix=prefixed))
+    assert tokenizer.add_bos and tokenizer.vocab_size == len(PIECES)
+    assert words(tokenizer, "hello") == (["▁hel", "lo"] if prefixed else ["hel", "lo"])
+    assert words(tokenizer, "1 hello")[-3:] == ["1", "▁hel", "lo"]
+    assert words(tokenizer, "1é")[-3:] == ["1", "<0xC3>", "<0xA9>"]
+    assert words(tokenizer, "1  1")[1 + prefixed] == "  "
+    double = [] if prefixed else ["hello 1  hello\n", "spaces  "]  # SentencePiece puts a space after such a token too
+    for text in ["hello 1 hello\n", "Ünïcödé 数学 🙂 \u200d\x00", " \t mixed\r\nspaces ", "", *double]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode_prompt("1", system_prompt=None, chat_template_kwargs={})
+    assert ids == [2, *tokenizer.encode("1")]
+
+
+def test_the_end_of_a_turn_ends_a_response_if_the_template_has_it(tmp_path):
+    template = "{{ '<start_of_turn>user\n' + messages[0].content + '<end_of_turn>\n' }}"
+    assert load_tokenizer(write_sentencepiece(tmp_path / "a.gguf", chat_template=template)).eos_ids == (1, 5)
+    assert load_tokenizer(write_sentencepiece(tmp_path / "b.gguf")).eos_ids == (1,)
+
+
 def words(tokenizer, text):
     return tokenizer.backend.encode(text, add_special_tokens=False).tokens
 
@@ -76,7 +134,9 @@ def test_control_tokens_are_special_and_user_defined_tokens_are_text(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|end|><think>b"
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "default", "llama-bpe", "llama3", "qwen2"])
+@pytest.mark.parametrize(
+    "pre", ["smollm", "gpt-2", "default", "llama-bpe", "llama3", "qwen2", "smaug-bpe", "dbrx", "olmo"]
+)
 def test_any_text_survives_encoding(tmp_path, pre):
     tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre=pre, bos_token_id=ID["<|start|>"]))
     for text in ["12 + 7 = us\n\n", "Ünïcödé 数学 🙂 \u200d\x00", " \t mixed\r\nspaces  ", "don't I'LL"]:
@@ -90,6 +150,8 @@ def test_any_text_survives_encoding(tmp_path, pre):
         ("gpt-2", ["12", "Ġus"]),
         ("llama-bpe", ["12", "Ġus"]),
         ("qwen2", ["1", "2", "Ġus"]),
+        ("smaug-bpe", ["12", "Ġus"]),
+        ("dbrx", ["12", "Ġus"]),
     ],
 )
 def test_pre_tokenizers_cut_digits_as_their_models_do(tmp_path, pre, expected):
@@ -112,7 +174,8 @@ def test_qwen2_composes_accents(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model": "llama"}, "tokenizer.ggml.model='llama' must be one of gpt2: use"),
+        ({"model": "bert"}, "tokenizer.ggml.model='bert' must be one of gpt2, llama: use"),
+        ({"model": "llama"}, "lacks tokenizer.ggml.scores: use"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' must be one of smollm, gpt-2"),
         ({"leave_out": ["pre"]}, "tokenizer.ggml.pre=None must be one of"),
         ({"leave_out": ["merges", "eos"]}, "lacks tokenizer.ggml.eos_token_id, tokenizer.ggml.merges: use"),

@@ -4,9 +4,10 @@ import os
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
+from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer, within_rows
+from dapo_jax.errors import InputError
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}<end>{% endfor %}"
@@ -134,6 +135,20 @@ def test_a_chat_template_file_wins_over_the_configured_one(tmp_path):
     assert text_of(load_tokenizer(path), encode(load_tokenizer(path), USER)) == "hi!"
 
 
+def test_a_chat_template_in_json_wins_over_the_configured_one_but_not_over_the_file(tmp_path):
+    path = full_directory(tmp_path)
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert load_tokenizer(path).chat_template == "json"
+    named = [{"name": "default", "template": "first"}, {"name": "tool_use", "template": "tools"}]
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": named}))
+    assert load_tokenizer(path).chat_template == "first"
+    (path / "chat_template.json").write_text(json.dumps({"chat_template": 7}))
+    with pytest.raises(ValueError, match="chat_template.json: chat_template='7' must be text"):
+        load_tokenizer(path)
+    (path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert load_tokenizer(path).chat_template == "file"
+
+
 def test_of_several_named_templates_the_default_is_used(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     settings = {"eos_token": "<end>", "chat_template": named}
@@ -174,6 +189,81 @@ def test_what_is_missing_in_a_directory_is_named_with_the_cure(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="no chat template.*plain text"):
         encode(load_tokenizer(tmp_path), USER)
+
+
+def gemma_directory(path, **config):
+    """A directory like that of a Gemma: spaces as ▁, bytes for unknown characters, an image token beyond the table."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeor\nu", "▁a", "ab"]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {token: index for index, token in enumerate(tokens)},
+            [("▁", "a"), ("a", "b")],
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token="<unk>",
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([*special, "<image_soft_token>"])
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    path.mkdir(exist_ok=True)
+    backend.save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "image_token": "<image_soft_token>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]} | config))
+    (path / "chat_template.jinja").write_text(GEMMA_TEMPLATE, encoding="utf-8")
+    return path, len(tokens)
+
+
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
+    "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+def test_a_gemma_has_two_end_tokens_and_one_bos_token(tmp_path):
+    tokenizer = load_tokenizer(gemma_directory(tmp_path)[0])
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.add_bos) == ((1, 5), 0, True)
+    ids = encode(tokenizer, ({"role": "user", "content": " ab  "},))
+    assert text_of(tokenizer, ids) == "<bos><start_of_turn>user\nab<end_of_turn>\n<start_of_turn>model\n"
+    assert ids.count(2) == 1 and ids.count(4) == 2 and encode(tokenizer, "ab") == [2, *tokenizer.encode("ab")]
+    told = encode(tokenizer, ({"role": "user", "content": "a"},), response="b")
+    assert text_of(tokenizer, told).endswith("<start_of_turn>model\nb<end_of_turn>\n")
+
+
+def test_text_survives_bytes_for_unknown_characters(tmp_path):
+    tokenizer = load_tokenizer(gemma_directory(tmp_path)[0])
+    for text in [*TEXTS, " a b  ab", "é", "\x00"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    euro = tokenizer.encode("€")
+    assert len(euro) == 3 and "€" not in tokenizer.decode(euro[:2])
+
+
+def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(tmp_path):
+    path, num_rows = gemma_directory(tmp_path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.vocab_size == num_rows + 1 and tokenizer.encode("<image_soft_token>") == [num_rows]
+    within = within_rows(tokenizer, num_rows)
+    assert within.vocab_size == num_rows and max(within.encode("<image_soft_token>")) < num_rows
+    assert within.decode(within.encode("<image_soft_token>a<end_of_turn>b")) == "<image_soft_token>ab"
+    assert within.encode(" ab<end_of_turn>é") == tokenizer.encode(" ab<end_of_turn>é")
+    assert within_rows(tokenizer, num_rows + 1) is tokenizer
+    assert within_rows(tokenizer, num_rows - 1).vocab_size == num_rows  # of the model's own tokens none is left out
+
+
+def test_a_system_prompt_that_a_template_refuses_is_an_error_with_its_words_and_the_cure(tmp_path):
+    path, _ = gemma_directory(tmp_path)
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    (path / "chat_template.jinja").write_text(refusal + GEMMA_TEMPLATE, encoding="utf-8")
+    tokenizer = load_tokenizer(path)
+    told = ({"role": "system", "content": "own"}, *USER)
+    for prompt, system_prompt in ((USER, "ours"), (told, None)):
+        with pytest.raises(InputError, match="System role not supported. If .* leave data.system_prompt null, and put"):
+            encode(tokenizer, prompt, system_prompt)
+    assert encode(tokenizer, USER)
 
 
 @pytest.mark.parametrize("name", ["absent", "absent.gguf", "file.txt"])
