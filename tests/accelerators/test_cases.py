@@ -28,6 +28,7 @@ COMPILED = {
     "learner/actor.py": 2,
     "learner/trainable.py": 5,
     "models/weights.py": 1,
+    "models/grouped_products_gpu.py": 2,
     "learner/learner.py": 1,
     "learner/decode_weights.py": 1,
     "learner/batch.py": 6,
