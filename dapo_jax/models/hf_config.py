@@ -53,14 +53,20 @@ def _layers(arch: Architecture, family: Family) -> dict[str, Any]:
     """The keys that say what sets layers apart."""
     config: dict[str, Any] = {}
     if family.window != "never":
-        config["sliding_window"] = arch.window
+        config["sliding_window"] = arch.window or family.defaults.get("sliding_window")  # some must name a window
     if family.window == "switched":
         config["use_sliding_window"] = arch.window is not None
     if family.window in ("switched", "typed"):
         config["layer_types"] = [FULL if kind.window is None else SLIDING for kind in arch.layers]
-    if family.local_theta not in ("rope_theta", ""):
+    if family.local_theta:  # transformers 5 reads a base of each kind of layer from its own spelling alone
         thetas = [kind.theta for kind in arch.pattern if kind.window is not None]
-        config[family.local_theta] = next((theta for theta in thetas if theta is not None), arch.rope_theta)
+        local = next((theta for theta in thetas if theta is not None), arch.rope_theta)
+        scaling = {"rope_type": "default"} if arch.rope_scaling is None else hf_scaling(arch.rope_scaling)
+        config["rope_parameters"] = {
+            FULL: {"rope_theta": arch.rope_theta, **scaling},
+            SLIDING: {"rope_theta": local, "rope_type": "default"},
+        }
+        config |= {} if family.local_theta == "rope_theta" else {family.local_theta: local}
     if family.leaves_out_rotary:
         config["no_rope_layers"] = [int(kind.rotary) for kind in arch.layers]
     if arch.experts is not None:
