@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders
+from tokenizers.models import BPE
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
-from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.data.tokenizer import Tokenizer, character_tokenizer
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rewards.worker_pool import Verdict
 from dapo_jax.rollout.engine import GivenUp
@@ -40,6 +43,20 @@ def test_tokens_without_text_do_not_hide_a_stop_string(chunk):
     rule = stop_rule(tokenizer, ("end",))
     ends = (rule(ids[: start + chunk], start) for start in range(0, len(ids), chunk))
     assert next((end for end in ends if end is not None), None) == len(ids) - 1
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_a_stop_string_may_be_spelled_in_bytes(chunk):
+    """As with Gemma, whose characters outside the vocabulary are bytes, each a token."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(BPE(vocab, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend, eos_ids=(0,), pad_id=0, special_tokens={}, add_bos=False, chat_template=None)
+    ids = tokenizer.encode("é€ 数学. 🙂 and more")
+    rule = stop_rule(tokenizer, ("🙂", "数学。"))
+    check_stop_strings(tokenizer, ("🙂", "数学。"))
+    ends = (rule(ids[: start + chunk], start) for start in range(0, len(ids), chunk))
+    assert next((end for end in ends if end is not None), None) == len("é€ 数学. 🙂".encode())
 
 
 def test_a_special_token_is_no_stop_string():
