@@ -1,6 +1,5 @@
 """Gemma 3 1B with adapters (LoRA) and DAPO on GSM8K: the sizes of configs/gsm8k.py, greedy evaluation on the test set.
 
-    python scripts/data/prepare_gsm8k.py --train train.jsonl --test test.jsonl
     python -m dapo_jax.train --config configs/gemma3_1b_gsm8k_lora.py
 
 Hardware: 8 devices of 16 GB such as a v5e:2x4 slice, or one of 32 GB such as a v6e:1x1, with the same settings. Not
@@ -8,9 +7,9 @@ run, so no time and no accuracy are known.
 Published: 62.8 % of the test problems before any such training (Gemma 3's report, arXiv:2503.19786). That is where
 to start from, with other prompts and another grader, not a result of this recipe.
 
-Model: google/gemma-3-1b-it of the Hugging Face hub, whose licence must be accepted there first. Its template puts a
-system message, such as data.system_prompt, before the first message of the user. A response ends with <end_of_turn>
-(generation_config.json names it).
+Model and data: google/gemma-3-1b-it, whose licence must be accepted first (then `hf auth login`), and openai/gsm8k are
+downloaded from the Hugging Face hub (pip install 'dapo_jax[hub]'). The model's template puts a system message, such as
+data.system_prompt, before the first message of the user. A response ends with <end_of_turn>.
 
 Memory: each device has a whole copy of the frozen weights, since the model has one key-value head and mesh.tensor
 cannot divide it. The scores of 262,144 tokens are computed in blocks. --config.mesh.fsdp=8 shards the weights too.
@@ -27,11 +26,11 @@ from dapo_jax.config import default_config
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/gemma3_1b_gsm8k_lora"
-    config.model.path = "models/gemma-3-1b-it"
+    config.model.path = "google/gemma-3-1b-it"
     config.model.lora.rank = 32
     config.model.lora.alpha = 32.0
-    config.data.train_files = ("data/gsm8k/train.parquet",)
-    config.data.val_files = ("data/gsm8k/test.parquet",)
+    config.data.train_files = ("hf://openai/gsm8k/main/train",)
+    config.data.val_files = ("hf://openai/gsm8k/main/test",)
     config.data.train_batch_size = 256
     config.data.gen_batch_size = 384
     config.data.max_prompt_length = 512
