@@ -140,6 +140,7 @@ def engine_settings(
         smallest_rows=1 if on_cpu else ROW_MULTIPLE,  # on an accelerator, fewer rows are not faster
         lookahead=0 if on_cpu else 1,  # a CPU would decode and look ahead with the same cores
         seed=config.seed,
+        choices=arch.choices if config.model.router_replay else None,
     )
 
 
@@ -214,6 +215,7 @@ def micro_batches(config: Config, arch: Architecture, mesh: Mesh, name: str = "a
         max_tokens_per_device=token_budget(config, name),
         rows_per_device=0 if config.actor.use_dynamic_bsz else micro_batch_size(config, name),
         attention=training_attention(config, arch, mesh),
+        choices=arch.choices if config.model.router_replay and name == "actor" else None,
         flops=token_flops(arch),
     )
 

@@ -129,6 +129,7 @@ class ModelConfig:
     dtype: Dtype = "auto"  # of matrix products: float32 | bfloat16 | auto (bfloat16 where it is fast)
     enable_gradient_checkpointing: bool = True  # recompute parts of a layer in the backward pass: less memory
     attention: Attention = "fused"  # training: xla | cudnn, triton (NVIDIA) | splash (TPU) | fused (the best that runs)
+    router_replay: bool = True  # mixtures of experts: training uses the experts that the sampler chose
     remat_policy: str = "full"  # kept for the backward pass: full (nothing) | attention | dots | offload (accelerators)
     lora: LoraConfig = field(default_factory=LoraConfig)
     random: RandomModelConfig = field(default_factory=RandomModelConfig)

@@ -14,6 +14,9 @@ from dapo_jax.errors import InputError
 
 OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
 SCORE = "score "  # precedes the name of a score in a checkpoint
+# In a checkpoint: records of experts of each group's prompt and then of its responses, one after the other, and tokens
+# [Q, 1 + G] of each.
+EXPERTS, EXPERT_TOKENS = "experts", "expert_tokens"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Experience:
     failed: np.ndarray  # [Q, G] bool, verification failed; False in what a checkpoint restores
     by_policy: np.ndarray | None = None  # [Q, G, R] bool, True on tokens that the policy wrote; None = all of `mask`
     kl: np.ndarray | None = None  # [Q, G, R] float32, divergence of each token from the reference; None = not measured
+    # Experts that tokens went to when they were sampled, see Rollout; None = not recorded
+    experts: list[list[np.ndarray]] | None = None  # [Q][G] of responses
+    prompt_experts: list[np.ndarray] | None = None  # [Q]
     answers: list[list[str | None]] | None = None  # [Q][G] what the verifier read, as text; None = unknown
     error: str = ""  # the most frequent error of the failed verifications; "" once groups are chosen
     work: Mapping[str, Work] = field(default_factory=dict)  # of sampling and scoring, by stage; {} for chosen groups
@@ -126,6 +132,8 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
     """The groups of all parts, one after the other. A score that a part lacks is NaN there."""
     if any(part.by_policy is not None for part in parts):
         parts = [replace(part, by_policy=part.policy_mask) for part in parts]
+    if any(part.experts is not None for part in parts):
+        parts = with_records(parts)
 
     def joined(values: list[Any]) -> Any:
         if any(value is None for value in values):
@@ -138,6 +146,19 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
     return Experience(scores=scores, **{name: joined(values) for name, values in columns.items()})
 
 
+def with_records(parts: Sequence[Experience]) -> list[Experience]:
+    """The parts with empty records of experts where some have none."""
+    known = [part.prompt_experts[0] for part in parts if part.prompt_experts]
+    empty = known[0][:0] if known else np.zeros((0, 0, 0), np.int8)
+
+    def complete(part: Experience) -> Experience:
+        if part.experts is not None and part.prompt_experts is not None:
+            return part
+        return replace(part, experts=[[empty] * len(group) for group in part.texts], prompt_experts=[empty] * len(part))
+
+    return [complete(part) for part in parts]
+
+
 def join(parts: Iterable[Experience | None]) -> Experience | None:
     """The groups of all parts; None if there are none."""
     present = [part for part in parts if part]
@@ -148,6 +169,10 @@ def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
     """What a checkpoint holds of `experience`."""
     values = experience._by_group()
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and name != "failed"}
+    if experience.experts and experience.prompt_experts:
+        groups = [[prompt, *rest] for prompt, rest in zip(experience.prompt_experts, experience.experts, strict=True)]
+        arrays[EXPERTS] = np.concatenate(list(chain.from_iterable(groups)))
+        arrays[EXPERT_TOKENS] = np.array([[len(record) for record in group] for group in groups], np.int64)
     return arrays | {SCORE + name: value for name, value in experience.scores.items()}
 
 
@@ -155,12 +180,18 @@ def from_arrays(arrays: Mapping[str, np.ndarray], prompt_set: PromptSet, tokeniz
     """The inverse of `to_arrays`, for groups of rows of `prompt_set`."""
     arrays = {name: np.asarray(values) for name, values in arrays.items()}
     scores = {name.removeprefix(SCORE): arrays.pop(name) for name in list(arrays) if name.startswith(SCORE)}
+    records, of_group = {}, arrays.pop(EXPERT_TOKENS, None)
+    if of_group is not None:
+        found = np.split(arrays.pop(EXPERTS), np.cumsum(of_group)[:-1])
+        groups = [found[start : start + of_group.shape[1]] for start in range(0, of_group.size, of_group.shape[1])]
+        records = {"prompt_experts": [group[0] for group in groups], "experts": [group[1:] for group in groups]}
     texts = [
         [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in zip(*group, strict=True)]
         for group in zip(arrays["responses"], arrays["mask"], strict=True)
     ]
     return Experience(
         **arrays,  # pyright: ignore[reportArgumentType]
+        **records,
         prompts=[prompt_set.tokens[row] for row in arrays["rows"]],
         texts=texts,
         scores=scores,

@@ -16,6 +16,7 @@ def get_config() -> Any:
     config.data.train_batch_size = 1024
     config.data.max_prompt_length = 512
     config.data.max_response_length = 512
+    config.model.router_replay = False
     config.rollout.n = 1
     config.algorithm.adv_estimator = "gae"
     config.algorithm.filter_groups.enable = False

@@ -22,10 +22,12 @@ from dapo_jax.learner.token_logprobs import response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention
+from dapo_jax.models.experts import RoutingCounts
 from dapo_jax.models.lora import Lora, adapter_table, init_adapters, with_adapters
 from dapo_jax.models.weights import cast_matrices, init_params, weight_table
 from dapo_jax.parallel.sharding import replicated
 
+ROUTING = "routing"  # the metric of what the routers did
 RATIO_STEP, RATIO_BUCKETS = 0.01, 201  # ratios are counted by multiples of the step: 0, 0.01 ... 2 and above
 
 
@@ -57,6 +59,7 @@ class Actor:
     decode_weights: WithFrozen  # params -> weights for rollout/, cast and resharded
     logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [S, U], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
+    experts_per_token: int = 0  # 0: no layer has experts
 
 
 def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
@@ -68,8 +71,8 @@ def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
 
 def logprobs_and_entropy(
     params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings, *, remat: str
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy [S, U] of each response token, as `response_logprobs` gives them."""
+) -> tuple[jax.Array, jax.Array, RoutingCounts | None]:
+    """Log-probability and entropy [S, U] of each response token and counts, as `response_logprobs` gives them."""
     return response_logprobs(
         operands(params, frozen, settings),
         batch,
@@ -87,7 +90,7 @@ def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings
 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
     """
-    logprobs, entropy = logprobs_and_entropy(params, frozen, batch, settings, remat=settings.remat)
+    logprobs, entropy, routing = logprobs_and_entropy(params, frozen, batch, settings, remat=settings.remat)
     token_loss, metrics = policy_token_loss(logprobs, batch, settings)
     total = weighted_sum(token_loss, batch.loss_weights, batch.loss_mask)
     metrics["pg_loss"] = Mean(total, jnp.float32(0))
@@ -112,6 +115,8 @@ def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings
         "squared_ratio": Mean.of(jnp.square(ratio), batch.mask),
         "ratio_counts": Mean(count_ratios(ratio, batch.loss_mask), jnp.float32(0)),
     }
+    if routing is not None:
+        metrics[ROUTING] = routing
     return total, jax.lax.stop_gradient(metrics)
 
 
@@ -169,7 +174,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
     whole = replicated(mesh)
 
     def logprobs(params, frozen, batch):
-        return logprobs_and_entropy(params, frozen, batch, settings, remat="none")
+        return logprobs_and_entropy(params, frozen, batch, settings, remat="none")[:2]
 
     def select(batch, logprobs):
         function = SELECTIONS[settings.loss_mode]
@@ -182,4 +187,5 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
         decode_weights=build_decode_weights(arch, settings.dtype, decode_mesh or mesh, lora, frozen),
         logprobs=WithFrozen(jitted_logprobs, frozen),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
+        experts_per_token=arch.experts.per_token if arch.experts is not None else 0,
     )

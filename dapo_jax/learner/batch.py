@@ -1,6 +1,8 @@
 """Host: from accepted groups to the rows that the learner is given: rewards, advantages, masks, log-probabilities."""
 
 import dataclasses
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import jax
@@ -158,7 +160,22 @@ def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Bat
         group_ids=np.repeat(group_ids, num_samples),
         old_logprobs=flat(experience.logprobs),
         advantages=np.zeros((num_groups * num_samples, length), np.float32),
+        experts=_records(chain.from_iterable(experience.experts or ()), num_groups * num_samples),
+        prompt_experts=_records(experience.prompt_experts or (), num_groups),
     )
+
+
+def _records(records: Iterable[np.ndarray], count: int) -> np.ndarray:
+    """[count] objects: the records of experts, and None where there are no more."""
+    found = np.full(count, None, object)
+    for index, record in enumerate(records):
+        found[index] = record
+    return found
+
+
+def choosing_experts(batch: Batch) -> Batch:
+    """`batch` whose tokens choose their experts themselves, wherever they went when they were sampled."""
+    return dataclasses.replace(batch, experts=None, prompt_experts=None)
 
 
 def rows_like(batch: Batch, values: np.ndarray) -> np.ndarray:
@@ -178,7 +195,7 @@ def policy_logprobs(learner: Learner, params: Any, batch: Batch) -> tuple[np.nda
 
 def reference_logprobs(learner: Learner, batch: Batch) -> np.ndarray:
     """Log-probabilities [B, R] under the reference policy."""
-    return policy_logprobs(learner, learner.reference, batch)[0]
+    return policy_logprobs(learner, learner.reference, choosing_experts(batch))[0]
 
 
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:
@@ -282,7 +299,8 @@ def hint_logprobs(learner: Learner, params: Any, batch: Batch, hinted: list[list
     The solution comes on top of data.max_prompt_length; nothing of a hinted prompt is cut.
     """
     tokens, mask = _padded(learner, hinted + [[]] * (learner.num_groups - len(hinted)))
-    return policy_logprobs(learner, params, dataclasses.replace(batch, prompts=tokens, prompt_mask=mask))[0]
+    hinted_batch = dataclasses.replace(choosing_experts(batch), prompts=tokens, prompt_mask=mask)
+    return policy_logprobs(learner, params, hinted_batch)[0]
 
 
 def selection_noise(learner: Learner, experience: Experience, batch: Batch) -> np.ndarray:

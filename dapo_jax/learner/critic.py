@@ -52,7 +52,7 @@ def critic_architecture(policy: Architecture) -> Architecture:
 def response_values(params: Any, batch: MicroBatch, settings: CriticSettings) -> jax.Array:
     """Value [S, U] of the state in which each response token was drawn; float32."""
     params = cast_matrices(params, settings.arch, settings.dtype, tables=False)
-    hidden = response_hidden(params, batch, arch=settings.arch, remat=settings.remat, attention=settings.attention)
+    hidden, _ = response_hidden(params, batch, arch=settings.arch, remat=settings.remat, attention=settings.attention)
     return transformer.scalar(params, hidden)
 
 

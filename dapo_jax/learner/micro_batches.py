@@ -7,11 +7,13 @@ sequence, and all bins of a batch are equally wide.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dapo_jax.data.containers import Batch, Bins, MicroBatch, Tokens
 from dapo_jax.learner.packing import EIGHTHS, Pass, plan_passes
+from dapo_jax.models.architecture import Choices
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 
@@ -43,10 +45,11 @@ class MicroBatches:
     rows_per_device: int = 0  # not 0: by rows
     attention: BinAttention = XLA
     flops: TokenFlops = TokenFlops(layers=1.0, head=0.0, pair=0.0)
+    choices: Choices | None = None  # not None: tokens go to the experts that the sampler used, where they are known
 
     def split(self, batch: Batch) -> Iterator[Piece]:
         """The micro-batches, which hold every row that has a response."""
-        passes, packer = self.passes(batch), _Packer(batch, self.attention, self.num_shards)
+        passes, packer = self.passes(batch), _Packer(batch, self)
         most: dict[tuple[int, int], int] = {}  # response tokens of a share, by the shape of a pass
         for one in passes:
             most[one.shape] = max(most.get(one.shape, 0), packer.num_tokens(one))
@@ -104,8 +107,13 @@ class MicroBatches:
 class _Packer:
     """Makes the arrays of passes from the rows of a batch."""
 
-    def __init__(self, batch: Batch, attention: BinAttention, num_shards: int) -> None:
-        self.batch, self.attention, self.num_shards = batch, attention, num_shards
+    def __init__(self, batch: Batch, split: MicroBatches) -> None:
+        self.batch, self.attention, self.num_shards, self.choices = (
+            batch,
+            split.attention,
+            split.num_shards,
+            split.choices,
+        )
         self.prompts = [prompt[mask] for prompt, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
         self.lengths = batch.mask.sum(axis=1).tolist()
         self.samples = len(batch.mask) // len(batch.prompts)
@@ -134,16 +142,22 @@ class _Packer:
         self, bins: list[list[int]], one: Pass, size: int
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """The arrays of a share: [n, T] of the slots of its bins, [size] of its response tokens."""
-        slots = {name: np.zeros(len(bins) * one.width, np.int32) for name in SLOTS}
+        slots: dict[str, Any] = {name: np.zeros(len(bins) * one.width, np.int32) for name in SLOTS}
+        if self.choices is not None:
+            layers, per_token, dtype = self.choices
+            slots["experts"] = np.full((len(bins) * one.width, layers, per_token), -1, dtype)
         targets = {name: np.zeros(size, np.int32) for name in ("sources", "sequences", "columns")}
         targets["rows"] = np.full(size, -1, np.int32)
         target = sequence = 0
 
-        def put(slot: int, tokens: np.ndarray, position: int, tree: int, branch: int) -> int:
+        def put(slot: int, tokens: np.ndarray, position: int, tree: int, branch: int, experts: Any) -> int:
             """Fills slots, and returns the one after them."""
             end = slot + len(tokens)
             for name, values in zip(SLOTS, (tokens, position + np.arange(len(tokens)), tree, branch), strict=True):
                 slots[name][slot:end] = values
+            if experts is not None:
+                known = experts[: len(tokens)]
+                slots["experts"][slot : slot + len(known)] = known
             return end
 
         for number, rows in enumerate(bins):
@@ -153,12 +167,19 @@ class _Packer:
                 prompt, length = row // self.samples, self.lengths[row]
                 if prompt != planted or not one.shares:
                     planted, tree = prompt, tree + 1
-                    slot = put(slot, self.prompts[prompt], 0, tree, 0)
+                    slot = put(slot, self.prompts[prompt], 0, tree, 0, self._record(self.batch.prompt_experts, prompt))
                     root = slot - 1
                 of_row, sequence = slice(target, target + length), sequence + 1
                 targets["sources"][of_row] = [root, *range(slot, slot + length - 1)]
                 targets["sequences"][of_row], targets["rows"][of_row] = sequence, row
                 targets["columns"][of_row] = np.arange(length)
-                slot = put(slot, self.batch.responses[row, : length - 1], len(self.prompts[prompt]), tree, branch)
+                fed, record = self.batch.responses[row, : length - 1], self._record(self.batch.experts, row)
+                slot = put(slot, fed, len(self.prompts[prompt]), tree, branch, record)
                 target += length
-        return {name: array.reshape(len(bins), one.width) for name, array in slots.items()}, targets
+        return {name: array.reshape(len(bins), one.width, *array.shape[1:]) for name, array in slots.items()}, targets
+
+    def _record(self, records: Any, index: int) -> Any:
+        """The experts of the tokens of a prompt or a response; None if they choose for themselves."""
+        if self.choices is None or records is None or records[index] is None or not len(records[index]):
+            return None
+        return records[index]

@@ -7,6 +7,7 @@ from dapo_jax.data.containers import MicroBatch
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention
+from dapo_jax.models.experts import RoutingCounts
 from dapo_jax.parallel.sharding import shards_left
 
 
@@ -20,10 +21,10 @@ def response_logprobs(
     attention: BinAttention,
     chunk_size: int,
     entropy_gradient: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability [S, U] of each response token, and the entropy [S, U] of its distribution.
+) -> tuple[jax.Array, jax.Array, RoutingCounts | None]:
+    """Log-probability [S, U] of each response token, entropy [S, U] of its distribution, and what the routers did.
 
-    Both are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
+    The first two are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
     tokens at a time on each device, in the backward pass too.
 
     Args:
@@ -32,7 +33,7 @@ def response_logprobs(
         chunk_size: tokens on one device.
         entropy_gradient: whether the entropy is differentiated, or only reported.
     """
-    hidden = response_hidden(params, batch, arch=arch, remat=remat, attention=attention)
+    hidden, counts = response_hidden(params, batch, arch=arch, remat=remat, attention=attention)
 
     def chunk_logprobs(chunk):
         hidden, tokens = chunk
@@ -51,20 +52,20 @@ def response_logprobs(
     columns = -(-length // -(-length // widest))  # as many chunks, with the least padding
     chunks = jax.tree.map(lambda x: _split_columns(x, columns), (hidden, batch.responses))
     logprobs, entropy = jax.lax.map(jax.checkpoint(chunk_logprobs), chunks)
-    return _join_columns(logprobs, length), _join_columns(entropy, length)
+    return _join_columns(logprobs, length), _join_columns(entropy, length), counts
 
 
 def response_hidden(
     params: transformer.Params, batch: MicroBatch, *, arch: Architecture, remat: str, attention: BinAttention
-) -> jax.Array:
-    """Hidden states [S, U, D] float32 that predict each response token.
+) -> tuple[jax.Array, RoutingCounts | None]:
+    """Hidden states [S, U, D] float32 that predict each response token, and what the routers did.
 
     Args:
         remat: a name of models/remat.py's POLICIES.
     """
-    hidden, _ = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
+    hidden, counts = transformer.forward_bins(params, batch.bins, arch, kernel=attention, remat=remat)
     of_shares = hidden.reshape(len(batch.sources), -1, hidden.shape[-1])
-    return jnp.take_along_axis(of_shares, batch.sources[:, :, None], axis=1)
+    return jnp.take_along_axis(of_shares, batch.sources[:, :, None], axis=1), counts
 
 
 def _split_columns(x: jax.Array, columns: int) -> jax.Array:

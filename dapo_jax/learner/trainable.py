@@ -16,7 +16,7 @@ from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
 HOST = "pinned_host"  # JAX's name of host memory
-Metrics = dict[str, Any]  # Mean or Max, see containers.py
+Metrics = dict[str, Any]  # Mean or Max, see containers.py, or what else can be merged
 # (params, what is not trained, micro-batch) -> its share of the loss, metrics
 Loss = Callable[[Any, Any, MicroBatch], tuple[jax.Array, Metrics]]
 

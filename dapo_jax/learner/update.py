@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from dapo_jax.algorithms.aggregation import token_weights
 from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
 from dapo_jax.data.work import Work, efficiencies
-from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, Actor
+from dapo_jax.learner.actor import RATIO_BUCKETS, RATIO_STEP, ROUTING, Actor
 from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import TrainState
+from dapo_jax.learner.router_metrics import router_metrics
 from dapo_jax.learner.trainable import Metrics, Trainable
 from dapo_jax.monitor.tensorboard import Histograms, counted
 from dapo_jax.parallel.processes import settle
@@ -59,7 +60,8 @@ def update_policy(
     def select(state: TrainState, mini_batch: Batch) -> Batch:
         assert actor.select is not None
         logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batches, mesh, pace)
-        whole = put((mini_batch, logprobs), replicated(mesh))
+        known = dataclasses.replace(mini_batch, experts=None, prompt_experts=None)  # no arrays of the devices
+        whole = put((known, logprobs), replicated(mesh))
         return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
 
     prepare = select if actor.select is not None else None
@@ -72,7 +74,11 @@ def update_policy(
         ratios = np.sum([metrics.pop("ratio_counts").total for metrics, _ in found], axis=0)
         low, high = -RATIO_STEP / 2, (RATIO_BUCKETS - 0.5) * RATIO_STEP
         histograms = {"actor/ratio": counted(ratios, low=low, high=high)}
-        return _policy_summary(found, clips=actor.select is None) | efficiencies([{"update": work}]), histograms
+        routed = [metrics.pop(ROUTING) for metrics, _ in found if ROUTING in metrics]
+        replayed = settings.micro_batches.choices is not None
+        routers = router_metrics(routed, actor.experts_per_token, replayed=replayed) if routed else {}
+        summary = _policy_summary(found, clips=actor.select is None)
+        return summary | routers | efficiencies([{"update": work}]), histograms
 
     return state, finish
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from dapo_jax.errors import InputError
 from dapo_jax.models.rope_scaling import RopeScaling
@@ -25,6 +28,14 @@ class Experts:
     per_token: int  # that a token is given to
     intermediate_size: int  # of each
     normalized: bool  # the weights of a token's experts add up to 1
+
+
+class Choices(NamedTuple):
+    """How the experts of a token are recorded: [l, k], -1 where they are not known."""
+
+    layers: int  # l, those that have experts
+    per_token: int  # k
+    dtype: str  # the smallest that holds -1 and the number of every expert
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,14 @@ class Architecture:
         """Numbers of a token inside a feed-forward network: F, or those of its experts together."""
         experts = self.experts
         return self.intermediate_size if experts is None else experts.per_token * experts.intermediate_size
+
+    @property
+    def choices(self) -> Choices | None:
+        """How the experts of a token are recorded; None without experts."""
+        layers = sum(kind.experts for kind in self.layers)
+        if self.experts is None or not layers:
+            return None
+        return Choices(layers, self.experts.per_token, np.min_scalar_type(-self.experts.number).name)
 
     def layers_with(self, leaf: str) -> tuple[int, ...]:
         """The numbers of the layers that have a leaf of this name (see models/weights.py), or an adapter of it."""

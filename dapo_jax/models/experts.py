@@ -161,6 +161,13 @@ class RoutingCounts:
     choices: jax.Array  # float32, pairs of a token and an expert in use
     replaced: jax.Array  # float32, those of them that the router would not have chosen
 
+    def merge(self, other: "RoutingCounts") -> "RoutingCounts":
+        return jax.tree.map(jnp.add, self, other)
+
+    def across(self, axis: str) -> "RoutingCounts":
+        """Inside a shard_map: merged over the devices along `axis`."""
+        return jax.lax.psum(self, axis)
+
 
 def routing_counts(routing: Routing, mask: jax.Array) -> RoutingCounts:
     """The sums over the tokens where mask [B, T] is True."""

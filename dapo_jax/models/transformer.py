@@ -19,7 +19,7 @@ from flax import struct
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention, capped, causal_attention, matmul, shared_prompt_attention
-from dapo_jax.models.experts import Routing
+from dapo_jax.models.experts import RoutingCounts, routing_counts
 from dapo_jax.models.layers import REPLAYED, KeyValue, Params, block, normed, rotary, run_layers, scores_of
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
@@ -63,14 +63,17 @@ def forward(
 
 def forward_bins(
     params: Params, bins: Bins, arch: Architecture, *, kernel: BinAttention, remat: str = "none"
-) -> tuple[jax.Array, list[Routing]]:
-    """Hidden states [N, T, D] float32 after the final norm of the sequences in `bins`, and what each router did.
+) -> tuple[jax.Array, RoutingCounts | None]:
+    """Hidden states [N, T, D] float32 after the final norm of the sequences in `bins`, and what the routers did.
 
     Equal to `forward` on each prompt with each response on its own, up to rounding.
 
     Args:
         params: weights, layers stacked.
         remat: as for `forward`.
+
+    Returns:
+        The hidden states, and the counts of the real tokens, stacked over the layers with experts; None without.
     """
     rotations = rotary(bins.positions, arch)
     attends = {kind: kernel.attend(bins, scores_of(kind, arch)) for kind in arch.pattern}
@@ -83,10 +86,13 @@ def forward_bins(
             return attends[kind](query, key, value), None
 
         x, _, routing = block(kind, x, _gathered(layer, arch), rotations, attend, arch)
+        if routing is not None:  # summed here: the probabilities of all layers would fill the memory
+            routing = routing_counts(jax.lax.stop_gradient(routing), bins.trees > 0)
         return constrain_residual(x), routing
 
-    x, routings = run_layers(step, constrain_residual(embed(params, bins.tokens, arch)), layers, arch, remat=remat)
-    return normed(x, params, "final_norm", arch), [routing for routing in routings if routing is not None]
+    x, found = run_layers(step, constrain_residual(embed(params, bins.tokens, arch)), layers, arch, remat=remat)
+    counts = [of_layer for of_layer in found if of_layer is not None]
+    return normed(x, params, "final_norm", arch), jax.tree.map(lambda *x: jnp.stack(x), *counts) if counts else None
 
 
 def prefill(
@@ -99,8 +105,8 @@ def prefill(
         token [Q, P, l, k] in the l layers that have them.
     """
     hidden, found = _causal_pass(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
-    caches, routings = zip(*found, strict=True)
-    return hidden[:, -1], list(caches), chosen_experts(routings)
+    caches, chosen = zip(*found, strict=True)
+    return hidden[:, -1], list(caches), chosen_experts(chosen)
 
 
 def decode(
@@ -160,17 +166,17 @@ def decode_with(
 
     def step(kind, x, layer, cache):
         x, cache, routing = block(kind, x, layer, rotations, functools.partial(attend, kind, cache), arch)
-        return x, (cache, routing)
+        return x, (cache, None if routing is None else routing.chosen)
 
     x, found = run_layers(step, embed(params, tokens[:, None], arch), params["layers"], arch, caches=caches)
-    new_caches, routings = zip(*found, strict=True)
-    experts = chosen_experts(routings)
+    new_caches, chosen = zip(*found, strict=True)
+    experts = chosen_experts(chosen)
     return normed(x, params, "final_norm", arch)[:, 0], list(new_caches), None if experts is None else experts[:, 0]
 
 
-def chosen_experts(routings: Iterable[Routing | None]) -> jax.Array | None:
-    """The experts [B, T, l, k] that tokens used in the l layers that have them; None if no layer has."""
-    chosen = [routing.chosen for routing in routings if routing is not None]
+def chosen_experts(layers: Iterable[jax.Array | None]) -> jax.Array | None:
+    """The experts [B, T, l, k] that tokens used in the l layers that have some, from each layer's; None if none has."""
+    chosen = [of_layer for of_layer in layers if of_layer is not None]
     return jnp.stack(chosen, axis=2) if chosen else None
 
 
@@ -206,7 +212,7 @@ def positions_of(mask: jax.Array) -> jax.Array:
 
 
 def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) -> tuple[jax.Array, list[Any]]:
-    """The hidden states of `forward`, and with `keep_cache` each layer's keys and values, and what its router did."""
+    """The hidden states of `forward`, and with `keep_cache` each layer's keys and values, and its tokens' experts."""
     x = constrain_rows(embed(params, tokens, arch))
     rotations = rotary(positions, arch)
 
@@ -216,7 +222,7 @@ def _causal_pass(params, tokens, positions, mask, arch, *, remat, keep_cache) ->
             return causal_attention(query, key, value, mask, scores_of(kind, arch)), cache
 
         x, cache, routing = block(kind, x, layer, rotations, attend, arch)
-        return constrain_rows(x), (cache, routing if keep_cache else None)
+        return constrain_rows(x), (cache, routing.chosen if keep_cache and routing is not None else None)
 
     x, found = run_layers(step, x, params["layers"], arch, remat=remat)
     return normed(x, params, "final_norm", arch), found

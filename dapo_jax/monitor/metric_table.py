@@ -150,6 +150,16 @@ actor/kept_samples  share  samples that are trained on
 [own | algorithm.overlong_filtering]
 actor/overlong_filtered  share  responses left out of the loss because they were truncated
 
+# Mixtures of experts in the update.
+
+[own | the policy was updated, and has experts]
+router/aux_loss  1      transformers' load-balancing loss of the update's tokens, not trained on: E times the sum over
+    experts of their choices per token times their mean probability, over all layers; equal loads give experts per token
+router/max_load  ratio  tokens of the most loaded expert / mean of its layer, over all layers
+router/min_load  ratio  the same of the least loaded expert; 0 = some expert had no token
+[own | the policy was updated, and has experts; model.router_replay]
+router/replay_differs  share  choices of experts of the sampler that the training pass would not have made
+
 # Sampling against training. d is the training pass's log-probability minus the sampler's.
 
 [own | the policy was updated: a batch was trained on, after trainer.critic_warmup, with a token left in the loss]

@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models import transformer
-from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.transformer import LayerCache, Params
 from dapo_jax.models.vocabulary_blocks import block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
@@ -42,6 +42,8 @@ class Chunk:
     tokens: jax.Array  # [B, C] int32, pad_id where the mask is False
     mask: jax.Array  # [B, C] bool, False after the row's end-of-sequence token
     logprobs: jax.Array  # [B, C] float32
+    # [B, C, l, k], of the tokens that were fed: each is one place before the token that was drawn from it
+    experts: jax.Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("arch", "dtype", "window"))
@@ -75,7 +77,9 @@ def empty_wave(
     return laid_out(Wave(tokens, finished, keys, begun, prompt_mask, caches, jnp.int32(1)))
 
 
-@functools.partial(jax.jit, static_argnames=("arch", "copies", "eos_ids", "pad_id"), donate_argnames=("wave",))
+@functools.partial(
+    jax.jit, static_argnames=("arch", "copies", "eos_ids", "pad_id", "choices"), donate_argnames=("wave",)
+)
 def prefill_part(
     params: Params,
     wave: Wave,
@@ -88,16 +92,20 @@ def prefill_part(
     copies: int,
     eos_ids: tuple[int, ...],
     pad_id: int,
-) -> tuple[Wave, Chunk]:
+    choices: Choices | None = None,
+) -> tuple[Wave, Chunk, jax.Array | None]:
     """Runs some prompts of an empty wave, each once, caches their keys and values, and draws their rows' first token.
+
+    The third result is the experts [M, P, l, k] of the prompts' tokens, if they are recorded.
 
     Args:
         tokens, mask: [M, P] left-padded prompts; `copies` neighbouring shards all keep what they prefill together.
         first: scalar, where these prompts begin among those of each shard.
+        choices: how experts are recorded; None = they are not.
     """
     samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
     first_row, rows = first * samples, tokens.shape[0] * copies * samples
-    hidden, keys_and_values, _ = transformer.prefill(params, tokens, mask, arch)
+    hidden, keys_and_values, experts = transformer.prefill(params, tokens, mask, arch)
     caches = []
     for cache, (key, value) in zip(wave.caches, keys_and_values, strict=True):
         key, value = _spread(key, copies), _spread(value, copies)
@@ -118,10 +126,13 @@ def prefill_part(
         finished=_put_part(wave.finished, finished, first_row),
         caches=caches,
     )
-    return laid_out(wave), chunk_of(drawn[:, None], ~padding[:, None], logprobs[:, None])
+    chunk = chunk_of(drawn[:, None], ~padding[:, None], logprobs[:, None])
+    return laid_out(wave), chunk, everywhere(recorded(experts, choices))
 
 
-@functools.partial(jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id"), donate_argnames=("wave",))
+@functools.partial(
+    jax.jit, static_argnames=("arch", "num_tokens", "eos_ids", "pad_id", "choices"), donate_argnames=("wave",)
+)
 def decode_chunk(
     params: Params,
     wave: Wave,
@@ -131,6 +142,7 @@ def decode_chunk(
     num_tokens: int,
     eos_ids: tuple[int, ...],
     pad_id: int,
+    choices: Choices | None = None,
 ) -> tuple[Wave, Chunk]:
     """Draws `num_tokens` more tokens for each row; finished rows draw padding."""
     num_samples = wave.tokens.shape[0] // wave.prompt_mask.shape[0]
@@ -138,7 +150,7 @@ def decode_chunk(
 
     def step(wave: Wave, __: None) -> tuple[Wave, Any]:
         index = wave.length - 1
-        hidden, caches, _ = transformer.decode(
+        hidden, caches, experts = transformer.decode(
             params, wave.tokens, prompt_lengths + index, wave.prompt_mask, wave.caches, index, arch
         )
         logits = block_logits(params, hidden, arch)
@@ -146,11 +158,10 @@ def decode_chunk(
         sampled = ~wave.finished
         tokens, finished = settle(tokens, wave.finished, eos_ids, pad_id)
         new_wave = dataclasses.replace(wave, tokens=tokens, finished=finished, caches=caches, length=wave.length + 1)
-        return new_wave, (tokens, sampled, logprobs)
+        return new_wave, (tokens, sampled, logprobs, recorded(experts, choices))
 
     wave, outputs = jax.lax.scan(step, wave, length=num_tokens)
-    tokens, mask, logprobs = (output.swapaxes(0, 1) for output in outputs)
-    return laid_out(wave), chunk_of(tokens, mask, logprobs)
+    return laid_out(wave), chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs))
 
 
 def wave_spec(ndim: int) -> PartitionSpec:
@@ -245,6 +256,15 @@ def settle(tokens, finished, eos_ids, pad_id) -> tuple[jax.Array, jax.Array]:
     return jnp.where(finished, pad_id, tokens), finished | ended
 
 
-def chunk_of(tokens, mask, logprobs) -> Chunk:
-    chunk = Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0))
-    return jax.tree.map(lambda x: constrain(x, PartitionSpec()), chunk)
+def recorded(experts: jax.Array | None, choices: Choices | None) -> jax.Array | None:
+    """The experts of tokens [..., l, k] as they are recorded; None if they are not."""
+    return None if experts is None or choices is None else experts.astype(choices.dtype)
+
+
+def chunk_of(tokens, mask, logprobs, experts=None) -> Chunk:
+    return everywhere(Chunk(tokens, mask, jnp.where(mask, logprobs, 0.0), experts))
+
+
+def everywhere(tree: Any) -> Any:
+    """Arrays replicated on every device."""
+    return jax.tree.map(lambda x: constrain(x, PartitionSpec()), tree)

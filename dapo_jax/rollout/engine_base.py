@@ -1,6 +1,7 @@
 """Host: what both engines have in common: what a generation samples, what the sizes have learnt, and the programs."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,12 @@ from dapo_jax.data.padding import bucket
 from dapo_jax.models.transformer import Params
 from dapo_jax.rollout.engine import Begun, Generation, OnFinished, StopRule
 from dapo_jax.rollout.engine_settings import EngineSettings
+from dapo_jax.rollout.expert_records import ExpertRecords
 from dapo_jax.rollout.learnt_sizes import LearntSizes
 from dapo_jax.rollout.needed_work import needed_work, work_of
 from dapo_jax.rollout.programs import Programs
 from dapo_jax.rollout.responses import Responses
-from dapo_jax.rollout.sampling import Sampling
+from dapo_jax.rollout.sampling import TRAIN, Sampling
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ class EngineBase(abc.ABC):
             stop=call.stop,
             on_finished=on_finished,
         )
-        samples = np.tile(np.arange(call.num_samples), len(prompts))
+        samples, lengths = np.tile(np.arange(call.num_samples), len(prompts)), [len(prompt) for prompt in prompts]
+        if settings.choices is not None and call.purpose == TRAIN:
+            known = None if begun is None else begun.responses.experts
+            responses.records = ExpertRecords(settings.choices, lengths, responses.begun, known)
         if begun is not None:
             assert call.num_samples == 1
             samples = begun.samples
@@ -147,7 +152,12 @@ class EngineBase(abc.ABC):
         """The responses of a block that have all ended; `computed` is what each part of its work has."""
         drawn = block.responses.drawn().reshape(len(block.prompts), -1)
         work = work_of(computed, needed_work(self.settings.arch, block.prompt_lengths, drawn))
-        return block.responses.rollout().replace(work=work)  # pyright: ignore[reportAttributeAccessIssue]
+        rollout = dataclasses.replace(block.responses.rollout(), work=work)
+        records = block.responses.records
+        if records is None:
+            return rollout
+        prompts = None if block.responses.begun.any() else records.prompts
+        return dataclasses.replace(rollout, experts=records.responses, prompt_experts=prompts)
 
     def state(self) -> dict[str, np.ndarray]:
         """What the sizes of the next call depend on."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.attention import queries_at_once
 from dapo_jax.models.transformer import Params
 from dapo_jax.rollout.shapes import windows
@@ -30,6 +30,7 @@ class EngineSettings:
     smallest_rows: int  # per device, to which a wave shrinks
     lookahead: int  # chunks dispatched before the result of one is read
     seed: int
+    choices: Choices | None = None  # how the experts of tokens are recorded; None = they are not
 
     @property
     def tokens_per_chunk(self) -> int:

@@ -1,11 +1,15 @@
 """Host: responses while they are being sampled."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.parallel.sharding import fetch
 from dapo_jax.rollout.decoding import Chunk
 from dapo_jax.rollout.engine import OnFinished, StopRule
+from dapo_jax.rollout.expert_records import ExpertRecords
 
 
 class Responses:
@@ -35,13 +39,14 @@ class Responses:
         self.complete = np.zeros(len(limits), bool)  # ended by an end-of-sequence token or the stop rule
         self.ended = np.zeros(len(limits), bool)  # complete, or at its limit
         self.limits, self.eos_ids, self.pad_id, self.stop, self.on_finished = limits, eos_ids, pad_id, stop, on_finished
+        self.records: ExpertRecords | None = None  # of the experts of tokens, if they are kept
         if begun is not None:
             self.tokens[:], self.mask[:], self.logprobs[:] = begun.responses, begun.mask, begun.logprobs
         self.begun: np.ndarray = self.mask.sum(axis=1)  # [B] tokens
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray | int) -> None:
         """Adds a chunk whose first token is number `starts`, [B] or one for all, of what is drawn for `rows` [B]."""
-        chunk = fetch(chunk)
+        chunk = _fetched(chunk, self.records)
         alive = self.alive(rows)
         rows = rows[alive]
         starts = self.begun[rows] + np.broadcast_to(starts, alive.shape)[alive]
@@ -56,6 +61,8 @@ class Responses:
         if self.stop is not None:
             self._stop(rows, starts, self.stop)
         self.ended[rows] = self.complete[rows] | (places[:, -1] + 1 >= self.limits[rows])
+        if self.records is not None:
+            self._record(self.records, chunk.experts, alive, rows, starts)
         if self.on_finished is not None and self.ended[rows].any():
             self.on_finished(rows[self.ended[rows]], self.rollout())
 
@@ -65,6 +72,14 @@ class Responses:
             if kept is not None:
                 self.mask[row, kept:], self.tokens[row, kept:], self.logprobs[row, kept:] = False, self.pad_id, 0.0
                 self.complete[row] = True
+
+    def _record(
+        self, records: ExpertRecords, experts: Any, alive: np.ndarray, rows: np.ndarray, starts: np.ndarray
+    ) -> None:
+        if experts is not None:  # waves draw the first token in prefill
+            records.add_chunk(rows, starts, experts[alive])
+        for row in rows[self.ended[rows]].tolist():
+            records.end(row, int(self.mask[row].sum()))
 
     def alive(self, rows: np.ndarray) -> np.ndarray:
         """True for rows of a wave that belong to a response that has not ended."""
@@ -87,7 +102,7 @@ class Responses:
         return [tokens[:count].tolist() for tokens, count in zip(self.tokens, self.begun, strict=True)]
 
     def rollout(self) -> Rollout:
-        """The responses so far."""
+        """The responses so far; their experts are not known before they end."""
         return Rollout(self.tokens, self.mask, self.logprobs, self.complete)
 
 
@@ -99,9 +114,17 @@ class JoinedResponses:
 
     def add(self, chunk: Chunk, rows: np.ndarray, starts: np.ndarray) -> None:
         """As `Responses.add`."""
-        chunk = fetch(chunk)
+        chunk = _fetched(chunk, *(part.records for part in self.parts.values()))
         for first, part in self.parts.items():
             part.add(chunk, _own_rows(first, part, rows), starts)
+
+    def add_prompts(self, prompts: np.ndarray, fed: np.ndarray, experts: np.ndarray) -> None:
+        """As `ExpertRecords.add_prompts`."""
+        for first, part in self.parts.items():
+            if part.records is not None:
+                own = prompts - first // part.records.num_samples
+                here = (own >= 0) & (own < len(part.records.prompts))
+                part.records.add_prompts(own[here].tolist(), fed[here].tolist(), experts[here])
 
     def alive(self, rows: np.ndarray) -> np.ndarray:
         """As `Responses.alive`."""
@@ -109,6 +132,12 @@ class JoinedResponses:
         for first, part in self.parts.items():
             alive |= part.alive(_own_rows(first, part, rows))
         return alive
+
+
+def _fetched(chunk: Chunk, *records: ExpertRecords | None) -> Chunk:
+    """The chunk on the host, without its experts unless they are recorded."""
+    wanted = any(one is not None for one in records)
+    return fetch(chunk if wanted else dataclasses.replace(chunk, experts=None))
 
 
 def _own_rows(first: int, part: Responses, rows: np.ndarray) -> np.ndarray:

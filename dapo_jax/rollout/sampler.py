@@ -189,6 +189,8 @@ def verified_groups(
         versions=np.array(np.broadcast_to(versions, len(prompts)), np.int64),
         failed=grouped([verdict.error is not None for verdict in verdicts]),
         by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
+        experts=None if rollout.experts is None else grouped_list(rollout.experts),
+        prompt_experts=rollout.prompt_experts,
         answers=grouped_list([verdict.pred for verdict in verdicts]),
         error=max(errors, key=lambda error: errors[error], default=""),
         work=rollout.work,

@@ -7,12 +7,13 @@ change it. Its log-probability is that of the policy that drew it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.data.containers import Rollout
-from dapo_jax.data.experience import Experience
+from dapo_jax.data.experience import Experience, with_records
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rollout.engine import Begun
@@ -82,6 +83,8 @@ def begin_groups(
         scores={},
         versions=np.full(len(rows), version, np.int64),
         failed=np.zeros(shape, bool),
+        experts=None if rollout.experts is None else _by_group(rollout.experts, num_samples),
+        prompt_experts=rollout.prompt_experts,
         work=rollout.work,
     )
 
@@ -93,6 +96,9 @@ def continue_groups(
     group, sample = np.nonzero(~segments.ended(groups))
     arrays = {name: getattr(groups, name).copy() for name in DRAWN}
     begun = Rollout(*(array[group, sample] for array in arrays.values()))
+    if groups.experts is not None:
+        known = [groups.experts[i][j] for i, j in zip(group, sample, strict=True)]
+        begun = replace(begun, experts=known)
     lengths = begun.mask.sum(axis=1)
     with sampler.stage("gen"):
         rollout = sampler.engine.generate(
@@ -108,13 +114,24 @@ def continue_groups(
         )
     for name, array in arrays.items():
         array[group, sample] = getattr(rollout, name)
+    if rollout.experts is not None:
+        (groups,) = with_records([groups])
+        assert groups.experts is not None
+        experts = [list(records) for records in groups.experts]
+        for i, j, record in zip(group, sample, rollout.experts, strict=True):
+            experts[i][j] = record
+        groups = replace(groups, experts=experts)
     return replace(groups, **arrays, work=rollout.work)  # pyright: ignore[reportArgumentType]
 
 
 def verify_groups(groups: Experience, verification: Verification) -> Experience:
     """`groups`, whose responses have all ended, with the verdicts on them."""
     arrays = [getattr(groups, name) for name in DRAWN]
-    rollout = Rollout(*(array.reshape(-1, *array.shape[2:]) for array in arrays))
+    rollout = Rollout(
+        *(array.reshape(-1, *array.shape[2:]) for array in arrays),
+        experts=None if groups.experts is None else list(chain.from_iterable(groups.experts)),
+        prompt_experts=groups.prompt_experts,
+    )
     verification.begin(np.arange(len(rollout.mask)), rollout)
     return verified_groups(
         rollout,
@@ -125,3 +142,7 @@ def verify_groups(groups: Experience, verification: Verification) -> Experience:
         verification.wait(),
         groups.versions,
     )
+
+
+def _by_group(values: list[Any], num_samples: int) -> list[list[Any]]:
+    return [values[first : first + num_samples] for first in range(0, len(values), num_samples)]

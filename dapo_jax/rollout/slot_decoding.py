@@ -14,13 +14,13 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models import transformer
-from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.paged_attention import AttendPages, attend_tail, merged
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks import block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import constrain
-from dapo_jax.rollout.decoding import Chunk, chunk_of, laid_out, settle, wave_spec
+from dapo_jax.rollout.decoding import Chunk, chunk_of, everywhere, laid_out, recorded, settle, wave_spec
 from dapo_jax.rollout.sampling import Sampling, keys_of, sample
 
 ROWS, HEADS = PartitionSpec(BATCH_AXES), wave_spec(4)
@@ -58,25 +58,38 @@ def empty_slots(*, arch: Architecture, slots: int, pages: int, page_length: int,
     return laid_out(Slots(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
 
 
-@functools.partial(jax.jit, static_argnames=("arch",), donate_argnames=("slots",))
+@functools.partial(jax.jit, static_argnames=("arch", "choices"), donate_argnames=("slots",))
 def prefill_pages(
-    params: Params, slots: Slots, tokens: jax.Array, mask: jax.Array, destinations: jax.Array, *, arch: Architecture
-) -> Slots:
+    params: Params,
+    slots: Slots,
+    tokens: jax.Array,
+    mask: jax.Array,
+    destinations: jax.Array,
+    *,
+    arch: Architecture,
+    choices: Choices | None = None,
+) -> tuple[Slots, jax.Array | None]:
     """Runs the prompts without their last token, each once, and puts their keys and values into pages.
+
+    The second result is the experts [Q, P, l, k] of these tokens, if they are recorded.
 
     Args:
         tokens, mask: [Q, P] left-padded prompts on the shards that have their rows; P is a multiple of C.
         destinations: [Q, P // C] int32, pages; 0 where there is only padding.
+        choices: how experts are recorded; None = they are not.
     """
-    _, caches, _ = transformer.prefill(params, tokens, mask, arch)
+    _, caches, experts = transformer.prefill(params, tokens, mask, arch)
     pages = [
         _put_pages(held, _as_pages(key, value, held.shape[2]), destinations.reshape(-1))
         for held, (key, value) in zip(slots.pages, caches, strict=True)
     ]
-    return laid_out(slots.replace(pages=pages))  # pyright: ignore[reportAttributeAccessIssue]
+    slots = slots.replace(pages=pages)  # pyright: ignore[reportAttributeAccessIssue]
+    return laid_out(slots), everywhere(recorded(experts, choices))
 
 
-@functools.partial(jax.jit, static_argnames=("arch", "attend_pages", "eos_ids", "pad_id"), donate_argnames=("slots",))
+@functools.partial(
+    jax.jit, static_argnames=("arch", "attend_pages", "eos_ids", "pad_id", "choices"), donate_argnames=("slots",)
+)
 def decode_slots(
     params: Params,
     slots: Slots,
@@ -89,6 +102,7 @@ def decode_slots(
     attend_pages: AttendPages,
     eos_ids: tuple[int, ...],
     pad_id: int,
+    choices: Choices | None = None,
 ) -> tuple[Slots, Chunk]:
     """Draws C tokens for each of the plan's slots; finished rows draw padding.
 
@@ -121,18 +135,20 @@ def decode_slots(
             return merged(paged, attend_tail(query[:, 0], tail, index))[:, None], (held, tail)
 
         caches = list(zip(slots.pages, tails, strict=True))
-        hidden, caches, _ = transformer.decode_with(attend, params, tokens, cached + plan.sampled + index, caches, arch)
+        places = cached + plan.sampled + index
+        hidden, caches, experts = transformer.decode_with(attend, params, tokens, places, caches, arch)
         logits = block_logits(params, hidden, arch)
         drawn, logprobs = sample(logits, keys, plan.begun + plan.sampled + index, sampling, eos_ids)
         drawn, ended = settle(drawn, finished, eos_ids, pad_id)
-        return (drawn, ended, [tail for _, tail in caches]), (drawn, ~finished, logprobs)
+        outputs = drawn, ~finished, logprobs, recorded(experts, choices)
+        return (drawn, ended, [tail for _, tail in caches]), outputs
 
     rows = len(tokens)
     tails = laid_out([jnp.zeros((rows, *held.shape[1:]), held.dtype) for held in slots.pages])
     (tokens, finished, tails), outputs = jax.lax.scan(step, (tokens, finished, tails), jnp.arange(page_length))
     pages = [_put_pages(held, tail, plan.destinations) for held, tail in zip(slots.pages, tails, strict=True)]
     kept = Slots(_put_own(slots.tokens, tokens), _put_own(slots.finished, finished), pages)
-    return laid_out(kept), chunk_of(*(output.swapaxes(0, 1) for output in outputs))
+    return laid_out(kept), chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs))
 
 
 def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:

@@ -132,6 +132,7 @@ def lower_prefill_pages(
         _rows(settings, prompts, size.width, dtype=jnp.bool_),
         _rows(settings, prompts, size.width // layout.page_length, dtype=jnp.int32),
         arch=settings.arch,
+        choices=settings.choices,
     )
 
 
@@ -160,6 +161,7 @@ def lower_decode_slots(
         attend_pages=attend_pages,
         eos_ids=settings.eos_ids,
         pad_id=settings.pad_id,
+        choices=settings.choices,
     )
 
 

@@ -13,12 +13,13 @@ import numpy as np
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.models.paged_attention import AttendPages, attend_gathered
-from dapo_jax.parallel.sharding import batch_sharding, put
+from dapo_jax.parallel.sharding import batch_sharding, fetch, put
 from dapo_jax.rollout.engine import Begun, Generation, GivenUp, OnFinished
 from dapo_jax.rollout.engine_base import Block, Call, EngineBase
 from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
 from dapo_jax.rollout.needed_work import work_of
 from dapo_jax.rollout.responses import JoinedResponses
+from dapo_jax.rollout.sampling import TRAIN
 from dapo_jax.rollout.slot_decoding import Chunk, Plan, empty_slots, prefill_pages
 from dapo_jax.rollout.slot_programs import empty_shape, layout_of_slots, lower_decode_slots
 from dapo_jax.rollout.slot_queue import Opened, PrefillSize, SlotLayout, SlotQueue, Turn
@@ -61,7 +62,7 @@ class _Queued:
         self.engine, self.call, self.responses = engine, call, JoinedResponses()
         settings, gathers = engine.settings, engine.attend_pages is attend_gathered
         self.walk = SlotWalk(settings.arch, SlotQueue(layout), settings.lookahead, gathers)
-        self.devices = _Slots(engine, call, layout)
+        self.devices = _Slots(engine, call, layout, self.responses)
 
     def add(
         self,
@@ -100,8 +101,11 @@ class _Queued:
 class _Slots:
     """All slots and pages on the devices."""
 
-    def __init__(self, engine: SlotEngine, call: Call, layout: SlotLayout) -> None:
+    def __init__(self, engine: SlotEngine, call: Call, layout: SlotLayout, responses: JoinedResponses) -> None:
         self.engine, self.settings, self.call, self.layout = engine, engine.settings, call, layout
+        self.responses = responses
+        # Calls of prefill whose prompts' experts are to be recorded: prompts, their places in the call, experts.
+        self.prefilled: list[tuple[np.ndarray, np.ndarray, jax.Array]] = []
         for slots in (layout.slots, layout.few_slots):
             engine.programs.prepare(*self._lowering(slots))
         self.slots: Any = None  # while there are prompts
@@ -126,21 +130,25 @@ class _Slots:
         layout = self.layout
         prompts: list[Sequence[int]] = [[self.settings.pad_id]] * (layout.shards * size.at_once)
         destinations = np.zeros((len(prompts), size.width // layout.page_length), np.int32)
-        used = [0] * layout.shards
+        used, places = [0] * layout.shards, []
         for one in opened:
             place = one.shard * size.at_once + used[one.shard]
             used[one.shard] += 1
+            places.append(place)
             prompts[place] = self.prompts[one.prompt][:-1]
             destinations[place, -len(one.pages) :] = one.pages
         tokens, mask = pad_prompts(prompts, size.width, self.settings.pad_id)
-        self.slots = prefill_pages(
+        self.slots, experts = prefill_pages(
             self.call.params,
             self.slots,
             self._put(tokens),
             self._put(mask),
             self._put(destinations),
             arch=self.settings.arch,
+            choices=self.settings.choices,
         )
+        if experts is not None and self.call.purpose == TRAIN:
+            self.prefilled.append((np.array([one.prompt for one in opened]), np.array(places), experts))
 
     def decode(self, turn: Turn) -> Chunk:
         self.engine.check()
@@ -160,7 +168,15 @@ class _Slots:
         seed, purpose = np.int32(self.settings.seed), np.int32(self.call.purpose)
         plan = jax.tree.map(self._put, plan)
         self.slots, chunk = program(self.call.params, self.slots, plan, self.call.sampling, seed, purpose)
+        self._record_prompts()
         return chunk
+
+    def _record_prompts(self) -> None:
+        """Reads the experts of prompts that were prefilled, while the devices decode."""
+        for prompts, places, experts in self.prefilled:
+            fed = np.array([len(self.prompts[prompt]) - 1 for prompt in prompts])
+            self.responses.add_prompts(prompts, fed, fetch(experts)[places])
+        self.prefilled = []
 
     def _put(self, rows: np.ndarray) -> jax.Array:
         return put(rows, batch_sharding(self.settings.mesh))

@@ -52,6 +52,7 @@ def lower_prefill(
         copies=layout.copies,
         eos_ids=settings.eos_ids,
         pad_id=settings.pad_id,
+        choices=settings.choices,
     )
 
 
@@ -68,6 +69,7 @@ def lower_chunk(
         num_tokens=settings.tokens_per_chunk,
         eos_ids=settings.eos_ids,
         pad_id=settings.pad_id,
+        choices=settings.choices,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
-from dapo_jax.parallel.sharding import batch_sharding, put
+from dapo_jax.parallel.sharding import batch_sharding, fetch, put
 from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
 from dapo_jax.rollout.engine import Begun, Generation, GivenUp, OnFinished
 from dapo_jax.rollout.engine_base import Block, Call, EngineBase
@@ -66,7 +66,9 @@ class _Waves:
             end = min(first + layout.size, len(prompts))
             rows = slice(first * num_samples, end * num_samples)
             walk = WaveWalk(settings, layout, block.responses, first_row=rows.start, end_row=rows.stop)
-            walk.run(_Wave(engine, call, block, layout, first, end))
+            wave = _Wave(engine, call, block, layout, first, end)
+            walk.run(wave)
+            wave.record_prompts()
             computed.append(walk.computed)
             history.add(block.responses.drawn()[rows])
         rollout = engine.finished(block, computed)
@@ -81,6 +83,8 @@ class _Wave:
 
     def __init__(self, engine: WaveEngine, call: Call, block: Block, layout: WaveLayout, first: int, end: int) -> None:
         self.engine, self.settings, self.call, self.layout = engine, engine.settings, call, layout
+        self.records, self.first, self.count = block.responses.records, first, end - first
+        self.prefilled: list[tuple[np.ndarray, jax.Array]] = []  # prompts whose experts are to be recorded
         prompts, missing = block.prompts[first:end], layout.size - (end - first)
         self._prepare()
         self.tokens, self.mask = pad_prompts([*prompts, *[prompts[-1]] * missing], layout.width, self.settings.pad_id)
@@ -102,7 +106,7 @@ class _Wave:
 
     def prefill(self, first: int) -> Chunk:
         settings, call, prompts = self.settings, self.call, self.layout.prefilled(first)
-        self.wave, chunk = prefill_part(
+        self.wave, chunk, experts = prefill_part(
             call.params,
             self.wave,
             self._put(self.tokens[prompts]),
@@ -113,7 +117,10 @@ class _Wave:
             copies=self.layout.copies,
             eos_ids=settings.eos_ids,
             pad_id=settings.pad_id,
+            choices=settings.choices,
         )
+        if self.records is not None and experts is not None:
+            self.prefilled.append((prompts, experts))
         return chunk
 
     def resize(self, old: WaveShape, new: WaveShape, chosen: np.ndarray | None) -> None:
@@ -131,7 +138,17 @@ class _Wave:
         self.wave, chunk = program(self.call.params, self.wave, self.call.sampling)
         if following != shape:
             self.engine.programs.prepare(*self._lowering(following))
+        self.record_prompts()
         return chunk
+
+    def record_prompts(self) -> None:
+        """Reads the experts of prompts, once the devices have more to do than to prefill them."""
+        for prompts, experts in self.prefilled:
+            assert self.records is not None
+            real = prompts < self.count
+            fed = self.mask[prompts[real]].sum(axis=1).tolist()
+            self.records.add_prompts((self.first + prompts[real]).tolist(), fed, fetch(experts)[real])
+        self.prefilled = []
 
     def _put(self, rows: np.ndarray) -> jax.Array:
         return put(rows, batch_sharding(self.settings.mesh))

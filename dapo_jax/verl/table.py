@@ -27,6 +27,7 @@ from dapo_jax.verl.values import (
     reward_model_path,
     reward_model_switch,
     reward_name,
+    router_replay,
     set_by_hand,
     thresholds,
     token_budget,
@@ -77,7 +78,8 @@ BUFFERS += "reward.reward_kwargs.overlong_buffer_cfg}"
 NO_ENGINE = "the sampler is compiled with the trainer: no server to choose or set up"
 NO_TORCH = "XLA compiles and partitions the programs"
 TEXT_ONLY = "models read text only"
-DENSE = "models are dense, without quantization"
+DENSE = "models are not quantized"
+REPLAY = "R3 is the default; the critic and the reference choose for themselves"
 SINGLE_TURN = "a response is a single turn, without tools"
 ADAPTERS = "adapters start at zero and have only a rank, an alpha and target modules"
 MANAGER = "reward.function is the function itself"
@@ -103,6 +105,7 @@ HERE = (
     Entry(f"{ARR}.model.path", "model.path", "a directory, a name on the hub or a .gguf file"),
     Entry(f"{ARR}.model.{{lora_rank,lora.rank}}", "model.lora.rank"),
     Entry(f"{ARR}.model.{{lora_alpha,lora.alpha}}", "model.lora.alpha"),
+    Entry(f"{ACTOR}.router_replay.mode", "model.router_replay", "R3 or disabled; R2 differs", router_replay),
     Entry(f"{ARR}.model.target_modules", "model.lora.target_modules", "all-linear is the default", lora_modules),
     Entry(
         f"{ARR}.model.enable_gradient_checkpointing",
@@ -361,10 +364,12 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
         "for an estimator or a loss that does not exist here",
     ),
     _missing(f"{ACTOR}.policy_loss.*", "for a policy loss that does not exist here"),
-    _missing(f"{{{ACTOR},{ARR}.ref,critic}}.router_replay.mode", DENSE, "disabled"),
+    _missing(f"{{{ARR}.ref,critic}}.router_replay.mode", REPLAY, "disabled"),
     _missing(f"{{{ACTOR},{ACTOR}.fsdp_config,{ARR}.ref.fsdp_config,critic.fsdp}}.qat.enable", DENSE),
-    _missing(f"{ROLLOUT}.{{quantization,qat.enable,enable_rollout_routing_replay}}", DENSE),
-    Entry(f"{{{ACTOR},{ARR}.ref,critic}}.{{router_replay.*,qat.*}}", note=DENSE),
+    _missing(f"{ROLLOUT}.{{quantization,qat.enable}}", DENSE),
+    Entry(f"{{{ACTOR},{ARR}.ref,critic}}.router_replay.*", note=REPLAY),
+    Entry(f"{{{ACTOR},{ARR}.ref,critic}}.qat.*", note=DENSE),
+    Entry(f"{ROLLOUT}.enable_rollout_routing_replay", note=REPLAY),
     Entry(f"{ROLLOUT}.{{quantization_config_file,qat*}}", note=DENSE),
     _missing(f"{ROLLOUT}.limit_images", TEXT_ONLY),
     _missing(f"{ROLLOUT}.ignore_eos", "a response ends with its end-of-sequence token"),

@@ -86,6 +86,11 @@ def lora_modules(value: Any, given: Values) -> dict[str, Any]:
     return {} if value == "all-linear" else as_type_of("model.lora.target_modules", value)
 
 
+def router_replay(value: Any, given: Values) -> dict[str, Any]:
+    """R3 replays what the sampler chose, as here; R2 what a pass before the update chose, which the user must judge."""
+    return {"model.router_replay": value == "R3"} if value in ("R3", "disabled") else {}
+
+
 def both_clip_ratios(value: Any, given: Values) -> dict[str, Any]:
     bounds = {f"{ACTOR}.clip_ratio_{end}": f"actor.clip_ratio_{end}" for end in ("low", "high")}
     return {ours: value for theirs, ours in bounds.items() if given.get(theirs) is None}

@@ -33,7 +33,7 @@ ALWAYS_READ = set(
     data.chat_template_kwargs data.filter_overlong_prompts data.max_prompt_length data.max_response_length data.shuffle
     data.system_prompt data.task data.train_batch_size evaluate.tasks
     mesh.data mesh.fsdp mesh.tensor mesh.train_tensor model.attention model.dtype
-    model.enable_gradient_checkpointing model.lora.rank
+    model.enable_gradient_checkpointing model.lora.rank model.router_replay
     model.path monitor.alarms.entropy_collapse monitor.alarms.entropy_explosion monitor.alarms.kl_jump
     monitor.alarms.mismatch_growth monitor.alarms.reward_errors monitor.alarms.truncation monitor.console
     monitor.alarms.score_by_length monitor.num_samples

@@ -112,3 +112,39 @@ def test_a_checkpoint_that_does_not_say_who_wrote_the_tokens_means_the_policy():
     found = restored(arrays, whole)
     assert found.by_policy is None and found.kl is None
     np.testing.assert_array_equal(found.policy_mask, whole.mask)
+
+
+def with_experts(experience: Experience) -> Experience:
+    """The same with records of experts whose lengths and values name their group; some responses have none."""
+
+    def record(tokens, value):
+        return np.full((tokens, 4, 2), value, np.int8)
+
+    numbers = experience.numbers.tolist()
+    return dataclasses.replace(
+        experience,
+        prompt_experts=[record(number + 1, number) for number in numbers],
+        experts=[[record(number % 3, number), record(0, 0)] for number in numbers],
+    )
+
+
+def test_records_of_experts_go_with_their_groups_and_into_checkpoints():
+    whole = with_experts(experience(3, 4))
+    assert_equal(whole.select(np.array([1, 2])), with_experts(experience(4, 2)))
+    assert_equal(concatenate([with_experts(experience(3, 1)), with_experts(experience(4, 3))]), whole)
+    arrays = to_arrays(whole)
+    assert all(isinstance(values, np.ndarray) for values in arrays.values()) and arrays["experts"].dtype == np.int8
+    found = restored(arrays, whole)
+    assert found.prompt_experts is not None and found.experts is not None and whole.prompt_experts is not None
+    np.testing.assert_equal((found.prompt_experts, found.experts), (whole.prompt_experts, whole.experts))
+    assert found.prompt_experts[0].dtype == np.int8
+
+
+def test_groups_without_records_may_follow_groups_that_have_some():
+    """Those of a checkpoint from before the option was on."""
+    joined = concatenate([experience(0, 1), with_experts(experience(1, 2))])
+    assert joined.prompt_experts is not None and joined.experts is not None
+    assert [len(record) for record in joined.prompt_experts] == [0, 2, 3]
+    assert [[len(record) for record in group] for group in joined.experts] == [[0, 0], [1, 0], [2, 0]]
+    assert joined.experts[0][0].shape == (0, 4, 2) and "experts" in to_arrays(joined)
+    assert concatenate([experience(0, 1), experience(1, 1)]).experts is None

@@ -1,0 +1,194 @@
+"""Training sends tokens to the experts that the sampler chose, and counts where it would have differed."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from shapes import mesh_of, one_device_mesh
+from small_experts import ARCH, PROMPTS, SAMPLES, chosen_by_forward, engine, params, roll_out, shifted
+from small_policy import actor_settings, update_settings
+
+from dapo_jax.data.containers import Batch
+from dapo_jax.data.padding import pad_prompts
+from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.batch import _records, choosing_experts
+from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.router_metrics import router_metrics
+from dapo_jax.learner.update import compute_logprobs, mini_batches, update_policy
+from dapo_jax.models.experts import RoutingCounts
+
+LAYERS, PER_TOKEN, TEMPERATURE = 4, 2, 1.0
+ROWS = MicroBatches(1, rows_per_device=8, choices=ARCH.choices)
+BINS = MicroBatches(1, max_tokens_per_device=150, choices=ARCH.choices)  # prompts are shared
+
+
+@functools.cache
+def batch() -> Batch:
+    rollout = roll_out(engine("waves", one_device_mesh()))
+    tokens, mask = pad_prompts(PROMPTS, 8, 0)
+    advantages = np.random.default_rng(0).normal(size=(len(rollout.mask), 1)) * rollout.mask
+    return Batch(
+        prompts=tokens,
+        prompt_mask=mask,
+        responses=rollout.responses,
+        mask=rollout.mask,
+        loss_mask=rollout.mask,
+        group_ids=np.repeat(np.arange(len(PROMPTS), dtype=np.int32), SAMPLES),
+        old_logprobs=rollout.logprobs,
+        advantages=advantages.astype(np.float32),
+        experts=_records(rollout.experts, len(rollout.mask)),
+        prompt_experts=_records(rollout.prompt_experts, len(PROMPTS)),
+    )
+
+
+@functools.cache
+def actor_on(mesh, **changes):
+    return build_actor(actor_settings(arch=ARCH, temperature=TEMPERATURE, **changes), mesh)
+
+
+def with_actor(mesh=None):
+    mesh = mesh or one_device_mesh()
+    actor = actor_on(mesh)
+    return mesh, actor, actor.trainable.init_from(jax.device_put(params(), actor.trainable.shardings))
+
+
+def logprobs(batch, micro_batches, mesh=None):
+    mesh, actor, state = with_actor(mesh)
+    with jax.set_mesh(mesh):
+        return compute_logprobs(actor, state.params, batch, micro_batches, mesh)[0]
+
+
+def update(batch, micro_batches, mesh=None, mini=32):
+    """The first moments after one optimizer step, which are the gradient, and the metrics."""
+    mesh, actor, state = with_actor(mesh)
+    with jax.set_mesh(mesh):
+        settings = update_settings(mini=mini, micro=micro_batches, lr=0.0)
+        state, finish = update_policy(actor, state, batch, settings, mesh)
+        return jax.device_get(state.moments[0].mu), finish()[0]
+
+
+def with_records(change, which=("experts",)) -> Batch:
+    """The batch whose records are changed."""
+    found = batch()
+    return dataclasses.replace(
+        found,
+        **{
+            name: _records([change(record) for record in getattr(found, name)], len(getattr(found, name)))
+            for name in which
+        },
+    )
+
+
+@pytest.mark.parametrize("split", [ROWS, BINS], ids=["rows", "bins"])
+def test_each_slot_has_the_experts_of_its_token(split):
+    """Those that a pass over its sequence gives it; padding may go anywhere."""
+    found = 0
+    for piece in split.split(batch()):
+        bins = piece.micro_batch.bins
+        assert bins.experts.shape == (*bins.tokens.shape, LAYERS, PER_TOKEN) and bins.experts.dtype == np.int8
+        assert (bins.experts[bins.trees == 0] == -1).all()
+        for bin_, tree, branch in {
+            *zip(
+                *(
+                    x.ravel().tolist()
+                    for x in (
+                        np.broadcast_to(np.arange(len(bins.trees))[:, None], bins.trees.shape),
+                        bins.trees,
+                        bins.branches,
+                    )
+                ),
+                strict=True,
+            )
+        }:
+            if tree and branch:
+                slots = (bins.trees[bin_] == tree) & np.isin(bins.branches[bin_], (0, branch))
+                expected = chosen_by_forward(tuple(bins.tokens[bin_][slots].tolist()))
+                np.testing.assert_array_equal(bins.experts[bin_][slots], expected)
+                found += 1
+    assert found == np.sum(batch().mask.sum(axis=1) > 1)
+
+
+@pytest.mark.parametrize("split", [ROWS, BINS], ids=["rows", "bins"])
+def test_replaying_what_training_would_choose_changes_nothing(split):
+    mask, replayed = batch().mask, logprobs(batch(), split)
+    np.testing.assert_allclose(replayed, logprobs(batch(), dataclasses.replace(split, choices=None)), atol=1e-6)
+    np.testing.assert_allclose(replayed, logprobs(choosing_experts(batch()), split), atol=1e-6)
+    np.testing.assert_allclose(replayed[mask], batch().old_logprobs[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["experts", "prompt_experts"])
+def test_other_experts_give_other_probabilities(which):
+    changed = logprobs(with_records(shifted, (which,)), BINS)
+    first, later = np.abs(changed - batch().old_logprobs)[:, :1], np.abs(changed - batch().old_logprobs)[:, 1:]
+    assert later.max() > 0.1 and (first.max() > 0.1) == (which == "prompt_experts")
+    np.testing.assert_allclose(logprobs(with_records(shifted, (which,)), ROWS), changed, atol=1e-5)
+
+
+def test_the_mesh_and_the_split_change_nothing():
+    changed = with_records(shifted, ("experts", "prompt_experts"))
+    gradient, metrics = update(changed, ROWS)
+    for mesh, split in (
+        (one_device_mesh(), BINS),
+        (mesh_of((2, 2, 2)), dataclasses.replace(BINS, num_shards=4, max_tokens_per_device=50)),
+    ):
+        other, found = update(changed, split, mesh)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-3), other, gradient)
+        assert min(found["router/replay_differs"], metrics["router/replay_differs"]) > 0.3
+
+
+def test_the_share_of_choices_that_training_would_not_have_made():
+    """One expert of each token of one response is replaced in the last layer, where no later choice can change."""
+
+    def replaced(record):
+        other = record.copy()
+        last = other[:, -1]
+        for choice in last:
+            choice[0] = next(expert for expert in range(6) if expert not in choice)
+        return other
+
+    _, metrics = update(batch(), ROWS)
+    assert metrics["router/replay_differs"] == 0.0
+    longest = int(np.argmax(batch().mask.sum(axis=1)))
+    experts = batch().experts.copy()
+    experts[longest] = replaced(experts[longest])
+    changed = dataclasses.replace(batch(), experts=experts)
+    sequences = np.repeat([len(prompt) for prompt in PROMPTS], SAMPLES) + batch().mask.sum(axis=1) - 1
+    share = len(experts[longest]) / (sequences.sum() * LAYERS * PER_TOKEN)
+    for mini in (32, 8):  # one optimizer step, and four
+        _, metrics = update(changed, ROWS, mini=mini)
+        assert metrics["router/replay_differs"] == pytest.approx(share, rel=1e-6)
+    _, off = update(changed, dataclasses.replace(ROWS, choices=None))
+    assert "router/replay_differs" not in off and off["router/aux_loss"] > 0
+
+
+def test_loads_are_those_of_the_choices_in_use():
+    """By rows, every sequence has its own prompt, and its last token is not passed over."""
+    loads = np.zeros((LAYERS, 6))
+    for row in range(len(batch().mask)):
+        tokens = (*PROMPTS[row // SAMPLES], *batch().responses[row][batch().mask[row]].tolist())
+        for layer, chosen in enumerate(np.moveaxis(chosen_by_forward(tokens)[:-1], 1, 0)):
+            loads[layer] += np.bincount(chosen.ravel(), minlength=6)
+    loads /= loads.mean(axis=1, keepdims=True)
+    _, metrics = update(batch(), ROWS)
+    assert metrics["router/max_load"] == pytest.approx(loads.max(), rel=1e-6)
+    assert metrics["router/min_load"] == pytest.approx(loads.min(), rel=1e-6)
+
+
+def test_metrics_of_two_steps_are_those_of_their_sum():
+    """Two layers, two experts, one of them for a token; the numbers by hand."""
+    first = RoutingCounts(*map(np.float32, ([[3, 1], [2, 2]], [[2, 2], [2, 2]], [4, 4], [1, 0])))
+    second = RoutingCounts(*map(np.float32, ([[1, 3], [4, 0]], [[1, 3], [3, 1]], [4, 4], [0, 2])))
+    found = router_metrics([first, second], 1, replayed=True)
+    # In all, 10 and 6 of 16 tokens, with mean probabilities 8 / 16 each.
+    assert found["router/aux_loss"] == pytest.approx(2 * (10 / 16 * 8 / 16 + 6 / 16 * 8 / 16))
+    assert found["router/max_load"] == pytest.approx(6 / 4) and found["router/min_load"] == pytest.approx(2 / 4)
+    assert found["router/replay_differs"] == pytest.approx(3 / 16)
+
+
+def test_mini_batches_take_their_records_along():
+    second = list(mini_batches(batch(), 8))[1]
+    assert len(second.experts) == 8 and len(second.prompt_experts) == 2
+    np.testing.assert_array_equal(second.experts[0], batch().experts[8])
+    np.testing.assert_array_equal(second.prompt_experts[1], batch().prompt_experts[3])

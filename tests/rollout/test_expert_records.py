@@ -1,0 +1,115 @@
+"""Engines record the experts that tokens went to: those of one pass over the whole sequence."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from shapes import mesh_of, one_device_mesh
+from small_experts import ARCH, LENGTH, NUMBERS, PROMPTS, SAMPLES, chosen_by_forward, engine, roll_out
+
+from dapo_jax.data.containers import Rollout
+from dapo_jax.models.architecture import Choices
+from dapo_jax.rollout.engine import Begun
+from dapo_jax.rollout.expert_records import ExpertRecords
+from dapo_jax.rollout.sampling import EVALUATE
+
+CHOICES = Choices(layers=1, per_token=1, dtype="int8")
+
+
+def expected(rollout: Rollout, row: int, samples: int = SAMPLES) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of the prompt and of the response without its last token."""
+    prompt, response = PROMPTS[row // samples], rollout.responses[row][rollout.mask[row]].tolist()
+    found = chosen_by_forward((*prompt, *response))
+    return found[: len(prompt)], found[len(prompt) : -1]
+
+
+def assert_recorded(rollout: Rollout) -> None:
+    for row in range(len(rollout.mask)):
+        prompt, response = expected(rollout, row)
+        np.testing.assert_array_equal(rollout.prompt_experts[row // SAMPLES], prompt)
+        np.testing.assert_array_equal(rollout.experts[row], response)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("waves", {}),
+        ("waves", {"lookahead": 2, "max_num_seqs": 1024}),
+        ("slots", {}),
+        ("slots", {"lookahead": 2, "max_num_seqs": 7}),
+    ],
+    ids=str,
+)
+def test_records_are_the_choices_of_a_pass_over_the_sequence(kind, changes):
+    rollout = roll_out(engine(kind, one_device_mesh(), **changes))
+    lengths = rollout.mask.sum(axis=1)
+    assert lengths.min() < 4 and lengths.max() == LENGTH and not rollout.finished.all()
+    assert {record.dtype.name for record in (*rollout.experts, *rollout.prompt_experts)} == {"int8"}
+    assert_recorded(rollout)
+
+
+@pytest.mark.parametrize("kind", ["waves", "slots"])
+def test_records_do_not_depend_on_the_devices(kind):
+    assert_recorded(roll_out(engine(kind, mesh_of((2, 2, 2)), max_num_seqs=24)))
+
+
+@pytest.mark.parametrize("kind", ["waves", "slots"])
+def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
+    """The records of the first segment are marked, so that ones made again would show."""
+    whole = roll_out(engine("waves", one_device_mesh()))
+    length = np.minimum(np.arange(len(whole.mask)) % 5 + 1, whole.mask.sum(axis=1) - 1)
+    rows = np.flatnonzero(length > 0)
+    kept = whole.mask & (np.arange(LENGTH) < length[:, None])
+    arrays = [np.where(kept, array, 0)[rows] for array in (whole.responses, whole.mask, whole.logprobs)]
+    marked = [np.full_like(whole.experts[row][: length[row] - 1], 99) for row in rows]
+    found = roll_out(
+        engine(kind, one_device_mesh()),
+        prompts=[PROMPTS[row // SAMPLES] for row in rows],
+        numbers=[NUMBERS[row // SAMPLES] for row in rows],
+        num_samples=1,
+        begun=Begun(rows % SAMPLES, Rollout(*arrays, whole.finished[rows], experts=marked)),
+    )
+    np.testing.assert_array_equal(found.responses, whole.responses[rows])
+    assert found.prompt_experts is None
+    for record, before, row in zip(found.experts, marked, rows, strict=True):
+        np.testing.assert_array_equal(record, np.concatenate([before, whole.experts[row][len(before) :]]))
+    assert all((before == 99).all() for before in marked)  # they were not written to
+
+
+@pytest.mark.parametrize("kind", ["waves", "slots"])
+def test_nothing_is_recorded_for_evaluation_or_with_the_option_off(kind):
+    recorded = roll_out(engine(kind, one_device_mesh()))
+    off = roll_out(engine(kind, one_device_mesh(), choices=None))
+    np.testing.assert_array_equal(off.responses, recorded.responses)
+    for rollout in (off, roll_out(engine(kind, one_device_mesh()), purpose=EVALUATE)):
+        assert rollout.experts is None and rollout.prompt_experts is None
+
+
+def test_the_smallest_dtype_holds_every_expert_and_minus_one():
+    assert ARCH.choices == (4, 2, "int8") and ARCH.experts is not None
+    for number, dtype in ((128, "int8"), (129, "int16"), (512, "int16")):
+        arch = dataclasses.replace(ARCH, experts=dataclasses.replace(ARCH.experts, number=number))
+        assert arch.choices is not None and arch.choices.dtype == dtype
+    assert dataclasses.replace(ARCH, experts=None).choices is None
+
+
+def numbered(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.int8).reshape(*shape, 1, 1)
+
+
+def test_what_is_unknown_of_a_response_is_minus_one():
+    """Its first tokens were drawn by a run that recorded nothing."""
+    records = ExpertRecords(CHOICES, [3], np.array([2]), None)
+    records.add_chunk(np.array([0]), np.array([2]), numbered(1, 3))
+    records.end(0, 5)
+    assert records.responses[0].ravel().tolist() == [-1, 0, 1, 2]
+
+
+def test_a_row_that_begins_again_is_recorded_again():
+    records = ExpertRecords(CHOICES, [2], np.array([0, 0]), None)
+    records.add_prompts([0], [1], numbered(1, 4))
+    for _ in range(2):
+        for start in (0, 3):
+            records.add_chunk(np.array([0, 1]), np.array([start, start]), numbered(2, 3) + np.int8(10 * start))
+    records.end(1, 4)
+    assert records.prompts[0].ravel().tolist() == [3, 0] and records.responses[1].ravel().tolist() == [4, 5, 33]

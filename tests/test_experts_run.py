@@ -1,0 +1,74 @@
+"""Whole runs of a mixture of experts."""
+
+import json
+import shutil
+
+import jax
+import pytest
+from small_experts import MODEL
+from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
+
+from dapo_jax import step as step_module
+from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The small model with a tokenizer, as it would lie in a download."""
+    directory = tmp_path / "model"
+    shutil.copytree(MODEL, directory)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    character_tokenizer().backend.save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+def changes_of(model, **changes):
+    """Random answers are seldom right: every group is trained on."""
+    return {
+        "model.path": model,
+        "algorithm.filter_groups.enable": False,
+        "data.gen_batch_size": 4,
+        "trainer.total_training_steps": 2,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+        **changes,
+    }
+
+
+def test_a_run_replays_what_the_sampler_chose_and_logs_it(model, tmp_path):
+    train(small_config(tmp_path / "run", **changes_of(model)))
+    for row in read_metrics(tmp_path / "run")[-2:]:
+        assert row["router/max_load"] > 1 > row["router/min_load"] and row["router/aux_loss"] > 0
+        assert 0 <= row["router/replay_differs"] < 0.5
+    # In the first optimizer step of the run, training would have chosen the same, in float32.
+    assert read_metrics(tmp_path / "run")[-2]["rollout_corr/logprob_abs_diff_max"] < 1e-3
+
+
+@pytest.mark.slow
+def test_partial_rollouts_resume_with_their_records(model, tmp_path, monkeypatch):
+    """A run that is killed while responses are begun ends as one that is not."""
+    changes = changes_of(
+        model,
+        **{
+            "rollout.segment_length": 2,
+            "algorithm.filter_groups.enable": True,
+            "algorithm.filter_groups.leftover": "carry",
+            "algorithm.filter_groups.leftover_max_staleness": 3,
+            "trainer.total_training_steps": 4,
+            "trainer.save_freq": 1,
+            "actor.optim.lr": 1e-2,
+        },
+    )
+    expected = train(small_config(tmp_path / "a", **changes))
+    with monkeypatch.context() as patch:
+        at_call(patch, step_module, "update", 2, kill)
+        with pytest.raises(Killed):
+            train(small_config(tmp_path / "b", **changes))
+    models = train(small_config(tmp_path / "b", **changes))
+    assert_same_policy(models, jax.device_get(expected.actor.params))
+    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
