@@ -167,10 +167,16 @@ def performance_metrics(
 def forward_flops(arch: Architecture, lengths: np.ndarray) -> float:
     """Floating-point operations of one forward pass over sequences of these lengths, with causal attention and head.
 
-    length^2 / 2 pairs of a query and a key. As verl, each sequence has its own prompt, also where a group shares one.
+    length^2 / 2 pairs of a query and a key, without those beyond a layer's window. As verl, each sequence has its own
+    prompt, also where a group shares one.
     """
     flops = token_flops(arch)
-    pairs = np.sum(np.square(lengths, dtype=np.float64)) / 2
+
+    def half_square(window: int | None) -> np.ndarray:
+        beyond = 0 if window is None else np.maximum(lengths - window, 0)
+        return (np.square(lengths, dtype=np.float64) - np.square(beyond, dtype=np.float64)) / 2
+
+    pairs = np.sum(flops.mean(half_square))
     return float((flops.layers + flops.head) * np.sum(lengths, dtype=np.float64) + flops.pair * pairs)
 
 

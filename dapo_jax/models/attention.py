@@ -122,7 +122,7 @@ def causal_attention(
         return attention(queries, key, value, mask[:, None, :] & before, scores.cap)
 
     def attend_in_window(first: jax.Array, queries: jax.Array, window: int) -> jax.Array:
-        reached = min(block + window - 1, length)
+        reached = keys_at_once(length, window)
         begin = jnp.clip(first - window + 1, 0, length - reached)
         keys, values, real = (jax.lax.dynamic_slice_in_dim(x, begin, reached, axis=1) for x in (key, value, mask))
         distance = first + jnp.arange(block)[:, None] - (begin + jnp.arange(reached))
@@ -136,6 +136,12 @@ def causal_attention(
 def queries_at_once(length: int) -> int:
     """Tokens of a sequence whose scores `causal_attention` has in memory at once."""
     return length if length <= 2 * QUERY_BLOCK else QUERY_BLOCK
+
+
+def keys_at_once(length: int, window: int | None = None) -> int:
+    """Keys that `causal_attention` multiplies with each of these tokens."""
+    block = queries_at_once(length)
+    return length if block == length or window is None else min(block + window - 1, length)
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # query, key, value -> [N, T, heads, H] float32

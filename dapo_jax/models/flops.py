@@ -1,12 +1,15 @@
 """Host: floating-point operations of a pass over tokens, from an architecture alone."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.weights import weight_table
+from dapo_jax.models.attention import keys_at_once
+from dapo_jax.models.weights import Weight, weight_table
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,17 @@ class TokenFlops:
     pair: float  # a token that attends to a key, in all layers
     windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # each window, and the share of layers that have it
 
+    def mean(self, of_window: Callable[[int | None], Any]) -> Any:
+        """A number that depends on a layer's window, such as its keys, in the mean over layers."""
+        return sum(share * of_window(window) for window, share in self.windows)
+
     def causal_pairs(self, lengths: np.ndarray) -> np.ndarray:
         """Pairs of a query and a key of whole sequences, in the mean over layers."""
-        return sum((share * causal_pairs(lengths, window) for window, share in self.windows), np.zeros(()))
+        return self.mean(lambda window: causal_pairs(lengths, window))
+
+    def of_prefilled(self, width: int) -> float:
+        """A token of a sequence of this width, as `causal_attention` computes it. Without scores of the vocabulary."""
+        return self.layers + self.pair * self.mean(lambda window: keys_at_once(width, window))
 
     def of_prompts(self, prompts: np.ndarray) -> float:
         """Each token of the prompts [Q] once, under causal attention. Their scores of the vocabulary are not counted.
@@ -54,9 +65,18 @@ def causal_pairs(lengths: np.ndarray, window: int | None = None) -> np.ndarray:
 
 def token_flops(arch: Architecture) -> TokenFlops:
     """The operations per token and per pair of a query and a key."""
+    windows = [kind.window for kind in arch.layers]
     return TokenFlops(
-        layers=2.0
-        * sum(math.prod(weight.shape) for weight in weight_table(arch) if weight.stacked and weight.is_matrix),
+        layers=2.0 * sum(_used(weight, arch) for weight in weight_table(arch) if weight.stacked and weight.is_matrix),
         head=2.0 * arch.vocab_size * arch.hidden_size,
         pair=4.0 * arch.num_layers * arch.num_heads * arch.head_dim,
+        windows=tuple((window, windows.count(window) / len(windows)) for window in dict.fromkeys(windows)),
     )
+
+
+def _used(weight: Weight, arch: Architecture) -> float:
+    """Elements that a token is multiplied with: those of some experts only."""
+    size = math.prod(weight.shape)
+    if not weight.num_experts or arch.experts is None:
+        return size
+    return size * arch.experts.per_token / weight.num_experts

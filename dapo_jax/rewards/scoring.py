@@ -93,7 +93,7 @@ def scoring_work(lengths: np.ndarray, batches: Sequence[tuple[np.ndarray, int]],
         lengths: [B] tokens of each conversation.
         batches: of `plan_batches`.
     """
-    computed = sum(rows * width * (flops.layers + width * flops.pair) for _, width in batches)
+    computed = sum(rows * width * flops.of_prefilled(width) for _, width in batches)
     return Work(computed, flops.of_prompts(lengths))
 
 
