@@ -1,12 +1,11 @@
 """Device: passes over a decoder-only transformer: training, prefill and decoding, all by `run_layers`.
 
 Sizes: B rows, T tokens, D hidden, N query heads, K key-value heads, G = N // K, H head size, V vocabulary;
-for decoding Q prompts with B // Q samples each, P prompt width, W width of the generated part.
+for decoding Q prompts with B // Q samples each, P prompt width.
 
 Precision: operands of matrix products are in the dtype of the weight, everything else is float32.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,30 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention, capped, causal_attention, matmul, shared_prompt_attention
 from dapo_jax.models.experts import RoutingCounts, routing_counts
+from dapo_jax.models.layer_cache import LayerCache, seen, with_token
 from dapo_jax.models.layers import REPLAYED, KeyValue, Params, block, normed, rotary, run_layers, scores_of
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.sharding import constrain_residual, constrain_rows, gather_weight, lookup
-
-
-@struct.dataclass
-class LayerCache:
-    """Keys and values of one layer. The samples of a prompt share its part of the cache."""
-
-    prompt_key: jax.Array  # [Q, K, H, P]
-    prompt_value: jax.Array  # [Q, K, P, H]
-    key: jax.Array  # [B, K, H, W] of sampled tokens, written at one index for all rows
-    value: jax.Array  # [B, K, W, H]
-
-    @property
-    def window(self) -> int:
-        """W, the number of tokens that each row has room for."""
-        return self.value.shape[2]
 
 
 def forward(
@@ -101,7 +85,7 @@ def prefill(
     """Runs left-padded prompts [Q, P].
 
     Returns:
-        The last hidden state [Q, D], each layer's keys and values as a LayerCache has them, and the experts of each
+        The last hidden state [Q, D], each layer's keys [Q, K, H, P] and values [Q, K, P, H], and the experts of each
         token [Q, P, l, k] in the l layers that have them.
     """
     hidden, found = _causal_pass(params, tokens, positions_of(mask), mask, arch, remat="none", keep_cache=True)
@@ -126,13 +110,10 @@ def decode(
         prompt_mask: [Q, P] bool, True on real prompt tokens.
         index: scalar, how many tokens each row has sampled before this one.
     """
-    own, before = jnp.arange(caches[0].window), jnp.arange(-prompt_mask.shape[1], 0)
 
     def attend(kind, cache, query, key, value):
-        new, visible, prompt_visible = _write(cache, key, value, index), own <= index, prompt_mask
-        if kind.window is not None:
-            first = index - kind.window + 1
-            visible, prompt_visible = visible & (own >= first), prompt_mask & (before >= first)
+        new = with_token(kind, cache, *_cached(key, value), index)
+        visible, prompt_visible = seen(kind, new, prompt_mask, index)
         attended = shared_prompt_attention(
             query,
             new.key,
@@ -232,14 +213,6 @@ def _gathered(layer: Params, arch: Architecture) -> Params:
     """The weights of a layer, gathered over fsdp; adapters, which are small, stay as they are."""
     axes = {weight.path[1]: weight.axes[1:] for weight in weight_table(arch) if weight.stacked}
     return {name: gather_weight(leaf, axes[name]) if name in axes else leaf for name, leaf in layer.items()}
-
-
-def _write(cache: LayerCache, key: jax.Array, value: jax.Array, index: jax.Array) -> LayerCache:
-    """Writes one token's key and value [B, 1, K, H] at `index` of every row."""
-    update, (key, value) = jax.lax.dynamic_update_slice_in_dim, _cached(key, value)
-    return dataclasses.replace(
-        cache, key=update(cache.key, key, index, axis=3), value=update(cache.value, value, index, axis=2)
-    )
 
 
 def _cached(key: jax.Array, value: jax.Array) -> KeyValue:

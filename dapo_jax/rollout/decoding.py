@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture, Choices
-from dapo_jax.models.transformer import LayerCache, Params
+from dapo_jax.models.layer_cache import LayerCache, last_columns, layer_cache
+from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks import block_logits
 from dapo_jax.parallel.mesh import BATCH_AXES
 from dapo_jax.parallel.sharding import constrain
@@ -66,14 +67,9 @@ def empty_wave(
         prompt_mask: [Q, P] bool.
         dtype: of keys and values.
     """
-    (rows,), (prompts, width), heads, size = keys.shape, prompt_mask.shape, arch.num_kv_heads, arch.head_dim
-
-    def cache() -> LayerCache:
-        shapes = (prompts, heads, size, width), (prompts, heads, width, size)
-        own = (rows, heads, size, window), (rows, heads, window, size)
-        return LayerCache(*(jnp.zeros(shape, dtype) for shape in (*shapes, *own)))
-
-    tokens, caches = jnp.zeros(rows, jnp.int32), [cache() for _ in range(arch.num_layers)]
+    (rows,), (prompts, width), make = keys.shape, prompt_mask.shape, functools.partial(jnp.zeros, dtype=dtype)
+    sizes = {"rows": rows, "prompts": prompts, "width": width, "window": window}
+    tokens, caches = jnp.zeros(rows, jnp.int32), [layer_cache(make, kind, arch, **sizes) for kind in arch.layers]
     return laid_out(Wave(tokens, finished, keys, begun, prompt_mask, caches, jnp.int32(1)))
 
 
@@ -108,7 +104,7 @@ def prefill_part(
     hidden, keys_and_values, experts = transformer.prefill(params, tokens, mask, arch)
     caches = []
     for cache, (key, value) in zip(wave.caches, keys_and_values, strict=True):
-        key, value = _spread(key, copies), _spread(value, copies)
+        key, value = (_spread(x, copies) for x in last_columns(cache, key, value))
         caches.append(
             dataclasses.replace(
                 cache,
@@ -192,7 +188,7 @@ def keep_rows(wave: Wave, rows: jax.Array, *, num_samples: int) -> Wave:
 
 @functools.partial(jax.jit, static_argnames=("num_samples", "window"))
 def resize_cache(cache: LayerCache, rows: jax.Array | None, *, num_samples: int, window: int) -> LayerCache:
-    """One layer's cache with room for `window` tokens and, if they are given, these rows only (see `keep_rows`)."""
+    """One layer's cache with room for its `window` tokens and, if they are given, these rows only (see `keep_rows`)."""
     if rows is not None:
         cache = LayerCache(
             _take(cache.prompt_key, rows // num_samples),

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.models.architecture import Architecture, Choices
 from dapo_jax.models.attention import queries_at_once
+from dapo_jax.models.layer_cache import held
 from dapo_jax.models.transformer import Params
 from dapo_jax.rollout.shapes import windows
 
@@ -48,10 +49,15 @@ def cache_dtype(params: Params) -> np.dtype:
     return params["layers"][0]["query"].dtype
 
 
-def cache_bytes(settings: EngineSettings, dtype: np.dtype) -> float:
-    """Of a token's keys and values on one device."""
+def token_bytes(settings: EngineSettings, dtype: np.dtype) -> float:
+    """Of a token's keys and values in one layer on one device."""
     arch = settings.arch
-    return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"] * dtype.itemsize
+    return 2 * arch.num_kv_heads * arch.head_dim / settings.mesh.shape["tensor"] * dtype.itemsize
+
+
+def cache_bytes(settings: EngineSettings, dtype: np.dtype, tokens: int) -> float:
+    """Of the keys and values that a wave holds on one device of so many tokens of a prompt or a response."""
+    return token_bytes(settings, dtype) * sum(held(kind, tokens) for kind in settings.arch.layers)
 
 
 def prefill_bytes(settings: EngineSettings, width: int) -> float:

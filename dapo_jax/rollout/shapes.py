@@ -104,7 +104,7 @@ class LengthHistory:
 def rows_in_memory(
     free_bytes: float,
     *,
-    bytes_per_token: float,
+    cache_bytes: Callable[[int], float],
     bytes_per_row: float,
     width: int,
     chunk_length: int,
@@ -112,15 +112,18 @@ def rows_in_memory(
     alive: Callable[[int], float],
     lookahead: int,
 ) -> int:
-    """Rows per device that fit at every moment of a wave, with keys and values by token, and what else a row takes.
+    """Rows per device that fit at every moment of a wave, with keys and values, and what else a row takes.
 
     Survivors are rounded up to a rung, which may be half as many again; a tenth more rows than the history says, and
     two in a hundred that never end, must also fit.
+
+    Args:
+        cache_bytes: of the keys and values of so many tokens of a prompt or a response.
     """
-    worst, filled = 1.0, 0
+    worst, filled = cache_bytes(1), 0
     for window in ladder:
         share = min(1.1 * 1.5 * alive(max(filled - chunk_length * (1 + lookahead), 0)) + 0.02, 1.0)
-        worst = max(worst, share * (width + window))
+        worst = max(worst, share * (cache_bytes(width) + cache_bytes(window)))
         filled = window
-    rows = int(free_bytes / (worst * bytes_per_token + bytes_per_row))
+    rows = int(free_bytes / (worst + bytes_per_row))
     return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)

@@ -1,8 +1,9 @@
 """Device: decoding in slots whose keys and values lie in pages, one compiled function each for prefill and a chunk.
 
 Sizes: B slots, b of them in use, A pages, C tokens of a page and of a chunk, M pages that a row has at most; pages are
-numbered on each shard of the batch, and page 0 of a shard takes what nobody reads. A row's first token is drawn from
-the last token of its prompt, as every other one from the token before: prefill draws nothing.
+numbered on each shard of the batch, and page 0 of a shard takes what nobody reads. Layers with a window have fewer
+pages, R of a row: those that the window reaches from a chunk (window_pages.py). A row's first token is drawn from the
+last token of its prompt, as every other one from the token before: prefill draws nothing.
 """
 
 import functools
@@ -14,7 +15,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from dapo_jax.models import transformer
-from dapo_jax.models.architecture import Architecture, Choices
+from dapo_jax.models.architecture import Architecture, Choices, Layer
 from dapo_jax.models.paged_attention import AttendPages, attend_tail, merged
 from dapo_jax.models.transformer import Params
 from dapo_jax.models.vocabulary_blocks import block_logits
@@ -32,7 +33,7 @@ class Slots:
 
     tokens: jax.Array  # [B] int32, the last token of each row
     finished: jax.Array  # [B] bool
-    pages: list[Any]  # of each layer [A, K, C, 2H], see models/paged_attention.py
+    pages: list[Any]  # of each layer [A, K, C, 2H], see models/paged_attention.py; fewer of layers with a window
 
 
 @struct.dataclass
@@ -48,13 +49,17 @@ class Plan:
     sampled: Any  # [b] int32, tokens drawn since
     table: Any  # [b, M] int32, pages of the prompt, then its own
     destinations: Any  # [b] int32, the page that takes what this chunk adds; 0 = none
+    windows: Any  # of layers with a window, as in window_pages.Seen; None = no layer has one
 
 
-@functools.partial(jax.jit, static_argnames=("arch", "slots", "pages", "page_length", "dtype"))
-def empty_slots(*, arch: Architecture, slots: int, pages: int, page_length: int, dtype: Any) -> Slots:
-    """Slots without rows, and pages that hold nothing; both counted on all shards."""
-    shape = pages, arch.num_kv_heads, page_length, 2 * arch.head_dim
-    cache = [jnp.zeros(shape, dtype) for _ in range(arch.num_layers)]
+@functools.partial(jax.jit, static_argnames=("arch", "slots", "pages", "window_pages", "page_length", "dtype"))
+def empty_slots(
+    *, arch: Architecture, slots: int, pages: int, window_pages: int, page_length: int, dtype: Any
+) -> Slots:
+    """Slots without rows, and pages that hold nothing; all counted on all shards."""
+    shape = arch.num_kv_heads, page_length, 2 * arch.head_dim
+    numbers = [pages if kind.window is None else window_pages for kind in arch.layers]
+    cache = [jnp.zeros((number, *shape), dtype) for number in numbers]
     return laid_out(Slots(jnp.zeros(slots, jnp.int32), jnp.ones(slots, bool), cache))
 
 
@@ -65,6 +70,7 @@ def prefill_pages(
     tokens: jax.Array,
     mask: jax.Array,
     destinations: jax.Array,
+    window_destinations: jax.Array | None,
     *,
     arch: Architecture,
     choices: Choices | None = None,
@@ -76,13 +82,17 @@ def prefill_pages(
     Args:
         tokens, mask: [Q, P] left-padded prompts on the shards that have their rows; P is a multiple of C.
         destinations: [Q, P // C] int32, pages; 0 where there is only padding.
+        window_destinations: [Q, at most R] int32, pages of layers with a window, if there are any, for a prompt's end.
         choices: how experts are recorded; None = they are not.
     """
     _, caches, experts = transformer.prefill(params, tokens, mask, arch)
-    pages = [
-        _put_pages(held, _as_pages(key, value, held.shape[2]), destinations.reshape(-1))
-        for held, (key, value) in zip(slots.pages, caches, strict=True)
-    ]
+    pages = []
+    for kind, held, (key, value) in zip(arch.layers, slots.pages, caches, strict=True):
+        places = destinations if kind.window is None else window_destinations
+        assert places is not None
+        columns = places.shape[1] * held.shape[2]
+        kept = _as_pages(key[..., -columns:], value[:, :, -columns:], held.shape[2])
+        pages.append(_put_pages(held, kept, places.reshape(-1)))
     slots = slots.replace(pages=pages)  # pyright: ignore[reportAttributeAccessIssue]
     return laid_out(slots), everywhere(recorded(experts, choices))
 
@@ -118,7 +128,7 @@ def decode_slots(
     starts = -cached % page_length
     ends = jnp.where(idle, 0, cached + starts + plan.sampled)
     attend_each = jax.shard_map(
-        attend_pages,
+        functools.partial(attend_pages, cap=arch.attention_cap),
         in_specs=(HEADS, HEADS, ROWS, ROWS, ROWS),
         out_specs=HEADS,
         check_vma=False,
@@ -131,8 +141,9 @@ def decode_slots(
             held, tail = layer
             new = jnp.concatenate([key, value], axis=-1).swapaxes(1, 2)
             tail = jax.lax.dynamic_update_slice_in_dim(tail, new, index, axis=2)
-            paged = attend_each(query[:, 0], held, plan.table, starts, ends)
-            return merged(paged, attend_tail(query[:, 0], tail, index))[:, None], (held, tail)
+            paged = attend_each(query[:, 0], held, *_reached(kind, plan, starts, ends, index, page_length))
+            newest = attend_tail(query[:, 0], tail, index, kind.window, arch.attention_cap)
+            return merged(paged, newest)[:, None], (held, tail)
 
         caches = list(zip(slots.pages, tails, strict=True))
         places = cached + plan.sampled + index
@@ -146,9 +157,20 @@ def decode_slots(
     rows = len(tokens)
     tails = laid_out([jnp.zeros((rows, *held.shape[1:]), held.dtype) for held in slots.pages])
     (tokens, finished, tails), outputs = jax.lax.scan(step, (tokens, finished, tails), jnp.arange(page_length))
-    pages = [_put_pages(held, tail, plan.destinations) for held, tail in zip(slots.pages, tails, strict=True)]
+    pages = [
+        _put_pages(held, tail, plan.destinations if kind.window is None else plan.windows.destinations)
+        for kind, held, tail in zip(arch.layers, slots.pages, tails, strict=True)
+    ]
     kept = Slots(_put_own(slots.tokens, tokens), _put_own(slots.finished, finished), pages)
     return laid_out(kept), chunk_of(*jax.tree.map(lambda output: output.swapaxes(0, 1), outputs))
+
+
+def _reached(kind: Layer, plan: Plan, starts: jax.Array, ends: jax.Array, index: jax.Array, page_length: int) -> Any:
+    """The page table, and where the keys in it start and end that token `index` of a chunk sees."""
+    if kind.window is None:
+        return plan.table, starts, ends
+    before = plan.windows.first * page_length  # tokens in pages that the table of windows does not have
+    return plan.windows.table, jnp.maximum(starts, ends + index - kind.window + 1) - before, ends - before
 
 
 def _as_pages(key: jax.Array, value: jax.Array, page_length: int) -> jax.Array:

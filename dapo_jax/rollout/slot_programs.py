@@ -1,7 +1,7 @@
 """Host: sizes of the slot engine, and its compiled functions, lowered from shapes alone."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,15 @@ from dapo_jax.rollout.engine_settings import (
     PREFILL_BYTES,
     SCORES,
     EngineSettings,
-    cache_bytes,
     cache_dtype,
     prefill_bytes,
+    token_bytes,
 )
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.shapes import ROW_MULTIPLE, LengthHistory, prompt_width
 from dapo_jax.rollout.slot_decoding import Plan, Slots, decode_slots, empty_slots, prefill_pages
 from dapo_jax.rollout.slot_queue import PrefillSize, SlotLayout
+from dapo_jax.rollout.window_pages import Seen
 
 FILL = 0.8  # of the pages, that the expected keys and values of all slots take
 PREFILLED = 2048  # tokens of a shard's prompts that are prefilled in one call, unless one prompt has more
@@ -63,28 +64,69 @@ def layout_of_slots(
     width, at_once = prefills[-1].width, prefills[0].at_once
     drawn = max_tokens or settings.max_response_length
     prompt_pages, own_pages = width // length, max(-(-drawn // length) - 1, 0)
-    per_page = length * cache_bytes(settings, dtype)
+    reach = _reach(settings, prompt_pages + own_pages)
+    full, windowed = _pages(settings, dtype, own_pages, prompt_pages, reach)
     # a page in the making is in memory twice
-    per_slot = 2 * per_page + 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]
+    per_slot = (
+        2 * (full.bytes + windowed.bytes) + 4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"]
+    )
     memory = free_bytes * settings.memory_share
     if settings.max_num_seqs:
         wanted = max(settings.max_num_seqs // shards, 1)
         slots = wanted if wanted <= rows else _rung(rows)
     else:
         held = history.mean_held() + length / 2 + (float(np.mean(prompt_lengths)) + length / 2) / num_samples
-        slots = FILL * memory / (FILL * per_slot + held / length * per_page)
+        per_row = held / length * full.bytes + min(held / length, windowed.own + windowed.prompt) * windowed.bytes
+        slots = FILL * memory / (FILL * per_slot + per_row)
         slots = _rung(min(slots, max(CHEAP_ROWS, rows / SLOTS_OF_ROWS), rows))
-    # as if all slots were at their longest, with a prompt for each and those that wait
-    most = 1 + slots * own_pages + (slots + 2 * at_once) * prompt_pages
-    known = not settings.max_num_seqs or free_bytes > 0
-    pages = min(most, int((memory - slots * per_slot) / per_page)) if known else most
+    pages, most_windows = (kind.most(slots, waiting=2 * at_once) for kind in (full, windowed))
+    if not settings.max_num_seqs or free_bytes > 0:
+        pages = min(pages, _pages_in(memory - slots * per_slot, full, windowed, pages, most_windows))
     if pages < 1 + prompt_pages + own_pages:
         raise InputError(
             f"the keys and values of a response of data.max_response_length={settings.max_response_length} tokens do "
             f"not fit rollout.kv_memory_share={settings.memory_share} of {free_bytes / 2**30:.1f} free GiB on a device"
         )
     few = max(slots // FEW_SLOTS, min(ROW_MULTIPLE, slots))
-    return SlotLayout(num_samples, shards, slots, few, pages, length, prompt_pages + own_pages, prefills)
+    sizes = pages, length, prompt_pages + own_pages, prefills
+    return SlotLayout(num_samples, shards, slots, few, *sizes, min(pages, most_windows) if reach else 0, reach)
+
+
+class _Pages(NamedTuple):
+    """Pages of the layers with a window, or of those without."""
+
+    own: int  # of a response, at most
+    prompt: int  # of a prompt, at most
+    bytes: float  # of one in all these layers, on one device
+
+    def most(self, slots: int, *, waiting: int) -> int:
+        """As if all slots were at their longest, with a prompt for each and those that wait."""
+        return 1 + slots * self.own + (slots + waiting) * self.prompt
+
+
+def _pages(settings: EngineSettings, dtype: np.dtype, own: int, prompt: int, reach: int) -> tuple[_Pages, _Pages]:
+    """Of the layers without a window, and of those with one."""
+    of_layer, layers = settings.chunk_length * token_bytes(settings, dtype), settings.arch.layers
+    windows = sum(kind.window is not None for kind in layers)
+    full = _Pages(own, prompt, of_layer * (len(layers) - windows))
+    return full, _Pages(min(reach, own), min(reach, prompt), of_layer * windows)
+
+
+def _reach(settings: EngineSettings, row_pages: int) -> int:
+    """Pages that a window reaches behind a chunk, at least one; 0 without layers that have a window."""
+    window = settings.arch.window
+    return 0 if window is None else min(max(-(-(window - 1) // settings.chunk_length), 1), max(row_pages, 1))
+
+
+def _pages_in(memory: float, full: _Pages, windowed: _Pages, most: int, most_windows: int) -> int:
+    """Pages that fit the memory, if layers with a window have as many, but at most `most_windows`.
+
+    If all layers have a window, pages of the others take no memory: there are `most` of them once those of windows fit.
+    """
+    pages = memory / (full.bytes + windowed.bytes)
+    if windowed.bytes and pages > most_windows:
+        pages = (memory - most_windows * windowed.bytes) / full.bytes if full.bytes else most
+    return int(pages)
 
 
 def _prefill_sizes(settings: EngineSettings, widest: int) -> tuple[PrefillSize, ...]:
@@ -130,7 +172,8 @@ def lower_prefill_pages(
         slots_shape(settings, cache_dtype(params), layout),
         _rows(settings, prompts, size.width, dtype=jnp.int32),
         _rows(settings, prompts, size.width, dtype=jnp.bool_),
-        _rows(settings, prompts, size.width // layout.page_length, dtype=jnp.int32),
+        _rows(settings, prompts, (most := size.width // layout.page_length), dtype=jnp.int32),
+        _rows(settings, prompts, min(layout.reach, most), dtype=jnp.int32) if layout.reach else None,
         arch=settings.arch,
         choices=settings.choices,
     )
@@ -149,11 +192,12 @@ def lower_decode_slots(
     used = slots * layout.shards
     row = _rows(settings, used, dtype=jnp.int32)
     table = _rows(settings, used, layout.row_pages, dtype=jnp.int32)
+    windows = Seen(_rows(settings, used, layout.reach, dtype=jnp.int32), row, row) if layout.reach else None
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(settings.mesh))
     return decode_slots.lower(
         params,
         slots_shape(settings, cache_dtype(params), layout),
-        Plan(row, row, row, row, row, row, row, table, row),
+        Plan(row, row, row, row, row, row, row, table, row, windows),
         sampling,
         number,
         number,
@@ -171,6 +215,7 @@ def empty_shape(settings: EngineSettings, dtype: Any, layout: SlotLayout) -> dic
         "arch": settings.arch,
         "slots": layout.slots * layout.shards,
         "pages": layout.pages * layout.shards,
+        "window_pages": layout.window_pages * layout.shards,
         "page_length": layout.page_length,
         "dtype": np.dtype(dtype),
     }
@@ -179,10 +224,14 @@ def empty_shape(settings: EngineSettings, dtype: Any, layout: SlotLayout) -> dic
 def slots_shape(settings: EngineSettings, dtype: Any, layout: SlotLayout) -> Slots:
     """Shapes and shardings of the slots and the pages."""
     arch, slots = settings.arch, layout.slots * layout.shards
-    shape = layout.pages * layout.shards, arch.num_kv_heads, layout.page_length, 2 * arch.head_dim
-    pages = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(settings.mesh, wave_spec(4)))
+    sharding, shape = NamedSharding(settings.mesh, wave_spec(4)), (arch.num_kv_heads, layout.page_length)
+
+    def pages(number: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((number * layout.shards, *shape, 2 * arch.head_dim), dtype, sharding=sharding)
+
     tokens, finished = _rows(settings, slots, dtype=jnp.int32), _rows(settings, slots, dtype=jnp.bool_)
-    return Slots(tokens, finished, [pages] * arch.num_layers)
+    held = [pages(layout.pages if kind.window is None else layout.window_pages) for kind in arch.layers]
+    return Slots(tokens, finished, held)
 
 
 def _rows(settings: EngineSettings, *shape: int, dtype: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapo_jax.errors import InputError
+from dapo_jax.rollout.window_pages import Seen, WindowPages
 
 OPENED = 32  # rows of a shard whose prompts are prefilled between two chunks: more at once balance worse
 WAITING = 4  # rows of a shard, at least, that may wait for a slot
@@ -36,6 +37,13 @@ class SlotLayout:
     page_length: int  # tokens of a page and of a chunk
     row_pages: int  # of a prompt and a response, at most
     prefills: tuple[PrefillSize, ...]  # the widest last
+    window_pages: int = 0  # of a shard and a layer with a window, with page 0; 0 = no layer has one
+    reach: int = 0  # pages that a window reaches behind a chunk
+
+    @property
+    def open_prompts(self) -> int:
+        """Prompts of a shard that have pages, at most: one for each slot, and those that wait."""
+        return self.slots + 2 * self.prefills[0].at_once
 
     def prompt_pages(self, length: int) -> int:
         """Pages of a prompt, whose last token is not prefilled."""
@@ -52,6 +60,7 @@ class Opened(NamedTuple):
     prompt: int
     shard: int
     pages: list[int]
+    window_pages: list[int]  # of layers with a window, for its last pages
 
 
 class Turn(NamedTuple):
@@ -64,6 +73,8 @@ class Turn(NamedTuple):
     table: np.ndarray  # [b, M]
     destinations: np.ndarray  # [b]
     pages: int  # that rows read, on all shards
+    windows: Seen | None
+    window_pages: int  # that they read in layers with a window
 
 
 @dataclass
@@ -77,10 +88,11 @@ class _Row:
 
 
 class _Shard:
-    def __init__(self, pages: int) -> None:
+    def __init__(self, layout: SlotLayout) -> None:
         self.live: list[_Row] = []  # the oldest first
         self.waiting: deque[int] = deque()
-        self.free = list(range(pages - 1, 0, -1))
+        self.free = list(range(layout.pages - 1, 0, -1))
+        self.windows = WindowPages(layout.window_pages, layout.reach)
         self.prompts: dict[int, list[int]] = {}  # pages of each
         self.left: dict[int, int] = {}  # rows of each prompt that have not ended
 
@@ -104,7 +116,7 @@ class SlotQueue:
         # Few rows wait, so that shards end together; many, so that all shards prefill in the same calls.
         waiting = max(layout.prefills[0].at_once // 2, WAITING // layout.num_samples, 1)
         self._stock = layout.slots + layout.num_samples * waiting
-        self.shards = [_Shard(layout.pages) for _ in range(layout.shards)]
+        self.shards = [_Shard(layout) for _ in range(layout.shards)]
 
     def add(self, prompt_lengths: Sequence[int] | np.ndarray, limits: np.ndarray) -> int:
         """Adds prompts; returns the first of their rows.
@@ -146,6 +158,8 @@ class SlotQueue:
         """Whether the oldest row can still end when one more prompt is open."""
         more = self.layout.prompt_pages(self.prompt_lengths[self.next_prompt])
         safe = shard.prompt_pages + more + self._longest < self.layout.pages
+        if self.layout.reach and len(shard.prompts) >= self.layout.open_prompts:
+            return False
         return shard.load < self._stock and more <= len(shard.free) and safe
 
     def _open(self, index: int) -> Opened:
@@ -154,7 +168,7 @@ class SlotQueue:
         shard.prompts[prompt], shard.left[prompt] = pages, samples
         shard.waiting.extend(range(prompt * samples, (prompt + 1) * samples))
         self.next_prompt += 1
-        return Opened(prompt, index, pages)
+        return Opened(prompt, index, pages, shard.windows.open(prompt, len(pages)))
 
     def release(self, alive: Callable[[np.ndarray], np.ndarray]) -> None:
         """Frees the slots and pages of rows that have ended.
@@ -172,7 +186,7 @@ class SlotQueue:
                 if ok and row.sampled < self.limits[row.row]:
                     shard.live.append(row)
                 else:
-                    shard.free.extend(row.pages)
+                    self._free(shard, row)
             gone = set(rows.tolist()) - {row.row for row in shard.live} - set(shard.waiting)
             for row in sorted(gone):
                 self._ended(shard, row // self.layout.num_samples)
@@ -181,6 +195,7 @@ class SlotQueue:
         shard.left[prompt] -= 1
         if not shard.left[prompt]:
             shard.free.extend(shard.prompts.pop(prompt))
+            shard.windows.close(prompt)
             del shard.left[prompt]
 
     def turn(self) -> Turn | None:
@@ -194,13 +209,14 @@ class SlotQueue:
         rows, sources = np.full(shape, -1), np.full(shape, -1, np.int32)
         sampled, destinations = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         table, pages = np.zeros((*shape, self.layout.row_pages), np.int32), 0
+        windows, window_pages = self._windows(slots, granted)
         for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
             for slot, row in enumerate(shard.live):
                 place = index, slot
                 rows[place], sources[place], sampled[place] = row.row, row.slot, row.sampled
-                table[place], destinations[place] = row.table, given.get(row.row, 0)
-                pages += row.prompt_pages + row.sampled // self.layout.page_length
-                self._advance(row, slot, destinations[place])
+                table[place], (destinations[place], _) = row.table, given.get(row.row, (0, 0))
+                pages += self._held(row)
+                self._advance(shard, row, slot, destinations[place])
         return Turn(
             slots,
             rows.reshape(-1),
@@ -209,17 +225,38 @@ class SlotQueue:
             table.reshape(-1, self.layout.row_pages),
             destinations.reshape(-1),
             pages,
+            windows,
+            window_pages,
         )
 
-    def _advance(self, row: _Row, slot: int, destination: int) -> None:
-        place = row.prompt_pages + row.sampled // self.layout.page_length
+    def _windows(self, slots: int, granted: Sequence[dict[int, tuple[int, int]]]) -> tuple[Seen | None, int]:
+        """The pages of layers with a window in the next chunk, and how many are read, if there are such layers."""
+        layout, read = self.layout, 0
+        if not layout.reach:
+            return None, read
+        table = np.zeros((layout.shards * slots, layout.reach), np.int32)
+        first, destinations = np.zeros((2, len(table)), np.int32)
+        for index, (shard, given) in enumerate(zip(self.shards, granted, strict=True)):
+            for place, row in enumerate(shard.live, index * slots):
+                seen = shard.windows.seen(row.row)
+                table[place, : len(seen)], first[place] = seen, self._held(row) - len(seen)
+                _, destinations[place] = given.get(row.row, (0, 0))
+                read += len(seen)
+        return Seen(table, first, destinations), read
+
+    def _held(self, row: _Row) -> int:
+        """Pages of a row before its next chunk."""
+        return row.prompt_pages + row.sampled // self.layout.page_length
+
+    def _advance(self, shard: _Shard, row: _Row, slot: int, destination: int) -> None:
         if destination:
-            row.table[place] = destination
+            row.table[self._held(row)] = destination
+            shard.windows.add(row.row)
         row.slot, row.sampled = slot, row.sampled + self.layout.page_length
 
-    def _grant(self, shard: _Shard) -> dict[int, int]:
-        """Starts rows that wait, and gives a page to each row that goes on after this chunk, the oldest first."""
-        granted: dict[int, int] = {}
+    def _grant(self, shard: _Shard) -> dict[int, tuple[int, int]]:
+        """Starts rows that wait, and gives pages to each row that goes on after this chunk, the oldest first."""
+        granted: dict[int, tuple[int, int]] = {}
         young: list[_Row] = []
         live = deque(shard.live)
         shard.live = []
@@ -238,7 +275,7 @@ class SlotQueue:
             self._start(shard, granted)
         return granted
 
-    def _start(self, shard: _Shard, granted: dict[int, int]) -> None:
+    def _start(self, shard: _Shard, granted: dict[int, tuple[int, int]]) -> None:
         """Rows begin while there are slots, and for each row that lives a page for its next chunk."""
         while shard.waiting and len(shard.live) < self.layout.slots:
             if shard.live and len(shard.free) <= len(shard.live):
@@ -249,16 +286,22 @@ class SlotQueue:
             shard.live.append(row)
 
     def _begin(self, shard: _Shard, row: int) -> _Row:
-        pages, table = shard.prompts[row // self.layout.num_samples], np.zeros(self.layout.row_pages, np.int32)
+        prompt, table = row // self.layout.num_samples, np.zeros(self.layout.row_pages, np.int32)
+        pages = shard.prompts[prompt]
         table[: len(pages)] = pages
+        shard.windows.begin(row, prompt)
         return _Row(row, table, len(pages))
 
-    def _take(self, shard: _Shard, row: _Row) -> int:
+    def _take(self, shard: _Shard, row: _Row) -> tuple[int, int]:
         row.pages.append(shard.free.pop())
-        return row.pages[-1]
+        return row.pages[-1], shard.windows.take(row.row)
+
+    def _free(self, shard: _Shard, row: _Row) -> None:
+        shard.free.extend(row.pages)
+        shard.windows.end(row.row)
 
     def _give_up(self, shard: _Shard, row: _Row) -> _Row:
-        shard.free.extend(row.pages)
+        self._free(shard, row)
         self.given_up += 1
         return row
 

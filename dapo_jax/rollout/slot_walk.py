@@ -59,7 +59,9 @@ class SlotWalk:
     computed: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
     decodes: Counter[int] = field(default_factory=Counter)  # chunks by slots of a shard
     prefills: Counter[PrefillSize] = field(default_factory=Counter)  # calls
-    pages: Counter[int] = field(default_factory=Counter)  # that rows read in these chunks, on all shards
+    pages: Counter[int] = field(
+        default_factory=Counter
+    )  # that rows read in these chunks, on all shards, in the mean layer
     pending: deque[tuple[Any, np.ndarray, np.ndarray]] = field(default_factory=deque)  # dispatched: chunk, rows, starts
 
     def advance(self, devices: Devices, outcome: Outcome) -> bool:
@@ -87,13 +89,16 @@ class SlotWalk:
 
     def _count_prefill(self, size: PrefillSize) -> None:
         flops, tokens = token_flops(self.arch), size.at_once * self.queue.layout.shards * size.width
-        self.computed["prefill"] += tokens * (flops.layers + size.width * flops.pair)
+        self.computed["prefill"] += tokens * flops.of_prefilled(size.width)
         self.prefills[size] += 1
 
     def _count_chunk(self, turn: Turn) -> None:
         layout, flops = self.queue.layout, token_flops(self.arch)
         slots = turn.slots * layout.shards
-        pages = slots * layout.row_pages if self.gathers else turn.pages
+        full, window = turn.pages, turn.window_pages
+        if self.gathers:
+            full, window = slots * layout.row_pages, slots * layout.reach
+        pages = flops.mean(lambda kind: full if kind is None else window)
         keys = (pages + slots) * layout.page_length  # a tail is as long as a page
         self.computed["decode"] += layout.page_length * (slots * (flops.layers + flops.head) + keys * flops.pair)
         self.decodes[turn.slots] += 1

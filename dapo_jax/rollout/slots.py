@@ -129,7 +129,9 @@ class _Slots:
     def prefill(self, size: PrefillSize, opened: Sequence[Opened]) -> None:
         layout = self.layout
         prompts: list[Sequence[int]] = [[self.settings.pad_id]] * (layout.shards * size.at_once)
-        destinations = np.zeros((len(prompts), size.width // layout.page_length), np.int32)
+        most = size.width // layout.page_length
+        destinations = np.zeros((len(prompts), most), np.int32)
+        window_destinations = np.zeros((len(prompts), min(layout.reach, most)), np.int32)
         used, places = [0] * layout.shards, []
         for one in opened:
             place = one.shard * size.at_once + used[one.shard]
@@ -137,6 +139,8 @@ class _Slots:
             places.append(place)
             prompts[place] = self.prompts[one.prompt][:-1]
             destinations[place, -len(one.pages) :] = one.pages
+            if one.window_pages:
+                window_destinations[place, -len(one.window_pages) :] = one.window_pages
         tokens, mask = pad_prompts(prompts, size.width, self.settings.pad_id)
         self.slots, experts = prefill_pages(
             self.call.params,
@@ -144,6 +148,7 @@ class _Slots:
             self._put(tokens),
             self._put(mask),
             self._put(destinations),
+            self._put(window_destinations) if layout.reach else None,
             arch=self.settings.arch,
             choices=self.settings.choices,
         )
@@ -163,6 +168,7 @@ class _Slots:
             sampled=turn.sampled,
             table=turn.table,
             destinations=turn.destinations,
+            windows=turn.windows,
         )
         program = self.engine.programs.get(*self._lowering(turn.slots))
         seed, purpose = np.int32(self.settings.seed), np.int32(self.call.purpose)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from dapo_jax.models.transformer import LayerCache, Params
+from dapo_jax.models.layer_cache import LayerCache, held
+from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.rollout.engine_settings import EngineSettings, cache_dtype
 from dapo_jax.rollout.round_plan import ANY_SAMPLING, RoundPlan, RoundProgram
@@ -63,7 +64,7 @@ class _Programs:
         if decoded and all(shape.rows == self.walk.layout.num_rows for shape in decoded):
             yield from self._first_survivors(max(decoded, key=lambda shape: shape.window))
         for (old, new), calls in self.walk.resizes.items():
-            yield self._resize(old, new, calls)
+            yield from self._resizes(old, new, calls)
 
     def _start(self) -> RoundProgram:
         layout = self.walk.layout
@@ -96,7 +97,7 @@ class _Programs:
             lambda: lower_chunk(self.settings, self.weights, ANY_SAMPLING, **shape._asdict()),
             cache=self._cache(shape),
             family=f"decode, {samples} rows a prompt",
-            features=(1.0, rows, rows * shape.width, rows * shape.window),
+            features=(1.0, rows, rows * self._held(shape.width), rows * self._held(shape.window)),
         )
 
     def _first_survivors(self, shape: WaveShape) -> Iterator[RoundProgram]:
@@ -105,26 +106,40 @@ class _Programs:
             rows = height * self.shards
             yield self._decode(shape._replace(rows=rows, prompts=rows), 0)
 
-    def _resize(self, old: WaveShape, new: WaveShape, calls: float) -> RoundProgram:
-        """From one shape to another, layer by layer; the last one when all others are done."""
-        narrow, *_ = self._cache(old)
-        wide, *others = self._cache(new)
+    def _resizes(self, old: WaveShape, new: WaveShape, calls: float) -> Iterator[RoundProgram]:
+        """From one shape to another, layer by layer; layers with a window have shapes of their own."""
+        kinds = [kind.window for kind in self.settings.arch.layers]
+        for window in dict.fromkeys(kinds):
+            layers = [layer for layer, own in enumerate(kinds) if own == window]
+            last = self._cache(old)[layers[-1]], self._cache(new)[layers[-1]]
+            if new.rows != old.rows or last[0] != last[1]:
+                yield self._resize(old, new, layers[-1], calls * len(layers))
+
+    def _resize(self, old: WaveShape, new: WaveShape, layer: int, calls: float) -> RoundProgram:
+        """Of one layer, when all others are done."""
+        narrow, others = self._cache(old)[layer], self._cache(new)
+        wide = others.pop(layer)
         rows = None if new.rows == old.rows else new.rows
         keep = "" if rows is None else f"keep {rows // self.shards} of "
         kept, target = _elements(narrow) * new.rows / old.rows, _elements(wide)
         return RoundProgram(
             "decode",
-            f"{keep}{old.rows // self.shards} rows a shard, window {old.window} to {new.window}",
-            calls * self.settings.arch.num_layers,
+            f"{keep}{old.rows // self.shards} rows a shard, window {narrow.window} to {wide.window}",
+            calls,
             lambda: lower_resize(
-                self.settings, narrow, num_samples=old.rows // old.prompts, rows=rows, window=new.window
+                self.settings, narrow, num_samples=old.rows // old.prompts, rows=rows, window=wide.window
             ),
             cache=[narrow, wide],
             other_cache=others,
             reads_weights=False,
-            family=f"{'keep' if rows else ''} {'widen' if new.window > old.window else ''}",
+            family=f"{'keep' if rows else ''} {'widen' if wide.window > narrow.window else ''}",
             features=(1.0, kept, target),
         )
+
+    def _held(self, tokens: int) -> float:
+        """Of so many tokens, those that a layer holds in the mean."""
+        layers = self.settings.arch.layers
+        return sum(held(kind, tokens) for kind in layers) / len(layers)
 
     def _cache(self, shape: WaveShape) -> list[LayerCache]:
         return wave_shape(self.settings, cache_dtype(self.weights), **shape._asdict()).caches

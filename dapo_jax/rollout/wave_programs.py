@@ -1,5 +1,6 @@
 """Host: the compiled functions of a wave, lowered from shapes alone: no array exists yet."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from dapo_jax.models.transformer import LayerCache, Params
+from dapo_jax.models.layer_cache import LayerCache, layer_cache
+from dapo_jax.models.transformer import Params
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.rollout.decoding import Wave, decode_chunk, empty_wave, prefill_part, resize_cache, wave_spec
 from dapo_jax.rollout.engine_settings import (
@@ -76,7 +78,7 @@ def lower_chunk(
 def lower_resize(
     settings: EngineSettings, cache: LayerCache, *, num_samples: int, rows: int | None, window: int
 ) -> jax.stages.Lowered:
-    """Another window for one layer's cache, of which `rows` rows are kept; None = all."""
+    """Room for `window` tokens in one layer's cache, of which `rows` rows are kept; None = all."""
     chosen = None if rows is None else _rows(settings.mesh, (rows,), jnp.int32)
     return resize_cache.lower(cache, chosen, num_samples=num_samples, window=window)
 
@@ -99,7 +101,7 @@ def layout_of_waves(
     shards, width = num_batch_shards(settings.mesh), prompt_width(max(prompt_lengths), settings.max_prompt_length)
     rows = settings.max_num_seqs or shards * rows_in_memory(
         free_bytes * settings.memory_share,
-        bytes_per_token=cache_bytes(settings, dtype),
+        cache_bytes=functools.partial(cache_bytes, settings, dtype),
         bytes_per_row=4.0 * SCORES * settings.arch.vocab_size / settings.mesh.shape["tensor"],
         width=width,
         chunk_length=settings.tokens_per_chunk,
@@ -125,20 +127,15 @@ def wave_shape(settings: EngineSettings, dtype: Any, *, rows: int, prompts: int,
     def like(*shape: int, dtype: Any) -> Any:
         return _rows(settings.mesh, shape, dtype)
 
-    heads, size = arch.num_kv_heads, arch.head_dim
-    cache = LayerCache(
-        prompt_key=like(prompts, heads, size, width, dtype=dtype),
-        prompt_value=like(prompts, heads, width, size, dtype=dtype),
-        key=like(rows, heads, size, window, dtype=dtype),
-        value=like(rows, heads, window, size, dtype=dtype),
-    )
+    make, sizes = functools.partial(_rows, settings.mesh, dtype=dtype), {"rows": rows, "prompts": prompts}
+    caches = [layer_cache(make, kind, arch, **sizes, width=width, window=window) for kind in arch.layers]
     return Wave(
         tokens=like(rows, dtype=jnp.int32),
         finished=like(rows, dtype=jnp.bool_),
         keys=like(rows, dtype=_key_dtype()),
         begun=like(rows, dtype=jnp.int32),
         prompt_mask=like(prompts, width, dtype=jnp.bool_),
-        caches=[cache] * arch.num_layers,
+        caches=caches,
         length=like(dtype=jnp.int32),
     )
 

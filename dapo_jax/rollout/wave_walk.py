@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dapo_jax.models.flops import token_flops
+from dapo_jax.models.layer_cache import held
 from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.shapes import rungs, window_of
 from dapo_jax.rollout.wave_layout import WaveLayout
@@ -80,7 +81,8 @@ class WaveWalk:
         settings, outcome = self.settings, self.outcome
         pending: deque[tuple[Any, np.ndarray, int]] = deque()
         for first in self.layout.parts():
-            self._count("prefill", self.layout.part_size * self.shape.width, self.shape.width, self._flops.layers)
+            width, prompts = self.shape.width, self.layout.part_size
+            self.computed["prefill"] += prompts * width * self._flops.of_prefilled(width)
             pending.append((devices.prefill(first), self.rows[self.layout.started(first)], 0))
         self.sampled = 1
         while True:
@@ -92,14 +94,14 @@ class WaveWalk:
                 break
             self._resize(alive, devices)
             pending.append((devices.decode(self.shape, self._after_next()), self.rows, self.sampled))
-            shape, tokens = self.shape, settings.tokens_per_chunk
-            self._count(
-                "decode", shape.rows * tokens, shape.width + shape.window, self._flops.layers + self._flops.head
-            )
-            self.sampled += tokens
+            self._count_chunk()
+            self.sampled += settings.tokens_per_chunk
 
-    def _count(self, stage: str, tokens: int, keys: int, flops: float) -> None:
-        self.computed[stage] += tokens * (flops + keys * self._flops.pair)
+    def _count_chunk(self) -> None:
+        shape, flops, layers = self.shape, self._flops, self.settings.arch.layers
+        keys = sum(held(kind, shape.width) + held(kind, shape.window) for kind in layers) / len(layers)
+        tokens = shape.rows * self.settings.tokens_per_chunk
+        self.computed["decode"] += tokens * (flops.layers + flops.head + keys * flops.pair)
 
     def _resize(self, alive: np.ndarray, devices: Devices) -> None:
         """Makes room for the next chunk, and leaves rows out if the survivors fit a smaller batch."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from dapo_jax.data.containers import Rollout
 from dapo_jax.data.padding import pad_prompts
+from dapo_jax.models.layer_cache import held
 from dapo_jax.parallel.sharding import batch_sharding, fetch, put
 from dapo_jax.rollout.decoding import Chunk, empty_wave, keep_rows, prefill_part, resize_cache
 from dapo_jax.rollout.engine import Begun, Generation, GivenUp, OnFinished
@@ -128,8 +129,10 @@ class _Wave:
         caches, rest = self.wave.caches, dataclasses.replace(self.wave, caches=[])
         if rows is not None:
             rest = keep_rows(rest, rows, num_samples=num_samples)
-        for layer, cache in enumerate(caches):  # only one layer at a time is in memory twice
-            caches[layer] = resize_cache(cache, rows, num_samples=num_samples, window=new.window)
+        for layer, kind in enumerate(self.settings.arch.layers):  # only one layer at a time is in memory twice
+            window = held(kind, new.window)
+            if rows is not None or window != caches[layer].window:
+                caches[layer] = resize_cache(caches[layer], rows, num_samples=num_samples, window=window)
         self.wave = dataclasses.replace(rest, caches=caches)
 
     def decode(self, shape: WaveShape, following: WaveShape) -> Chunk:

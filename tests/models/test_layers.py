@@ -10,9 +10,10 @@ import small_policy
 from dapo_jax.data.containers import Bins
 from dapo_jax.models.architecture import Layer
 from dapo_jax.models.attention import XLA
+from dapo_jax.models.layer_cache import LayerCache
 from dapo_jax.models.layers import layer_weights, rotary, rotary_frequencies, rotate
 from dapo_jax.models.rope_scaling import Llama3RopeScaling
-from dapo_jax.models.transformer import LayerCache, decode, forward, forward_bins, prefill
+from dapo_jax.models.transformer import decode, forward, forward_bins, prefill
 from dapo_jax.models.weights import init_params
 
 ARCH = dataclasses.replace(small_policy.ARCH, num_layers=3, head_dim=24)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dapo_jax.models.layer_cache import LayerCache, last_columns, layer_cache
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.models.transformer import (
-    LayerCache,
     decode,
     forward,
     logits,
@@ -22,6 +22,7 @@ from dapo_jax.models.weights import cast_matrices
 DATA = Path(__file__).parent / "data"
 NAMES = sorted(path.name for path in DATA.iterdir())
 PROMPT_LENGTHS, SAMPLES, RESPONSE = (6, 1, 4), 2, 5  # three prompts, left-padded to six tokens
+PAST_WINDOW = 50  # tokens of a response that is much longer than the windows of the models
 
 jit_prefill = jax.jit(prefill, static_argnums=3)
 jit_decode = jax.jit(decode, static_argnums=6)
@@ -70,12 +71,12 @@ def random_tokens(arch, *shape, seed=0):
     return np.random.default_rng(seed).integers(0, arch.vocab_size, shape, np.int32)
 
 
-def prompts_and_responses(arch):
+def prompts_and_responses(arch, prompt_lengths=PROMPT_LENGTHS, response=RESPONSE):
     """Left-padded prompts [Q, P], their mask, responses [B, R], rows [B, P + R] of both and their mask."""
-    width = max(PROMPT_LENGTHS)
-    prompts = random_tokens(arch, len(PROMPT_LENGTHS), width)
-    prompt_mask = np.arange(width) >= width - np.array(PROMPT_LENGTHS)[:, None]
-    responses = random_tokens(arch, len(PROMPT_LENGTHS) * SAMPLES, RESPONSE, seed=1)
+    width = max(prompt_lengths)
+    prompts = random_tokens(arch, len(prompt_lengths), width)
+    prompt_mask = np.arange(width) >= width - np.array(prompt_lengths)[:, None]
+    responses = random_tokens(arch, len(prompt_lengths) * SAMPLES, response, seed=1)
     rows = np.concatenate([prompts.repeat(SAMPLES, 0), responses], axis=1)
     row_mask = np.concatenate([prompt_mask.repeat(SAMPLES, 0), np.ones_like(responses, bool)], axis=1)
     return prompts, prompt_mask, responses, rows, row_mask
@@ -84,8 +85,13 @@ def prompts_and_responses(arch):
 def decode_logits(params, arch, prompts, prompt_mask, responses, window):
     """Logits [B, R + 1, V] before each response token and after the last, fed through the cache."""
     last_hidden, prompt_caches, _ = jit_prefill(params, prompts, prompt_mask, arch)
-    own = np.zeros((len(responses), arch.num_kv_heads, window, arch.head_dim), prompt_caches[0][0].dtype)
-    caches = [LayerCache(key, value, own.swapaxes(2, 3), own) for key, value in prompt_caches]
+    make = functools.partial(np.zeros, dtype=prompt_caches[0][0].dtype)
+    sizes = {"rows": len(responses), "prompts": len(prompts), "width": prompts.shape[1], "window": window}
+    empty = [layer_cache(make, kind, arch, **sizes) for kind in arch.layers]
+    caches = [
+        LayerCache(*last_columns(cache, *prompt), cache.key, cache.value)
+        for cache, prompt in zip(empty, prompt_caches, strict=True)
+    ]
     samples = len(responses) // len(prompts)
     first_position = prompt_mask.sum(1, dtype=np.int32).repeat(samples)
     scores = [np.repeat(jit_logits(params, last_hidden, arch), samples, 0)]
@@ -117,6 +123,17 @@ def test_decoding_after_a_shared_prefill_equals_forward(name):
     arch, params = small_model(name)
     prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch)
     decoded = decode_logits(params, arch, prompts, prompt_mask, responses, window=RESPONSE)
+    expected = score(params, rows, row_mask, arch)[:, prompts.shape[1] - 1 :]
+    np.testing.assert_allclose(decoded, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2_softcap", "olmo3", "mistral_sliding"])
+def test_decoding_passes_its_window_several_times(name):
+    """Prompts are shorter and longer than the window, and its layers hold keys and values of no more than it."""
+    arch, params = small_model(name)
+    assert arch.window == 16 and PAST_WINDOW > 3 * arch.window
+    prompts, prompt_mask, responses, rows, row_mask = prompts_and_responses(arch, (21, 3, 40), PAST_WINDOW)
+    decoded = decode_logits(params, arch, prompts, prompt_mask, responses, window=PAST_WINDOW)
     expected = score(params, rows, row_mask, arch)[:, prompts.shape[1] - 1 :]
     np.testing.assert_allclose(decoded, expected, rtol=0, atol=1e-4)
 

@@ -105,7 +105,8 @@ def test_typical_lengths_are_those_of_the_history():
 
 
 def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
-    full = {"bytes_per_token": 10.0, "width": 64, "chunk_length": 32, "ladder": windows(256, 32), "lookahead": 0}
+    full = {"width": 64, "chunk_length": 32, "ladder": windows(256, 32), "lookahead": 0}
+    full["cache_bytes"] = lambda tokens: tokens * 10.0
     full["bytes_per_row"] = 0.0
     assert rows_in_memory(64 * 320 * 10, **full, alive=LengthHistory(256).alive) == 64
     assert rows_in_memory(10, **full, alive=LengthHistory(256).alive) == ROW_MULTIPLE  # never less
@@ -113,6 +114,8 @@ def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
     assert short == 64 * 320 // (64 + 64) // 8 * 8  # all have ended before the first window is full
     scores = {**full, "bytes_per_row": 320 * 10.0}  # as much again for something else
     assert rows_in_memory(64 * 320 * 10, **scores, alive=LengthHistory(256).alive) == 32
+    windowed = {**full, "cache_bytes": lambda tokens: min(tokens, 64) * 10.0}  # of prompt and response each
+    assert rows_in_memory(64 * 320 * 10, **windowed, alive=LengthHistory(256).alive) == 64 * 320 // 128
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -121,7 +124,7 @@ def test_no_moment_of_a_wave_takes_more_than_the_memory(lengths, lookahead):
     history, ladder = history_of(lengths), windows(256, 32)
     rows = rows_in_memory(
         1e6,
-        bytes_per_token=10.0,
+        cache_bytes=lambda tokens: tokens * 10.0,
         bytes_per_row=0.0,
         width=64,
         chunk_length=32,
