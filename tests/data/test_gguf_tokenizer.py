@@ -81,6 +81,7 @@ def test_sentencepiece_joins_by_score_and_spells_the_rest_in_bytes(tmp_path, pre
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "a.gguf", add_space_prefix=prefixed))
     assert tokenizer.add_bos and tokenizer.vocab_size == len(PIECES)
     assert words(tokenizer, "hello") == (["▁hel", "lo"] if prefixed else ["hel", "lo"])
+    assert words(tokenizer, "elo")[-2:] == ["e", "lo"]
     assert words(tokenizer, "1 hello")[-3:] == ["1", "▁hel", "lo"]
     assert words(tokenizer, "1é")[-3:] == ["1", "<0xC3>", "<0xA9>"]
     assert words(tokenizer, "1  1")[1 + prefixed] == "  "
