@@ -12,7 +12,7 @@ from dapo_jax.config.sections import Config, OverlongBufferConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.data.prompts import PromptSet
-from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer
+from dapo_jax.data.tokenizer import Tokenizer, load_tokenizer, within_rows
 from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
 from dapo_jax.hub.repositories import model_at
@@ -109,7 +109,7 @@ def load_scorer(config: Config, dtype: Any, mesh: Mesh) -> ModelScorer:
     arch = read_model_architecture(path)
     if not arch.scalar_head:
         raise InputError(f"reward.model.path={settings.path} is a language model: give a sequence-classification model")
-    tokenizer = load_tokenizer(path)
+    tokenizer = within_rows(load_tokenizer(path), arch.vocab_size)
     if tokenizer.vocab_size > arch.vocab_size:
         raise InputError(
             f"the tokenizer of reward.model.path={settings.path} has ids up to {tokenizer.vocab_size - 1}, but the "
