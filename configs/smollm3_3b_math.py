@@ -8,8 +8,8 @@ Published: 9.3 % of AIME-2025 without thinking and 36.7 % with it, before any su
 where to start from, not a result of this recipe.
 
 Model: HuggingFaceTB/SmolLM3-3B of the Hugging Face hub. Data: one copy of each problem, see
-configs/dapo_qwen2.5_7b_math.py. data.chat_template_kwargs turns thinking off: with it, most responses are longer than
-data.max_response_length at first. The template's system message has a date, which is always the same here.
+configs/dapo_qwen2.5_7b_math.py. data.chat_template_kwargs turns thinking off, since thoughts may need more tokens than
+data.max_response_length. The template's system message has a date, which is always the same here.
 
 From DAPO's recipe: clip-higher, the group filter, the token mean, the soft punishment of overlong responses, 16
 responses per prompt and 32 prompts per optimizer step. Differences: 128 prompts per step (there: 512), so a batch makes
