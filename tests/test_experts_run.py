@@ -5,6 +5,7 @@ import shutil
 
 import jax
 import pytest
+from preflight.test_programs import ONE_STEP, programs_of, texts_of_a_run
 from small_experts import MODEL
 from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
 
@@ -72,3 +73,20 @@ def test_partial_rollouts_resume_with_their_records(model, tmp_path, monkeypatch
     models = train(small_config(tmp_path / "b", **changes))
     assert_same_policy(models, jax.device_get(expected.actor.params))
     assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, {"rollout.engine": "slots", "model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}],
+    ids=["waves", "slots and adapters"],
+)
+def test_the_preflight_compiles_what_a_run_of_experts_calls(chosen, model, tmp_path):
+    """On eight devices, with a reference, and with the log-probabilities of the training pass."""
+    changes = {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, **chosen}
+    config = small_config(tmp_path / "run", **changes_of(model, **(ONE_STEP | changes)))
+    texts = {program.lower().as_text() for program in programs_of(config).programs}
+    missing = [stage for stage, text in texts_of_a_run(config) if text not in texts]
+    assert not missing
+    row = read_metrics(tmp_path / "run")[-1]
+    assert row["rollout_corr/logprob_abs_diff_max"] < 1e-3 and row["router/replay_differs"] < 0.1
