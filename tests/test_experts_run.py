@@ -1,44 +1,19 @@
 """Whole runs of a mixture of experts."""
 
-import json
-import shutil
-
 import jax
 import pytest
 from preflight.test_programs import ONE_STEP, programs_of, texts_of_a_run
-from small_experts import MODEL
+from small_families import changes_of, with_tokenizer
 from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
-from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @pytest.fixture
 def model(tmp_path):
-    """The small model with a tokenizer, as it would lie in a download."""
-    directory = tmp_path / "model"
-    shutil.copytree(MODEL, directory)
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}))
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    character_tokenizer().backend.save(str(directory / "tokenizer.json"))
-    return str(directory)
-
-
-def changes_of(model, **changes):
-    """Random answers are seldom right: every group is trained on."""
-    return {
-        "model.path": model,
-        "algorithm.filter_groups.enable": False,
-        "data.gen_batch_size": 4,
-        "trainer.total_training_steps": 2,
-        "trainer.test_freq": -1,
-        "trainer.val_before_train": False,
-        **changes,
-    }
+    return with_tokenizer("qwen3_moe", tmp_path)
 
 
 def test_a_run_replays_what_the_sampler_chose_and_logs_it(model, tmp_path):

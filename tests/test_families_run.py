@@ -1,0 +1,46 @@
+"""Whole runs of models with windows and with experts: kills and meshes change nothing."""
+
+import jax
+import pytest
+from small_families import changes_of, with_tokenizer
+from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
+
+from dapo_jax import step as step_module
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
+
+LENGTHS = {"data.max_prompt_length": 16, "data.max_response_length": 24}  # windows are of 16 tokens
+LEARNS = {"actor.optim.lr": 1e-2}
+MODELS = ("gemma3", "qwen3_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen", [{}, {"rollout.engine": "slots", "rollout.decode_chunk_length": 4}], ids=["waves", "slots"]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_killed_run_ends_with_the_same_bits(name, chosen, tmp_path, monkeypatch):
+    model = with_tokenizer(name, tmp_path)
+    more = {"trainer.total_training_steps": 3, "trainer.save_freq": 1}
+    changes = changes_of(model, **LENGTHS, **LEARNS, **more, **chosen)
+    expected = train(small_config(tmp_path / "a", **changes))
+    with monkeypatch.context() as patch:
+        at_call(patch, step_module, "update", 3, kill)
+        with pytest.raises(Killed):
+            train(small_config(tmp_path / "b", **changes))
+    models = train(small_config(tmp_path / "b", **changes))
+    assert_same_policy(models, jax.device_get(expected.actor.params))
+    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_the_mesh_changes_no_policy(name, tmp_path):
+    """Data parallel on eight devices, or 2x2x2 with training divided like sampling: tokens equal, rounding apart."""
+    model, found = with_tokenizer(name, tmp_path), {}
+    for data, fsdp, tensor in ((8, 1, 1), (2, 2, 2)):
+        mesh = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.train_tensor": tensor}
+        found[data] = train(small_config(tmp_path / str(data), **changes_of(model, **LENGTHS, **mesh)))
+    assert_same_policy(found[8], jax.device_get(found[2].actor.params), tolerance=1e-4)
+    alone, divided = (read_metrics(tmp_path / folder) for folder in ("8", "2"))
+    assert [row["response_length/mean"] for row in alone] == [row["response_length/mean"] for row in divided]
