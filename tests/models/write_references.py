@@ -1,4 +1,4 @@
-"""Writes transformers.npz beside each checkpoint of tests/models/data: `python tests/models/write_references.py`.
+"""Writes what is missing of tests/models/data, with transformers: `python tests/models/write_references.py`.
 
 Needs torch and transformers. In float32 on a CPU: greedy continuations of left-padded prompts with the log-probability
 of each token, and the gradient of the mean negative log-probability of a sequence, as its dot products with fixed
@@ -113,6 +113,55 @@ def _stored_names(gradients: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": False}
+MADE = {  # checkpoints that this script makes: the class of their config, and what it says besides
+    "olmo2": ("Olmo2Config", {}),
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+}
+
+
+def make(name: str) -> None:
+    """A random checkpoint with the logits [3, 72, V] of left-padded rows, as the others have them."""
+    import torch
+    import transformers
+
+    kind, more = MADE[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES, **more))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.2 * torch.randn_like(weight))
+    model.save_pretrained(DATA / name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(DATA / name, dtype=torch.float32).eval()
+    tokens = torch.randint(3, SIZES["vocab_size"], (3, 72))
+    mask = torch.arange(72) >= torch.tensor([[0], [9], [40]])
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        scores = model(tokens, attention_mask=mask.long(), position_ids=positions).logits
+    arrays = {"input_ids": tokens.to(torch.int32), "attention_mask": mask.to(torch.int32), "logits": scores}
+    np.savez_compressed(DATA / name / "reference.npz", **{key: value.numpy() for key, value in arrays.items()})
+
+
 if __name__ == "__main__":
-    for path in sorted(DATA.iterdir()):
-        write(path)
+    for path in sorted({*DATA.iterdir(), *(DATA / name for name in MADE)}):
+        if not path.exists():
+            make(path.name)
+        if not (path / "transformers.npz").exists():
+            write(path)
