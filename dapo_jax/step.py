@@ -27,6 +27,7 @@ from dapo_jax.estimator_inputs import estimator_inputs
 from dapo_jax.learner.batch import make_batch, penalize_kl
 from dapo_jax.learner.learner import update
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.router_replay import saved_fields
 from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices
 from dapo_jax.monitor import filter_log, statistics
 from dapo_jax.monitor.bars import RoundsShown
@@ -229,7 +230,7 @@ def train_on(
             histograms["sample/token_staleness"] = histogram(token_staleness)
         if not is_finite(metrics):
             logger.error("step %d: the loss or a gradient is not finite: its updates are skipped", step)
-            keep_batch(step, {name: value for name, value in vars(batch).items() if value is not None})
+            keep_batch(step, saved_fields(batch))
         return metrics, histograms
 
     return models, finish

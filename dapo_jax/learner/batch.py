@@ -1,7 +1,6 @@
 """Host: from accepted groups to the rows that the learner is given: rewards, advantages, masks, log-probabilities."""
 
 import dataclasses
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -25,6 +24,7 @@ from dapo_jax.data.experience import Experience
 from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.router_replay import choosing_experts, expert_records
 from dapo_jax.learner.update import compute_logprobs, compute_values
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -160,22 +160,9 @@ def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Bat
         group_ids=np.repeat(group_ids, num_samples),
         old_logprobs=flat(experience.logprobs),
         advantages=np.zeros((num_groups * num_samples, length), np.float32),
-        experts=_records(chain.from_iterable(experience.experts or ()), num_groups * num_samples),
-        prompt_experts=_records(experience.prompt_experts or (), num_groups),
+        experts=expert_records(list(chain.from_iterable(experience.experts or [])), num_groups * num_samples),
+        prompt_experts=expert_records(experience.prompt_experts, num_groups),
     )
-
-
-def _records(records: Iterable[np.ndarray], count: int) -> np.ndarray:
-    """[count] objects: the records of experts, and None where there are no more."""
-    found = np.full(count, None, object)
-    for index, record in enumerate(records):
-        found[index] = record
-    return found
-
-
-def choosing_experts(batch: Batch) -> Batch:
-    """`batch` whose tokens choose their experts themselves, wherever they went when they were sampled."""
-    return dataclasses.replace(batch, experts=None, prompt_experts=None)
 
 
 def rows_like(batch: Batch, values: np.ndarray) -> np.ndarray:

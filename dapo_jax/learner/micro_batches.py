@@ -180,6 +180,6 @@ class _Packer:
 
     def _record(self, records: Any, index: int) -> Any:
         """The experts of the tokens of a prompt or a response; None if they choose for themselves."""
-        if self.choices is None or records is None or records[index] is None or not len(records[index]):
+        if self.choices is None or records is None or not len(records[index]):
             return None
         return records[index]

@@ -18,6 +18,7 @@ from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.learner.router_metrics import router_metrics
+from dapo_jax.learner.router_replay import choosing_experts
 from dapo_jax.learner.trainable import Metrics, Trainable
 from dapo_jax.monitor.tensorboard import Histograms, counted
 from dapo_jax.parallel.processes import settle
@@ -60,8 +61,7 @@ def update_policy(
     def select(state: TrainState, mini_batch: Batch) -> Batch:
         assert actor.select is not None
         logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batches, mesh, pace)
-        known = dataclasses.replace(mini_batch, experts=None, prompt_experts=None)  # no arrays of the devices
-        whole = put((known, logprobs), replicated(mesh))
+        whole = put((choosing_experts(mini_batch), logprobs), replicated(mesh))  # no device takes the records
         return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
 
     prepare = select if actor.select is not None else None

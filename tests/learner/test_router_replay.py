@@ -13,9 +13,9 @@ from small_policy import actor_settings, update_settings
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.padding import pad_prompts
 from dapo_jax.learner.actor import build_actor
-from dapo_jax.learner.batch import _records, choosing_experts
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.router_metrics import router_metrics
+from dapo_jax.learner.router_replay import choosing_experts, expert_records, saved_fields
 from dapo_jax.learner.update import compute_logprobs, mini_batches, update_policy
 from dapo_jax.models.experts import RoutingCounts
 
@@ -38,8 +38,8 @@ def batch() -> Batch:
         group_ids=np.repeat(np.arange(len(PROMPTS), dtype=np.int32), SAMPLES),
         old_logprobs=rollout.logprobs,
         advantages=advantages.astype(np.float32),
-        experts=_records(rollout.experts, len(rollout.mask)),
-        prompt_experts=_records(rollout.prompt_experts, len(PROMPTS)),
+        experts=expert_records(rollout.experts, len(rollout.mask)),
+        prompt_experts=expert_records(rollout.prompt_experts, len(PROMPTS)),
     )
 
 
@@ -75,7 +75,7 @@ def with_records(change, which=("experts",)) -> Batch:
     return dataclasses.replace(
         found,
         **{
-            name: _records([change(record) for record in getattr(found, name)], len(getattr(found, name)))
+            name: expert_records([change(record) for record in getattr(found, name)], len(getattr(found, name)))
             for name in which
         },
     )
@@ -192,3 +192,20 @@ def test_mini_batches_take_their_records_along():
     assert len(second.experts) == 8 and len(second.prompt_experts) == 2
     np.testing.assert_array_equal(second.experts[0], batch().experts[8])
     np.testing.assert_array_equal(second.prompt_experts[1], batch().prompt_experts[3])
+
+
+def test_a_batch_is_saved_with_its_records_as_plain_arrays(tmp_path):
+    np.savez(tmp_path / "batch.npz", allow_pickle=False, **saved_fields(batch()))
+    with np.load(tmp_path / "batch.npz") as saved:
+        for name, count in (("experts", len(batch().mask)), ("prompt_experts", len(PROMPTS))):
+            parts = np.split(saved[name], np.cumsum(saved[f"{name}_tokens"])[:-1])
+            assert len(parts) == count
+            for part, record in zip(parts, getattr(batch(), name), strict=True):
+                np.testing.assert_array_equal(part, record)
+    assert "experts" not in saved_fields(choosing_experts(batch()))
+
+
+def test_rows_of_padding_have_empty_records():
+    found = expert_records([np.ones((2, 4, 2), np.int8), np.ones((2, 4, 2), np.int8)], 3)
+    assert found is not None and [record.shape for record in found] == [(2, 4, 2), (2, 4, 2), (0, 4, 2)]
+    assert expert_records(None, 3) is None
