@@ -159,6 +159,11 @@ def with_records(parts: Sequence[Experience]) -> list[Experience]:
     return [complete(part) for part in parts]
 
 
+def joined_records(records: Sequence[np.ndarray]) -> np.ndarray:
+    """Records of experts, one after the other. Empty ones may not know how many layers and experts the others have."""
+    return np.concatenate([record for record in records if len(record)] or list(records[:1]))
+
+
 def join(parts: Iterable[Experience | None]) -> Experience | None:
     """The groups of all parts; None if there are none."""
     present = [part for part in parts if part]
@@ -171,7 +176,7 @@ def to_arrays(experience: Experience) -> dict[str, np.ndarray]:
     arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and name != "failed"}
     if experience.experts and experience.prompt_experts:
         groups = [[prompt, *rest] for prompt, rest in zip(experience.prompt_experts, experience.experts, strict=True)]
-        arrays[EXPERTS] = np.concatenate(list(chain.from_iterable(groups)))
+        arrays[EXPERTS] = joined_records(list(chain.from_iterable(groups)))
         arrays[EXPERT_TOKENS] = np.array([[len(record) for record in group] for group in groups], np.int64)
     return arrays | {SCORE + name: value for name, value in experience.scores.items()}
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapo_jax.data.containers import Batch
+from dapo_jax.data.experience import joined_records
 
 
 def expert_records(records: Sequence[np.ndarray] | None, count: int) -> np.ndarray | None:
@@ -24,7 +25,7 @@ def saved_fields(batch: Batch) -> dict[str, np.ndarray]:
     for name in ("experts", "prompt_experts"):
         if name in arrays:
             records = arrays[name].tolist()
-            arrays |= {name: np.concatenate(records), f"{name}_tokens": np.array([len(record) for record in records])}
+            arrays |= {name: joined_records(records), f"{name}_tokens": np.array([len(record) for record in records])}
     return arrays
 
 

@@ -24,7 +24,8 @@ class ExpertRecords:
     ) -> None:
         self._begun, self.num_samples = begun, len(begun) // len(prompt_lengths)
         self.prompts = [_unknown(length, choices) for length in prompt_lengths]  # [Q] of [tokens, l, k]
-        self.responses = [_unknown(0, choices)] * len(begun) if known is None else list(known)
+        empty = _unknown(0, choices)
+        self.responses = [empty] * len(begun) if known is None else [one if len(one) else empty for one in known]
         self._most = np.full(len(begun), np.iinfo(np.int64).max)  # tokens of each response that are wanted
 
     def add_prompts(self, prompts: Sequence[int], fed: Sequence[int], experts: np.ndarray) -> None:

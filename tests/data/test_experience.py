@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from dapo_jax.data.experience import Experience, concatenate, from_arrays, to_arrays
+from dapo_jax.data.experience import Experience, concatenate, from_arrays, to_arrays, with_records
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import character_tokenizer
 
@@ -148,3 +148,17 @@ def test_groups_without_records_may_follow_groups_that_have_some():
     assert [[len(record) for record in group] for group in joined.experts] == [[0, 0], [1, 0], [2, 0]]
     assert joined.experts[0][0].shape == (0, 4, 2) and "experts" in to_arrays(joined)
     assert concatenate([experience(0, 1), experience(1, 1)]).experts is None
+
+
+def test_empty_records_need_not_know_the_layers_and_experts_of_the_others():
+    """Partial rollouts continue responses of a checkpoint from before the option was on."""
+    (old,) = with_records([experience(0, 2)])
+    assert old.experts is not None and old.prompt_experts is not None
+    assert to_arrays(old)["experts"].size == 0
+    continued = dataclasses.replace(old, experts=[[old.experts[0][0], np.full((2, 4, 2), 7, np.int8)], old.experts[1]])
+    whole = concatenate([continued, with_experts(experience(2, 1))])
+    found = restored(to_arrays(whole), whole)
+    assert found.experts is not None and found.prompt_experts is not None
+    np.testing.assert_equal(found.experts[0][1], continued.experts[0][1])
+    np.testing.assert_equal(found.prompt_experts[2], whole.prompt_experts[2])
+    assert [[len(record) for record in group] for group in found.experts] == [[0, 2], [0, 0], [2, 0]]

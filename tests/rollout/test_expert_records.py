@@ -99,10 +99,11 @@ def numbered(*shape: int) -> np.ndarray:
 
 def test_what_is_unknown_of_a_response_is_minus_one():
     """Its first tokens were drawn by a run that recorded nothing."""
-    records = ExpertRecords(CHOICES, [3], np.array([2]), None)
-    records.add_chunk(np.array([0]), np.array([2]), numbered(1, 3))
-    records.end(0, 5)
-    assert records.responses[0].ravel().tolist() == [-1, 0, 1, 2]
+    for known in (None, [np.zeros((0, 0, 0), np.int8)]):
+        records = ExpertRecords(CHOICES, [3], np.array([2]), known)
+        records.add_chunk(np.array([0]), np.array([2]), numbered(1, 3))
+        records.end(0, 5)
+        assert records.responses[0].ravel().tolist() == [-1, 0, 1, 2]
 
 
 def test_a_row_that_begins_again_is_recorded_again():
