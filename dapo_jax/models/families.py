@@ -26,6 +26,11 @@ class Family:
     local_theta: str = ""  # key of the rotary base of layers with a window, which is never scaled; empty: as all layers
     leaves_out_rotary: bool = False  # no_rope_layers, or one of no_rope_layer_interval, have no rotary embedding
     experts: bool = False  # mixtures of experts
+    reward_name: str = ""  # how the names of its reward models begin, if not by hf_name
+
+    def architecture_name(self, scalar_head: bool) -> str:
+        """Hugging Face's name of its language models, or of its reward models."""
+        return (self.reward_name or self.hf_name) + REWARD_MODEL if scalar_head else self.hf_name + LANGUAGE_MODEL
 
 
 GEMMA = {"norms": "around", "norm_offset": 1.0, "activation": "gelu_tanh", "scale_embeddings": True}
@@ -102,5 +107,6 @@ FAMILIES: dict[str, Family] = {  # by Hugging Face's model_type
         window="typed",
         full_every=6,
         local_theta="rope_local_base_freq",
+        reward_name="Gemma3Text",
     ),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from dapo_jax.errors import InputError
 from dapo_jax.models.architecture import Architecture, Experts, Layer, pattern_of
-from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL, Family
+from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.model_files import is_positive_number, is_size, read_object
 from dapo_jax.models.rope_scaling import rope_problems, scaling_from_hf
 
@@ -55,14 +55,16 @@ def architecture_from_hf(hf: dict[str, Any]) -> Architecture:
     if mistyped:
         raise InputError("; ".join(mistyped))
     known = {
-        family.hf_name + task: name for name, family in FAMILIES.items() for task in (LANGUAGE_MODEL, REWARD_MODEL)
+        family.architecture_name(scalar_head): name
+        for name, family in FAMILIES.items()
+        for scalar_head in (False, True)
     }
     names = hf.get("architectures") or []
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in known:
         raise InputError(f"architectures={names} is not supported: choose one of {sorted(known)}")
     name = known[names[0]]
     family = FAMILIES[name]
-    scalar_head = names[0].endswith(REWARD_MODEL)
+    scalar_head = names[0] == family.architecture_name(True)
     hf = {**family.defaults, **hf}
     rope, local = _rope(hf, family)
     problems = _unsupported(hf, family) + rope_problems(rope, hf.get("max_position_embeddings"))

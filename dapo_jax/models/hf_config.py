@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dapo_jax.models.architecture import Architecture
-from dapo_jax.models.families import FAMILIES, LANGUAGE_MODEL, REWARD_MODEL, Family
+from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.hf_architecture import ACTIVATIONS, FULL, SLIDING
 from dapo_jax.models.rope_scaling import hf_scaling
 
@@ -22,7 +22,7 @@ def hf_config(
     family = FAMILIES[arch.family]
     assert all(getattr(arch, name) == value for name, value in family.traits.items()), f"{arch} is not of its family"
     config = {
-        "architectures": [family.hf_name + (REWARD_MODEL if arch.scalar_head else LANGUAGE_MODEL)],
+        "architectures": [family.architecture_name(arch.scalar_head)],
         "model_type": arch.family,
         "torch_dtype": dtype,
         "vocab_size": arch.vocab_size,

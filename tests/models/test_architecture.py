@@ -118,13 +118,25 @@ def test_what_is_not_supported_is_an_error(change, message):
         architecture_from_hf(LLAMA | change)
 
 
-@pytest.mark.parametrize("family", [family.hf_name for family in FAMILIES.values()])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_sequence_classification_model_differs_by_its_scalar_head_alone(family):
     config = {name: value for name, value in LLAMA.items() if name != "hidden_act"}
-    language = architecture_from_hf(config | {"architectures": [f"{family}ForCausalLM"]})
-    scoring = architecture_from_hf(config | ONE_LABEL | {"architectures": [f"{family}ForSequenceClassification"]})
+    language, scoring = (
+        f"{family.hf_name}ForCausalLM",
+        f"{family.reward_name or family.hf_name}ForSequenceClassification",
+    )
+    language = architecture_from_hf(config | {"architectures": [language]})
+    scoring = architecture_from_hf(config | ONE_LABEL | {"architectures": [scoring]})
     assert not language.scalar_head
     assert scoring == dataclasses.replace(language, scalar_head=True)
+
+
+def test_a_text_only_gemma_3_with_a_scalar_head_has_a_name_of_its_own():
+    """Gemma3ForSequenceClassification has images too."""
+    name = "Gemma3TextForSequenceClassification"
+    assert architecture_from_hf(LLAMA | ONE_LABEL | GELU | {"architectures": [name]}).family == "gemma3_text"
+    with pytest.raises(ValueError, match=f"choose one of .*{name}"):
+        architecture_from_hf(LLAMA | ONE_LABEL | GELU | {"architectures": ["Gemma3ForSequenceClassification"]})
 
 
 @pytest.mark.parametrize("labels", [{}, {"id2label": None}, {"id2label": {"0": "bad", "1": "good"}}])
