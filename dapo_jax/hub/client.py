@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tqdm import tqdm
@@ -156,7 +156,14 @@ def _ask(name: HubName, revision: str) -> tuple[str, dict[str, int]]:
     except Exception as error:  # as in `downloaded`
         raise _refusal(name, error) from error
     assert info.sha is not None
-    return info.sha, {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or ()}
+    found = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or ()}
+    return info.sha, {file: size for file, size in found.items() if is_inside(file)}
+
+
+def is_inside(file: str) -> bool:
+    """Whether the name of a file, joined to the folder of its repository, stays in it. A hostile hub may say others."""
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _refusal(name: HubName, error: Exception) -> Exception:
