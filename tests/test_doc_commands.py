@@ -58,6 +58,9 @@ RUN_BY = {
     "sbatch": SLURM,
     "pip install": HERE,
     "python -m dapo_jax.train": HERE,
+    "python -m dapo_jax.train --config configs/gsm8k.py --config.model.path=Qwen/": (
+        "tests/test_downloads.py::test_a_run_from_the_hub_is_trained_resumed_measured_and_exported"
+    ),
     "python -m dapo_jax.train --config FILE --config.data.task=reasoning_gym": (
         "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier"
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import write_metrics_doc
 from reward_model_files import write_reward_model
+from small_families import changes_of, with_tokenizer
 from small_run import small_config
 
 from dapo_jax.evaluate import bench
@@ -78,9 +79,10 @@ def test_a_run_emits_what_is_declared(whole):
 def test_runs_emit_what_is_declared_and_nothing_else(tmp_path):
     emitted = set()
     grouped = GROUPED | {"reward.model.path": str(write_reward_model(tmp_path / "reward_model"))}
-    for name, changes in (("grouped", grouped), ("critic", WITH_CRITIC)):
+    experts = changes_of(with_tokenizer("qwen3_moe", tmp_path))
+    for name, changes in (("grouped", grouped), ("experts", experts), ("critic", WITH_CRITIC)):
         steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 1, "trainer.test_freq": 2}
-        config = small_config(tmp_path / name, **steps, **changes)
+        config = small_config(tmp_path / name, **steps | changes)
         train(config)
         rows = read_metrics(config.workdir)
         emitted |= set(itertools.chain(*rows)) - {"step"}
