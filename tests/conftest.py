@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ and "DAPO_JAX_ACCELERATORS" not in os
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-# No test reaches the Hugging Face hub, or what this user has of it; hub_server.py stands in for it.
+# No test reaches the Hugging Face hub or this user's cache of it: hub_server.py stands in.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 os.environ["HF_HOME"] = "/nonexistent/huggingface"
 os.environ.pop("HF_HUB_OFFLINE", None)

@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from shapes import SMALL
 
+from dapo_jax import step as step_module
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.train import train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")
@@ -64,3 +67,16 @@ def assert_same_policy(models: Any, expected: Any, tolerance: float = 0.0) -> No
     params = jax.device_get(models.actor.params)
     for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
+
+
+def resumed(tmp_path: Path, monkeypatch: Any, changes: dict[str, Any], *, killed_in: int = 3) -> Any:
+    """The models of a run that is killed in an update and resumes; they are those of one that is not killed."""
+    expected = train(small_config(tmp_path / "a", **changes))
+    with monkeypatch.context() as patch:
+        at_call(patch, step_module, "update", killed_in, kill)
+        with pytest.raises(Killed):
+            train(small_config(tmp_path / "b", **changes))
+    models = train(small_config(tmp_path / "b", **changes))
+    assert_same_policy(models, jax.device_get(expected.actor.params))
+    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
+    return models

@@ -1,12 +1,10 @@
 """Whole runs of a mixture of experts."""
 
-import jax
 import pytest
 from preflight.test_programs import ONE_STEP, programs_of, texts_of_a_run
 from small_families import changes_of, with_tokenizer
-from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
+from small_run import resumed, small_config
 
-from dapo_jax import step as step_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
 
@@ -40,14 +38,7 @@ def test_partial_rollouts_resume_with_their_records(model, tmp_path, monkeypatch
             "actor.optim.lr": 1e-2,
         },
     )
-    expected = train(small_config(tmp_path / "a", **changes))
-    with monkeypatch.context() as patch:
-        at_call(patch, step_module, "update", 2, kill)
-        with pytest.raises(Killed):
-            train(small_config(tmp_path / "b", **changes))
-    models = train(small_config(tmp_path / "b", **changes))
-    assert_same_policy(models, jax.device_get(expected.actor.params))
-    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
+    resumed(tmp_path, monkeypatch, changes, killed_in=2)
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 import jax
 import pytest
 from small_families import changes_of, with_tokenizer
-from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
+from small_run import assert_same_policy, resumed, small_config
 
-from dapo_jax import step as step_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.train import train
 
@@ -23,14 +22,7 @@ def test_a_killed_run_ends_with_the_same_bits(name, chosen, tmp_path, monkeypatc
     model = with_tokenizer(name, tmp_path)
     more = {"trainer.total_training_steps": 3, "trainer.save_freq": 1}
     changes = changes_of(model, **LENGTHS, **LEARNS, **more, **chosen)
-    expected = train(small_config(tmp_path / "a", **changes))
-    with monkeypatch.context() as patch:
-        at_call(patch, step_module, "update", 3, kill)
-        with pytest.raises(Killed):
-            train(small_config(tmp_path / "b", **changes))
-    models = train(small_config(tmp_path / "b", **changes))
-    assert_same_policy(models, jax.device_get(expected.actor.params))
-    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
+    resumed(tmp_path, monkeypatch, changes)
 
 
 @pytest.mark.slow

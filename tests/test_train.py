@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
+from small_run import Killed, assert_same_policy, at_call, kill, resumed, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
 from dapo_jax import train as train_module
@@ -302,19 +302,6 @@ def test_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch):
     for change in ({"model.lora.rank": 4}, {"model.lora.target_modules": ("q_proj",)}):
         with pytest.raises(ValueError, match=r"step 3 is of another model: .* arrays differ, actor\.\w+.*_lora_"):
             train(small_config(tmp_path / "a", **changes | change | {"trainer.total_training_steps": 4}))
-
-
-def resumed(tmp_path, monkeypatch, changes):
-    """The models of a run that is killed in step 3 and resumes; they are those of one that is not killed."""
-    expected = train(small_config(tmp_path / "a", **changes))
-    with monkeypatch.context() as patch:
-        at_call(patch, step_module, "update", 3, kill)
-        with pytest.raises(Killed):
-            train(small_config(tmp_path / "b", **changes))
-    models = train(small_config(tmp_path / "b", **changes))
-    assert_same_policy(models, jax.device_get(expected.actor.params))
-    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
-    return models
 
 
 @pytest.mark.slow

@@ -30,6 +30,11 @@ def write_gguf(path, *, model="gpt2", pre="smollm", leave_out=(), **optional):
     for name, add in entries.items():
         if name not in leave_out:
             add()
+    return written(writer, path, optional)
+
+
+def written(writer, path, optional):
+    """The file with these entries besides."""
     for name, value in optional.items():
         getattr(writer, f"add_{name}")(value)
     writer.write_header_to_file()
@@ -67,13 +72,7 @@ def write_sentencepiece(path, **optional):
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(3)
-    for name, value in optional.items():
-        getattr(writer, f"add_{name}")(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path, optional)
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
