@@ -108,12 +108,8 @@ class _Packer:
     """Makes the arrays of passes from the rows of a batch."""
 
     def __init__(self, batch: Batch, split: MicroBatches) -> None:
-        self.batch, self.attention, self.num_shards, self.choices = (
-            batch,
-            split.attention,
-            split.num_shards,
-            split.choices,
-        )
+        self.batch, self.attention = batch, split.attention
+        self.num_shards, self.choices = split.num_shards, split.choices
         self.prompts = [prompt[mask] for prompt, mask in zip(batch.prompts, batch.prompt_mask, strict=True)]
         self.lengths = batch.mask.sum(axis=1).tolist()
         self.samples = len(batch.mask) // len(batch.prompts)

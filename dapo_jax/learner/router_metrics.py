@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dapo_jax.models.experts import RoutingCounts, load_balancing_loss, replaced_share
+from dapo_jax.models.experts import RoutingCounts, load_balancing_loss, relative_loads, replaced_share
 
 
 def router_metrics(steps: Sequence[RoutingCounts], experts_per_token: int, *, replayed: bool) -> dict[str, float]:
@@ -23,7 +23,7 @@ def router_metrics(steps: Sequence[RoutingCounts], experts_per_token: int, *, re
     """
     layers = jax.tree.map(lambda *parts: np.sum(parts, axis=0, dtype=np.float64), *steps)
     whole = jax.tree.map(functools.partial(np.sum, axis=0), layers)
-    loads = layers.chosen / np.maximum(layers.chosen.mean(axis=-1, keepdims=True), 1e-30)
+    loads = relative_loads(layers)
     metrics = {
         "router/aux_loss": float(load_balancing_loss(whole, experts_per_token)),
         "router/max_load": float(loads.max()),

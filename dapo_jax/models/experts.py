@@ -191,10 +191,10 @@ def load_balancing_loss(counts: RoutingCounts, experts_per_token: int) -> jax.Ar
     return counts.chosen.shape[-1] * jnp.sum(counts.chosen / tokens * counts.probabilities / tokens, axis=-1)
 
 
-def load_imbalance(counts: RoutingCounts) -> jax.Array:
-    """Tokens of the most loaded expert over the mean; of each layer, if counts are stacked. 0 without tokens."""
-    mean = counts.chosen.mean(axis=-1)
-    return counts.chosen.max(axis=-1) / jnp.where(mean > 0, mean, 1.0)
+def relative_loads(counts: RoutingCounts) -> jax.Array:
+    """Tokens of each expert [..., E] over the mean; of each layer, if counts are stacked. 0 without tokens."""
+    mean = counts.chosen.mean(axis=-1, keepdims=True)
+    return counts.chosen / jnp.where(mean > 0, mean, 1.0)
 
 
 def replaced_share(counts: RoutingCounts) -> jax.Array:

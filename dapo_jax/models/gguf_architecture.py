@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.errors import InputError
-from dapo_jax.models.architecture import Architecture, Experts, Layer, pattern_of
+from dapo_jax.models.architecture import Architecture, Experts, Layer, kinds_of, pattern_of
 from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.gguf_files import open_gguf, read_metadata
 from dapo_jax.models.hf_architecture import MAX_LAYERS
@@ -139,15 +139,8 @@ def _layers(values: dict[str, Any], family: Family) -> tuple[Layer, ...]:
     scaled = values.get(SCALING + "type", "none") != "none"
     own = float(theta) if family.local_theta and (scaled or theta != rope_theta) else None
     every = family.defaults["no_rope_layer_interval"] if family.leaves_out_rotary else 0
-    return tuple(
-        Layer(
-            window=windows[i],
-            rotary=not every or (i + 1) % every != 0,
-            theta=None if windows[i] is None else own,
-            experts=family.experts,
-        )
-        for i in numbers
-    )
+    rotary = [not every or (i + 1) % every != 0 for i in numbers]
+    return kinds_of(windows, rotary, [family.experts] * len(numbers), own)
 
 
 def _mistyped(values: dict[str, Any], tensors: Container[str]) -> list[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_jax.errors import InputError
-from dapo_jax.models.architecture import Architecture, Experts, Layer, pattern_of
+from dapo_jax.models.architecture import Architecture, Experts, Layer, kinds_of, pattern_of
 from dapo_jax.models.families import FAMILIES, Family
 from dapo_jax.models.model_files import is_positive_number, is_size, read_object
 from dapo_jax.models.rope_scaling import rope_problems, scaling_from_hf
@@ -159,10 +159,7 @@ def _layers(hf: dict[str, Any], family: Family, theta: float | None) -> tuple[La
     if family.experts:
         step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
         sparse = [i not in dense and (i + 1) % step == 0 for i in numbers]
-    return tuple(
-        Layer(window=windows[i], rotary=rotary[i], theta=None if windows[i] is None else theta, experts=sparse[i])
-        for i in numbers
-    )
+    return kinds_of(windows, rotary, sparse, theta)
 
 
 def _windowed(hf: dict[str, Any], family: Family) -> list[bool]:

@@ -172,9 +172,6 @@ def verified_groups(
     def grouped(array: Any) -> np.ndarray:
         return np.asarray(array).reshape(len(prompts), num_samples, *np.shape(array)[1:])
 
-    def grouped_list(values: Sequence[Any]) -> list[list[Any]]:
-        return [list(values[i : i + num_samples]) for i in range(0, len(values), num_samples)]
-
     errors = Counter(verdict.error for verdict in verdicts if verdict.error is not None)
     return Experience(
         numbers=np.array(numbers, np.int64),
@@ -184,17 +181,22 @@ def verified_groups(
         mask=grouped(rollout.mask),
         logprobs=grouped(rollout.logprobs),
         finished=grouped(rollout.finished),
-        texts=grouped_list(texts),
+        texts=by_group(texts, num_samples),
         scores={name: grouped(values) for name, values in _scores(verdicts).items()},
         versions=np.array(np.broadcast_to(versions, len(prompts)), np.int64),
         failed=grouped([verdict.error is not None for verdict in verdicts]),
         by_policy=None if rollout.by_policy is None else grouped(rollout.by_policy),
-        experts=None if rollout.experts is None else grouped_list(rollout.experts),
+        experts=None if rollout.experts is None else by_group(rollout.experts, num_samples),
         prompt_experts=rollout.prompt_experts,
-        answers=grouped_list([verdict.pred for verdict in verdicts]),
+        answers=by_group([verdict.pred for verdict in verdicts], num_samples),
         error=max(errors, key=lambda error: errors[error], default=""),
         work=rollout.work,
     )
+
+
+def by_group(values: Sequence[Any], num_samples: int) -> list[list[Any]]:
+    """Values [Q * G] of responses as Q lists of G."""
+    return [list(values[first : first + num_samples]) for first in range(0, len(values), num_samples)]
 
 
 def _scores(verdicts: Sequence[Verdict]) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from dapo_jax.data.experience import Experience, with_records
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.rewards.verification import Verification
 from dapo_jax.rollout.engine import Begun
-from dapo_jax.rollout.sampler import Sampler, verified_groups
+from dapo_jax.rollout.sampler import Sampler, by_group, verified_groups
 from dapo_jax.rollout.sampling import TRAIN, Sampling
 
 DRAWN = ("responses", "mask", "logprobs", "finished")  # fields of groups and rollouts, in the order of the latter
@@ -83,7 +83,7 @@ def begin_groups(
         scores={},
         versions=np.full(len(rows), version, np.int64),
         failed=np.zeros(shape, bool),
-        experts=None if rollout.experts is None else _by_group(rollout.experts, num_samples),
+        experts=None if rollout.experts is None else by_group(rollout.experts, num_samples),
         prompt_experts=rollout.prompt_experts,
         work=rollout.work,
     )
@@ -142,7 +142,3 @@ def verify_groups(groups: Experience, verification: Verification) -> Experience:
         verification.wait(),
         groups.versions,
     )
-
-
-def _by_group(values: list[Any], num_samples: int) -> list[list[Any]]:
-    return [values[first : first + num_samples] for first in range(0, len(values), num_samples)]

@@ -166,14 +166,14 @@ def lower_prefill_pages(
     settings: EngineSettings, params: Params, layout: SlotLayout, size: PrefillSize
 ) -> jax.stages.Lowered:
     """The prefill of some prompts."""
-    prompts = size.at_once * layout.shards
+    prompts, pages = size.at_once * layout.shards, size.width // layout.page_length
     return prefill_pages.lower(
         params,
         slots_shape(settings, cache_dtype(params), layout),
         _rows(settings, prompts, size.width, dtype=jnp.int32),
         _rows(settings, prompts, size.width, dtype=jnp.bool_),
-        _rows(settings, prompts, (most := size.width // layout.page_length), dtype=jnp.int32),
-        _rows(settings, prompts, min(layout.reach, most), dtype=jnp.int32) if layout.reach else None,
+        _rows(settings, prompts, pages, dtype=jnp.int32),
+        _rows(settings, prompts, min(layout.reach, pages), dtype=jnp.int32) if layout.reach else None,
         arch=settings.arch,
         choices=settings.choices,
     )

@@ -255,7 +255,7 @@ class SlotQueue:
         row.slot, row.sampled = slot, row.sampled + self.layout.page_length
 
     def _grant(self, shard: _Shard) -> dict[int, tuple[int, int]]:
-        """Starts rows that wait, and gives pages to each row that goes on after this chunk, the oldest first."""
+        """Starts waiting rows, and gives pages to each row that continues after this chunk, oldest first."""
         granted: dict[int, tuple[int, int]] = {}
         young: list[_Row] = []
         live = deque(shard.live)
