@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.models.layer_cache import LayerCache, last_columns, layer_cache
+from dapo_jax.models.layers import layer_weights
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.models.transformer import (
@@ -61,10 +62,8 @@ def small_model(name, dtype=np.float32):
     return arch, cast_matrices(params, arch, dtype)
 
 
-def unstack(params):
-    leaves = params["layers"]
-    layers = range(len(leaves["query"]))
-    return params | {"layers": [{name: leaves[name][layer] for name in leaves} for layer in layers]}
+def unstack(params, arch):
+    return params | {"layers": layer_weights(params["layers"], arch)}
 
 
 def random_tokens(arch, *shape, seed=0):
@@ -95,7 +94,7 @@ def decode_logits(params, arch, prompts, prompt_mask, responses, window):
     samples = len(responses) // len(prompts)
     first_position = prompt_mask.sum(1, dtype=np.int32).repeat(samples)
     scores = [np.repeat(jit_logits(params, last_hidden, arch), samples, 0)]
-    params = unstack(params)
+    params = unstack(params, arch)
     for index, tokens in enumerate(responses.T):
         positions = first_position + np.int32(index)
         hidden, caches, _ = jit_decode(params, tokens, positions, prompt_mask, caches, np.int32(index), arch)
@@ -113,7 +112,7 @@ def test_logits_equal_those_of_transformers(name, layers):
     arch, params = model(name)
     reference = np.load(DATA / name / "reference.npz")
     mask = reference["attention_mask"].astype(bool)
-    scores = score(unstack(params) if layers == "list" else params, reference["input_ids"], mask, arch)
+    scores = score(unstack(params, arch) if layers == "list" else params, reference["input_ids"], mask, arch)
     assert scores.dtype == jnp.float32
     np.testing.assert_allclose(scores[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
@@ -151,7 +150,7 @@ def test_prefill_is_the_same_with_layers_as_a_list():
     arch, params = small_model("llama_tied")
     prompts, prompt_mask, *_ = prompts_and_responses(arch)
     stacked = jit_prefill(params, prompts, prompt_mask, arch)
-    unrolled = jit_prefill(unstack(params), prompts, prompt_mask, arch)
+    unrolled = jit_prefill(unstack(params, arch), prompts, prompt_mask, arch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), stacked, unrolled)
 
 

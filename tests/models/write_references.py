@@ -131,7 +131,7 @@ SIZES = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": False}
 MADE = {  # checkpoints that this script makes: the class of their config, and what it says besides
     "olmo2": ("Olmo2Config", {}),
-    "qwen3_moe_mixed": ("Qwen3MoeConfig", {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", {**EXPERTS, "mlp_only_layers": [0, 1, 2]}),
     "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
 }
 
