@@ -2,8 +2,8 @@
 
     python -m dapo_jax.train --config configs/gemma3_1b_gsm8k_lora.py
 
-Hardware: 8 devices of 16 GB such as a v5e:2x4 slice, for which no preflight has been made yet, or one of 32 GB such as
-a v6e:1x1, with the same settings. Not run, so no time and no accuracy are known.
+Hardware: 8 devices of 16 GB such as a v5e:2x4 slice, or one of 32 GB such as a v6e:1x1, with the same settings. Not
+run, so no time and no accuracy are known.
 Published: 62.8 % of the test problems before any such training (Gemma 3's report, arXiv:2503.19786). That is where
 to start from, with other prompts and another grader, not a result of this recipe.
 

@@ -2,7 +2,8 @@
 
     python -m dapo_jax.train --config configs/smollm3_3b_math.py
 
-Hardware: 8 devices of 80 GB in one host, such as 8 x H100. Not run.
+Hardware: 8 devices of 80 GB in one host, such as 8 x H100; or 16 devices of 16 GB, a v5e:4x4 slice, with
+--config.mesh.fsdp=4 --config.actor.ppo_micro_batch_size_per_device=1 (mesh.tensor=1 does not fit there). Not run.
 Published: 9.3 % of AIME-2025 without thinking and 36.7 % with it, before any such training (the model's card). That is
 where to start from, not a result of this recipe.
 

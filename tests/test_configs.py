@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs").glob("*.py"))
 DAPO_7B, DAPO_32B, DAPO_SHORT = "dapo_qwen2.5_7b_math", "dapo_qwen2.5_32b_math", "dapo_qwen2.5_7b"
 CPO = "cpo"
-SMOLLM3, GEMMA3 = "smollm3_3b_math", "gemma3_1b_gsm8k_lora"
+DAPO_30B, SMOLLM3, GEMMA3 = "qwen3_30b_a3b_math", "smollm3_3b_math", "gemma3_1b_gsm8k_lora"
 CLIP_COV, KL_COV = "entropy_clip_cov", "entropy_kl_cov"
 
 QWEN = {
@@ -57,6 +57,7 @@ LARGE = [
     (CLIP_COV, QWEN_7B, 8),
     (KL_COV, QWEN_7B, 8),
     (CPO, QWEN3_4B, 8),
+    (DAPO_30B, QWEN3_30B, 64),
     (SMOLLM3, SMOLLM3_3B, 8),
     (GEMMA3, GEMMA3_1B, 8),
 ]
@@ -190,6 +191,17 @@ ENTROPY = SHARED | {
             },
         ),
         (
+            DAPO_30B,
+            DAPO
+            | {
+                "gen_batch_size": 1536,
+                "max_lengths": (2048, 20480),
+                "filter": ("acc", 10),
+                "test_freq": 5,
+                "save_freq": 5,
+            },
+        ),
+        (
             DAPO_SHORT,
             DAPO
             | {
@@ -227,20 +239,20 @@ ENTROPY = SHARED | {
             },
         ),
     ],
-    ids=[DAPO_7B, DAPO_32B, DAPO_SHORT, CLIP_COV, KL_COV, CPO],
+    ids=[DAPO_7B, DAPO_32B, DAPO_30B, DAPO_SHORT, CLIP_COV, KL_COV, CPO],
 )
 def test_large_recipes_have_the_published_values(name, values):
     assert published(load(name)) == values
 
 
-@pytest.mark.parametrize("name", [DAPO_7B, DAPO_32B, DAPO_SHORT])
+@pytest.mark.parametrize("name", [DAPO_7B, DAPO_32B, DAPO_30B, DAPO_SHORT])
 def test_dapo_clips_higher_and_trains_as_long_as_published(name):
     config = load(name)
     assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high, config.actor.clip_ratio_c) == (0.2, 0.28, 10.0)
     updates = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     assert updates == 16
     steps = config.trainer.total_training_steps
-    assert steps * updates == 5280 if name == DAPO_32B else steps == 200
+    assert steps * updates == 5280 if name in (DAPO_32B, DAPO_30B) else steps == 200
 
 
 def test_cpo_has_the_published_hint_and_losses():

@@ -32,7 +32,12 @@ report clip_cov_h100 --config configs/entropy_clip_cov.py --topology h100:8
 report kl_cov_h100 --config configs/entropy_kl_cov.py --topology h100:8
 report cpo_h100 --config configs/cpo.py --topology h100:8
 report smollm3_h100 --config configs/smollm3_3b_math.py --topology h100:8
+report smollm3_v5e --config configs/smollm3_3b_math.py --topology v5e:4x4 --config.mesh.fsdp=4 \
+  --config.actor.ppo_micro_batch_size_per_device=1
+report gemma3_v5e --config configs/gemma3_1b_gsm8k_lora.py --topology v5e:2x4
 report gemma3_v6e --config configs/gemma3_1b_gsm8k_lora.py --topology v6e:1x1
+report 30b_a3b_v5p --config configs/qwen3_30b_a3b_math.py --topology v5p:4x4x4
+report 30b_a3b_h100 --config configs/qwen3_30b_a3b_math.py --topology h100:2x8 --config.mesh.fsdp=4
 report 32b_v5p --config configs/dapo_qwen2.5_32b_math.py "${long[@]}" --topology v5p:4x4x8
 report 7b_v5p_8 "${math[@]}" --topology v5p:2x2x2
 report 0.5b_v5e "${math[@]}" --topology v5e:4x4 --config.model.path=models/Qwen2.5-0.5B --config.mesh.fsdp=16 \

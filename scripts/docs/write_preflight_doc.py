@@ -26,7 +26,11 @@ MATH_7B, GSM8K = "`configs/dapo_qwen2.5_7b_math.py`", "`configs/gsm8k.py`"
 RECIPES = {  # by report
     "32b_v5p": "`configs/dapo_qwen2.5_32b_math.py`",
     "32b_h100": "the same, `mesh.fsdp=4`",
+    "30b_a3b_v5p": "`configs/qwen3_30b_a3b_math.py`",
+    "30b_a3b_h100": "the same, `mesh.fsdp=4`",
     "smollm3_h100": "`configs/smollm3_3b_math.py`",
+    "smollm3_v5e": "the same, `fsdp=4 tensor=4`",
+    "gemma3_v5e": "`configs/gemma3_1b_gsm8k_lora.py`",
     "gemma3_v6e": "`configs/gemma3_1b_gsm8k_lora.py`",
     "7b_v5p_8": MATH_7B,
     "7b_h100": MATH_7B,
