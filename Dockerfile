@@ -10,7 +10,8 @@ WORKDIR /app
 
 # The dependencies alone first, so that another line of code does not install them again.
 COPY setup.py pyproject.toml README.md ./
-RUN mkdir dapo_jax && touch dapo_jax/__init__.py && pip install --no-cache-dir --editable ".[$EXTRA,gcs]"
+COPY dapo_jax/__init__.py dapo_jax/
+RUN mkdir configs && pip install --no-cache-dir --editable ".[$EXTRA,gcs]"
 COPY dapo_jax dapo_jax
 COPY configs configs
 

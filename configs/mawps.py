@@ -1,6 +1,5 @@
 """SmolLM2-135M-Instruct learns word problems of one and two steps (MAWPS) with DAPO, on two CPU cores.
 
-    python scripts/data/download_smollm2.py
     python scripts/data/prepare_mawps.py singleop.jsonl addsub.jsonl multiarith.jsonl
     python -m dapo_jax.train --config configs/mawps.py
 
@@ -10,19 +9,16 @@ error of .02 (docs/results/word_problems.md). No held-out problem shares its tem
 problems (docs/data.md).
 """
 
-import os
-from pathlib import Path
 from typing import Any
 
 from dapo_jax.config import default_config
-
-CACHE = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser()
+from dapo_jax.hub.smollm2 import SMOLLM2
 
 
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/mawps"
-    config.model.path = str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    config.model.path = SMOLLM2
     config.model.enable_gradient_checkpointing = False
     config.data.train_files = ("data/mawps/train.parquet",)
     config.data.val_files = ("data/mawps/heldout.parquet",)

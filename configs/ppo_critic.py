@@ -1,6 +1,5 @@
 """PPO (arXiv:1707.06347) with generalised advantage estimation and a critic, on the quickstart's task.
 
-    python scripts/data/download_smollm2.py
     python -m dapo_jax.train --config configs/ppo_critic.py
 
 Hardware: two CPU cores and 8 GiB of memory; about 10 minutes, extrapolated. Only two steps were run: no accuracy is

@@ -1,24 +1,21 @@
 """SmolLM2-135M-Instruct learns to add, with DAPO and adapters (LoRA), on a laptop's CPU.
 
-    bash scripts/quickstart.sh
+    dapo-jax train --config quickstart    (in a clone: bash scripts/quickstart.sh makes an environment first)
 
 Hardware: two CPU cores with AVX2 and 7 GiB of memory; 9 minutes. Expect: held-out accuracy (mean@2 on 128 problems)
 from 0.06 to 0.78, with single seeds from 0.76 to 0.80 (docs/results/quickstart.md).
 """
 
-import os
-from pathlib import Path
 from typing import Any
 
 from dapo_jax.config import default_config
-
-CACHE = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser()
+from dapo_jax.hub.smollm2 import SMOLLM2
 
 
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/quickstart"
-    config.model.path = str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    config.model.path = SMOLLM2
     config.model.enable_gradient_checkpointing = False
     config.model.lora.rank = 16
     config.model.lora.alpha = 32.0

@@ -1,6 +1,5 @@
 """SmolLM2-135M-Instruct learns to add up two and three numbers step by step, with all of DAPO, on a laptop's CPU.
 
-    python scripts/data/download_smollm2.py
     python scripts/data/prepare_sums.py
     python -m dapo_jax.train --config configs/sums.py
 
@@ -8,19 +7,16 @@ Hardware: two CPU cores and 12 GiB of memory. Expect: docs/results/dapo.md, whic
 At first, some groups are all wrong and others mixed, and half of the answers hit the limit of 32 tokens.
 """
 
-import os
-from pathlib import Path
 from typing import Any
 
 from dapo_jax.config import default_config
-
-CACHE = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser()
+from dapo_jax.hub.smollm2 import SMOLLM2
 
 
 def get_config() -> Any:
     config = default_config()
     config.workdir = "runs/sums"
-    config.model.path = str(CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    config.model.path = SMOLLM2
     config.model.enable_gradient_checkpointing = False
     config.data.train_files = ("data/sums/train.parquet",)
     config.data.val_files = ("data/sums/heldout.parquet",)

@@ -1,4 +1,4 @@
-"""Host: pins the names on the Hugging Face hub that a run uses to their commits, and downloads them once per host."""
+"""Host: downloads the models and data that a run names, once per host; names on the hub are pinned to commits."""
 
 import json
 import logging
@@ -12,6 +12,7 @@ from dapo_jax.config.values import from_values, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, fetch_split, pinned_name
+from dapo_jax.hub.smollm2 import SMOLLM2, fetch_smollm2
 from dapo_jax.monitor.bars import shows_progress
 from dapo_jax.monitor.records import recorded_config
 from dapo_jax.other_runs import find_trained
@@ -43,6 +44,8 @@ def with_downloads(config: Config, *, training: bool = True, data: bool = True, 
     names = [*_names(config, training, data), *_bases(config)]
     if any(gather(bool(names))):
         first_per_host(lambda: _download(config, names, weights))
+    if SMOLLM2 in model_paths(config, training=training).values():
+        first_per_host(fetch_smollm2)
     return config
 
 

@@ -12,7 +12,7 @@ from etils import epath
 
 from dapo_jax.errors import InputError
 
-CACHE = Path("~/.cache/dapo_jax")
+CACHE = Path(os.environ.get("DAPO_JAX_CACHE") or "~/.cache/dapo_jax")
 MODEL_FILES = (".json", ".safetensors", ".gguf", ".jinja", ".model", ".txt")  # of a model directory
 
 

@@ -19,7 +19,7 @@ show_help "$@"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 interpreter=
 for candidate in "${PYTHON:-}" python python3 "$root/.venv/bin/python"; do
-  if [[ -n "$candidate" ]] && "$candidate" -c "import dapo_jax.train" 2>/dev/null; then
+  if [[ -n "$candidate" ]] && "$candidate" -c "import dapo_jax.training" 2>/dev/null; then
     interpreter=$candidate
     break
   fi
@@ -27,7 +27,7 @@ done
 if [[ -z "$interpreter" ]]; then
   here=$PWD
   cd "$root"
-  use_environment quickstart
+  use_environment
   cd "$here"
   interpreter=python
 fi

@@ -12,8 +12,8 @@ show_help() {
   done
 }
 
-use_environment() { # use_environment EXTRA: the active environment, or .venv; installs the package with EXTRA
-  local extra=$1
+use_environment() { # use_environment [EXTRA]: the active environment, or .venv; installs the package, with EXTRA
+  local extra=${1:-}
   if [[ -z "${VIRTUAL_ENV:-}" ]]; then
     if [[ ! -e .venv/bin/activate ]]; then # which venv writes last
       local interpreter=${PYTHON:-python3}
@@ -26,10 +26,10 @@ use_environment() { # use_environment EXTRA: the active environment, or .venv; i
     # shellcheck source=/dev/null
     source .venv/bin/activate
   fi
-  local stamp="$VIRTUAL_ENV/.dapo_jax_$extra"
+  local stamp="$VIRTUAL_ENV/.dapo_jax_$extra" package=".${extra:+[$extra]}"
   if [[ ! -e "$stamp" || setup.py -nt "$stamp" ]]; then
-    echo "installing dapo_jax[$extra] into $VIRTUAL_ENV"
-    python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
+    echo "installing dapo_jax${package#.} into $VIRTUAL_ENV"
+    python -m pip install --quiet --disable-pip-version-check --editable "$package"
     touch "$stamp"
   fi
 }

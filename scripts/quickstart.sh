@@ -16,8 +16,5 @@ if [[ "${1:-}" == --model ]]; then
   model=("--config.model.path=$2")
   shift 2
 fi
-use_environment quickstart
-if [[ ${#model[@]} -eq 0 ]]; then
-  python scripts/data/download_smollm2.py
-fi
-exec python -m dapo_jax.train --config configs/quickstart.py "${model[@]}" "$@"
+use_environment
+exec python -m dapo_jax.train --config quickstart "${model[@]}" "$@"

@@ -80,7 +80,7 @@ def whole(tmp_path_factory):
     import jax
     from small_run import rows_without_clock, small_config
 
-    from dapo_jax.train import train
+    from dapo_jax.training import train
 
     folder = tmp_path_factory.mktemp("undisturbed")
     models = train(small_config(folder))

@@ -16,7 +16,7 @@ from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CLOCK = ("time/", "timing", "perf/", "dynamic_sampling/first_release_s")

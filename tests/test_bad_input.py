@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from shapes import BATCHES, SUMS
 from small_run import CONFIGS, small_config
 
-from dapo_jax import train
+from dapo_jax import training as train
 from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config.derived import checkpoint_dir
@@ -114,7 +114,7 @@ def options(name: str, changes: dict[str, Any], *told: str) -> None:
     CASES[f"config_{name}"] = Case(told, changes)
 
 
-GIVE_A_FILE = "give a config file, for example --config configs/tiny.py"
+GIVE_A_FILE = "give a recipe (`dapo-jax configs` lists them), for example --config tiny"
 CASES["no_config"] = Case(("--config is missing", GIVE_A_FILE), arguments=("--debug=false",))
 CASES["config_missing"] = Case(("--config=DIR/no.py is not a file", GIVE_A_FILE), arguments=("--config", "DIR/no.py"))
 CASES["config_is_a_directory"] = Case(("--config=DIR is not a file", GIVE_A_FILE), arguments=("--config", "DIR"))

@@ -15,7 +15,8 @@ from scripts.test_prepare_data import published_dapo
 from shapes import BATCHES, SUMS
 from test_data_guide import blocks
 
-from dapo_jax import evaluate, export, train
+from dapo_jax import cli, evaluate, export
+from dapo_jax import training as train
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.data.prompt_files import read_prompt_files
@@ -23,7 +24,7 @@ from dapo_jax.monitor.records import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAM = re.compile(r"(python3?|bash|pip|tensorboard|xprof|sbatch|docker|kubectl) ")
+PROGRAM = re.compile(r"(python3?|dapo-jax|bash|pip|tensorboard|xprof|sbatch|docker|kubectl) ")
 
 MATH = "tests/scripts/test_run_dapo_math.py::"
 SET_UP = "tests/scripts/test_set_up.py::"
@@ -80,14 +81,14 @@ RUN_BY = {
     "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,
     "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
     "python countdown.py": f"{GUIDE}test_its_rows_are_read_and_its_command_is_valid",
-    "python scripts/plan_dynamic_sampling.py": HERE,
+    "dapo-jax plan": HERE,
     "python scripts/benchmarks/benchmark_": HERE,
     "python scripts/benchmarks/soak.py": HERE,
     "python scripts/benchmarks/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
     "python scripts/benchmarks/simulate_decoding.py": (
         "tests/scripts/test_simulate_decoding.py::test_the_command_prints_a_row_for_each_shape"
     ),
-    "python scripts/plot_run.py": "tests/scripts/test_plot_run.py::test_a_picture_of_two_runs",
+    "dapo-jax plot": "tests/tools/test_plot.py::test_a_picture_of_two_runs",
     "python scripts/comparisons/run_ablation.py": (
         "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again"
     ),
@@ -300,9 +301,9 @@ def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
     assert read_prompt_files([str(file) for file in Path().glob(output.replace("{split}", "*"))])
 
 
-@pytest.mark.parametrize("command", [command for command in MINE if "plan_dynamic_sampling" in command])
-def test_the_plan_of_dynamic_sampling(command, capsys, monkeypatch):
-    importlib.import_module("plan_dynamic_sampling").main(shlex.split(command)[2:])
+@pytest.mark.parametrize("command", [command for command in MINE if command.startswith("dapo-jax plan")])
+def test_the_plan_of_dynamic_sampling(command, capsys):
+    cli.main(shlex.split(command)[1:])
     assert "keep rate" in capsys.readouterr().out
 
 

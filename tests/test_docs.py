@@ -59,7 +59,7 @@ def test_the_table_of_extras_has_those_of_the_package():
         for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])
     ]
     package = re.findall(r'^ {8}"([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M)
-    assert sorted(named) == sorted(package) and "quickstart" in named
+    assert sorted(named) == sorted(package) and "plots" in named
 
 
 def test_the_readme_begins_with_where_it_has_run_how_to_get_it_and_one_step():

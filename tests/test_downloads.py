@@ -30,7 +30,7 @@ from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, model_at, pinned_name
 from dapo_jax.monitor.records import write_config
 from dapo_jax.preflight.report import read_shape
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 MODEL, DATA = "someone/tiny-model", "hf://someone/sums"
 UNREAD = {"pytorch_model.bin": b"pickle", "README.md": b"# Tiny", "original/config.json": b"{}", "x.onnx": b"onnx"}

@@ -20,7 +20,7 @@ from dapo_jax.config.values import flat, with_values
 from dapo_jax.evaluate import as_in_the_run, bench, main, open_policy, table
 from dapo_jax.held_out import mean_accuracy
 from dapo_jax.monitor.records import read_metrics, write_config
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 def test_the_mean_accuracy_is_that_of_plain_means():

@@ -6,7 +6,7 @@ from small_families import changes_of, with_tokenizer
 from small_run import resumed, small_config
 
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 @pytest.fixture

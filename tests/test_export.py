@@ -28,7 +28,7 @@ from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress
 from dapo_jax.settings import actor_settings, critic_settings
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 DATA = Path(__file__).parent / "models" / "data"
 NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]

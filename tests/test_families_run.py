@@ -6,7 +6,7 @@ from small_families import changes_of, with_tokenizer
 from small_run import assert_same_policy, resumed, small_config
 
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 LENGTHS = {"data.max_prompt_length": 16, "data.max_response_length": 24}  # windows are of 16 tokens
 LEARNS = {"actor.optim.lr": 1e-2}

@@ -16,7 +16,7 @@ from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.devices import GIB, Limits
 from dapo_jax.parallel.mesh import make_mesh, with_tensor
 from dapo_jax.preflight.report import read_shape
-from dapo_jax.train import train
+from dapo_jax.training import train
 from dapo_jax.training_memory import training_bytes
 
 DIVIDED = {"mesh.fsdp": 4, "mesh.tensor": 2, "rollout.n": 8, "actor.ppo_mini_batch_size": 2}

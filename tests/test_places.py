@@ -21,7 +21,7 @@ from dapo_jax.export import export
 from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.other_runs import find_trained
 from dapo_jax.places import address_problem, local_model, place_of
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_run import Killed, assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import train as train_module
+from dapo_jax import training as train_module
 from dapo_jax.command.validation import validate
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.mesh import make_mesh, split_devices
@@ -16,7 +16,7 @@ from dapo_jax.progress import advance
 from dapo_jax.run import open_run
 from dapo_jax.state import first_state
 from dapo_jax.step import sample_batch, train_on
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 STEPS = 4
 AHEAD = {

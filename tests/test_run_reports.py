@@ -14,7 +14,7 @@ from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.tensorboard import LAYOUT
 from dapo_jax.reports import options
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from small_run import small_config
 
 from dapo_jax.evaluate import bench
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 def own_function(tmp_path, body):
@@ -30,7 +30,7 @@ def rows_file(tmp_path, name, numbers):
 
 def reached(config, monkeypatch):
     """Runs the checks of a start, up to the first step."""
-    monkeypatch.setattr("dapo_jax.train.first_state", lambda run: 1 / 0)
+    monkeypatch.setattr("dapo_jax.training.first_state", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(config)
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from small_run import CONFIGS, assert_same_policy, at_call, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
-from dapo_jax import train as train_module
+from dapo_jax import training as train_module
 from dapo_jax.export import export
 from dapo_jax.held_out import mean_accuracy
 from dapo_jax.learner import update as update_module
@@ -22,7 +22,7 @@ from dapo_jax.models.lora import TARGETS
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.stopping import Stopped
 from dapo_jax.rewards import verification
-from dapo_jax.train import main, train
+from dapo_jax.training import main, train
 
 
 def saved(folder) -> list[int]:

@@ -26,7 +26,8 @@ LAYERS = [
     ("run", "reports", "step_metrics"),
     ("state", "estimator_inputs"),
     ("step",),
-    ("train", "evaluate", "export", "preflight", "from_verl"),
+    ("training", "evaluate", "export", "preflight", "from_verl", "tools"),
+    ("train", "cli"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -44,7 +45,7 @@ def imported_parts(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dapo_jax"):
             names = node.module.split(".")[1:] or [alias.name for alias in node.names]
-            found.add(names[0])
+            found |= {names[0]} - {"__version__"}
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("dapo_jax.")}
     return found

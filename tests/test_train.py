@@ -10,10 +10,10 @@ import pytest
 from small_run import Killed, assert_same_policy, at_call, kill, resumed, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
-from dapo_jax import train as train_module
+from dapo_jax import training as train_module
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rollout import learnt_sizes
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict, config_flags
 from dapo_jax.command.interrupts import EXIT_CODE, finish, sentence, undone
 from dapo_jax.command.option_uses import PUT_BACK, put_back, without_switched_off
 from dapo_jax.config.files import EXAMPLE, read_config_file
+from dapo_jax.config.recipes import recipe_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, freeze
 from dapo_jax.errors import InputError
@@ -181,12 +182,12 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
 
 
 def _with_config_option(arguments: Sequence[str]) -> list[str]:
-    """The command line with a bare `FILE.py` or `FILE.json` as `--config=FILE.py`."""
+    """The command line with a bare recipe, `FILE.py` or `FILE.json` as `--config=FILE.py`."""
     if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
         return list(arguments)
     for index, (before, argument) in enumerate(itertools.pairwise(arguments), start=1):
         is_value = re.match(r"--?config\.[^=]*$", before)  # as in --config.data.train_files FILE.json
-        if re.match(r"[^-].*\.(py|json)$", argument) and not is_value:
+        if not is_value and (re.match(r"[^-].*\.(py|json)$", argument) or recipe_file(argument)):
             return [*arguments[:index], f"--config={argument}", *arguments[index + 1 :]]
     return list(arguments)
 

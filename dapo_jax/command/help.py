@@ -93,8 +93,9 @@ def options_help(command: str) -> str:
         "  --debug",
         f"{' ' * 2 * INDENT}show the traceback of a failure",
         "",
-        "FILE is a Python file with get_config(), as in configs/; --config may be left out before it. All options:",
-        "docs/configuration.md. First steps: docs/getting_started.md. What a message means: docs/troubleshooting.md.",
+        "--config takes a recipe's name (dapo-jax configs lists them), or a Python, JSON or YAML file; it may be left",
+        "out before one. All options: docs/configuration.md. First steps: docs/getting_started.md. What messages mean:",
+        "docs/troubleshooting.md.",
     ]
     return "\n".join(lines)
 

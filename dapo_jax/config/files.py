@@ -1,4 +1,4 @@
-"""Host: reads config files: Python with get_config(), or JSON such as a run's config.json."""
+"""Host: reads config files: a recipe by its name, Python with get_config(), or JSON such as a run's config.json."""
 
 import json
 import runpy
@@ -11,11 +11,15 @@ from pathlib import Path
 from flax import traverse_util
 from ml_collections import ConfigDict
 
+from dapo_jax.config.recipes import closest, recipe_file
 from dapo_jax.config.values import default_config
 from dapo_jax.errors import InputError
 from dapo_jax.places import is_address, place_of
 
-EXAMPLE = "give a config file, for example --config configs/tiny.py, or the config.json of a run"
+EXAMPLE = (
+    "give a recipe (`dapo-jax configs` lists them), for example --config tiny, or a config file, for example --config "
+    "mine.py or the config.json of a run"
+)
 
 
 def read_config_file(path: str) -> ConfigDict:
@@ -23,12 +27,18 @@ def read_config_file(path: str) -> ConfigDict:
 
     For a run's config.json, `workdir` becomes the directory of the file, even if the run has been moved.
 
+    Args:
+        path: of the file, or the name of a recipe.
+
     Raises:
         InputError: the file does not exist, fails, or holds no config.
     """
+    recipe = recipe_file(path)
+    if recipe is not None:
+        return _run_python(str(recipe))
     place = place_of(path)
     if not place.is_file():
-        raise InputError(f"--config={path} is not a file: {EXAMPLE}")
+        raise InputError(f"--config={path} is not a file and not a recipe{closest(path)}: {EXAMPLE}")
     return _run_json(path) if place.suffix == ".json" else _run_python(path)
 
 

@@ -13,7 +13,6 @@ if __name__ == "__main__":  # the imports below take seconds
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,14 +22,14 @@ from dapo_jax.from_verl.shell_scripts import Script
 from dapo_jax.from_verl.translate import command, config_file, overrides, remarks, translate
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dapo_jax.from_verl", description=(__doc__ or "").split("\n\n")[-1])
     parser.add_argument("script", help="a shell script that starts verl's trainer")
     parser.add_argument("arguments", nargs="*", help="the script's own arguments")
     parser.add_argument("--output", help="write a config file instead of printing the command")
     parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
-    chosen = parser.parse_intermixed_args(arguments[1:])
-    with refusals(arguments):
+    chosen = parser.parse_intermixed_args(arguments)
+    with refusals(["from_verl", *["--debug"][: chosen.debug]]):
         script = Script(_text(chosen.script), environment=os.environ, arguments=chosen.arguments)
         result = translate(overrides(script))
         about = list(remarks(result, script.skipped))
@@ -65,4 +64,4 @@ def _write(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    main()

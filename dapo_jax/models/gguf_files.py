@@ -93,7 +93,7 @@ def _open(path: Path, _modified: int) -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError(f"{path} needs the package gguf: pip install 'dapo_jax[quickstart]'") from error
+        raise ImportError(f"{path} needs the package gguf: pip install gguf") from error
     try:
         check_layout(path)
         return gguf.GGUFReader(path)

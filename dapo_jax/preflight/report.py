@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from dapo_jax.base_models import read_model
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import gen_batch_size
+from dapo_jax.config.recipes import SHAPES
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import model_name
@@ -40,7 +41,6 @@ from dapo_jax.preflight.lengths import Lengths, all_longest, parse_lengths
 from dapo_jax.preflight.programs import Program, Step, step_programs
 from dapo_jax.settings import chosen_attention, compute_dtype
 
-SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 USABLE = 0.95  # share of a device's memory: the rest goes to the runtime and to gaps between buffers
 PARTS = ("products", "memory", "collectives", "total")  # of an estimated time
 

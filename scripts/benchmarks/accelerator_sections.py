@@ -128,15 +128,12 @@ def training(findings: Findings, folder: Path, *, small: bool) -> None:
 
 def training_config(*, small: bool) -> tuple[str, str]:
     """The config to train, and what the page says of it."""
-    sys.path.insert(0, str(ROOT / "configs"))
-    import quickstart  # pyright: ignore[reportMissingImports]
+    from dapo_jax.hub.smollm2 import SMOLLM2
 
     if small:
         return "configs/tiny.py", ", a random model: the sizes are small"
-    if not Path(quickstart.get_config().model.path).exists():
-        return "configs/tiny.py", ", a random model: there is no SmolLM2 (`python scripts/data/download_smollm2.py`)"
-    if not version_of("gguf"):
-        return "configs/tiny.py", ", a random model: the package gguf, which reads SmolLM2, is not installed"
+    if not Path(SMOLLM2).exists():
+        return "configs/tiny.py", ", a random model: `dapo-jax train --config quickstart` fetches SmolLM2, once"
     return QUICKSTART, " of all weights"
 
 

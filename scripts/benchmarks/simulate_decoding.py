@@ -43,8 +43,9 @@ from dapo_jax.rollout.slot_queue import SlotLayout
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
 from markdown_table import markdown_table
-from plan_dynamic_sampling import plan
 from script_ends import command
+
+from dapo_jax.tools.plan import plan
 
 LIMIT, PROMPT_LIMIT = 20480, 2048  # tokens of a response and of a prompt, at most
 SAMPLES = 16  # of a prompt

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dapo_jax import train
+from dapo_jax import training as train
 from dapo_jax.command.command_line import refusals
 from dapo_jax.monitor.records import RunRecords
 

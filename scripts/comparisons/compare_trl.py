@@ -41,7 +41,7 @@ from dapo_jax.settings import learning_rate_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
-from plot_run import pyplot
+from dapo_jax.tools.plot import pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISON = Comparison(

@@ -27,7 +27,8 @@ from finished_runs import Row, Run
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
 from markdown_table import markdown_table
-from plot_run import AXES, points, pyplot
+
+from dapo_jax.tools.plot import AXES, points, pyplot
 
 COLUMNS = 3  # of the picture
 ACCURACY_PANELS = 3  # the first ones

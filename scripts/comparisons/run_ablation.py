@@ -36,7 +36,7 @@ from dapo_jax.monitor.records import flatten, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
-from plot_run import points, pyplot
+from dapo_jax.tools.plot import points, pyplot
 
 ROOT = Path(__file__).resolve().parents[2]
 

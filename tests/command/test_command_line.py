@@ -88,7 +88,7 @@ def test_a_config_file_may_be_given_alone():
 def test_help_has_the_options_most_used_with_their_comments(command, help_option, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [command, help_option])
     with contextlib.suppress(SystemExit):
-        module = "preflight.__main__" if command == "preflight" else command
+        module = {"preflight": "preflight.__main__", "train": "training"}.get(command, command)
         importlib.import_module(f"dapo_jax.{module}").main()
     said = capsys.readouterr().out
     assert f"python -m dapo_jax.{command} --config" in said and "--debug" in said and "docs/configuration.md" in said

@@ -122,7 +122,7 @@ def test_another_handler_hears_alone():
 
 def test_a_library_and_a_process_in_the_background_keep_their_handlers():
     code = "import signal; before = signal.getsignal(signal.SIGINT)\n"
-    code += "from dapo_jax import train\nfrom dapo_jax.command import interrupts\n"
+    code += "from dapo_jax import training as train\nfrom dapo_jax.command import interrupts\n"
     code += "with interrupts.undone(): pass\nassert signal.getsignal(signal.SIGINT) is before\ninterrupts.finish()\n"
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN); interrupts.end_at_once('train')\n"
     ignored += "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; print('ends')"

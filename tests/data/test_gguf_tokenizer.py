@@ -197,5 +197,5 @@ def test_a_missing_gguf_package_is_named_with_the_cure(tmp_path, monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_gguf)
-    with pytest.raises(ImportError, match=r"needs the package gguf: pip install 'dapo_jax\[quickstart\]'"):
+    with pytest.raises(ImportError, match=r"needs the package gguf: pip install gguf"):
         load_tokenizer(path)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from small_run import assert_same_policy, rows_without_clock, small_config
 
-from dapo_jax import train as train_module
+from dapo_jax import training as train_module
 from dapo_jax.monitor.filter_log import rule_words
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 FILTER = "algorithm.filter_groups"
 BATCHES = ("data/prompts_consumed", "dynamic_sampling/trained_tokens", "critic/score/mean", "actor/pg_loss")

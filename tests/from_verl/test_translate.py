@@ -276,10 +276,10 @@ def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):
 def test_the_arguments_may_come_before_or_after_the_file(tmp_path, capsys):
     (tmp_path / "run.sh").write_text(SCRIPT)
     file = tmp_path / "run.py"
-    main(["from_verl", str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3"])
+    main([str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3"])
     assert "config.trainer.total_epochs = 3" in file.read_text()
     with pytest.raises(SystemExit) as end:
-        main(["from_verl", str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py")])
+        main([str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py")])
     assert end.value.code == 2 and "run.py cannot be written" in capsys.readouterr().err
 
 
@@ -296,7 +296,7 @@ def test_other_scripts_are_refused(tmp_path, capsys, text, message):
     if text is not None:
         (tmp_path / "run.sh").write_text(text)
     with pytest.raises(SystemExit) as end:
-        main(["from_verl", str(tmp_path / "run.sh")])
+        main([str(tmp_path / "run.sh")])
     error = capsys.readouterr().err
     assert end.value.code == 2 and message in error and "Traceback" not in error
 

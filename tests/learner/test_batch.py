@@ -9,7 +9,7 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import estimator_inputs as inputs_module
 from dapo_jax import run as run_module
-from dapo_jax import train as train_module
+from dapo_jax import training as train_module
 from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints
@@ -21,7 +21,7 @@ from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
 from dapo_jax.run import open_run
 from dapo_jax.settings import updates_of_step
 from dapo_jax.step import train_on
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 OPTIONS = {  # of losses
     "clip_cov": {"actor.policy_loss.clip_cov_lb": -9.0, "actor.policy_loss.clip_cov_ratio": 0.1},

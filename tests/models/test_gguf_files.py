@@ -341,7 +341,7 @@ def test_a_damaged_file_or_a_git_lfs_pointer_is_an_error(tmp_path):
 
 def test_without_the_package_gguf_the_error_names_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"needs the package gguf: pip install 'dapo_jax\[quickstart\]'"):
+    with pytest.raises(ImportError, match=r"needs the package gguf: pip install gguf"):
         read_gguf_architecture("model.gguf")
 
 

@@ -15,7 +15,7 @@ from dapo_jax.export import export
 from dapo_jax.monitor import bars
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.parallel.compilation import compilation_shown
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 RUN = {"trainer.total_training_steps": 1, "actor.optim.lr_warmup_steps": 1, "data.train_batch_size": 2}
 

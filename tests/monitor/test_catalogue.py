@@ -13,7 +13,7 @@ from small_run import small_config
 from dapo_jax.evaluate import bench
 from dapo_jax.monitor.catalogue import CATALOGUE, find, matches, sections
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 ROOT = Path(__file__).parents[2]
 # Two short runs that have between them every part that emits metrics.

@@ -7,7 +7,7 @@ import pytest
 from small_run import small_config
 
 from dapo_jax.monitor.profile import StepProfiles
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 def events(folder):

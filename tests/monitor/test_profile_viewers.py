@@ -20,7 +20,7 @@ import pytest
 from ports import free_port
 from small_run import small_config
 
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 PERFETTO = os.environ.get("PERFETTO")
 XPROF = os.environ.get("XPROF") or shutil.which("xprof")

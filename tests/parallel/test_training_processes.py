@@ -26,7 +26,7 @@ from dapo_jax.learner.actor import build_actor
 from dapo_jax.monitor.tensorboard import EVENTS
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.settings import actor_settings
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 WITHOUT_TENSOR = {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 2}  # in training
 OPTIONS = {
@@ -38,7 +38,7 @@ OPTIONS = {
 # The training command, which receives a signal when it starts to train on a step.
 SIGNALLED = """
 import os, signal, sys
-from dapo_jax import train
+from dapo_jax import training as train
 
 train_step = train.train_step
 

@@ -12,7 +12,7 @@ from dapo_jax.preflight.programs import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS,
 from dapo_jax.preflight.step_batch import StepBatch
 from dapo_jax.rollout import slots, waves
 from dapo_jax.rollout.programs import Programs
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 ONE_STEP = {
     "mesh.fsdp": 4,

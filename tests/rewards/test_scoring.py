@@ -23,7 +23,7 @@ from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.rewards.scoring import add_model_scores, add_rewards, load_scorer, plan_batches, scoring_work
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 CHAT = ({"role": "user", "content": "1 + 2 ="},)
 PROMPTS = ["2 + 2 =", CHAT, "what is 12 * 3 ?", CHAT, "9"]

@@ -17,7 +17,7 @@ from dapo_jax.rollout import engines
 from dapo_jax.rollout.engines import build_engine, page_attention
 from dapo_jax.rollout.slots import SlotEngine
 from dapo_jax.rollout.waves import WaveEngine
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.segments import Segments, begin_groups, continue_groups
 from dapo_jax.rollout.waves import WaveEngine
-from dapo_jax.train import train
+from dapo_jax.training import train
 
 FILTER = "algorithm.filter_groups"
 SEGMENTED = {

@@ -63,13 +63,12 @@ def checkout(tmp_path):
 
 
 def test_the_quickstart_makes_an_environment_once_and_trains(checkout):
-    version, venv, install, download, train = checkout("scripts/quickstart.sh")
+    version, venv, install, train = checkout("scripts/quickstart.sh")
     assert version[0] == "-c" and venv == ["-m", "venv", ".venv"]
-    assert install[:3] == ["-m", "pip", "install"] and install[-1] == ".[quickstart]"
-    assert download == ["scripts/data/download_smollm2.py"]
-    assert train == ["-m", "dapo_jax.train", "--config", "configs/quickstart.py"]
+    assert install[:3] == ["-m", "pip", "install"] and install[-1] == "."
+    assert train == ["-m", "dapo_jax.train", "--config", "quickstart"]
     [train] = checkout("scripts/quickstart.sh", "--model", "a b.gguf", "--config.seed=1")
-    assert train[3:] == ["configs/quickstart.py", "--config.model.path=a b.gguf", "--config.seed=1"]
+    assert train[3:] == ["quickstart", "--config.model.path=a b.gguf", "--config.seed=1"]
 
 
 def test_an_environment_that_was_made_by_half_is_made_again(checkout, tmp_path):
@@ -82,7 +81,7 @@ def test_an_environment_that_was_made_by_half_is_made_again(checkout, tmp_path):
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     calls = [call for call in checkout("scripts/docs/preflight_reports.sh") if call[:2] == ["-m", "dapo_jax.preflight"]]
-    assert len(calls) == 20
+    assert len(calls) == 22
     for call in calls:
         options = [option for option in call if option.startswith("--config.")]
         validate(read_config(["preflight", "--config", call[call.index("--config") + 1], *options]))

@@ -1,7 +1,8 @@
 import json
 
-import plot_run
 import pytest
+
+from dapo_jax.tools import plot
 
 ROWS = [
     {"step": 0, "eval/a/acc/mean@4": 0.25},
@@ -19,8 +20,8 @@ ROWS = [
 
 @pytest.mark.parametrize(("x", "places"), [("steps", [0, 2]), ("tokens", [0, 150]), ("seconds", [0, 4.0])])
 def test_points_stand_where_they_were_measured(x, places):
-    assert plot_run.points(ROWS, None, x) == (places, [0.25, 0.625])
-    assert plot_run.points(ROWS, "actor/entropy", x)[1] == [2.0]
+    assert plot.points(ROWS, None, x) == (places, [0.25, 0.625])
+    assert plot.points(ROWS, "actor/entropy", x)[1] == [2.0]
 
 
 def test_a_picture_of_two_runs(tmp_path):
@@ -28,5 +29,5 @@ def test_a_picture_of_two_runs(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    plot_run.main([f"one={tmp_path / 'a'}", f"two={tmp_path / 'b'}", f"--output={tmp_path / 'out' / 'curves.png'}"])
+    plot.main([f"one={tmp_path / 'a'}", f"two={tmp_path / 'b'}", f"--output={tmp_path / 'out' / 'curves.png'}"])
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -1,27 +1,25 @@
-"""Draws the curves of one or several runs from their metrics.jsonl into one picture.
+"""Host: draws the curves of one or several runs from their metrics.jsonl into one picture.
 
-    python scripts/plot_run.py WORKDIR [NAME=WORKDIR ...] --output FILE.png [--x steps|tokens|seconds]
+    dapo-jax plot WORKDIR [NAME=WORKDIR ...] --output FILE.png [--x steps|tokens|seconds]
 
-WORKDIR may be its metrics.jsonl too. Needs matplotlib: pip install -e '.[plots]'. Held-out accuracy is the mean over
-task sets of eval/*/acc/mean@k.
+WORKDIR may be its metrics.jsonl too. Needs matplotlib: pip install 'dapo_jax[plots]'. Held-out accuracy is the mean
+over task sets of eval/*/acc/mean@k.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
     from dapo_jax.command.interrupts import end_at_once
 
-    end_at_once("plot_run")
+    end_at_once("plot")
 
 import argparse
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from run_files import METRICS, metrics_of, record_of
-from script_ends import command
-
+from dapo_jax.command.command_line import refusals
 from dapo_jax.held_out import mean_accuracy
+from dapo_jax.tools.run_files import METRICS, metrics_of, record_of
 
 PANELS = {  # title -> metric; None: the mean held-out accuracy
     "held-out accuracy": None,
@@ -40,31 +38,39 @@ Row = Mapping[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="dapo-jax plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", help="WORKDIR or its metrics.jsonl, or NAME=WORKDIR")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--x", choices=AXES, default="steps")
     given = parser.parse_args(arguments)
-    named = [run.rpartition("=") for run in given.runs]
+    with refusals(["plot"]):
+        draw(given.runs, given.output, given.x)
+
+
+def draw(runs: Sequence[str], output: Path, x: str) -> None:
+    """Draws the panels of `runs` (WORKDIR or NAME=WORKDIR) over the axis `x`, a name of AXES, to a PNG."""
+    named = [run.rpartition("=") for run in runs]
     curves = [(name, metrics_of(record_of(workdir, METRICS))) for name, _, workdir in named]
     figure, grid = pyplot().subplots(2, 3, figsize=(12, 6), layout="constrained")
     for name, rows in curves:
         for (title, metric), axes in zip(PANELS.items(), grid.flat, strict=True):
-            axes.plot(*points(rows, metric, given.x), marker="." if metric is None else None, label=name)
-            axes.set(title=title, xlabel=AXES[given.x][0])
+            axes.plot(*points(rows, metric, x), marker="." if metric is None else None, label=name)
+            axes.set(title=title, xlabel=AXES[x][0])
             axes.grid(alpha=0.3)
-    if any("=" in run for run in given.runs):
+    if any("=" in run for run in runs):
         grid.flat[0].legend()
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(given.output, dpi=100)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=100)
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, for files; without matplotlib the script ends with a message."""
+    """matplotlib.pyplot, for files. ImportError without matplotlib."""
     try:
         import matplotlib  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        sys.exit("matplotlib is missing: pip install -e '.[plots]'")
+    except ImportError as error:
+        raise ImportError("matplotlib is missing: pip install 'dapo_jax[plots]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
@@ -84,4 +90,4 @@ def points(rows: Sequence[Row], metric: str | None, x: str) -> tuple[list[float]
 
 
 if __name__ == "__main__":
-    command(main)
+    main()

@@ -1,8 +1,8 @@
 """Host: the expected cost of dynamic sampling, given how often the policy is right.
 
-    python scripts/plan_dynamic_sampling.py --accuracy 0.1 --n 16 --train-batch-size 512 --gen-batch-size 1536
-    python scripts/plan_dynamic_sampling.py --beta 0.5 2 --n 16 ...
-    python scripts/plan_dynamic_sampling.py --accuracies accuracies.txt --n 16 ...
+    dapo-jax plan --accuracy 0.1 --n 16 --train-batch-size 512 --gen-batch-size 1536
+    dapo-jax plan --beta 0.5 2 --n 16 ...
+    dapo-jax plan --accuracies accuracies.txt --n 16 ...
 
 A prompt that is answered right with probability p has a mixed group of n samples, and is kept, with probability
 1 - p^n - (1 - p)^n. The mean over the prompts is the keep rate k. The number of kept groups in N rounds of G prompts is
@@ -12,7 +12,7 @@ Binomial(N G, k), so a step needs more than N rounds with probability P(Binomial
 if __name__ == "__main__":  # the imports below take seconds
     from dapo_jax.command.interrupts import end_at_once
 
-    end_at_once("plan_dynamic_sampling")
+    end_at_once("plan")
 
 import argparse
 import math
@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from script_ends import command
+
+from dapo_jax.command.command_line import refusals
+from dapo_jax.errors import InputError
 
 ALMOST_SURELY = 0.999
 MAX_ROUNDS = 1000
@@ -83,14 +85,16 @@ def read_accuracies(arguments: argparse.Namespace) -> np.ndarray:
         try:
             return np.array([float(word) for word in words])
         except ValueError as error:
-            raise ValueError(f"--accuracies={arguments.accuracies} must hold only numbers: {error}") from error
+            raise InputError(f"--accuracies={arguments.accuracies} must hold only numbers: {error}") from error
     if arguments.beta is not None:
         return np.random.default_rng(0).beta(*arguments.beta, size=200_000)
     return np.array([arguments.accuracy])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="dapo-jax plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--accuracy", type=float, help="one success probability for all prompts")
     source.add_argument("--beta", type=float, nargs=2, metavar=("A", "B"), help="success probabilities Beta(A, B)")
@@ -100,9 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gen-batch-size", type=int, help="default: the train batch size")
     parser.add_argument("--tokens", type=float, default=1000.0, help="mean tokens of a response")
     given = parser.parse_args(arguments)
-    accuracies = read_accuracies(given)
-    if not ((accuracies >= 0) & (accuracies <= 1)).all():
-        parser.error("success probabilities must be in [0, 1]")
+    with refusals(["plan"]):
+        accuracies = read_accuracies(given)
+        if not ((accuracies >= 0) & (accuracies <= 1)).all():
+            raise InputError("success probabilities must be in [0, 1]: correct them")
     keep_rate = float(np.mean(keep_probability(accuracies, given.n)))
     size = given.gen_batch_size or given.train_batch_size
     found = plan(keep_rate, target=given.train_batch_size, gen_batch_size=size)
@@ -117,4 +122,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    main()

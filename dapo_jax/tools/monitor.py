@@ -1,22 +1,28 @@
 """Host: how the group filter of a run is doing, from its log or its metrics.
 
-    python scripts/monitor_filter_groups.py runs/quickstart [--plot filter.png]
-    python scripts/monitor_filter_groups.py runs/quickstart/train.log
+    dapo-jax monitor runs/quickstart [--plot filter.png]
+    dapo-jax monitor runs/quickstart/train.log
 
 From a work directory it reads metrics.jsonl. The plot (matplotlib) shows the share of kept groups, the rounds and the
 generated tokens per trained token of each training step; it needs metrics.jsonl.
 """
 
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.command.interrupts import end_at_once
+
+    end_at_once("monitor")
+
 import argparse
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from run_files import LOG, METRICS, metrics_of, record_of
-from script_ends import command
+from dapo_jax.command.command_line import refusals
+from dapo_jax.errors import InputError
+from dapo_jax.tools.plot import pyplot
+from dapo_jax.tools.run_files import LOG, METRICS, metrics_of, record_of
 
 
 def read_log(path: Path) -> dict[str, list[float]]:
@@ -78,19 +84,12 @@ def steps_summary(rows: list[dict[str, Any]]) -> list[str]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Keep rate, rounds and generated tokens per trained token against training steps."""
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        sys.exit("matplotlib is missing: pip install -e '.[plots]'")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
     curves = {
         "kept groups / evaluated": [1 - row.get("train/filter_rate", math.nan) for row in rows],
         "rounds": [row["train/num_gen_batches"] for row in rows],
         "generated / trained tokens": [row["dynamic_sampling/overgen_ratio"] for row in rows],
     }
-    figure, axes = pyplot.subplots(len(curves), sharex=True, figsize=(7, 7))
+    figure, axes = pyplot().subplots(len(curves), sharex=True, figsize=(7, 7))
     for axis, (name, values) in zip(axes, curves.items(), strict=True):
         axis.plot([row["step"] for row in rows], values)
         axis.set_ylabel(name)
@@ -101,18 +100,21 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="dapo-jax monitor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", help="work directory of a run, or its metrics.jsonl or train.log")
     parser.add_argument("--plot", type=Path, help="PNG to write; needs metrics.jsonl and matplotlib")
     given = parser.parse_args(arguments)
-    path = record_of(given.run, METRICS, LOG)
-    is_log = path.suffix == ".log"
-    if given.plot and is_log:
-        raise ValueError(f"--plot needs {METRICS}, and {given.run} is the log: give the workdir")
-    print("\n".join(log_summary(read_log(path)) if is_log else steps_summary(read_steps(path))))
-    if given.plot:
-        plot(read_steps(path), given.plot)
+    with refusals(["monitor"]):
+        path = record_of(given.run, METRICS, LOG)
+        is_log = path.suffix == ".log"
+        if given.plot and is_log:
+            raise InputError(f"--plot needs {METRICS}, and {given.run} is the log: give the workdir")
+        print("\n".join(log_summary(read_log(path)) if is_log else steps_summary(read_steps(path))))
+        if given.plot:
+            plot(read_steps(path), given.plot)
 
 
 if __name__ == "__main__":
-    command(main)
+    main()

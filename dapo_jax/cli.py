@@ -1,0 +1,60 @@
+"""Host: the console command `dapo-jax`: every command of the package by its name.
+
+    dapo-jax COMMAND [options]
+
+`python -m` with the module's name is the same.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dapo_jax import __version__
+from dapo_jax.command.interrupts import end_at_once
+
+WRONG_INPUT = 2  # as in command/command_line.py, which takes seconds to import
+COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
+    "train": ("dapo_jax.training", "train a policy: --config RECIPE [--config.key=value ...]"),
+    "evaluate": ("dapo_jax.evaluate", "measure a model, or the checkpoints of a run"),
+    "export": ("dapo_jax.export", "write a checkpoint as a Hugging Face model directory"),
+    "preflight": ("dapo_jax.preflight.__main__", "compile a step for hardware you do not have: memory, costs, advice"),
+    "configs": ("dapo_jax.tools.configs", "list the recipes, or print one"),
+    "plot": ("dapo_jax.tools.plot", "draw the curves of runs into one picture"),
+    "monitor": ("dapo_jax.tools.monitor", "how the group filter of a run is doing"),
+    "plan": ("dapo_jax.tools.plan", "the expected cost of dynamic sampling, before a run"),
+    "from-verl": ("dapo_jax.from_verl.__main__", "translate a verl script into a command"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command that the arguments name; they default to those of this process."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("--version", "-V"):
+        print(f"dapo_jax {__version__}")
+    elif name in ("--help", "-h"):
+        print(help_text())
+    elif name in COMMANDS:
+        end_at_once(name)
+        importlib.import_module(COMMANDS[name][0]).main(rest)
+    else:
+        close = difflib.get_close_matches(name, COMMANDS)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        print(f"dapo-jax: there is no command {name}: {meant}dapo-jax --help lists them", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+
+
+def help_text() -> str:
+    """What `dapo-jax --help` prints."""
+    width = max(map(len, COMMANDS))
+    listed = [f"  {name:<{width}}  {does}" for name, (_, does) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: dapo-jax COMMAND [options]",
+            "",
+            *listed,
+            "",
+            "dapo-jax COMMAND --help lists a command's options; dapo-jax --version prints the version.",
+            "First run, half a minute on any machine: dapo-jax train --config tiny",
+        ]
+    )

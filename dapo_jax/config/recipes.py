@@ -1,0 +1,26 @@
+"""Host: the recipes that come with the package, named by their file without .py."""
+
+import ast
+import difflib
+from pathlib import Path
+
+_INSTALLED = Path(__file__).parents[1] / "recipes"  # setup.py puts configs/ there
+FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
+SHAPES = FOLDER / "shapes"  # config.json of well-known models, which the preflight reads
+
+
+def recipes() -> dict[str, str]:
+    """Each recipe's name, with the first line of its docstring."""
+    files = {file.stem: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.py"))}
+    return {name: (ast.get_docstring(file) or "").partition("\n")[0] for name, file in files.items()}
+
+
+def recipe_file(name: str) -> Path | None:
+    """The file of the recipe of that name; None if there is none."""
+    return FOLDER / f"{name}.py" if name in {file.stem for file in FOLDER.glob("*.py")} else None
+
+
+def closest(name: str) -> str:
+    """A question that names the recipes with a similar name; "" if there are none."""
+    found = difflib.get_close_matches(name, [file.stem for file in FOLDER.glob("*.py")])
+    return f" (did you mean {' or '.join(found)}?)" if found else ""

@@ -1,0 +1,1 @@
+"""Host: commands that read a run's records, or plan one."""

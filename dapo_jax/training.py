@@ -1,0 +1,263 @@
+"""Host: the training command and its loop.
+
+    python -m dapo_jax.train --config tiny [--config.actor.optim.lr=1e-3 ...]     (or: dapo-jax train ...)
+
+Rerun the same command to resume from the last checkpoint of its workdir; the result is that of an uninterrupted run.
+"""
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.command.command_line import command
+from dapo_jax.command.help import about, options_help
+from dapo_jax.command.validation import validate
+from dapo_jax.config.derived import checkpoint_dir, in_folder
+from dapo_jax.config.sections import Config
+from dapo_jax.downloads import with_downloads
+from dapo_jax.held_out import evaluate, mean_accuracy
+from dapo_jax.learner.optimizer import Models
+from dapo_jax.monitor import filter_log
+from dapo_jax.monitor.alarms import raise_evaluation_alarms
+from dapo_jax.monitor.environment import write_environment
+from dapo_jax.monitor.log import log_bytes, rewind_log
+from dapo_jax.monitor.records import RunRecords, write_config
+from dapo_jax.monitor.statistics import time_metrics
+from dapo_jax.monitor.weights_and_biases import check_installed
+from dapo_jax.monitor.workdir import Workdir, open_workdir
+from dapo_jax.other_runs import pinned
+from dapo_jax.parallel.processes import SharedFailure, gather, is_first
+from dapo_jax.parallel.stopping import Stopped, StopRequest
+from dapo_jax.progress import Progress, with_quality
+from dapo_jax.reports import options, results, summary
+from dapo_jax.run import Run, check_processes, describe, open_run
+from dapo_jax.settings import chosen_attention, learning_rate_plan, warn_of_warm_up
+from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
+from dapo_jax.step import sample_batch, train_step
+from dapo_jax.step_metrics import utilisation
+
+logger = logging.getLogger("dapo_jax.train")  # the command's
+
+
+def train(config: Config) -> Models:
+    """Trains by `config` and returns the final state of each model.
+
+    Raises:
+        ValueError: the config, the model, the data or the mesh do not fit together.
+        RuntimeError: the run cannot continue, for example because too few groups pass the filter.
+        Stopped: a signal asked the run to stop; it has saved what it could.
+    """
+    validate(config)
+    if "wandb" in config.trainer.logger:
+        check_installed()
+    detailed, process = config.monitor.console == "detailed", jax.process_index()
+    also = (filter_log.LOGGER,) if config.monitor.filter_log else ()
+    with open_workdir(config.workdir, detailed=detailed, also=also, process=process) as workdir:
+        return _train(config, workdir)
+
+
+def _train(config: Config, workdir: Workdir) -> Models:
+    """`train` in an open work directory."""
+    config = with_downloads(pinned(in_folder(config, workdir.folder)))
+    trainer = config.trainer
+    check_processes(config)
+    checkpoints = Checkpoints(
+        checkpoint_dir(config),
+        max_to_keep=trainer.max_ckpt_to_keep,
+        keep_best=trainer.keep_best_ckpt,
+        mode=trainer.best_metric_mode,
+        metric=trainer.best_metric,
+        timeout_s=trainer.checkpoint_timeout_s,
+    )
+    with StopRequest() as stop:
+        try:
+            origin = starting_point(config, checkpoints)
+            with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
+                state = restore_state(run, checkpoints, origin) if origin else first_state(run)
+                mesh = run.learner.mesh
+                attention, _ = chosen_attention(run.config, run.arch, mesh)
+                logger.info("%s", describe(run.config, run.arch, run.problems, mesh, attention))
+                warn_of_warm_up(run.config)
+                if plan := learning_rate_plan(run.config, done=state.progress.step):
+                    logger.info("%s", plan)
+                    run.monitor.console.note(plan)
+                if is_first():
+                    rewind_log(config.workdir, state.progress.log_bytes)
+                with open_records(config, state.progress if origin else None, workdir.upload) as records:
+                    records.describe(options(config), results(run.problems.task_sets))
+                    state = run_steps(run, checkpoints, records, stop, state)
+                    run.monitor.console.close()
+                    if is_first():
+                        seconds = run.monitor.timers.totals
+                        table = summary(run.config, run.problems.task_sets, state.progress, seconds)
+                        run.monitor.console.final_table(table)
+        except Stopped as reason:
+            logger.warning("%s", reason)
+            raise
+        finally:
+            checkpoints.close()
+    return state.models
+
+
+def open_records(config: Config, progress: Progress | None, upload: Callable[[str], None]) -> RunRecords:
+    """Opens the records and drops the rows of steps that will be repeated.
+
+    Args:
+        progress: where the run resumes; None for a new run.
+    """
+    if is_first():
+        write_config(config.workdir, dataclasses.asdict(config))  # not earlier: only now can nothing refuse the run
+        write_environment(config.workdir)
+    last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
+    trainer = config.trainer
+    return RunRecords(
+        config.workdir,
+        resume_step=last_row,
+        enabled=is_first(),
+        upload=upload,
+        logger=trainer.logger,
+        project_name=trainer.project_name,
+        experiment_name=trainer.experiment_name,
+    )
+
+
+def run_steps(run: Run, checkpoints: Checkpoints, records: RunRecords, stop: StopRequest, state: RunState) -> RunState:
+    """Runs the remaining steps.
+
+    A run that is asked to stop discards a step that has not changed any weights yet. Otherwise it finishes the step,
+    unless that takes longer than trainer.stop_patience_s. With trainer.rollout_ahead it always finishes the update,
+    because other devices sample meanwhile.
+    """
+    trainer, trained = run.config.trainer, False
+
+    def patience() -> float:
+        return 0.0 if state.is_whole() else trainer.stop_patience_s
+
+    while True:
+        try:
+            with stop.safe(patience):
+                stop.check(agree=True)
+                if state.progress.unrecorded is not None:
+                    state = conclude_step(run, checkpoints, records, state)
+                    if trained:  # only for steps that this process trained
+                        check_finite(run.config, state.progress)
+                if state.progress.step == trainer.total_training_steps:
+                    return state
+                run.monitor.profiles.begin(state.progress.step + 1)
+                start = time.perf_counter()
+                sampled, stream = state.ahead, state.stream
+                if sampled is None:
+                    weights = run.learner.decode_weights(state.models.actor.params)
+                    sampled, stream = sample_batch(run, weights, stream, state.progress, state.progress.step + 1)
+                sampled.metrics["dynamic_sampling/first_release_s"] = time.perf_counter() - start
+                stop.check(agree=True)
+                if not trainer.rollout_ahead:
+                    state = train_step(run, records, state, sampled, stream, start)
+            if trainer.rollout_ahead:
+                state = train_step(run, records, state, sampled, stream, start)
+        except Stopped as reason:
+            raise Stopped(f"{reason} {save_before_end(run, checkpoints, state)}") from reason
+        except Exception as error:
+            if jax.process_count() == 1 or isinstance(error, SharedFailure):  # saving takes all processes
+                logger.error("the run ends %s", save_before_end(run, checkpoints, state))
+            raise
+        trained = True
+        run.monitor.profiles.end()
+
+
+def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state: RunState) -> RunState:
+    """Evaluates, records and saves the step that was just trained, each if it is due."""
+    trainer, progress = run.config.trainer, state.progress
+    step, total = progress.step, trainer.total_training_steps
+    row = progress.unrecorded
+    assert row is not None
+    metrics = dict(row["metrics"])
+    evaluated = step == 0 or is_due(step, trainer.test_freq, total)
+    if evaluated:
+        metrics |= evaluate(run.held_out, run.learner.decode_weights, state.models.actor.params)
+        found, memory = raise_evaluation_alarms(
+            mean_accuracy(metrics), progress.alarms, run.config.monitor.alarms, step
+        )
+        metrics |= found
+        progress = dataclasses.replace(progress, alarms=memory)
+    quality = metrics.get(trainer.best_metric) if trainer.best_metric else mean_accuracy(metrics)
+    if quality is None and trainer.best_metric and evaluated:
+        known = ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*"
+        logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step, known)
+    progress = with_quality(progress, quality, metric=trainer.best_metric, mode=trainer.best_metric_mode)
+    if step:  # step 0 trains on nothing
+        with run.monitor.stage("write"):
+            records.write_samples(step, row["samples"])
+            records.write_histograms(step, row["histograms"])
+    record(run, records, step, metrics)
+    progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
+    state = dataclasses.replace(state, progress=progress, engine=run.sampler.state())
+    saved_before = checkpoints.latest_step() == step  # by a run that stopped between update and record
+    minutes = trainer.save_minutes and gather(checkpoints.minutes_since_save())[0] >= trainer.save_minutes
+    if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):
+        save_state(run, checkpoints, state, metric=quality, replace=True)
+    return state
+
+
+def check_finite(config: Config, progress: Progress) -> None:
+    """Raises RuntimeError after trainer.max_nonfinite_steps steps in a row whose loss or gradient was not finite."""
+    steps, most = progress.nonfinite_in_a_row, config.trainer.max_nonfinite_steps
+    if steps >= most:
+        raise SharedFailure(
+            f"the loss or the gradient was not finite in {steps} steps in a row, up to step {progress.step} "
+            f"(trainer.max_nonfinite_steps={most}); their updates were skipped, and their batches are in "
+            f"{Path(config.workdir) / 'nonfinite'}: lower actor.optim.lr, inspect the batches, or rerun the same "
+            "command to continue"
+        )
+
+
+def save_before_end(run: Run, checkpoints: Checkpoints, state: RunState) -> str:
+    """Saves the state of a run that ends early, and says what is lost and where the run will resume.
+
+    During an update the state before it no longer exists, so only the newest checkpoint remains.
+    """
+    step = state.progress.step
+    if state.is_whole():
+        if step:
+            save_state(run, checkpoints, state)
+        return f"after step {step}; rerun the same command to resume from there"
+    saved = checkpoints.latest_step() or 0
+    lost = f"step {step + 1} is" if saved == step else f"steps {saved + 1} to {step + 1} are"
+    return (
+        f"in the update of step {step + 1}: {lost} lost; rerun the same command to resume "
+        f"{f'after step {saved}' if saved else 'from the beginning'}"
+    )
+
+
+def record(run: Run, records: RunRecords, step: int, metrics: dict[str, float]) -> None:
+    """Writes a step's metrics to metrics.jsonl, the trackers and the console."""
+    metrics |= run.monitor.timers.pop()
+    metrics |= time_metrics(metrics) | utilisation(run.config, run.learner.mesh, metrics)
+    records.write(step, metrics)
+    run.monitor.console.step_line(step, metrics)
+
+
+def is_due(step: int, frequency: int, total: int) -> bool:
+    """Whether `step` is a multiple of `frequency` or the last one; a frequency of -1 means only the last."""
+    return step == total or (frequency > 0 and step % frequency == 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command, with the arguments of this process unless others are given."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(given):
+        print(f"{about(__doc__)}\n{options_help('train')}")
+        return
+    exit_code = 0
+    with command(["train", *given]) as config:
+        try:
+            train(config)
+        except Stopped:
+            exit_code = config.trainer.stopped_exit_code
+    sys.exit(exit_code)

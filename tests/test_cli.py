@@ -1,0 +1,55 @@
+"""The command dapo-jax, and the recipes that it names."""
+
+import importlib
+
+import pytest
+
+from dapo_jax import __version__, cli
+from dapo_jax.command.command_line import read_config
+from dapo_jax.config.recipes import FOLDER, recipes
+
+
+def test_help_and_version(capsys):
+    cli.main([])
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in cli.COMMANDS)
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"dapo_jax {__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "end_at_once", lambda name: None)
+    assert callable(importlib.import_module(cli.COMMANDS[name][0]).main)
+    try:
+        cli.main([name, "--help"])
+    except SystemExit as end:
+        assert not end.code
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_an_unknown_command_names_the_closest(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["trian"])
+    assert end.value.code == 2 and "did you mean train?" in capsys.readouterr().err
+
+
+def test_recipes_are_named_without_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = recipes()
+    assert {"tiny", "quickstart", "dapo_qwen2.5_7b"} <= set(found)
+    for name, line in found.items():
+        assert line.endswith(".")
+        assert read_config(["train", "--config", name]) == read_config(["train", f"--config={FOLDER / name}.py"])
+    assert read_config(["train", "tiny", "--config.seed=3"]).seed == 3
+    with pytest.raises(ValueError, match="did you mean quickstart?"):
+        read_config(["train", "--config", "quikstart"])
+
+
+def test_recipes_are_listed_and_printed(capsys):
+    cli.main(["configs"])
+    assert capsys.readouterr().out.splitlines() == [
+        f"{name:<{max(map(len, recipes()))}}  {line}" for name, line in recipes().items()
+    ]
+    cli.main(["configs", "tiny"])
+    assert capsys.readouterr().out == (FOLDER / "tiny.py").read_text()
