@@ -27,7 +27,8 @@ LAYERS = [
     ("state", "estimator_inputs"),
     ("step",),
     ("training", "evaluate", "export", "preflight", "from_verl", "tools"),
-    ("train", "cli"),
+    ("interface",),
+    ("train", "cli", "__init__"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

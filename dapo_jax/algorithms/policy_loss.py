@@ -41,9 +41,9 @@ def vanilla(
     advantages: jax.Array,
     mask: jax.Array,
     *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    clip_ratio_c: float = 10.0,
 ) -> TokenLoss:
     """PPO's clipped loss with decoupled clip ranges (DAPO, arXiv:2503.14476, equation 8) and dual clip.
 
@@ -75,8 +75,8 @@ def gspo(
     advantages: jax.Array,
     mask: jax.Array,
     *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
     sequences: jax.Array | None = None,
 ) -> TokenLoss:
     """The clipped loss with the sequence's geometric mean ratio at each token (GSPO, arXiv:2507.18071, equation 14).
@@ -105,8 +105,8 @@ def cispo(
     advantages: jax.Array,
     mask: jax.Array,
     *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
 ) -> TokenLoss:
     """Policy gradient weighted by the clipped ratio, which carries no gradient: -A clip(r) logprobs.
 
@@ -125,8 +125,8 @@ def sapo(
     advantages: jax.Array,
     mask: jax.Array,
     *,
-    tau_pos: float,
-    tau_neg: float,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
 ) -> TokenLoss:
     """A soft gate in place of the clip: -A sigmoid(tau (r - 1)) 4 / tau (SAPO, arXiv:2511.20347, equation 5).
 
@@ -146,8 +146,8 @@ def geo_mean(
     advantages: jax.Array,
     mask: jax.Array,
     *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
     importance_weights: jax.Array,
     sequences: jax.Array | None = None,
 ) -> TokenLoss:
@@ -184,8 +184,8 @@ def clip_cov(
     advantages: jax.Array,
     mask: jax.Array,
     *,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
     selected: jax.Array,
 ) -> TokenLoss:
     """The clipped loss, but nothing for the tokens selected for their covariance (arXiv:2505.22617, equation 11).
@@ -210,7 +210,7 @@ def kl_cov(
     advantages: jax.Array,
     mask: jax.Array,
     *,
-    ppo_kl_coef: float,
+    ppo_kl_coef: float = 0.1,
     selected: jax.Array,
 ) -> TokenLoss:
     """The unclipped loss -A r; selected tokens pay ppo_kl_coef |logprobs - old_logprobs| (arXiv:2505.22617, eq. 12).

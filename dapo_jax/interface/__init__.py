@@ -1,0 +1,1 @@
+"""What `import dapo_jax` offers: docs/api.md."""

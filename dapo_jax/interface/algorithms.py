@@ -1,0 +1,124 @@
+"""Host: the paper's functions on plain arrays, with DAPO's values as defaults.
+
+They are those that a run uses (dynamic_sampling/group_filter.py, algorithms/), without its containers.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.aggregation import token_weights, weighted_sum
+from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.config.sections import ActorConfig, AlgorithmConfig, FilterGroupsConfig
+from dapo_jax.dynamic_sampling import group_filter
+from dapo_jax.errors import InputError
+from dapo_jax.settings import loss_options
+
+FURTHER = ("values", "logprobs", "reward_baselines")  # what estimators of tokens need besides rewards
+
+
+def keep_groups(scores: Any, **options: Any) -> np.ndarray:
+    """Which groups have something to compare (DAPO, arXiv:2503.14476, equation 11).
+
+    Args:
+        scores: [Q, G] of G responses to each of Q prompts.
+        options: of `algorithm.filter_groups`: rule="std" (the default), std_threshold=0.0, ...
+
+    Returns:
+        [Q] bool: True where the scores differ; compared exactly unless a threshold is given.
+    """
+    scores = _by_group("scores", scores)
+    num_groups, num_samples = scores.shape
+    group_ids = jnp.repeat(jnp.arange(num_groups), num_samples)
+    statistics = group_filter.group_statistics(scores.reshape(-1), group_ids, num_groups=num_groups)
+    return np.asarray(group_filter.keep_groups(statistics, _options(FilterGroupsConfig, options)))
+
+
+def group_advantages(rewards: Any, *, estimator: str = "grpo", **options: Any) -> np.ndarray:
+    """How much better each response is than the others to its prompt (DAPO, equation 9).
+
+        A = (reward - mean of the group) / (sample standard deviation of the group + 1e-6)
+
+    Args:
+        rewards: [Q, G].
+        estimator: of docs/algorithms.md; one that compares whole responses: "grpo", "rloo", "grpo_passk", "gpg", ...
+        options: of `algorithm`, such as norm_adv_by_std_in_grpo=False (Dr. GRPO).
+
+    Returns:
+        [Q, G] float32.
+    """
+    rewards = _by_group("rewards", rewards)
+    fitting = [name for name, one in ESTIMATORS.items() if not any(needs(one, array) for array in FURTHER)]
+    if estimator not in fitting:
+        raise InputError(f"estimator={estimator!r} must be one of {', '.join(fitting)}: choose another")
+    num_groups, num_samples = rewards.shape
+    group_ids = jnp.repeat(jnp.arange(num_groups), num_samples)
+    settings = vars(_options(AlgorithmConfig, options)) | {"num_groups": num_groups}
+    column = rewards.reshape(-1, 1)
+    function, mask = ESTIMATORS[estimator], jnp.ones(column.shape, bool)
+    found, _ = function(column, mask, group_ids, **chosen(function, settings))
+    return np.asarray(found).reshape(rewards.shape)
+
+
+def policy_loss(
+    logprobs: jax.Array,
+    old_logprobs: Any,
+    advantages: Any,
+    mask: Any,
+    *,
+    loss: str = "vanilla",
+    aggregation: str = "token-mean",
+    group_ids: Any = None,
+    **options: Any,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The decoupled clip objective (DAPO, equation 8), to minimise; it can be differentiated and jitted.
+
+    Args:
+        logprobs: [B, R] of the sampled tokens, under the policy that learns.
+        old_logprobs: [B, R], under the policy that sampled.
+        advantages: [B] of responses, or [B, R] of tokens.
+        mask: [B, R] tokens to train on: bool, or numbers of which all but 0 count as True.
+        loss: a name of docs/algorithms.md: "vanilla" (clip-higher), "gspo", "cispo", "sapo", ...
+        aggregation: "token-mean", "seq-mean-token-mean" (GRPO), "group-token-mean", ...
+        group_ids: [B] the prompt of each row, for "group-token-mean".
+        options: of `actor`: clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=10.0, ...
+
+    Returns:
+        The loss, a scalar, and the loss's metrics, such as the share of clipped tokens `pg_clipfrac`.
+    """
+    fitting = [name for name, one in LOSSES.items() if not needs(one, "selected")]
+    if loss not in fitting:
+        raise InputError(f"loss={loss!r} must be one of {', '.join(fitting)}: choose another")
+    function, mask = LOSSES[loss], jnp.asarray(mask) != 0
+    known = [name for name in loss_options(ActorConfig()) if needs(function, name)]
+    if unknown := set(options) - set(known):
+        raise InputError(f"loss={loss!r} has no {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
+    advantages = jnp.asarray(advantages)
+    if advantages.ndim == 1:
+        advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
+    weights = {"importance_weights": jnp.ones_like(logprobs)} if needs(function, "importance_weights") else {}
+    token_loss, metrics = function(logprobs, jnp.asarray(old_logprobs), advantages, mask, **options, **weights)
+    ids = jnp.arange(mask.shape[0]) if group_ids is None else jnp.asarray(group_ids)
+    shares = token_weights(mask, ids, aggregation, scale_factor=float(mask.shape[-1]))
+    means = {name: metric.total / jnp.maximum(metric.count, 1) for name, metric in metrics.items()}
+    return weighted_sum(token_loss, shares, mask), means
+
+
+def _by_group(name: str, values: Any) -> jax.Array:
+    array = jnp.asarray(values, jnp.float32)
+    if array.ndim != 2:
+        raise InputError(f"{name} has the shape {array.shape}: give one row per prompt and one column per response")
+    return array
+
+
+def _options(section: Any, given: Mapping[str, Any]) -> Any:
+    """A section of the config with these options."""
+    unknown = set(given) - set(vars(section()))
+    if unknown:
+        raise InputError(f"unknown options {', '.join(sorted(unknown))}: docs/configuration.md lists those there are")
+    return section(**given)

@@ -1,0 +1,49 @@
+"""Host: configs for programs: recipes by name, files, and changes by dotted key."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.config.files import read_config_file
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import flat, freeze
+from dapo_jax.errors import InputError
+
+AnyConfig = Config | ConfigDict | str | Path
+
+
+def load_config(name: str | Path, changes: Mapping[str, Any] | None = None) -> ConfigDict:
+    """The options of a recipe or a file, to change and to pass to `train` or `Policy`.
+
+        config = dx.load_config("quickstart", {"rollout.n": 4, "workdir": "runs/mine"})
+        config.actor.optim.lr = 1e-5
+
+    Options of the recipe that the changes switch off get their defaults, as on the command line.
+
+    Args:
+        name: a recipe, as `recipes` lists them, or a Python, JSON or YAML file.
+        changes: values by dotted key.
+
+    Raises:
+        InputError: there is no such file, or it fails; an unknown key, or a value of the wrong type.
+    """
+    config, changes = read_config_file(str(name)), dict(changes or {})
+    base = freeze(config)
+    try:
+        config.update_from_flattened_dict(changes)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"load_config({str(name)!r}): {error}: correct the changes") from error
+    varied = freeze(config)
+    used = flat(without_switched_off(base, varied, changes))
+    config.update_from_flattened_dict({key: used[key] for key, value in flat(varied).items() if used[key] != value})
+    return config
+
+
+def as_config(config: AnyConfig) -> Config:
+    """The frozen form of a config in any form; a text or path is loaded first."""
+    if isinstance(config, Config):
+        return config
+    return freeze(load_config(config) if isinstance(config, str | Path) else config)

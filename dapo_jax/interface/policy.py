@@ -1,0 +1,254 @@
+"""Host: a policy for loops of your own: it samples, computes log-probabilities, and learns from rewards."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from dapo_jax.base_models import read_policy
+from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import with_values
+from dapo_jax.data.experience import Experience
+from dapo_jax.downloads import with_downloads
+from dapo_jax.errors import InputError
+from dapo_jax.interface.configs import AnyConfig, as_config
+from dapo_jax.learner.batch import make_batch, policy_logprobs, rows_of
+from dapo_jax.learner.learner import update
+from dapo_jax.meshes import check_memory, make_meshes
+from dapo_jax.parallel.compilation import keep_compiled
+from dapo_jax.parallel.memory import reserve_gpu_memory
+from dapo_jax.rewards.worker_pool import Verdict
+from dapo_jax.rollout.sampler import verified_groups
+from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.run import build_learner, open_sampler
+from dapo_jax.settings import updates_of_step
+
+Prompt = str | Sequence[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """G responses of at most R tokens to each of Q prompts. All arrays are NumPy's."""
+
+    prompts: list[Prompt]  # [Q], as they were given
+    experience: Experience = dataclasses.field(repr=False)  # all that the package knows of them
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """[Q][G] decoded responses."""
+        return self.experience.texts
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[Q, G, R] int32 token ids, padded on the right."""
+        return self.experience.responses
+
+    @property
+    def mask(self) -> np.ndarray:
+        """[Q, G, R] bool, True on the tokens of a response, its end-of-sequence token included."""
+        return self.experience.mask
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[Q, G, R] float32 log-probabilities of the tokens when they were sampled; 0 on padding."""
+        return self.experience.logprobs
+
+    @property
+    def finished(self) -> np.ndarray:
+        """[Q, G] bool, False where the length limit cut a response off."""
+        return self.experience.finished
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def select(self, groups: Any) -> "Samples":
+        """The groups at these indices, or where a mask [Q] is True."""
+        chosen = np.arange(len(self))[np.asarray(groups)]
+        return Samples([self.prompts[index] for index in chosen], self.experience.select(chosen))
+
+
+class Policy:
+    """The policy of a config: samples with `generate`, learns with `step`.
+
+        with dx.Policy("quickstart") as policy:
+            samples = policy.generate(["2 + 2 ="], n=8)
+            metrics = policy.step(samples, rewards)
+
+    It has the model, lengths, sampling, loss, optimizer and mesh of the config; data, rewards and filter are the
+    caller's. The k-th prompt of a policy always draws with the same noise, so a program that is run again repeats its
+    results. With several processes, each makes the same calls.
+
+    Args:
+        config: in any form that `load_config` or `default_config` gives, or a recipe's name. config.model.path may be
+            the workdir of a run: its newest checkpoint.
+
+    Raises:
+        InputError: the config, the model and the devices do not fit together.
+    """
+
+    def __init__(self, config: AnyConfig) -> None:
+        config = _without_data(as_config(config))
+        validate(config)
+        _check_algorithm(config)
+        reserve_gpu_memory(config.trainer.gpu_memory_fraction)
+        keep_compiled(config.trainer.compilation_cache_dir)
+        self.config = config = with_downloads(config, data=False)
+        self.arch, self.tokenizer = read_policy(config)
+        mesh, sampling_mesh = make_meshes(config, self.arch)
+        check_memory(config, mesh)
+        self._open = ExitStack()
+        with jax.set_mesh(mesh):
+            self._sampler = self._open.enter_context(
+                open_sampler(config, self.arch, self.tokenizer, sampling_mesh, nullcontext)
+            )
+            self._learner = build_learner(config, self.arch, self._sampler, mesh, nullcontext)
+            self._models = self._learner.init_models()
+        self.steps = 0  # that it has learnt from
+        self._drawn = 0  # prompts: the address of the next one's draws
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int | None = None,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Samples:
+        """Samples responses.
+
+        Args:
+            prompts: chat messages, such as [{"role": "user", "content": "2 + 2 ="}], which the model's chat template
+                formats, or text, which is taken as it is.
+            n: responses to each; what is None is as in config.rollout.
+            temperature: 0 = the most likely token. `step` needs that of the config.
+            max_tokens: of a response, at most config.data.max_response_length, the default.
+        """
+        settings = self.config.rollout
+        n = settings.n if n is None else n
+        tokens = self._tokenize(prompts)
+        sampling = Sampling.create(
+            settings.temperature if temperature is None else temperature,
+            settings.top_p if top_p is None else top_p,
+            settings.top_k if top_k is None else top_k,
+            settings.min_response_length,
+        )
+        numbers = range(self._drawn, self._drawn + len(tokens))
+        self._drawn += len(tokens)
+        with jax.set_mesh(self._sampler.mesh):
+            rollout = self._sampler.engine.generate(
+                self._learner.decode_weights(self._models.actor.params),
+                tokens,
+                numbers,
+                num_samples=n,
+                purpose=TRAIN,
+                sampling=sampling,
+                stop=self._sampler.stop_rule,
+                limits=None if max_tokens is None else np.full(len(tokens) * n, max_tokens),
+            )
+        rows = [
+            self.tokenizer.decode(row[kept].tolist()) for row, kept in zip(rollout.responses, rollout.mask, strict=True)
+        ]
+        unscored = [Verdict({}, None, None)] * len(rows)
+        groups = verified_groups(rollout, tokens, list(numbers), list(numbers), rows, unscored, self.steps)
+        return Samples(list(prompts), groups)
+
+    def logprobs(self, samples: Samples) -> np.ndarray:
+        """[Q, G, R] float32 log-probabilities of the tokens under the policy as it is now; 0 on padding."""
+        with jax.set_mesh(self._learner.mesh):
+            rows = rows_of(self._learner, samples.experience, num_groups=len(samples))
+            found, _ = policy_logprobs(self._learner, self._models.actor.params, rows)
+        found = np.where(rows.mask, found, 0.0).reshape(*samples.finished.shape, -1)
+        return np.pad(found, ((0, 0), (0, 0), (0, samples.mask.shape[-1] - found.shape[-1])))
+
+    def step(self, samples: Samples, rewards: Any, *, learning_rate: float | None = None) -> dict[str, float]:
+        """Learns from rewards: advantages, and all optimizer steps of a training step (DAPO, equations 8 and 9).
+
+        Args:
+            samples: of `generate`, config.rollout.n responses to each of at most config.data.train_batch_size prompts.
+            rewards: [Q, G] one number per response.
+            learning_rate: None = the schedule of config.actor.optim.
+
+        Returns:
+            The metrics of the step, as docs/metrics.md lists them: actor/..., critic/advantages/..., ...
+        """
+        if not len(samples):
+            return {}
+        groups = self._rewarded(samples, rewards)
+        recompute = self.config.actor.old_logprob == "recompute"
+        settings = updates_of_step(self.config, self.arch, self._learner.mesh, self.steps + 1)
+        if learning_rate is not None:
+            settings = {name: dataclasses.replace(one, learning_rate=learning_rate) for name, one in settings.items()}
+        with jax.set_mesh(self._learner.mesh):
+            batch, metrics = make_batch(self._learner, groups, self._models, recompute=recompute, kl_coef=0.0)
+            self._models, finish = update(self._learner, self._models, batch, settings)
+            found, _ = finish()
+        self.steps += 1
+        return metrics | found
+
+    def close(self) -> None:
+        """Ends what it does in the background."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        data = self.config.data
+        settings: Any = {
+            "system_prompt": data.system_prompt,
+            "chat_template_kwargs": json.loads(data.chat_template_kwargs),
+        }
+        tokens = [
+            self.tokenizer.encode_prompt(prompt if isinstance(prompt, str) else tuple(prompt), **settings)
+            for prompt in prompts
+        ]
+        longest = max(map(len, tokens), default=0)
+        if not all(tokens) or longest > data.max_prompt_length:
+            raise InputError(
+                f"a prompt has {longest if all(tokens) else 0} tokens, but must have from 1 to "
+                f"data.max_prompt_length={data.max_prompt_length}: change the prompt, or raise that option"
+            )
+        return tokens
+
+    def _rewarded(self, samples: Samples, rewards: Any) -> Experience:
+        """The groups with their rewards. InputError if they do not fit the config."""
+        values, shape = np.asarray(rewards, np.float32), samples.finished.shape
+        most, n = self.config.data.train_batch_size, self.config.rollout.n
+        if values.shape != shape:
+            raise InputError(f"rewards have the shape {values.shape}, but the samples {shape}: give one per response")
+        if not np.isfinite(values).all():
+            raise InputError("rewards hold a number that is not finite: correct the reward")
+        if shape[0] > most or shape[1] != n:
+            raise InputError(
+                f"{shape[0]} groups of {shape[1]} responses do not fit data.train_batch_size={most} and rollout.n={n}: "
+                "change these options, or what is passed to step"
+            )
+        return samples.experience.with_scores(score=values, acc=values, seq_reward=values)
+
+
+def _without_data(config: Config) -> Config:
+    """`config` with a task that needs no files, since the caller has the prompts."""
+    if config.data.task == "files" and not config.data.train_files:
+        return with_values(config, {"data.task": "arithmetic"})
+    return config
+
+
+def _check_algorithm(config: Config) -> None:
+    """Raises InputError for what needs more than samples and rewards."""
+    algorithm = config.algorithm
+    problems = [f"algorithm.adv_estimator={algorithm.adv_estimator}"] * (algorithm.adv_estimator in ("cpo", "remax"))
+    problems += ["algorithm.use_kl_in_reward=True"] * algorithm.use_kl_in_reward
+    problems += ["trainer.rollout_ahead=1"] * bool(config.trainer.rollout_ahead)
+    problems += [f"rollout.segment_length={config.rollout.segment_length}"] * bool(config.rollout.segment_length)
+    if problems:
+        raise InputError(f"a Policy has no {', '.join(problems)}: `train` has, or choose another value")

@@ -1,0 +1,64 @@
+"""Host: a whole training run from a program, and its records."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_jax import training
+from dapo_jax.command.command_line import processes_of
+from dapo_jax.command.option_uses import without_switched_off
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import with_values
+from dapo_jax.interface.configs import AnyConfig, as_config
+from dapo_jax.interface.policy import Policy
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.parallel.memory import reserve_gpu_memory
+from dapo_jax.parallel.stopping import Stopped
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A run that has ended, or was stopped: its work directory and what is in there."""
+
+    config: Config
+    stopped: str = ""  # why it ended early; "" = it did not
+
+    @property
+    def workdir(self) -> Path:
+        """Where checkpoints, metrics and samples are."""
+        return Path(self.config.workdir)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """One dict per training step: "step", and each metric of docs/metrics.md by its name."""
+        return read_metrics(self.workdir)
+
+    def policy(self) -> Policy:
+        """The trained policy, to sample from or to train on. Close it, or use it in `with`."""
+        trained = with_values(self.config, {"model.path": self.config.workdir})
+        return Policy(without_switched_off(self.config, trained, ()))
+
+
+def train(config: AnyConfig) -> TrainResult:
+    """Trains as `dapo-jax train` does; a run that was stopped resumes from its newest checkpoint.
+
+        result = dx.train(dx.load_config("tiny", {"workdir": "runs/mine"}))
+        result.records[-1]["rollout/acc/mean"]
+
+    An interrupt (Ctrl-C, or a notebook's stop button) saves a checkpoint and returns.
+
+    Args:
+        config: in any form that `load_config` or `default_config` gives, or a recipe's name.
+
+    Raises:
+        InputError: the config, the model, the data or the devices do not fit together.
+        RuntimeError: the run cannot continue, for example because too few groups pass the filter.
+    """
+    frozen = as_config(config)
+    reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
+    with processes_of(frozen):
+        try:
+            training.train(frozen)
+        except Stopped as reason:
+            return TrainResult(frozen, str(reason))
+    return TrainResult(frozen)

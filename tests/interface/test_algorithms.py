@@ -1,0 +1,73 @@
+"""The equations on plain arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dapo_jax as dx
+
+RNG = np.random.default_rng(0)
+
+
+def test_groups_are_kept_if_their_scores_differ():
+    scores = np.array([[0.1] * 3, [0.0, 0.0, 1e-6], [1.0, 0.0, 1.0]])
+    assert dx.keep_groups(scores).tolist() == [False, True, True]
+    assert dx.keep_groups(scores, std_threshold=0.1).tolist() == [False, False, True]
+    assert dx.keep_groups([[0.5], [0.5]]).tolist() == [True, True]  # of one sample
+    assert dx.keep_groups([[0.5], [0.5]], keep_singletons=False).tolist() == [False, False]
+
+
+def test_advantages_are_those_of_equation_9():
+    rewards = RNG.normal(size=(3, 4)).astype(np.float32)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    std = rewards.std(axis=1, keepdims=True, ddof=1)
+    np.testing.assert_allclose(dx.group_advantages(rewards), centred / (std + 1e-6), rtol=1e-5, atol=1e-6)
+    plain = dx.group_advantages(rewards, norm_adv_by_std_in_grpo=False)
+    np.testing.assert_allclose(plain, centred, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dx.group_advantages(rewards, estimator="rloo"), centred * 4 / 3, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_is_equation_8_over_all_tokens():
+    old, new = RNG.normal(-1, 0.5, (2, 3, 5)).astype(np.float32)
+    advantages, mask = np.array([1.0, -2.0, 0.5]), RNG.random((3, 5)) < 0.7
+    ratio, a = np.exp(new - old), advantages[:, None]
+    loss = np.maximum(-a * ratio, -a * np.clip(ratio, 0.8, 1.28))
+    loss = np.where(a < 0, np.minimum(loss, -a * 10), loss)
+    found, metrics = dx.policy_loss(new, old, advantages, mask)
+    np.testing.assert_allclose(found, loss[mask].mean(), rtol=1e-5)
+    clipped = (-a * np.clip(ratio, 0.8, 1.28) > -a * ratio)[mask].mean()
+    np.testing.assert_allclose(metrics["pg_clipfrac"], clipped, rtol=1e-5)
+    by_response = np.array([row[kept].mean() for row, kept in zip(loss, mask, strict=True)]).mean()
+    found, _ = dx.policy_loss(new, old, advantages, mask, aggregation="seq-mean-token-mean")
+    np.testing.assert_allclose(found, by_response, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "gpg", "cispo", "sapo", "geo_mean"])
+def test_masks_may_be_floats_and_losses_are_jitted(loss):
+    old, new = RNG.normal(-1, 0.5, (2, 3, 5)).astype(np.float32)
+    mask, advantages = RNG.random((3, 5)) < 0.7, jnp.array([1.0, -2.0, 0.5])
+
+    def loss_of(new, mask):
+        return dx.policy_loss(new, old, advantages, mask, loss=loss)[0]
+
+    expected, gradient = jax.value_and_grad(loss_of)(new, mask)
+    found, other = jax.jit(jax.value_and_grad(loss_of))(new, mask.astype(np.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(other, gradient, rtol=1e-5, atol=1e-7)
+    assert np.isfinite(expected) and np.abs(gradient[mask]).max() > 0 and not np.abs(gradient[~mask]).max()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: dx.keep_groups([1.0, 0.0]), "one row per prompt"),
+        (lambda: dx.keep_groups([[1.0]], rules="std"), "unknown options rules"),
+        (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gae"), "must be one of grpo"),
+        (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, loss="kl_cov"), "must be one of vanilla"),
+        (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, clip_low=0.1), "its options are clip_ratio_low"),
+    ],
+)
+def test_wrong_input_is_refused_with_what_to_give(call, message):
+    with pytest.raises(dx.InputError, match=message):
+        call()

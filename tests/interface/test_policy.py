@@ -1,0 +1,84 @@
+"""A policy for loops of one's own."""
+
+import numpy as np
+import pytest
+
+import dapo_jax as dx
+
+CHANGES = {
+    "data.train_batch_size": 4,
+    "actor.ppo_mini_batch_size": 2,
+    "rollout.n": 4,
+    "actor.optim.lr": 1e-2,
+    "actor.ppo_micro_batch_size_per_device": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def config():
+    return dx.load_config("tiny", CHANGES)
+
+
+def test_sampled_logprobs_are_those_of_the_training_pass(config):
+    with dx.Policy(config) as policy:
+        samples = policy.generate(["1 + 2 =", "3 + 44 ="], n=3)
+        assert samples.tokens.shape == samples.mask.shape == samples.logprobs.shape == (2, 3, 4)
+        assert [len(texts) for texts in samples.texts] == [3, 3] and samples.mask.any(axis=-1).all()
+        np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
+        assert len(samples.select([True, False])) == 1 and samples.select([1]).prompts == ["3 + 44 ="]
+        short = policy.generate(["1 + 2 ="], max_tokens=1)
+        assert (short.mask.sum(axis=-1) == 1).all()
+        greedy = policy.generate(["1 + 2 ="], n=2, temperature=0.0)
+        assert greedy.texts[0][0] == greedy.texts[0][1]
+
+
+def test_rewarded_responses_become_likelier_and_a_program_repeats_itself(config):
+    found = []
+    for _ in range(2):
+        with dx.Policy(config) as policy:
+            for _ in range(4):
+                samples = policy.generate(["1 + 2 =", "3 + 4 ="])
+                rewards = samples.tokens[..., 0] % 2
+                metrics = policy.step(samples, rewards)
+            after = policy.logprobs(samples)[..., 0]
+            found.append((samples.tokens, after))
+            assert policy.steps == 4 and np.isfinite(metrics["actor/pg_loss"])
+            mixed = dx.keep_groups(rewards)
+            gained = after - samples.logprobs[..., 0]
+            assert mixed.any() and gained[mixed][rewards[mixed] == 1].mean() > gained[mixed][rewards[mixed] == 0].mean()
+    for first, second in zip(*found, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_what_does_not_fit_is_refused(config):
+    with dx.Policy(config) as policy:
+        samples = policy.generate(["1 + 2 ="])
+        for given, rewards, message in (
+            (samples, np.zeros((1, 3)), "give one per response"),
+            (samples, np.full((1, 4), np.nan), "not finite"),
+            (policy.generate(["1 + 2 ="], n=2), np.zeros((1, 2)), "do not fit data.train_batch_size=4 and rollout.n=4"),
+            (policy.generate(["1 + 2 ="] * 5), np.zeros((5, 4)), "do not fit data.train_batch_size=4"),
+        ):
+            with pytest.raises(dx.InputError, match=message):
+                policy.step(given, rewards)
+        for prompt in ("", "1" * 40):
+            with pytest.raises(dx.InputError, match="from 1 to data.max_prompt_length=16"):
+                policy.generate([prompt])
+        assert policy.step(samples.select([]), np.zeros((0, 4))) == {} and policy.steps == 0
+    for changes, message in (
+        ({"algorithm.adv_estimator": "remax"}, "a Policy has no algorithm.adv_estimator=remax"),
+        ({"actor.ppo_mini_batch_size": 3}, "multiple of"),
+    ):
+        with pytest.raises(dx.InputError, match=message):
+            dx.Policy(dx.load_config("tiny", CHANGES | changes))
+
+
+def test_configs_come_from_recipes_files_and_changes(tmp_path):
+    config = dx.load_config("tiny", {"model.path": "elsewhere"})
+    assert config.model.random.initializer_range == 0.02  # the recipe's belongs to its random model
+    with pytest.raises(dx.InputError, match="correct the changes"):
+        dx.load_config("tiny", {"actor.nonsense": 1})
+    with pytest.raises(dx.InputError, match="did you mean tiny?"):
+        dx.load_config("tinny")
+    with pytest.raises(dx.InputError, match="model.path is empty"):
+        dx.train(dx.default_config())
