@@ -68,7 +68,8 @@ class Samples:
 
     def select(self, groups: Any) -> "Samples":
         """The groups at these indices, or where a mask [Q] is True."""
-        chosen = np.arange(len(self))[np.asarray(groups)]
+        given = np.asarray(groups)
+        chosen = np.flatnonzero(given) if given.dtype == bool else given.astype(int)
         return Samples([self.prompts[index] for index in chosen], self.experience.select(chosen))
 
 
@@ -152,11 +153,10 @@ class Policy:
                 stop=self._sampler.stop_rule,
                 limits=None if max_tokens is None else np.full(len(tokens) * n, max_tokens),
             )
-        rows = [
-            self.tokenizer.decode(row[kept].tolist()) for row, kept in zip(rollout.responses, rollout.mask, strict=True)
-        ]
-        unscored = [Verdict({}, None, None)] * len(rows)
-        groups = verified_groups(rollout, tokens, list(numbers), list(numbers), rows, unscored, self.steps)
+        rows = zip(rollout.responses, rollout.mask, strict=True)
+        texts = [self.tokenizer.decode(row[kept].tolist()) for row, kept in rows]
+        unscored = [Verdict({}, None, None)] * len(texts)
+        groups = verified_groups(rollout, tokens, list(numbers), list(numbers), texts, unscored, self.steps)
         return Samples(list(prompts), groups)
 
     def logprobs(self, samples: Samples) -> np.ndarray:
