@@ -44,6 +44,7 @@ setup(
         "wandb": ["wandb>=0.19"],
         "plots": ["matplotlib>=3.8"],
         "test": [
+            "build>=1.2",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
