@@ -27,6 +27,7 @@ from dapo_jax.monitor import filter_log
 from dapo_jax.monitor.alarms import raise_evaluation_alarms
 from dapo_jax.monitor.environment import write_environment
 from dapo_jax.monitor.log import log_bytes, rewind_log
+from dapo_jax.monitor.recipe import write_recipe
 from dapo_jax.monitor.records import RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
 from dapo_jax.monitor.weights_and_biases import check_installed
@@ -113,6 +114,7 @@ def open_records(config: Config, progress: Progress | None, upload: Callable[[st
     """
     if is_first():
         write_config(config.workdir, dataclasses.asdict(config))  # not earlier: only now can nothing refuse the run
+        write_recipe(config.workdir)
         write_environment(config.workdir)
     last_row = None if progress is None else progress.step - (progress.unrecorded is not None)
     trainer = config.trainer

@@ -1,5 +1,6 @@
 """Host: a command's config, from `--config FILE --config.key=value ... [--debug]`, and how the command fails."""
 
+import dataclasses
 import difflib
 import errno
 import itertools
@@ -21,6 +22,7 @@ from dapo_jax.config.recipes import recipe_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, freeze
 from dapo_jax.errors import InputError
+from dapo_jax.monitor.recipe import RECIPE, Recipe
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.platforms import start_failure
 from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
@@ -119,19 +121,20 @@ def command(arguments: Sequence[str], adapt: Adapt | None = None) -> Iterator[Co
             lines for the user about what it changed.
     """
     with refusals(arguments):
-        config, lines, chosen = _read(arguments)
+        config, lines, origin = _read(arguments)
         if adapt is not None:
-            config, more = adapt(config, chosen)
+            config, more = adapt(config, origin.given)
             lines += more
         reserve_gpu_memory(config.trainer.gpu_memory_fraction)
         with processes_of(config), refusals(arguments):
             if lines and (not jax.distributed.is_initialized() or is_first()):
                 _tell(lines)
-            token = PUT_BACK.set(lines)
+            tokens = PUT_BACK.set(lines), RECIPE.set(origin)
             try:
                 yield config
             finally:
-                PUT_BACK.reset(token)
+                PUT_BACK.reset(tokens[0])
+                RECIPE.reset(tokens[1])
 
 
 def read_config(arguments: Sequence[str]) -> Config:
@@ -153,8 +156,8 @@ def _tell(lines: Sequence[str]) -> None:
         print(f"dapo_jax: {line}", file=sys.stderr, flush=True)
 
 
-def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
-    """The config of `read_config`, a line for each option that was reset, and the keys that the command line sets."""
+def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
+    """The config of `read_config`, a line for each option that was reset, and where the options came from."""
     first = flags.FlagValues()
     flags.DEFINE_string("config", None, "Python file with get_config()", flag_values=first)
     values = flags.FlagValues()
@@ -177,8 +180,9 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], set[str]]:
     if len(rest) > 1:
         raise InputError(f"unexpected arguments {rest[1:]}: options are written --config.key=value")
     if recipe is None:
-        return config, (), keys
-    return without_switched_off(recipe, config, keys), put_back(recipe, config, keys), keys
+        return config, (), Recipe(path, sorted(keys), None)
+    origin = Recipe(path, sorted(keys), dataclasses.asdict(recipe))
+    return without_switched_off(recipe, config, keys), put_back(recipe, config, keys), origin
 
 
 def _with_config_option(arguments: Sequence[str]) -> list[str]:

@@ -1,0 +1,43 @@
+"""What a run records of the origin of its options."""
+
+import dataclasses
+from pathlib import Path
+
+from dapo_jax.command.command_line import command, read_config
+from dapo_jax.monitor.recipe import recorded_recipe
+from dapo_jax.monitor.records import flatten, recorded_config
+from dapo_jax.training import open_records
+
+TINY = str(Path(__file__).parents[2] / "configs/tiny.py")
+
+
+def started(workdir, *options):
+    """What a start of the training command records of its options."""
+    arguments = ["train", "--config", TINY, f"--config.workdir={workdir}", *options]
+    with command(arguments) as config, open_records(config, None, lambda name: None):
+        pass
+    return recorded_recipe(workdir)
+
+
+def test_the_last_start_records_its_config_file_and_what_the_command_line_set(tmp_path):
+    started(tmp_path, "--config.rollout.n=4")
+    recipe = started(tmp_path, "--config.seed=3", "--config.actor.optim.lr=0.1")
+    assert recipe is not None and recipe.config is not None
+    assert recipe.recipe == TINY and recipe.given == ["actor.optim.lr", "seed", "workdir"]
+    of_recipe, of_run = flatten(dict(recipe.config)), flatten(recorded_config(tmp_path))
+    assert of_recipe["seed"] == 0 and of_run["seed"] == 3
+    assert [key for key in of_run if of_run[key] != of_recipe[key]] == ["actor.optim.lr", "seed", "workdir"]
+
+
+def test_a_start_without_a_command_removes_the_record_of_an_earlier_one(tmp_path):
+    assert started(tmp_path) is not None
+    config = dataclasses.replace(read_config(["train", "--config", TINY]), workdir=str(tmp_path))
+    with open_records(config, None, lambda name: None):
+        pass
+    assert recorded_recipe(tmp_path) is None
+
+
+def test_a_damaged_record_is_none(tmp_path):
+    for text in ("", "{", "[1]", '{"recipe": "a.py"}', "3"):
+        (tmp_path / "recipe.json").write_text(text)
+        assert recorded_recipe(tmp_path) is None, text
