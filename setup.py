@@ -15,7 +15,10 @@ setup(
     license="Apache-2.0",
     packages=[*find_packages(include=["dapo_jax", "dapo_jax.*"]), "dapo_jax.recipes"],
     package_dir={"dapo_jax.recipes": "configs"},
-    package_data={"dapo_jax.recipes": ["shapes/*/*.json"]},
+    package_data={
+        "dapo_jax.recipes": ["shapes/*/*.json"],
+        "dapo_jax.report": ["page.html", "page.css", "page.js"],
+    },
     entry_points={"console_scripts": ["dapo-jax=dapo_jax.cli:main"]},
     python_requires=">=3.11",
     install_requires=[

@@ -20,6 +20,7 @@ COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
     "export": ("dapo_jax.export", "write a checkpoint as a Hugging Face model directory"),
     "preflight": ("dapo_jax.preflight.__main__", "compile a step for hardware you do not have: memory, costs, advice"),
     "configs": ("dapo_jax.tools.configs", "list the recipes, or print one"),
+    "report": ("dapo_jax.report.__main__", "explain a run, or several side by side, in one HTML page"),
     "plot": ("dapo_jax.tools.plot", "draw the curves of runs into one picture"),
     "monitor": ("dapo_jax.tools.monitor", "how the group filter of a run is doing"),
     "plan": ("dapo_jax.tools.plan", "the expected cost of dynamic sampling, before a run"),

@@ -1,0 +1,80 @@
+"""Host: the command that explains a run in one HTML page.
+
+    python -m dapo_jax.report RUN [NAME=RUN ...] [--output FILE.html]
+
+RUN is the workdir of a run, finished or not. Several runs are compared side by side. The page needs no network and no
+other file. docs/report.md describes it.
+"""
+
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.command.interrupts import end_at_once
+
+    end_at_once("report")
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from dapo_jax.command.command_line import refusals
+from dapo_jax.command.help import about
+from dapo_jax.errors import InputError
+from dapo_jax.report.page import page
+from dapo_jax.report.read import read_run
+
+_NAME = "report.html"
+
+
+def report(runs: Sequence[tuple[str, str]], output: Path | None = None) -> Path:
+    """Writes the report on runs, given by name ("": the directory's) and workdir, and returns its path.
+
+    Args:
+        output: the file; None is report.html, in the workdir of a single run and here for several.
+
+    Raises:
+        InputError: a workdir is not one, two runs have the same name, or the file cannot be written.
+    """
+    read = [read_run(name, workdir) for name, workdir in runs]
+    twice = [name for name, count in Counter(run.name for run in read).items() if count > 1]
+    if twice:
+        raise InputError(f"several runs are called {twice[0]}: give each a name of its own, as in first={runs[0][1]}")
+    path = output or (read[0].folder / _NAME if len(read) == 1 else Path(_NAME))
+    _write(path, page(read, datetime.now()))
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")  # lone surrogates cannot be encoded
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error}): choose another file with --output") from error
+
+
+def _named(given: str) -> tuple[str, str]:
+    """Name and workdir of NAME=RUN; a directory whose name has a = may be given alone."""
+    name, _, workdir = given.partition("=")
+    return (name, workdir) if workdir and not Path(given).exists() else ("", given)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m dapo_jax.report",
+        description=about(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="workdir of a run, or NAME=WORKDIR")
+    parser.add_argument("--output", type=Path, help="the file to write; RUN/report.html for one run unless given")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = parser.parse_args(arguments)
+    with refusals(["report", *arguments]):
+        print(f"the report is in {report([_named(run) for run in given.runs], given.output)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Host: a run in sentences: what was trained, how, how far it came."""
+
+from dapo_jax.report.numbers import (
+    HELD_OUT,
+    alarm_steps,
+    duration,
+    groups,
+    names,
+    number,
+    percent,
+    ratio,
+    stage_seconds,
+    total,
+    values,
+)
+from dapo_jax.report.read import RunFiles
+from dapo_jax.report.words import ALARMS, ESTIMATORS, STAGES
+
+
+def progress(run: RunFiles) -> str:
+    """How many steps are done, and whether the run has ended."""
+    planned = run.option("trainer.total_training_steps")
+    done = run.rows[-1]["step"] if run.rows else 0
+    of = f" of {planned:,}" if isinstance(planned, int) and planned > 0 else ""
+    if of and done >= planned:
+        return f"Complete: {done:,}{of} steps."
+    seen = f"; the last line of its log is from {run.last_line}" if run.last_line else ""
+    if done == 0:
+        return f"No step is finished yet{f' (planned: {planned:,})' if of else ''}: running, or stopped{seen}."
+    return f"{done:,}{of} steps are done: still running, or stopped{seen}."
+
+
+def findings(run: RunFiles) -> list[str]:
+    """What a reader should know first, a sentence each."""
+    found = [progress(run), *(_held_out_change(run, metric) for metric in held_out(run))]
+    if run.steps:
+        found += filter(None, [_filtered(run), _time(run)])
+        on = [name for name, steps in alarm_steps(run.rows).items() if steps]
+        titles = "; ".join(ALARMS[name].title if name in ALARMS else name for name in on)
+        found.append(f"Alarms: {titles}." if on else "No alarm was raised.")
+    return found
+
+
+def _held_out_change(run: RunFiles, metric: str) -> str:
+    task, samples = HELD_OUT.fullmatch(metric).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    points = values(run.rows, metric)
+    (first, before), (last, after) = points[0], points[-1]
+    name = f"Held-out accuracy on {task} (mean of {samples} samples)"
+    if len(points) == 1:
+        return f"{name} was {number(before)} at step {first}."
+    step, best = max(points, key=lambda point: point[1])
+    verb = "rose" if after > before else "fell" if after < before else "went"
+    at_best = "the best of the run" if best == after else f"the best was {number(best)} at step {step}"
+    return f"{name} {verb} from {number(before)} at step {first} to {number(after)} at step {last}; {at_best}."
+
+
+def _filtered(run: RunFiles) -> str:
+    found = groups(run.steps)
+    if found["kept"] == found["sampled"]:
+        return ""
+    generated, trained = (total(run.steps, f"dynamic_sampling/{name}_tokens") for name in ("generated", "trained"))
+    return (
+        f"The filter dropped {percent(1 - found['kept'] / found['sampled'])} of {number(found['sampled'])} sampled "
+        f"groups: {number(found['all_wrong'])} all wrong, {number(found['all_correct'])} all right. The run sampled "
+        f"{number(ratio(generated, trained))} tokens for each token that it trained on."
+    )
+
+
+def _time(run: RunFiles) -> str:
+    seconds = stage_seconds(run.rows)
+    if not seconds:
+        return ""
+    stage, most = next(iter(seconds.items()))
+    whole = sum(seconds.values())
+    return f"It worked for {duration(whole)}; {STAGES.get(stage, stage)} took most, {percent(most / whole)}."
+
+
+def held_out(run: RunFiles) -> list[str]:
+    """The metrics of held-out accuracy that have a value."""
+    return [name for name in names(run.rows) if HELD_OUT.fullmatch(name) and values(run.rows, name)]
+
+
+def algorithm(run: RunFiles) -> list[str]:
+    """How the run trains, in a few sentences; none without its options."""
+    if not run.config:
+        return []
+    option = run.option
+    samples, size = option("rollout.n"), option("data.train_batch_size")
+    if option("algorithm.filter_groups.enable"):
+        metric = option("algorithm.filter_groups.metric")
+        sampling = (
+            f"Each step samples {samples} responses per prompt, and goes on until {size} groups differ in {metric} "
+            "(dynamic sampling)"
+        )
+    else:
+        sampling = f"Each step samples {samples} responses to each of {size} prompts, and drops no group"
+    estimator = option("algorithm.adv_estimator")
+    if estimator in ("grpo", "dapo") and not option("algorithm.norm_adv_by_std_in_grpo"):
+        estimator = "dr_grpo"
+    return [
+        f"{sampling}.",
+        f"{ESTIMATORS.get(estimator, f'Advantages are those of {estimator}')}.",
+        f"{_update(run)}.",
+        f"{_penalties(run)}.",
+    ]
+
+
+def _update(run: RunFiles) -> str:
+    option = run.option
+    batch, mini = option("data.train_batch_size"), option("actor.ppo_mini_batch_size")
+    updates = (batch // mini if batch and mini else 1) * (option("actor.ppo_epochs") or 1)
+    loss = option("actor.policy_loss.loss_mode")
+    low, high = option("actor.clip_ratio_low"), option("actor.clip_ratio_high")
+    clip = f"the ratio clipped at {1 - low:g} and {1 + high:g}" if loss == "vanilla" else f"the loss {loss}"
+    return (
+        f"{'One update follows' if updates == 1 else f'{updates} updates follow'}, with {clip}, averaged by "
+        f"{option('actor.loss_agg_mode')}, at learning rate {option('actor.optim.lr'):g}"
+    )
+
+
+def _penalties(run: RunFiles) -> str:
+    option = run.option
+    places = {
+        f"in the loss ({option('actor.kl_loss_coef')})": option("actor.use_kl_loss"),
+        f"in the reward ({option('algorithm.kl_ctrl.kl_coef')})": option("algorithm.use_kl_in_reward"),
+    }
+    kl = " and ".join(place for place, used in places.items() if used)
+    buffer = option("reward.overlong_buffer.len")
+    overlong = (
+        f"Responses are penalised over their last {buffer} tokens before the limit"
+        if option("reward.overlong_buffer.enable")
+        else "Long responses are not penalised"
+    )
+    return f"{overlong}, and there is {f'a KL penalty {kl}' if kl else 'no KL penalty'}"
+
+
+def data(run: RunFiles) -> str:
+    """The problems that are trained on, in words."""
+    option = run.option
+    task = option("data.task")
+    if task == "arithmetic":
+        low, high = option("data.arithmetic.low"), option("data.arithmetic.high")
+        return f"arithmetic with {option('data.arithmetic.operators')}, operands from {low} to {high}"
+    if task == "reasoning_gym":
+        return f"reasoning_gym: {', '.join(option('data.reasoning_gym.datasets') or ())}"
+    return ", ".join(option("data.train_files") or ()) or "-"
+
+
+def facts(run: RunFiles) -> dict[str, str]:
+    """Name and value of what identifies a run."""
+    option, env = run.option, run.environment
+    versions = env.get("versions") or {}
+    seconds = stage_seconds(run.rows)
+    limits = f"{option('data.max_prompt_length')} and {option('data.max_response_length')} tokens"
+    return {
+        "Model": str(option("model.path") or "-"),
+        "Adapters": f"LoRA of rank {option('model.lora.rank')}" if option("model.lora.rank") else "none, all weights",
+        "Training data": data(run) if run.config else "-",
+        "Held-out data": ", ".join(option("data.val_files") or ()) or "from the task" if run.config else "-",
+        "Reward": str(option("reward.function") or "-"),
+        "Longest prompt and response": limits if run.config else "-",
+        "In the words of its log": run.description or "-",
+        "Devices": ", ".join(filter(None, [env.get("devices"), _processes(env.get("processes"))])) or "-",
+        "Host": str(env.get("host") or "-"),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or "-",
+        "Seed": str(option("seed") if option("seed") is not None else "-"),
+        "Steps": progress(run),
+        "Time in steps, evaluations and saving": duration(sum(seconds.values())) if seconds else "-",
+        "Tokens sampled": number(total(run.steps, "dynamic_sampling/generated_tokens")),
+        "Tokens trained on": number(total(run.steps, "dynamic_sampling/trained_tokens")),
+        "Work directory": str(run.folder),
+    }
+
+
+def _processes(count: object) -> str:
+    return "" if not isinstance(count, int) else "1 process" if count == 1 else f"{count} processes"

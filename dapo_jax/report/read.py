@@ -1,0 +1,130 @@
+"""Host: what a run has written to its work directory, complete or not."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_jax.errors import InputError
+from dapo_jax.monitor.environment import recorded_environment
+from dapo_jax.monitor.log import LOG
+from dapo_jax.monitor.recipe import Recipe, recorded_recipe
+from dapo_jax.monitor.records import flatten, read_metrics, recorded_config
+
+_METRICS = "metrics.jsonl"
+_LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
+_DESCRIPTION = re.compile(r" problems to train on, \d+ to evaluate on$")
+_IN_REPORT = re.compile(r"alarm at step \d+: ")  # messages that the report shows elsewhere
+_LOUD = ("WARNING", "ERROR", "CRITICAL")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as its files tell it. What is missing or damaged is empty."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]  # every option by dotted key
+    recipe: Recipe | None
+    environment: dict[str, Any]
+    rows: list[Row]  # of metrics.jsonl; step 0 is the evaluation before training
+    samples: dict[int, Path]  # step -> its file
+    description: str  # the log's line on model, devices and problems
+    last_line: str  # time of the log's last line
+    warnings: list[tuple[str, int]]  # last message of its kind in the log, how many of that kind
+
+    @property
+    def steps(self) -> list[Row]:
+        """The rows of training steps."""
+        return [row for row in self.rows if row["step"] > 0]
+
+    def option(self, key: str) -> Any:
+        """The value of an option; None if the run has not recorded it."""
+        return self.config.get(key)
+
+
+def read_run(name: str, workdir: str) -> RunFiles:
+    """The files of the run in `workdir`.
+
+    Raises:
+        InputError: it is not the work directory of a run, or a file of it is not what a run writes.
+        RuntimeError: a line of metrics.jsonl before the last one is damaged.
+    """
+    folder = Path(workdir).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"{workdir} is not a directory: give the workdir of a run on this machine")
+    config = flatten(recorded_config(folder))
+    if not config and not (folder / _METRICS).exists():
+        raise InputError(f"{workdir} has no config.json and no {_METRICS}: give the workdir of a run")
+    description, last_line, warnings = _read_log(folder / LOG)
+    return RunFiles(
+        name=name or folder.absolute().name,
+        folder=folder,
+        config=config,
+        recipe=recorded_recipe(folder),
+        environment=_environment(folder),
+        rows=_rows(folder),
+        samples=_sample_files(folder),
+        description=description,
+        last_line=last_line,
+        warnings=warnings,
+    )
+
+
+def read_samples(path: Path) -> list[Row]:
+    """The responses of one step."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row for row in found if isinstance(row, dict)]
+
+
+def _rows(folder: Path) -> list[Row]:
+    rows = read_metrics(folder) if (folder / _METRICS).exists() else []
+    for row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise InputError(f"{folder / _METRICS} has a line without a step: give the workdir of a run")
+    return rows
+
+
+def _environment(folder: Path) -> dict[str, Any]:
+    try:
+        found = recorded_environment(folder)
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _sample_files(folder: Path) -> dict[int, Path]:
+    paths = (folder / "samples").glob("step_*.jsonl")
+    found = {path.stem.removeprefix("step_"): path for path in paths}
+    return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
+
+
+def _read_log(path: Path) -> tuple[str, str, list[tuple[str, int]]]:
+    """The description of the run, the time of the last line, and the warnings and errors.
+
+    Messages that differ only in numbers are of one kind.
+    """
+    if not path.exists():
+        return "", "", []
+    description, last_line = "", ""
+    warnings: dict[str, tuple[str, int]] = {}
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not (match := _LINE.match(line.rstrip("\n"))):
+                continue
+            last_line, level, message = match.groups()
+            if _DESCRIPTION.search(message):
+                description = message
+            if level in _LOUD and not _IN_REPORT.match(message):
+                kind = re.sub(r"\d+", "#", message)
+                _, count = warnings.pop(kind, ("", 0))
+                warnings[kind] = message, count + 1
+    return description, last_line, list(warnings.values())

@@ -1,0 +1,261 @@
+"""The page about a run: what it shows, and that nothing from a run can do anything in it."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from run_folder import row_of, sample, write_run
+
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import DEFAULTS
+from dapo_jax.errors import InputError
+from dapo_jax.monitor.catalogue import CATALOGUE, find
+from dapo_jax.monitor.recipe import Recipe
+from dapo_jax.monitor.records import to_json_line
+from dapo_jax.report.__main__ import main, report
+from dapo_jax.report.words import ALARMS, CHARTS, EFFICIENCY, STAGES
+
+SECTIONS = ["In short", "What was trained", "Curves", "What the group filter did", "Where the time went", "Alarms"]
+SECTIONS += ["Samples before and after", "Options"]
+HOSTILE = "</script></pre><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7*7 }}&lt;\"'"
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, and the text of all, of each cell and of each heading."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.texts.append((tag, " " if tag in ("td", "th", "small") else ""))
+        if tag not in ("meta", "input", "path", "line"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("path", "line"):
+            assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def tags(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.elements if tag == name]
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(text for tag, text in self.texts if tag not in ("style", "script")).split())
+
+
+def page_of(*folders: Path, names: tuple[str, ...] = ()) -> tuple[Page, str]:
+    runs = list(zip(names or [""] * len(folders), map(str, folders), strict=True))
+    text = report(runs, folders[0] / "page.html").read_text()
+    return Page(text), text
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The cells of the table row with this name."""
+    [row] = re.findall(rf'<tr><th scope="row">{re.escape(name)}(?: <small>.*?</small>)?</th>(.*?)</tr>', text, re.S)
+    return [re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<td>(.*?)(?:<div class.*?)?</td>", row, re.S)]
+
+
+def test_a_run_has_every_section_and_needs_nothing_else(tmp_path):
+    page, text = page_of(write_run(tmp_path, samples={1: [sample()], 4: [sample(response="3", acc=0.0)]}))
+    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
+    assert headings == SECTIONS and page.open == []
+    assert not re.search(r"https?://|url\(|@import|src=", text)
+    assert all(link["href"].startswith("#") for link in page.tags("a"))
+    assert {link["href"][1:] for link in page.tags("a")} == {one["id"] for one in page.tags("section")}
+    ids = [one["id"] for _, one in page.elements if "id" in one]
+    assert len(ids) == len(set(ids))
+
+
+def test_its_numbers_are_those_of_the_metrics(tmp_path):
+    page, text = page_of(write_run(tmp_path))
+    assert "Complete: 4 of 4 steps." in page.text
+    assert "(mean of 4 samples) rose from 0.100 at step 0 to 0.800 at step 4; the best of the run." in page.text
+    assert cells(text, "Sampled") == ["80"] and cells(text, "Kept") == ["48 (60%)"]
+    assert cells(text, "Dropped, all right") == ["12 (15%)"] and cells(text, "Dropped, all wrong") == ["20 (25%)"]
+    assert cells(text, "Rounds") == ["2"] and cells(text, "Requeued") == ["8"] and cells(text, "Carried") == ["4"]
+    assert cells(text, "Generated tokens") == ["2,400"] and cells(text, "Generated per trained token") == ["2.50"]
+    assert cells(text, "sampling responses") == ["24 s 37%"] and cells(text, "evaluation") == ["25 s 38%"]
+    assert cells(text, "the rest of the steps") == ["4 s 6.2%"]
+    assert cells(text, "Sampling tokens") == ["75%"]
+    assert cells(text, "Devices") == ["4 x NVIDIA H100, 2 processes"] and "jax 0.11.0" in page.text
+
+
+def test_curves_have_the_measured_values_on_every_axis(tmp_path):
+    page, _ = page_of(write_run(tmp_path))
+    pictures = {
+        (one["aria-label"].split(".")[0], one["class"]): json.loads(one["data-lines"])
+        for one in page.tags("svg")
+        if "data-lines" in one
+    }
+    for axis, label in (("steps", "training steps"), ("tokens", "tokens sampled"), ("seconds", "seconds of training")):
+        [line] = pictures[f"Entropy over {label}", f"x-{axis}"]
+        assert line["step"] == [1, 2, 3, 4] and line["value"] == ["1.90", "1.80", "1.70", "1.60"]
+        [line] = pictures[f"Held-out accuracy, gsm8k over {label}", f"x-{axis}"]
+        assert line["step"] == [0, 1, 2, 3, 4] and line["value"][-1] == "0.800"
+    assert "KL from the sampling policy (actor/ppo_kl) was 0 but for rounding." in page.text
+    assert "Learning rate (actor/lr) was 1e-06 throughout." in page.text
+
+
+def test_an_alarm_has_its_steps_and_words(tmp_path):
+    page, _ = page_of(write_run(tmp_path))
+    assert "steps 2–3 (2 of 4 measured)" in page.text
+    assert "More than 0.5 of the trained responses ended at the length limit" in page.text
+    assert ALARMS["truncation"].cure in page.text and ALARMS["kl_jump"].title not in page.text
+    assert "Never on: heldout_drop, kl_jump." in page.text
+
+
+def test_every_alarm_and_stage_has_words_and_every_curve_is_a_metric():
+    known = {variant for metric in CATALOGUE for variant in metric.variants()}
+    assert {name.removeprefix("alarm/") for name in known if name.startswith("alarm/")} == set(ALARMS)
+    stages = {name.removeprefix("timing_s/") for name in known if name.startswith("timing_s/")} - {"step"}
+    assert stages == set(STAGES) - {"other"}
+    for metric in [chart.metric for chart in CHARTS] + list(EFFICIENCY):
+        assert find(metric), metric
+
+
+def test_the_options_that_the_cures_name_exist():
+    sections = {key.rpartition(".")[0] for key in DEFAULTS}
+    for alarm in ALARMS.values():
+        for key in re.findall(r"\b[a-z]\w*(?:\.\w+)+", alarm.cure):
+            assert key in DEFAULTS or key in sections, key
+        assert alarm.limit is None or hasattr(Config().monitor.alarms, alarm.limit)
+        assert ("{limit}" in alarm.meaning) == (alarm.limit is not None)
+
+
+def test_nothing_from_a_run_is_markup(tmp_path):
+    folder = tmp_path / "<img src=x>"
+    options = {"model.path": HOSTILE, "data.task": "files", "data.train_files": (HOSTILE,)}
+    hostile = sample(prompt=HOSTILE, response=HOSTILE) | {"ground_truth": HOSTILE}
+    write_run(
+        folder,
+        options=options,
+        recipe=Recipe(HOSTILE, [HOSTILE], {"model": {"path": "<b>"}}),
+        samples={1: [hostile], 4: [hostile]},
+        log=f"[2026-01-01 00:00:00] ERROR: {HOSTILE}\n",
+    )
+    rows = [row_of(step) | {f"eval/{HOSTILE}/acc/mean@4": step / 5, f"timing_s/{HOSTILE}": 1} for step in (1, 2, 3)]
+    rows[-1][f"alarm/{HOSTILE}"] = 1.0
+    (folder / "metrics.jsonl").write_text("".join(map(to_json_line, rows)))
+    (folder / "environment.json").write_text(json.dumps({"host": HOSTILE, "versions": {HOSTILE: HOSTILE}}))
+    page, text = page_of(folder, folder, names=(HOSTILE, "<i>second"))
+    assert page.open == []
+    assert {tag for tag, _ in page.elements} <= {
+        *("html", "head", "meta", "title", "style", "script", "body", "header", "main", "footer", "nav", "section"),
+        *("article", "div", "h1", "h2", "h3", "h4", "p", "ul", "li", "dl", "dt", "dd", "a", "b", "i", "bdi", "small"),
+        *("code", "pre", "strong", "span", "table", "caption", "thead", "tbody", "tr", "th", "td", "figure"),
+        *("figcaption", "output", "fieldset", "legend", "label", "input", "svg", "path", "line", "text"),
+    }
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    [script] = re.findall(r"<script>(.*?)</script>", text, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = page.tags("meta")[1]["content"]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    for json_text in [one["data-lines"] for one in page.tags("svg") if "data-lines" in one]:
+        json.loads(json_text)
+    assert page.text.count(" ".join(HOSTILE.split())) > 10 and "49" not in page.text.replace("0.49", "")
+
+
+def test_text_that_cannot_be_encoded_or_seen_is_shown(tmp_path):
+    tricks = "a\x00b\x1b[31m\u202ec\ud800d"
+    page, _ = page_of(write_run(tmp_path, samples={1: [sample(response=tricks)], 2: [sample(response=tricks)]}))
+    assert page.text.count("a<U+0000>b<U+001B>[31m<U+202E>c<U+D800>d") == 2
+
+
+def test_several_runs_are_side_by_side(tmp_path):
+    first = write_run(tmp_path / "one", options={"seed": 1})
+    second = write_run(tmp_path / "two", steps=2, options={"seed": 2, "actor.optim.lr": 1e-3})
+    page, text = page_of(first, second, names=("", "faster"))
+    assert "2 runs side by side" in page.text
+    assert cells(text, "Sampled") == ["80", "40"] and cells(text, "Time") == ["1 min 5 s", "35 s"]
+    lines = [json.loads(one["data-lines"]) for one in page.tags("svg") if "data-lines" in one]
+    assert all([line["letter"] for line in one] == ["A", "B"] for one in lines)
+    assert re.findall(r'<b class="key r\d">(.)</b> <bdi>(.*?)</bdi>', text)[:2] == [("A", "one"), ("B", "faster")]
+    between = page.text.partition("Between the runs")[2].partition("against")[0]
+    assert re.search(r"actor\.optim\.lr .*? 1e-06 0\.001", between) and re.search(r"seed .*? 1 2", between)
+    assert "workdir" not in between and "rollout.n" not in between
+
+
+def test_runs_of_one_name_are_refused(tmp_path):
+    first, second = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")
+    with pytest.raises(InputError, match="several runs are called run: give each a name of its own"):
+        report([("", str(first)), ("", str(second))], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_run_without_a_finished_step_says_so(tmp_path, steps):
+    model = "random (llama, 0.1M parameters) on 1 cpu; 84 problems to train on, 16 to evaluate on"
+    page, _ = page_of(write_run(tmp_path, steps=steps, log=f"[2026-01-02 03:04:05] INFO: {model}\n"))
+    assert "This run has finished no step." in page.text and model in page.text
+    assert "No step is finished yet (planned: 4): running, or stopped; the last line of its log is from" in page.text
+    assert "There are no curves before two steps" in page.text and "No groups have been sampled yet." in page.text
+    assert [text for tag, text in page.texts if tag == "h2" and text] == SECTIONS
+
+
+def test_a_killed_run_is_read_up_to_its_cut_off_line(tmp_path):
+    folder = write_run(tmp_path, steps=3)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "rollout/acc/mean": 0.')
+    (folder / "samples/step_000001.jsonl").write_text(json.dumps(sample()) + '\n{"kind": "a')
+    page, text = page_of(folder)
+    assert "3 of 4 steps are done: still running, or stopped" in page.text and cells(text, "Sampled") == ["60"]
+
+
+def test_a_run_is_compared_with_its_recipe(tmp_path):
+    recipe = Recipe("configs/mine.py", ["rollout.n"], {"rollout": {"n": 8}, "seed": 0})
+    page, _ = page_of(write_run(tmp_path, options={"rollout.n": 4}, recipe=recipe))
+    assert "Against configs/mine.py" in page.text
+    assert re.search(r"rollout\.n samples per prompt; given on the command line 8 4", page.text)
+    assert "seed" not in page.text.partition("Against configs/mine.py")[2]
+
+
+def test_a_run_without_a_recipe_is_compared_with_the_defaults(tmp_path):
+    page, _ = page_of(write_run(tmp_path, options={"rollout.n": 4, "data.val_files": ("a", "b")}))
+    changed = page.text.partition("Against the defaults")[2]
+    assert "has not recorded which config file it began with" in changed
+    assert "rollout.n samples per prompt 16 4" in changed and re.search(r"data\.val_files .*? none a, b", changed)
+    assert "given on the command line" not in changed and "rollout.temperature" not in changed
+
+
+def test_warnings_of_one_kind_are_one_line(tmp_path):
+    log = "".join(f"[2026-01-02 03:04:05] WARNING: step {step}: short of groups\n" for step in range(9))
+    log += "[2026-01-02 03:04:06] WARNING: alarm at step 1: truncation: 0.9, the limit is 0.5\nTraceback\n"
+    page, _ = page_of(write_run(tmp_path, log=log))
+    assert "step 8: short of groups (the last of 9 alike)" in page.text and "step 7" not in page.text
+    assert "alarm at step 1" not in page.text
+
+
+def test_the_command_writes_into_the_run(tmp_path, capsys):
+    folder = write_run(tmp_path / "a=b")
+    main([str(folder)])
+    assert capsys.readouterr().out == f"the report is in {folder / 'report.html'}\n"
+    main([f"name={folder}", "--output", str(tmp_path / "new" / "page.html")])
+    assert "<bdi>name</bdi>" in (tmp_path / "new" / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: None, "is not a directory: give the workdir of a run"),
+        (lambda folder: folder.mkdir(), "has no config.json and no metrics.jsonl: give the workdir of a run"),
+        (lambda folder: (write_run(folder) / "metrics.jsonl").write_text("[1]\n[2]\n"), "has a line without a step"),
+        (lambda folder: (write_run(folder) / "config.json").write_text("{"), "config.json is damaged"),
+        (lambda folder: (write_run(folder) / "report.html").mkdir(), "cannot be written"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, capsys, prepare, message):
+    prepare(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "run")])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""Pairs of early and late responses: of one kind, of one prompt where possible, short and visible."""
+
+from run_folder import sample, write_run
+
+from dapo_jax.report.read import read_run
+from dapo_jax.report.samples import BEGIN, END, KINDS, PAIRS, before_and_after, shortened, visible
+
+
+def pairs_of(folder, samples):
+    return before_and_after(read_run("", str(write_run(folder, samples=samples))))
+
+
+def test_the_earliest_and_the_latest_response_to_a_prompt_are_a_pair(tmp_path):
+    answers = {step: [sample(response=f"at {step}"), sample(prompt=f"only {step}")] for step in (1, 2, 8, 9)}
+    pair, *others = pairs_of(tmp_path, answers)
+    assert pair.same and (pair.before.response, pair.after.response) == ("at 1", "at 9")
+    assert (pair.before.step, pair.after.step) == (1, 9) and not others
+
+
+def test_without_a_common_prompt_responses_of_one_kind_are_a_pair(tmp_path):
+    [pair] = pairs_of(tmp_path, {1: [sample(prompt="a")], 9: [sample(prompt="b")]})
+    assert not pair.same and (pair.before.prompt, pair.after.prompt) == ("a", "b")
+
+
+def test_kinds_are_not_mixed(tmp_path):
+    """Else an early worst beside a late best would show progress in any run."""
+    assert pairs_of(tmp_path, {1: [sample("worst", acc=0.0)], 9: [sample("best")]}) == []
+    both = [sample("worst", response="bad", acc=0.0), sample("best", response="good")]
+    found = pairs_of(tmp_path, {1: both, 9: both})
+    assert [(pair.kind, pair.before.response) for pair in found] == [(KINDS["best"], "good"), (KINDS["worst"], "bad")]
+
+
+def test_there_are_few_pairs_and_fair_ones_come_first(tmp_path):
+    many = [sample(kind, prompt=f"{kind} {number}") for kind in KINDS for number in range(10)]
+    found = pairs_of(tmp_path, {1: many, 9: many})
+    assert len(found) == PAIRS and found[0].kind == KINDS["any"]
+    assert pairs_of(tmp_path / "one", {1: many}) == []
+
+
+def test_a_verdict_is_a_word_and_scores_have_names(tmp_path):
+    early = [sample(acc=1.0) | {"seq_reward": 0.5}, sample(prompt="x", acc=0.0), sample(prompt="y", acc=0.25)]
+    found = [pair.before for pair in pairs_of(tmp_path, {1: early[:2], 9: early[:2]})]
+    assert [shown.verdict for shown in found] == ["right", "wrong"]
+    assert found[0].score == "score 1, acc 1, reward 0.500" and found[0].length == "3 tokens"
+    assert pairs_of(tmp_path, {1: early[2:], 9: early[2:]})[0].before.verdict == "other"
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end():
+    text = "a" * BEGIN + "b" * 5000 + "c" * END
+    assert shortened(text) == f"{'a' * BEGIN}\n[... 5,000 characters left out ...]\n{'c' * END}"
+    assert shortened("short") == "short"
+
+
+def test_what_cannot_be_seen_is_written_out():
+    assert visible("é\n\t\u200d漢 ok") == "é\n\t\u200d漢 ok"
+    assert visible("\x00\r\u202e\u200b") == "<U+0000><U+000D><U+202E><U+200B>"
