@@ -79,6 +79,7 @@ RUN_BY = {
     "python -m dapo_jax.preflight --config FILE": "tests/preflight/test_preflight.py::test_the_report_for_a_cpu",
     "python -m dapo_jax.preflight --config FILE --topology v5p": SLICE,
     "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,
+    "python -m dapo_jax.report": "tests/report/test_page.py::test_the_command_writes_into_the_run",
     "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
     "python countdown.py": f"{GUIDE}test_its_rows_are_read_and_its_command_is_valid",
     "dapo-jax plan": HERE,

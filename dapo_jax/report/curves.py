@@ -211,23 +211,26 @@ def _thinned(drawn: list[tuple[float, float, Point]]) -> list[tuple[float, float
 
 def _letters(drawn: Sequence[_Drawn]) -> Markup:
     """The letter of each run at the end of its line, moved apart where they would overlap."""
-    placed, lowest = [], -math.inf
+    placed: list[tuple[float, float]] = []
+    texts = []
     for one in sorted(drawn, key=lambda one: one.end[1]):
-        y = lowest = max(min(one.end[1] + 4, HEIGHT - BOTTOM), lowest + 12)
-        placed.append(
-            Markup('<text x="{}" y="{}" class="letter r{}">{}</text>').format(
-                one.end[0] + 8, y, one.run % 6, one.data["letter"]
-            )
-        )
-    return Markup("").join(placed)
+        x, y = one.end[0] + 8, min(one.end[1] + 4, HEIGHT - BOTTOM)
+        for other_x, other_y in placed:  # from the highest to the lowest
+            if abs(x - other_x) < 14 and abs(y - other_y) < 12:
+                y = other_y + 12
+        placed.append((x, y))
+        text = Markup('<text x="{}" y="{}" class="letter r{}">{}</text>')
+        texts.append(text.format(round(x, 1), round(y, 1), one.run % 6, one.data["letter"]))
+    return Markup("").join(texts)
 
 
 def last_values(lines: Sequence[Line]) -> str:
     """The last value of each line: what the readout shows before a pointer moves."""
-    ends = [(line, [point for point in line.points if point.value is not None][-1:]) for line in lines]
-    return "; ".join(
-        f"{line.letter} {number(point.value)} at step {point.step}".strip() for line, points in ends for point in points
-    )
+    ends: dict[int, list[str]] = {}
+    for line in lines:
+        for point in [point for point in line.points if point.value is not None][-1:]:
+            ends.setdefault(point.step, []).append(f"{line.letter} {number(point.value)}".strip())
+    return "; ".join(f"step {step}: {', '.join(values)}" for step, values in ends.items())
 
 
 def _summary(line: Line) -> str:

@@ -9,6 +9,7 @@ from dapo_jax.report.numbers import (
     number,
     percent,
     ratio,
+    short_power,
     stage_seconds,
     total,
     values,
@@ -19,26 +20,38 @@ from dapo_jax.report.words import ALARMS, ESTIMATORS, STAGES
 
 def progress(run: RunFiles) -> str:
     """How many steps are done, and whether the run has ended."""
+    done, planned = _steps(run)
+    if done and done == planned:
+        return f"Complete: {steps(run)} steps."
+    if run.error:
+        reason = run.error.removeprefix("the run ends: ")
+        return f"{steps(run)} steps are done. The run ended with an error at {run.last_line}: {reason}"
+    seen = f"; the last line of its log is from {run.last_line}" if run.last_line else ""
+    return f"{steps(run)} steps are done: still running, or stopped{seen}."
+
+
+def steps(run: RunFiles) -> str:
+    """Finished and planned steps: 30 of 40."""
+    done, planned = _steps(run)
+    return f"{done:,} of {planned:,}" if planned else f"{done:,}"
+
+
+def _steps(run: RunFiles) -> tuple[int, int]:
+    """Finished and planned steps, where a number is planned."""
     planned = run.option("trainer.total_training_steps")
     done = run.rows[-1]["step"] if run.rows else 0
-    of = f" of {planned:,}" if isinstance(planned, int) and planned > 0 else ""
-    if of and done >= planned:
-        return f"Complete: {done:,}{of} steps."
-    seen = f"; the last line of its log is from {run.last_line}" if run.last_line else ""
-    if done == 0:
-        return f"No step is finished yet{f' (planned: {planned:,})' if of else ''}: running, or stopped{seen}."
-    return f"{done:,}{of} steps are done: still running, or stopped{seen}."
+    return done, planned if isinstance(planned, int) and planned > 0 else 0
 
 
 def findings(run: RunFiles) -> list[str]:
     """What a reader should know first, a sentence each."""
-    found = [progress(run), *(_held_out_change(run, metric) for metric in held_out(run))]
+    sentences = [progress(run), *(_held_out_change(run, metric) for metric in held_out(run))]
     if run.steps:
-        found += filter(None, [_filtered(run), _time(run)])
-        on = [name for name, steps in alarm_steps(run.rows).items() if steps]
+        sentences += filter(None, [_filtered(run), _time(run)])
+        on = [name for name, found in alarm_steps(run.rows).items() if found]
         titles = "; ".join(ALARMS[name].title if name in ALARMS else name for name in on)
-        found.append(f"Alarms: {titles}." if on else "No alarm was raised.")
-    return found
+        sentences.append(f"Alarms: {titles}." if on else "No alarm was raised.")
+    return sentences
 
 
 def _held_out_change(run: RunFiles, metric: str) -> str:
@@ -114,7 +127,7 @@ def _update(run: RunFiles) -> str:
     clip = f"the ratio clipped at {1 - low:g} and {1 + high:g}" if loss == "vanilla" else f"the loss {loss}"
     return (
         f"{'One update follows' if updates == 1 else f'{updates} updates follow'}, with {clip}, averaged by "
-        f"{option('actor.loss_agg_mode')}, at learning rate {option('actor.optim.lr'):g}"
+        f"{option('actor.loss_agg_mode')}, at learning rate {short_power(format(option('actor.optim.lr'), 'g'))}"
     )
 
 
@@ -146,6 +159,14 @@ def data(run: RunFiles) -> str:
     return ", ".join(option("data.train_files") or ()) or "-"
 
 
+def held_out_data(run: RunFiles) -> str:
+    """The problems that are never trained on, in words."""
+    tasks = run.option("evaluate.tasks")
+    files = [*(run.option("data.val_files") or ()), *(["evaluate.tasks"] if tasks not in (None, "{}") else [])]
+    count = run.option(f"data.{run.option('data.task')}.num_heldout")
+    return ", ".join(files) or (f"{count} problems of the same kind" if count else "none")
+
+
 def facts(run: RunFiles) -> dict[str, str]:
     """Name and value of what identifies a run."""
     option, env = run.option, run.environment
@@ -156,7 +177,7 @@ def facts(run: RunFiles) -> dict[str, str]:
         "Model": str(option("model.path") or "-"),
         "Adapters": f"LoRA of rank {option('model.lora.rank')}" if option("model.lora.rank") else "none, all weights",
         "Training data": data(run) if run.config else "-",
-        "Held-out data": ", ".join(option("data.val_files") or ()) or "from the task" if run.config else "-",
+        "Held-out data": held_out_data(run) if run.config else "-",
         "Reward": str(option("reward.function") or "-"),
         "Longest prompt and response": limits if run.config else "-",
         "In the words of its log": run.description or "-",
@@ -164,7 +185,7 @@ def facts(run: RunFiles) -> dict[str, str]:
         "Host": str(env.get("host") or "-"),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or "-",
         "Seed": str(option("seed") if option("seed") is not None else "-"),
-        "Steps": progress(run),
+        "Steps": steps(run),
         "Time in steps, evaluations and saving": duration(sum(seconds.values())) if seconds else "-",
         "Tokens sampled": number(total(run.steps, "dynamic_sampling/generated_tokens")),
         "Tokens trained on": number(total(run.steps, "dynamic_sampling/trained_tokens")),

@@ -1,6 +1,7 @@
 "use strict";
 // The axis of the curves, and the values under the pointer. Without this script the page shows everything but these.
 const figures = document.querySelector(".figures");
+for (const choice of document.querySelectorAll(".axes")) choice.hidden = false;
 for (const button of document.querySelectorAll(".axes input")) {
   const choose = () => { if (button.checked) figures.dataset.axis = button.value; };
   button.addEventListener("change", choose);
@@ -15,10 +16,15 @@ for (const picture of document.querySelectorAll("svg[data-lines]")) {
   let at = places.length - 1;
   const nearest = (list, x) =>
     list.reduce((best, one, index) => (Math.abs(one - x) < Math.abs(list[best] - x) ? index : best), 0);
-  const read = (x) => lines.filter((line) => line.x.length).map((line) => {
-    const index = nearest(line.x, x);
-    return (line.letter ? line.letter + " " : "") + line.value[index] + " at step " + line.step[index];
-  }).join("; ");
+  const read = (x) => {
+    const found = new Map();
+    for (const line of lines.filter((line) => line.x.length)) {
+      const index = nearest(line.x, x);
+      const step = line.step[index];
+      found.set(step, [...(found.get(step) || []), (line.letter + " " + line.value[index]).trim()]);
+    }
+    return [...found].map(([step, values]) => "step " + step + ": " + values.join(", ")).join("; ");
+  };
   const show = (index) => {
     at = Math.min(Math.max(index, 0), places.length - 1);
     cursor.setAttribute("x1", places[at]);

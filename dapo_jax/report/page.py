@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from dapo_jax.report.curves import AXES, Line, draw, last_values, points
+from dapo_jax.report.curves import AXES, MANY, Line, draw, last_values, points
 from dapo_jax.report.describe import algorithm, facts, findings, held_out
-from dapo_jax.report.numbers import HELD_OUT, alarm_steps, is_on, letter, percent, step_ranges, values
+from dapo_jax.report.numbers import HELD_OUT, alarm_steps, is_on, letter, percent, short_power, step_ranges, values
 from dapo_jax.report.options import between, from_recipe
 from dapo_jax.report.read import RunFiles
-from dapo_jax.report.samples import before_and_after
+from dapo_jax.report.samples import before_and_after, shortened, visible
 from dapo_jax.report.tables import efficiency, filter_bar, filter_tables, key_numbers, stage_table
 from dapo_jax.report.words import ALARMS, CHARTS, Alarm, Chart
 
@@ -49,6 +49,7 @@ def page(runs: Sequence[RunFiles], written: datetime) -> str:
         style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         axes=AXES,
+        many=MANY,
         figures=figures,
         constant=constant,
         key_numbers=key_numbers(runs),
@@ -72,7 +73,7 @@ def _environment() -> jinja2.Environment:
     )
     shown = (algorithm, filter_bar, findings, letter, percent)
     environment.globals |= {function.__name__: function for function in shown}
-    environment.filters["marked"] = _marked
+    environment.filters |= {"marked": _marked, "short": lambda text: visible(shortened(text))}
     return environment
 
 
@@ -119,7 +120,9 @@ def _constant(chart: Chart, found: Sequence[set[float]], marks: Sequence[str]) -
         return f"{named} was 0 but for rounding."
     if max(map(len, found)) > 1:
         return ""
-    each = [f"{mark} {next(iter(one)):g}".strip() for mark, one in zip(marks, found, strict=True)]
+    each = [
+        f"{mark} {short_power(format(next(iter(one)), 'g'))}".strip() for mark, one in zip(marks, found, strict=True)
+    ]
     return f"{named} was {', '.join(each)} throughout."
 
 

@@ -16,7 +16,8 @@ _METRICS = "metrics.jsonl"
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
 _DESCRIPTION = re.compile(r" problems to train on, \d+ to evaluate on$")
 _IN_REPORT = re.compile(r"alarm at step \d+: ")  # messages that the report shows elsewhere
-_LOUD = ("WARNING", "ERROR", "CRITICAL")
+_ERRORS = ("ERROR", "CRITICAL")
+_LOUD = ("WARNING", *_ERRORS)
 
 Row = dict[str, Any]
 
@@ -33,7 +34,8 @@ class RunFiles:
     rows: list[Row]  # of metrics.jsonl; step 0 is the evaluation before training
     samples: dict[int, Path]  # step -> its file
     description: str  # the log's line on model, devices and problems
-    last_line: str  # time of the log's last line
+    last_line: str  # time of the log's last message
+    error: str  # the log's last message, if it is an error
     warnings: list[tuple[str, int]]  # last message of its kind in the log, how many of that kind
 
     @property
@@ -59,7 +61,7 @@ def read_run(name: str, workdir: str) -> RunFiles:
     config = flatten(recorded_config(folder))
     if not config and not (folder / _METRICS).exists():
         raise InputError(f"{workdir} has no config.json and no {_METRICS}: give the workdir of a run")
-    description, last_line, warnings = _read_log(folder / LOG)
+    description, last_line, error, warnings = _read_log(folder / LOG)
     return RunFiles(
         name=name or folder.absolute().name,
         folder=folder,
@@ -70,6 +72,7 @@ def read_run(name: str, workdir: str) -> RunFiles:
         samples=_sample_files(folder),
         description=description,
         last_line=last_line,
+        error=error,
         warnings=warnings,
     )
 
@@ -107,14 +110,14 @@ def _sample_files(folder: Path) -> dict[int, Path]:
     return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
 
 
-def _read_log(path: Path) -> tuple[str, str, list[tuple[str, int]]]:
-    """The description of the run, the time of the last line, and the warnings and errors.
+def _read_log(path: Path) -> tuple[str, str, str, list[tuple[str, int]]]:
+    """The description of the run, the time of the last message, this if it is an error, the warnings and errors.
 
     Messages that differ only in numbers are of one kind.
     """
     if not path.exists():
-        return "", "", []
-    description, last_line = "", ""
+        return "", "", "", []
+    description, last_line, error = "", "", ""
     warnings: dict[str, tuple[str, int]] = {}
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -123,8 +126,9 @@ def _read_log(path: Path) -> tuple[str, str, list[tuple[str, int]]]:
             last_line, level, message = match.groups()
             if _DESCRIPTION.search(message):
                 description = message
+            error = message if level in _ERRORS else ""
             if level in _LOUD and not _IN_REPORT.match(message):
                 kind = re.sub(r"\d+", "#", message)
                 _, count = warnings.pop(kind, ("", 0))
-                warnings[kind] = message, count + 1
-    return description, last_line, list(warnings.values())
+                warnings[kind] = f"{level.lower()}: {message}", count + 1
+    return description, last_line, error, list(warnings.values())

@@ -105,7 +105,7 @@ def test_curves_have_the_measured_values_on_every_axis(tmp_path):
         [line] = pictures[f"Held-out accuracy, gsm8k over {label}", f"x-{axis}"]
         assert line["step"] == [0, 1, 2, 3, 4] and line["value"][-1] == "0.800"
     assert "KL from the sampling policy (actor/ppo_kl) was 0 but for rounding." in page.text
-    assert "Learning rate (actor/lr) was 1e-06 throughout." in page.text
+    assert "Learning rate (actor/lr) was 1e-6 throughout." in page.text
 
 
 def test_an_alarm_has_its_steps_and_words(tmp_path):
@@ -198,7 +198,7 @@ def test_a_run_without_a_finished_step_says_so(tmp_path, steps):
     model = "random (llama, 0.1M parameters) on 1 cpu; 84 problems to train on, 16 to evaluate on"
     page, _ = page_of(write_run(tmp_path, steps=steps, log=f"[2026-01-02 03:04:05] INFO: {model}\n"))
     assert "This run has finished no step." in page.text and model in page.text
-    assert "No step is finished yet (planned: 4): running, or stopped; the last line of its log is from" in page.text
+    assert "0 of 4 steps are done: still running, or stopped; the last line of its log is from 2026-01" in page.text
     assert "There are no curves before two steps" in page.text and "No groups have been sampled yet." in page.text
     assert [text for tag, text in page.texts if tag == "h2" and text] == SECTIONS
 
@@ -232,8 +232,16 @@ def test_warnings_of_one_kind_are_one_line(tmp_path):
     log = "".join(f"[2026-01-02 03:04:05] WARNING: step {step}: short of groups\n" for step in range(9))
     log += "[2026-01-02 03:04:06] WARNING: alarm at step 1: truncation: 0.9, the limit is 0.5\nTraceback\n"
     page, _ = page_of(write_run(tmp_path, log=log))
-    assert "step 8: short of groups (the last of 9 alike)" in page.text and "step 7" not in page.text
+    assert "warning: step 8: short of groups (the last of 9 alike)" in page.text and "step 7" not in page.text
     assert "alarm at step 1" not in page.text
+
+
+def test_an_error_at_the_end_of_the_log_is_how_the_run_ended(tmp_path):
+    log = "[2026-01-02 03:04:05] ERROR: out of luck\nTraceback:\n  nothing\n"
+    page, _ = page_of(write_run(tmp_path, steps=2, log=log))
+    assert "2 of 4 steps are done. The run ended with an error at 2026-01-02 03:04:05: out of luck" in page.text
+    page, _ = page_of(write_run(tmp_path, steps=2, log=f"{log}[2026-01-02 03:05:05] INFO: again\n"))
+    assert "2 of 4 steps are done: still running, or stopped; the last line of its log is from" in page.text
 
 
 def test_the_command_writes_into_the_run(tmp_path, capsys):
