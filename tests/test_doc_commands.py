@@ -79,7 +79,6 @@ RUN_BY = {
     "python -m dapo_jax.preflight --config FILE": "tests/preflight/test_preflight.py::test_the_report_for_a_cpu",
     "python -m dapo_jax.preflight --config FILE --topology v5p": SLICE,
     "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,
-    "python -m dapo_jax.report": "tests/report/test_page.py::test_the_command_writes_into_the_run",
     "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
     "python countdown.py": f"{GUIDE}test_its_rows_are_read_and_its_command_is_valid",
     "dapo-jax plan": HERE,
@@ -89,6 +88,7 @@ RUN_BY = {
     "python scripts/benchmarks/simulate_decoding.py": (
         "tests/scripts/test_simulate_decoding.py::test_the_command_prints_a_row_for_each_shape"
     ),
+    "dapo-jax report": "tests/report/test_page.py::test_the_command_writes_into_the_run",
     "dapo-jax plot": "tests/tools/test_plot.py::test_a_picture_of_two_runs",
     "python scripts/comparisons/run_ablation.py": (
         "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again"

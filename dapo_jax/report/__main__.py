@@ -1,6 +1,6 @@
 """Host: the command that explains a run in one HTML page.
 
-    python -m dapo_jax.report RUN [NAME=RUN ...] [--output FILE.html]
+    dapo-jax report RUN [NAME=RUN ...] [--output FILE.html]
 
 RUN is the workdir of a run, finished or not. Several runs are compared side by side. The page needs no network and no
 other file. docs/report.md describes it.
@@ -61,7 +61,7 @@ def _named(given: str) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.report",
+        prog="dapo-jax report",
         description=about(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
