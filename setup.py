@@ -30,6 +30,7 @@ setup(
         "ml-collections>=1.1",
         "absl-py>=2.1",
         "numpy>=2.0",
+        "packaging>=23",
         "tensorboardX>=2.6",
         "grain>=0.2.12",
         "pyarrow>=18",

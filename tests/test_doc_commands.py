@@ -74,6 +74,7 @@ RUN_BY = {
     "python -m dapo_jax.from_verl": (
         "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file"
     ),
+    "python -m dapo_jax.env": "tests/test_env.py::test_the_report_names_versions_devices_and_variables",
     "python -m dapo_jax.evaluate": HERE,
     "python -m dapo_jax.export": HERE,
     "python -m dapo_jax.preflight --config FILE": "tests/preflight/test_preflight.py::test_the_report_for_a_cpu",

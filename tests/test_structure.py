@@ -26,7 +26,7 @@ LAYERS = [
     ("run", "reports", "step_metrics"),
     ("state", "estimator_inputs"),
     ("step",),
-    ("training", "evaluate", "export", "preflight", "from_verl", "report", "tools"),
+    ("training", "evaluate", "export", "preflight", "from_verl", "report", "tools", "env"),
     ("interface",),
     ("train", "cli", "__init__"),
 ]

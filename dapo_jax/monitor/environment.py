@@ -8,8 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
 _FILE = "environment.json"
 _LIBRARIES = (
     "dapo_jax",
@@ -27,9 +25,11 @@ _LIBRARIES = (
 
 def environment() -> dict[str, Any]:
     """The libraries' versions, the devices of all processes, and the host of this one."""
+    import jax  # not above, so that `python -m dapo_jax.env` works where JAX does not
+
     kinds = Counter(device.device_kind for device in jax.devices())
     return {
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions()},
         "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         "processes": jax.process_count(),
         "host": host(),
@@ -54,7 +54,7 @@ def recorded_environment(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     return json.loads((Path(workdir) / _FILE).read_text(encoding="utf-8"))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """The versions of the installed libraries."""
     found = {}
     for name in _LIBRARIES:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import jax
 
+from dapo_jax.parallel.conflicts import conflicts_here, explained
+
 CUDA13_DRIVER = 580  # the oldest that runs CUDA 13; CUDA 12 needs 525
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 NVIDIA_SMI_TIMEOUT_S = 60
@@ -25,11 +27,14 @@ def start_failure(error: BaseException) -> str | None:
     failed, asked = failed_platform(error), _asked()
     if failed is None:
         return None
-    missing, reason = missing_for(failed), str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0]
+    reason = str(error).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0]
+    installed = [name for name in (*PLUGINS, "libtpu") if importlib.util.find_spec(name) is not None]
+    missing = explained(reason, parent=os.getppid(), installed=installed) or missing_for(failed)
     if reason and "is not in the list" not in reason and "cannot open shared object" not in reason:
         missing += f" ({reason})"
     began = f"JAX_PLATFORMS={asked} cannot be used: " if asked else "JAX cannot start its devices: "
-    return f"{began}{missing}; without JAX_PLATFORMS, JAX finds {_devices_without_a_choice()}"
+    unfit = "".join(f"; {conflict}" for conflict in conflicts_here(os.environ))
+    return f"{began}{missing}{unfit}; without JAX_PLATFORMS, JAX finds {_devices_without_a_choice()}"
 
 
 def failed_platform(error: BaseException) -> str | None:

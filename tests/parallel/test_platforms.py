@@ -93,6 +93,15 @@ def test_other_errors_are_not_taken_for_it():
         assert start_failure(raised.value) is None
 
 
+def test_a_failed_start_names_who_holds_the_tpu_and_what_does_not_fit(monkeypatch):
+    monkeypatch.setattr(platforms, "conflicts_here", lambda environment: ["jax 1 needs libtpu==2, but 3 is installed"])
+    monkeypatch.setattr(platforms, "_devices_without_a_choice", lambda: "8 x cpu")
+    held = "ABORTED: The TPU is already in use by process with pid 1. Not attempting to load libtpu.so in this process."
+    message = start_failure(RuntimeError(f"Unable to initialize backend 'tpu': {held} (set JAX_PLATFORMS='')"))
+    assert message and "process 1 holds the TPU, and only one can" in message and held in message
+    assert "; jax 1 needs libtpu==2, but 3 is installed; without JAX_PLATFORMS, JAX finds 8 x cpu" in message
+
+
 @pytest.mark.parametrize(
     ("command", "asked", "cure"),
     [
