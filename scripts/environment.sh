@@ -21,7 +21,7 @@ use_environment() { # use_environment [EXTRA]: the active environment, or .venv;
         echo "$interpreter is $("$interpreter" --version 2>&1); dapo_jax needs Python 3.11 or newer: set PYTHON" >&2
         exit 2
       }
-      "$interpreter" -m venv .venv
+      make_environment "$interpreter"
     fi
     # shellcheck source=/dev/null
     source .venv/bin/activate
@@ -32,6 +32,21 @@ use_environment() { # use_environment [EXTRA]: the active environment, or .venv;
     python -m pip install --quiet --disable-pip-version-check --editable "$package"
     touch "$stamp"
   fi
+}
+
+make_environment() { # make_environment INTERPRETER: .venv, by venv; where that is missing (Colab), by uv or virtualenv
+  local program
+  "$1" -m venv .venv && return
+  for program in "uv venv --quiet --seed --python" "virtualenv --quiet --python"; do
+    if command -v "${program%% *}" > /dev/null; then
+      echo "$1 has no working venv module: making .venv with ${program%% *}"
+      rm -rf .venv # what venv left
+      $program "$1" .venv && return
+    fi
+  done
+  echo "$1 cannot make a virtual environment: install its venv module (apt-get install python3-venv), or uv" \
+    "(pip install uv), or activate an environment of your own" >&2
+  exit 2
 }
 
 use_compilers() { # puts JAX's compilers for GPUs and TPUs, of which none need be here, on PYTHONPATH; COMPILED is kept too

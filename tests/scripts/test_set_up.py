@@ -15,18 +15,20 @@ from dapo_jax.command.validation import validate
 
 ROOT = Path(__file__).parents[2]
 
-# Stands in for Python: notes its arguments, makes an environment whose Python is itself, says which compilers JAX wants
-# and installs nothing.
+# Stands in for Python, uv and virtualenv: notes its arguments, makes an environment whose Python is itself, says which
+# compilers JAX wants and installs nothing.
 INTERPRETER = """
 import json, os, shutil, sys
 from pathlib import Path
 
 with open(os.environ["CALLS"], "a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
-if sys.argv[1:3] == ["-m", "venv"]:
-    bin = Path(sys.argv[3], "bin")
-    bin.mkdir(parents=True, exist_ok=True)
+if "venv" in sys.argv[1:3] or sys.argv[0].endswith("virtualenv"):
+    bin = Path(sys.argv[-1], "bin")
+    bin.mkdir(parents=True, exist_ok="-m" in sys.argv)  # the others refuse a folder
     shutil.copy(sys.argv[0], bin / "python")
+    if "NO_VENV" in os.environ and "-m" in sys.argv:
+        sys.exit(1)
     (bin / "activate").write_text(f"export VIRTUAL_ENV='{bin.parent.absolute()}' PATH='{bin.absolute()}':$PATH")
 if sys.argv[1:] == ["-"]:
     print("0.10.2 cpython-311 libtpu==0.0.42.*")
@@ -76,6 +78,22 @@ def test_an_environment_that_was_made_by_half_is_made_again(checkout, tmp_path):
     python.parent.mkdir(parents=True)
     shutil.copy(tmp_path / "tools/python", python)
     assert ["-m", "venv", ".venv"] in checkout("scripts/quickstart.sh")
+
+
+@pytest.mark.parametrize("program", ["uv", "virtualenv"])
+def test_without_the_module_venv_another_program_makes_the_environment(checkout, tmp_path, program):
+    shutil.copy(tmp_path / "tools/python", tmp_path / "tools" / program)
+    _, venv, other, install, *_ = checkout("scripts/quickstart.sh", NO_VENV="1")
+    assert venv == ["-m", "venv", ".venv"] and install[:3] == ["-m", "pip", "install"]
+    begin = ["venv", "--quiet", "--seed"] if program == "uv" else ["--quiet"]
+    assert other == [*begin, "--python", str(tmp_path / "tools/python"), ".venv"]
+
+
+def test_without_any_such_program_the_message_says_what_to_install(checkout, tmp_path):
+    for name in ("bash", "dirname", "sed", "rm", "env"):
+        (tmp_path / "tools" / name).symlink_to(shutil.which(name))
+    message = checkout("scripts/quickstart.sh", code=2, NO_VENV="1", PATH=str(tmp_path / "tools"))
+    assert "cannot make a virtual environment: install its venv module (apt-get install python3-venv), or uv" in message
 
 
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):
