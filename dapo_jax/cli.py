@@ -7,11 +7,14 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from dapo_jax import __version__
 from dapo_jax.command.interrupts import end_at_once
+from dapo_jax.parallel.conflicts import conflicts_here
 
 WRONG_INPUT = 2  # as in command/command_line.py, which takes seconds to import
 COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
@@ -24,6 +27,7 @@ COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
     "plot": ("dapo_jax.tools.plot", "draw the curves of runs into one picture"),
     "monitor": ("dapo_jax.tools.monitor", "how the group filter of a run is doing"),
     "plan": ("dapo_jax.tools.plan", "the expected cost of dynamic sampling, before a run"),
+    "env": ("dapo_jax.env", "print what a bug report needs: versions, devices, packages that do not fit"),
     "from-verl": ("dapo_jax.from_verl.__main__", "translate a verl script into a command"),
 }
 
@@ -37,11 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(help_text())
     elif name in COMMANDS:
         end_at_once(name)
-        importlib.import_module(COMMANDS[name][0]).main(rest)
+        _imported(COMMANDS[name][0]).main(rest)
     else:
         close = difflib.get_close_matches(name, COMMANDS)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         print(f"dapo-jax: there is no command {name}: {meant}dapo-jax --help lists them", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+
+
+def _imported(module: str) -> ModuleType:
+    """The module. If it does not import, the installed packages that do not fit each other are named instead."""
+    try:
+        return importlib.import_module(module)
+    except Exception:
+        if not (unfit := conflicts_here(os.environ)):
+            raise
+        for conflict in unfit:
+            print(f"dapo-jax: {conflict}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 

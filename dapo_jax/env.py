@@ -1,6 +1,6 @@
 """Host: the environment command: prints what a bug report needs, as Markdown to paste.
 
-    python -m dapo_jax.env
+    dapo-jax env
 
 Versions, devices, variables and packages that do not fit each other. It works where JAX does not start, and prints no
 variable whose name says that it is secret.
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dapo_jax import __version__
 from dapo_jax.monitor.environment import host, versions
 from dapo_jax.parallel.conflicts import conflicts_here, explained
 
@@ -34,7 +35,7 @@ def report(environment: Mapping[str, str]) -> str:
     """The Markdown; `environment` is os.environ."""
     found = versions()
     rows = {
-        "dapo_jax": found.pop("dapo_jax", "not installed, only imported"),
+        "dapo_jax": found.pop("dapo_jax", f"{__version__}, not installed"),
         "Python": f"{platform.python_version()}, {_kind_of_environment(environment)}",
         "platform": platform.platform(),
         "host": host(),
@@ -110,7 +111,7 @@ def _cell(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m dapo_jax.env", description="Prints what a bug report needs, as Markdown to paste."
+        prog="dapo-jax env", description="Prints what a bug report needs, as Markdown to paste."
     )
     parser.parse_args(arguments)
     print(report(os.environ))

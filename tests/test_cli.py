@@ -34,6 +34,19 @@ def test_an_unknown_command_names_the_closest(capsys):
     assert end.value.code == 2 and "did you mean train?" in capsys.readouterr().err
 
 
+def test_packages_that_do_not_fit_are_named_if_a_command_does_not_import(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "end_at_once", lambda name: None)
+    monkeypatch.setitem(cli.COMMANDS, "train", ("dapo_jax.no_such_module", ""))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["train"])
+    monkeypatch.setattr(cli, "conflicts_here", lambda environment: ["jax 0.7.2 needs jaxlib<=0.7.2: pip install it"])
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train"])
+    assert (
+        end.value.code == 2 and capsys.readouterr().err == "dapo-jax: jax 0.7.2 needs jaxlib<=0.7.2: pip install it\n"
+    )
+
+
 def test_recipes_are_named_without_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = recipes()

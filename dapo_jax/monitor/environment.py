@@ -25,7 +25,7 @@ _LIBRARIES = (
 
 def environment() -> dict[str, Any]:
     """The libraries' versions, the devices of all processes, and the host of this one."""
-    import jax  # not above, so that `python -m dapo_jax.env` works where JAX does not
+    import jax  # not above, so that `dapo-jax env` works where JAX does not
 
     kinds = Counter(device.device_kind for device in jax.devices())
     return {
