@@ -16,7 +16,7 @@ from dapo_jax.monitor.console import Console
 from dapo_jax.monitor.records import flatten
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONS = flatten(dataclasses.asdict(Config()))
 SECTIONS = {key.partition(".")[0] for key in OPTIONS}
 WRITTEN_BY_HAND = ("getting_started", "troubleshooting", "faq", "coming_from_verl")
