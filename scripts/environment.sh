@@ -21,7 +21,7 @@ use_environment() { # use_environment [EXTRA]: the active environment, or .venv;
         echo "$interpreter is $("$interpreter" --version 2>&1); dapo_jax needs Python 3.11 or newer: set PYTHON" >&2
         exit 2
       }
-      make_environment "$interpreter"
+      make_environment "$interpreter" .venv
     fi
     # shellcheck source=/dev/null
     source .venv/bin/activate
@@ -34,14 +34,14 @@ use_environment() { # use_environment [EXTRA]: the active environment, or .venv;
   fi
 }
 
-make_environment() { # make_environment INTERPRETER: .venv, by venv; where that is missing (Colab), by uv or virtualenv
+make_environment() { # make_environment INTERPRETER FOLDER: by venv; where that is missing (Colab), by uv or virtualenv
   local program
-  "$1" -m venv .venv && return
+  "$1" -m venv "$2" && return
   for program in "uv venv --quiet --seed --python" "virtualenv --quiet --python"; do
     if command -v "${program%% *}" > /dev/null; then
-      echo "$1 has no working venv module: making .venv with ${program%% *}"
-      rm -rf .venv # what venv left
-      $program "$1" .venv && return
+      echo "$1 has no working venv module: making $2 with ${program%% *}"
+      rm -rf "$2" # what venv left
+      $program "$1" "$2" && return
     fi
   done
   echo "$1 cannot make a virtual environment: install its venv module (apt-get install python3-venv), or uv" \

@@ -23,7 +23,7 @@ from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.monitor.records import read_metrics
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAM = re.compile(r"(python3?|dapo-jax|bash|pip|tensorboard|xprof|sbatch|docker|kubectl) ")
 
 MATH = "tests/scripts/test_run_dapo_math.py::"
@@ -42,6 +42,8 @@ RUN_BY = {
     "source .venv/bin/activate": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
     "bash scripts/test.sh": ".ci/run",
     "bash scripts/test_accelerators.sh": ".ci/run",
+    "bash scripts/test_pythons.sh": ".ci/run",
+    "bash scripts/docs/build_site.sh": ".ci/run",
     "pip install --no-deps jax-cuda13-plugin": f"{SET_UP}test_compilers_of_accelerators_are_installed_once",
     "bash scripts/accelerator_report.sh": "tests/scripts/test_accelerator_report.py::test_the_report_on_a_cpu",
     "bash scripts/docs/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
@@ -74,7 +76,7 @@ RUN_BY = {
     "python -m dapo_jax.from_verl": (
         "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file"
     ),
-    "python -m dapo_jax.env": "tests/test_env.py::test_the_report_names_versions_devices_and_variables",
+    "dapo-jax env": "tests/test_env.py::test_the_report_names_versions_devices_and_variables",
     "python -m dapo_jax.evaluate": HERE,
     "python -m dapo_jax.export": HERE,
     "python -m dapo_jax.preflight --config FILE": "tests/preflight/test_preflight.py::test_the_report_for_a_cpu",

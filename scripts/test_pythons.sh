@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Runs tests on Python 3.12 and 3.13, which get newer releases of JAX and Flax than Python 3.11 can have.
+#
+#   bash scripts/test_pythons.sh                       a selection, in three minutes on two cores
+#   bash scripts/test_pythons.sh [pytest arguments]    such as -m "not slow" for the short form of every test
+#
+# An interpreter is python3.12 on PATH or one of pyenv's; a version that is not here is skipped. The environments are
+# kept in $DAPO_JAX_CACHE/pythons (default ~/.cache/dapo_jax/pythons).
+set -euo pipefail
+source "$(dirname "$0")/environment.sh"
+show_help "$@"
+cd "$(dirname "$0")/.."
+
+# What a new Python or JAX can break: imports, dataclasses and types of options, signals, processes, compiled functions
+# against reference numbers, one whole run, its checkpoint. The rest follows from these and takes ten minutes.
+SELECTED=(
+  tests/test_structure.py tests/config tests/command/test_command_line.py tests/algorithms tests/test_checkpoint.py
+  tests/test_train.py
+)
+[[ $# -eq 0 ]] && set -- -m "not slow" "${SELECTED[@]}"
+
+interpreter_of() { # interpreter_of VERSION: prints its path; fails if it is not here
+  local candidate
+  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python3; do
+    if "$candidate" -c '' 2> /dev/null; then # pyenv's python3.12 fails unless that version is chosen
+      echo "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+export PYTHONPATH=$PWD # the environments may have been made for another checkout
+for version in 3.12 3.13; do
+  interpreter=$(interpreter_of "$version") || {
+    echo "Python $version: skipped, neither python$version nor pyenv has it"
+    continue
+  }
+  environment="${DAPO_JAX_CACHE:-$HOME/.cache/dapo_jax}/pythons/$version"
+  [[ -e "$environment/bin/activate" ]] || make_environment "$interpreter" "$environment"
+  (
+    # shellcheck source=/dev/null
+    source "$environment/bin/activate"
+    use_environment test
+    echo "Python $version: $(python -c 'import flax, jax; print("jax", jax.__version__, "flax", flax.__version__)')"
+    python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -p no:cacheprovider "$@"
+  )
+done
