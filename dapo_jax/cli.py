@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _imported(module: str) -> ModuleType:
-    """The module. If it does not import, the installed packages that do not fit each other are named instead."""
+    """The module. If it does not import, the command ends and names the packages that do not fit each other, if any."""
     try:
         return importlib.import_module(module)
-    except Exception:
+    except Exception as error:
         if not (unfit := conflicts_here(os.environ)):
             raise
-        for conflict in unfit:
-            print(f"dapo-jax: {conflict}", file=sys.stderr)
+        for line in (f"{type(error).__name__}: {error}", *unfit):
+            print(f"dapo-jax: {line}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 

@@ -10,11 +10,15 @@ from packaging.requirements import Requirement
 
 # Packages whose requirements must hold for JAX to find its devices.
 DEMANDING = ("dapo_jax", "jax", "flax", "optax", "orbax-checkpoint", "jax-cuda12-plugin", "jax-cuda13-plugin")
-# Two packages of which only one may be installed, and what happens otherwise.
-RIVALS = (
-    ("jax-cuda12-plugin", "jax-cuda13-plugin", "JAX then cannot register CUDA, and computes on the CPU"),
-    ("libtpu", "libtpu-nightly", "both write the folder libtpu/, so that either may be found"),
-)
+RIVALS = {  # packages of which only one may be installed: what happens otherwise, and the cure
+    ("jax-cuda12-plugin", "jax-cuda13-plugin"): (
+        "JAX then cannot register CUDA, and computes on the CPU: pip uninstall jax-cuda12-plugin jax-cuda12-pjrt (with "
+        "an NVIDIA driver older than 580, those of cuda13)"
+    ),
+    ("libtpu", "libtpu-nightly"): (
+        "both write the folder libtpu/: pip uninstall libtpu libtpu-nightly, then pip install 'dapo_jax[tpu]'"
+    ),
+}
 PINS_LIBTPU = ("torch_xla", "tensorflow-tpu")  # they come with a libtpu of their own choice
 LOADED_ONCE = ("jax", "jaxlib", "libtpu", "numpy")  # a process cannot load a second version of these
 DEVICE_EXTRAS = ("tpu", "cuda12", "cuda13", "with-cuda")  # of JAX and its plugins
@@ -27,7 +31,8 @@ def conflicts_here(environment: Mapping[str, str]) -> list[str]:
     """The `conflicts` of this process; `environment` is os.environ."""
     installed: dict[str, str] = {}
     for one in metadata.distributions():
-        installed.setdefault(_plain(one.name), one.version)
+        if one.name and one.version:  # broken installations have neither
+            installed.setdefault(_plain(one.name), one.version)
     needs = {name: metadata.requires(name) or [] for name in DEMANDING if _plain(name) in installed}
     modules = {name: sys.modules[name] for name in (*LOADED_ONCE, "torch_xla") if name in sys.modules}
     loaded = {name: str(getattr(module, "__version__", "")) for name, module in modules.items()}
@@ -107,8 +112,8 @@ def _pinned_by(name: str, installed: Mapping[str, str]) -> str:
 
 def _rivals(installed: Mapping[str, str]) -> list[str]:
     return [
-        f"{one} and {other} are both installed, and {outcome}: pip uninstall both, then {_reinstall([one])}"
-        for one, other, outcome in RIVALS
+        f"{one} and {other} are both installed, and {outcome}"
+        for (one, other), outcome in RIVALS.items()
         if one in installed and other in installed
     ]
 
