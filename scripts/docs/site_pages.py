@@ -1,6 +1,7 @@
-"""Host: what MkDocs needs besides docs/: README.md as the start page, and a page for each file that the pages link to.
+"""Host: what MkDocs needs besides docs/. mkdocs.yml names this module as a hook.
 
-mkdocs.yml names this module as a hook. Links stay as they are in the Markdown, where GitHub resolves them too.
+README.md is the start page, a file that a page links to has a page of its own, and docs/api.md gets the docstrings of
+the public names. Links stay as they are in the Markdown, where GitHub resolves them too.
 """
 
 import posixpath
@@ -11,10 +12,13 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingImports]
 
+from dapo_jax import _MODULES
+
 ROOT = Path(__file__).resolve().parents[2]
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 SOURCES = "source"  # folder of the site for files outside docs/
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
+DOCSTRINGS = "<!-- docstrings -->"  # the line of docs/api.md that they replace
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -32,8 +36,9 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The page with its links rewritten: from places in the repository to places in the site."""
+    """The page with its docstrings, and with links to places in the site instead of the repository."""
     uri = page.file.src_uri
+    markdown = markdown.replace(DOCSTRINGS, _docstrings())
     if uri.startswith(f"{SOURCES}/"):
         return markdown
     folder = posixpath.dirname(uri)
@@ -49,6 +54,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """The page without the backslash of `a \\| b` in the code of a table, which GitHub leaves out too."""
     return re.sub(r"<td.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
+
+
+def _docstrings() -> str:
+    """mkdocstrings' lines for what `import dapo_jax` offers."""
+    return "\n\n".join(f"::: dapo_jax.{module}.{name}" for name, module in _MODULES.items())
 
 
 def _outside(uri: str, text: str) -> Iterator[str]:
