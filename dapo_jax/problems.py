@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from dapo_jax.config.derived import gen_batch_size
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, RewardConfig
 from dapo_jax.data.arithmetic import arithmetic_rows
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.data.prompt_files import read_prompt_files
@@ -27,8 +27,11 @@ from dapo_jax.errors import InputError
 from dapo_jax.parallel.processes import check_agreement
 from dapo_jax.places import without_tilde
 from dapo_jax.rewards.verifiers import verifier_for
+from dapo_jax.rewards.weighted import functions_of
 
 logger = logging.getLogger(__name__)
+
+NO_FUNCTIONS = RewardConfig.functions  # "reward.function alone"
 
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {  # type of an option: its types in JSON, and their description
     int: ((int,), "a whole number"),
@@ -109,7 +112,7 @@ def held_out_options(config: Config) -> TaskOptions:
         top_k=evaluate.top_k,
         max_prompts=evaluate.max_prompts,
         batch_size=evaluate.batch_size,
-        reward_function=config.reward.function,
+        reward_function=given_function(config),
     )
 
 
@@ -174,8 +177,8 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
     sets = {dataclasses.replace(held_out, reward_function=reward_function(config)): eval_rows}
     sets |= {task: read_prompt_files(task.files, prompt_key=task.prompt_key) for task in tasks}
     sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
-    by_source = [train_rows] if config.reward.function == "auto" else []
-    by_source += [rows for task, rows in sets.items() if task.reward_function == "auto"]
+    by_source = [train_rows] if "auto" in functions_of(given_function(config)) else []
+    by_source += [rows for task, rows in sets.items() if "auto" in functions_of(task.reward_function)]
     for source in sorted({row.data_source for rows in by_source for row in rows}):
         verifier_for(source)
     task_sets = tuple(TaskSet(task, _tokenize(config, rows, tokenizer)) for task, rows in sets.items())
@@ -204,10 +207,16 @@ def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> Pr
     )
 
 
+def given_function(config: Config) -> str:
+    """What scores responses: the text of reward.functions if it is given, else reward.function."""
+    reward = config.reward
+    return reward.function if reward.functions == NO_FUNCTIONS else reward.functions
+
+
 def reward_function(config: Config) -> str:
     """The verifier for the training problems: `auto` is resolved if the task has only one, so that it loads early."""
-    by_source = config.reward.function == "auto"
-    return "reasoning_gym" if by_source and config.data.task == "reasoning_gym" else config.reward.function
+    function = given_function(config)
+    return "reasoning_gym" if function == "auto" and config.data.task == "reasoning_gym" else function
 
 
 def _warn_of_data(config: Config, problems: Problems) -> None:

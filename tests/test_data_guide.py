@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import dapo_jax
 from dapo_jax.command.command_line import read_config
 from dapo_jax.command.validation import validate
 from dapo_jax.data.prompt_files import read_prompt_files
-from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
+from dapo_jax.rewards.verifiers import VERIFIERS, load_verifier, verifier_for
 
 ROOT = Path(dapo_jax.__file__).parents[1]
 GUIDE = (ROOT / "docs/data.md").read_text()
@@ -24,7 +25,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def example(tmp_path):
-    for name, text in zip(("countdown.py", "test_countdown.py"), blocks("python"), strict=True):
+    for name, text in zip(("countdown.py", "test_countdown.py", "form.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -46,6 +47,18 @@ def test_its_rows_are_read_and_its_command_is_valid(example, monkeypatch):
     config = read_config(["train", *(argument.replace('"', "") for argument in arguments)])
     validate(config)
     assert config.reward.function == "countdown.score" and config.data.train_files == ("countdown_train.jsonl",)
+
+
+def test_several_rewards(example, monkeypatch):
+    [command] = [text for text in blocks("bash") if "reward.functions" in text]
+    monkeypatch.chdir(ROOT)
+    config = read_config(["train", *shlex.split(command.replace("\\\n", ""))[3:]])
+    validate(config)
+    monkeypatch.chdir(example)
+    score = load_verifier(config.reward.functions)
+    for text, shape in ((r"\boxed{7} #### 7", 1.0), (r"\boxed{6} or \boxed{7} #### 7", 0.0), ("#### 7", 0.0)):
+        verdict = score("openai/gsm8k", text, "7", {})
+        assert (verdict["score"], verdict["acc"], verdict["format"]) == (1.0 + 0.2 * shape, 1.0, shape)
 
 
 def test_the_row_of_the_guide_is_a_row(tmp_path):

@@ -64,6 +64,9 @@ RUN_BY = {
     "python -m dapo_jax.train --config configs/gsm8k.py --config.model.path=Qwen/": (
         "tests/test_downloads.py::test_a_run_from_the_hub_is_trained_resumed_measured_and_exported"
     ),
+    "python -m dapo_jax.train --config configs/gsm8k.py '--config.reward.functions": (
+        "tests/test_data_guide.py::test_several_rewards"
+    ),
     "python -m dapo_jax.train --config FILE --config.data.task=reasoning_gym": (
         "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier"
     ),

@@ -67,7 +67,7 @@ def test_every_file_says_whether_it_is_host_or_device():
 
 
 # What runs in a verifier's process, where the text of an error is the sample's, and what reads no input.
-WITHOUT_INPUT = {f"rewards/{name}.py" for name in ("worker", "arithmetic", "math_verifier", "reasoning_gym")}
+WITHOUT_INPUT = {f"rewards/{name}.py" for name in ("results", "arithmetic", "math_verifier", "reasoning_gym")}
 WITHOUT_INPUT |= {"preflight/hlo_text.py"}
 
 

@@ -19,7 +19,7 @@ from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
 from dapo_jax.learner.choices import trained
-from dapo_jax.problems import TaskOptions, held_out_options, parse_tasks
+from dapo_jax.problems import NO_FUNCTIONS, TaskOptions, given_function, held_out_options, parse_tasks
 
 PUT_BACK: ContextVar[tuple[str, ...]] = ContextVar("PUT_BACK", default=())  # `put_back` of this command's config
 
@@ -77,7 +77,7 @@ def _chooses_best(config: Config) -> bool:
 
 
 def _verifies(config: Config) -> bool:
-    functions = {config.reward.function, *(task.reward_function for task in _measured_sets(config))}
+    functions = {given_function(config), *(task.reward_function for task in _measured_sets(config))}
     return functions != {"none"}
 
 
@@ -134,6 +134,7 @@ USES = (
         "dapo_jax.config.freeze, which carries out the names of other trainers",
         lambda config: False,
     ),
+    _with("reward.function", "reward.functions", NO_FUNCTIONS),
     _with("data.train_files|val_files", "data.task", "files"),
     _use(
         "data.prompt_key",

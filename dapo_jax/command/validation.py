@@ -6,18 +6,17 @@ Each function yields one line per problem: the value, the rule and the fix.
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.command.option_uses import unread_problems
+from dapo_jax.command.reward_rules import metric_problems, reward_problems
 from dapo_jax.config.bounds import bounds_of, one_of
 from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch_size, segment_steps
 from dapo_jax.config.sections import Config, EvaluateConfig
 from dapo_jax.config.values import PATHS, type_problems
-from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
@@ -28,8 +27,7 @@ from dapo_jax.monitor import console
 from dapo_jax.monitor.records import TRACKERS
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.places import address_problem, is_address
-from dapo_jax.problems import parse_tasks
-from dapo_jax.rewards.verifiers import VERIFIERS
+from dapo_jax.problems import given_function, parse_tasks
 
 CHOICES = {  # names of functions; all other choices are declared in config/sections.py
     "model.remat_policy": tuple(name for name in POLICIES if name != "none"),
@@ -79,12 +77,13 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     yield from _algorithm_problems(config)
     yield from _correction_problems(config)
     yield from _filter_problems(config)
+    yield from reward_problems(config)
     yield from _evaluation_problems(config)
     yield from _address_problems(config)
     if training:
         yield from _batch_problems(config)
         yield from _length_problems(config)
-        yield from _metric_problems(config)
+        yield from metric_problems(config)
 
 
 def _missing(config: Config, training: bool) -> Iterator[str]:
@@ -98,7 +97,7 @@ def _missing(config: Config, training: bool) -> Iterator[str]:
         yield "data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym"
     if training and task == "files" and not config.data.train_files:
         yield "data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic"
-    if config.reward.function == "none" and not config.reward.model.path:
+    if given_function(config) == "none" and not config.reward.model.path:
         yield "reward.function=none needs a reward model: give reward.model.path"
     if config.trainer.total_training_steps == -1 and config.trainer.total_epochs is None:
         yield "trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them"
@@ -212,7 +211,7 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
         yield f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}"
     if actor.use_kl_loss and not actor.kl_loss_coef > 0:
         yield f"actor.kl_loss_coef={actor.kl_loss_coef} must be greater than 0 with use_kl_loss=True"
-    if config.reward.function == "none" and groups.enable and groups.metric == "acc":
+    if given_function(config) == "none" and groups.enable and groups.metric == "acc":
         yield (
             "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
             "set algorithm.filter_groups.enable=False"
@@ -251,26 +250,6 @@ def _filter_problems(config: Config) -> Iterator[str]:
             f"that {name}.max_num_gen_batches={rounds} rounds of data.gen_batch_size={size} sample: raise one of them, "
             f"or set {name}.on_limit=partial"
         )
-
-
-def _metric_problems(config: Config) -> Iterator[str]:
-    """A filter metric that the verifier never returns. What a function of your own returns is not known here."""
-    groups, reward = config.algorithm.filter_groups, config.reward
-    if not groups.enable or reward.function not in VERIFIERS:
-        return
-    measured = {
-        "reward_model": bool(reward.model.path),
-        "overlong": reward.overlong_buffer.enable and reward.overlong_buffer.log,
-    }
-    known = [*VERIFIERS[reward.function].numbers, *(name for name in OWN_SCORES if measured.get(name, True))]
-    if groups.metric in known or (groups.metric == "acc" and reward.function == "none"):  # _algorithm_problems
-        return
-    close = [name for name in known if groups.metric.startswith(name)] or get_close_matches(groups.metric, known)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    yield (
-        f"algorithm.filter_groups.metric={groups.metric} is not a number that reward.function={reward.function} "
-        f"returns: choose one of {', '.join(known)}{meant}, or give a function of your own that returns it"
-    )
 
 
 def _evaluation_problems(config: Config) -> Iterator[str]:

@@ -6,6 +6,8 @@ from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import needs
 from dapo_jax.config.sections import Config
 from dapo_jax.dynamic_sampling.rounds import FINAL_REWARD
+from dapo_jax.problems import given_function
+from dapo_jax.rewards.weighted import functions_of, is_weighted
 
 NO_POLICY_STEP = "trainer.critic_warmup leaves no step that updates the policy"
 
@@ -69,9 +71,16 @@ def _of_filter(config: Config) -> Iterator[str]:
             f"algorithm.filter_groups.metric={groups.metric} contains {' and '.join(contains)}, so groups whose "
             "answers are all wrong can pass the filter; the paper's metric is acc"
         )
+    function = given_function(config)
+    if (groups.metric == "score" or shaped) and is_weighted(function) and len(functions_of(function)) > 1:
+        yield (
+            f"algorithm.filter_groups.metric={groups.metric} contains every part of reward.functions={function}, so a "
+            "group whose answers are all wrong passes the filter as soon as a part such as format or length differs; "
+            "acc is the first part's"
+        )
     signed = ("math_dapo", "math_dapo_lenient", *["auto"] * (config.data.task == "files"))
     by_mean = groups.rule == "mean_range" and (groups.metric == "score" or shaped)
-    if by_mean and groups.filter_low >= 0 and reward.function in signed:
+    if by_mean and groups.filter_low >= 0 and function in signed:
         yield (
             f"algorithm.filter_groups.rule=mean_range with metric={groups.metric}: a score of math_dapo is -1 or 1, "
             f"so filter_low={groups.filter_low} drops groups that are mostly wrong; acc is 0 or 1"

@@ -174,6 +174,7 @@ class RewardModelConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     function: str = "auto"  # auto (by data_source), a verifier, your function (MODULE.NAME or FILE.py:NAME), or none
+    functions: str = "{}"  # several instead, with weights: {"NAME": {"function": ..., "weight": ...}} (docs/data.md)
     num_workers: Annotated[Positive[int], at_most(1024)] = 2  # verifier processes
     timeout_s: Positive[float] = 10.0  # seconds that one sample's verification may take
     memory_limit_mb: ZeroIsNone = 4096  # MiB that a verifier process may write to (Linux); 0 = none

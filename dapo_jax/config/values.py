@@ -12,7 +12,7 @@ from flax import traverse_util
 from ml_collections import config_dict
 
 from dapo_jax.config.aliases import resolve_aliases
-from dapo_jax.config.function_names import Section
+from dapo_jax.config.function_names import Section, name_of
 from dapo_jax.config.sections import Config
 from dapo_jax.errors import InputError
 from dapo_jax.places import without_tilde
@@ -91,10 +91,18 @@ def _freeze_value(key: str, value: Any) -> Any:
         value = tuple(value)
     elif isinstance(value, dict | config_dict.ConfigDict):
         try:
-            value = json.dumps(value.to_dict() if isinstance(value, config_dict.ConfigDict) else value)
+            plain = value.to_dict() if isinstance(value, config_dict.ConfigDict) else value
+            value = json.dumps(plain, default=_named)
         except (TypeError, ValueError) as error:
             raise InputError(f"{key}={value!r} must hold only JSON values ({error}): correct it") from error
     return without_tilde(value) if key in PATHS else value
+
+
+def _named(value: Any) -> str:
+    """The name of a function in an object, see `name_of`. TypeError for anything else."""
+    if callable(value):
+        return name_of(value)
+    raise TypeError(f"a {type(value).__name__} has no form in JSON")
 
 
 def from_values(values: dict[str, Any]) -> Config:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
+from dapo_jax.rewards.weighted import functions_of
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
 MAX_ASKED = 1000  # ground truths for math_verify, which takes milliseconds each; other verifiers check all of them
@@ -16,13 +17,15 @@ def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Ver
     """Raises InputError with the first rows whose ground truth the built-in verifier rejects as an answer.
 
     Args:
-        function: the verifier's name in `verifiers`, or the path of your own function, which is not checked.
+        function: the verifier's name in `verifiers`, or the path of your own function, which is not checked; of several
+            functions, the first is checked, which says what is right.
     """
+    first = functions_of(function)[0]
     same: dict[tuple[str, str], list[PromptRow]] = {}  # by verifier and ground truth
     no_text: dict[str, list[PromptRow]] = {}  # by verifier
     problems, failed = [], False
     for row in rows:
-        name = verifier_for(row.data_source) if function == "auto" else function
+        name = verifier_for(row.data_source) if first == "auto" else first
         if name not in VERIFIERS or not VERIFIERS[name].forms:  # your own function's form is not known
             continue
         if not isinstance(row.ground_truth, str):

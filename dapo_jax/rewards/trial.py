@@ -11,6 +11,7 @@ from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.messages import WRONG_RESULT
 from dapo_jax.rewards.own_function import RULE
 from dapo_jax.rewards.verifiers import VERIFIERS
+from dapo_jax.rewards.weighted import described, functions_of
 from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 
 _RESPONSES = (  # the ground truth in forms that reward functions often look for
@@ -39,7 +40,7 @@ def check_rewards(
     tried = set()  # functions with the data sources they were tried on, in any set
     for index, (rows, name) in enumerate(sets):
         check_ground_truths(rows, name, verifiers[name])
-        if name in VERIFIERS or not rows or (name, rows[0].data_source) in tried:
+        if VERIFIERS.keys() >= {*functions_of(name)} or not rows or (name, rows[0].data_source) in tried:
             continue
         tried.add((name, rows[0].data_source))
         for verdict in try_function(rows[0], name, verifiers[name]):
@@ -51,8 +52,8 @@ def check_rewards(
 def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> None:
     if metric not in (*OWN_SCORES, *verdict.numbers):
         raise InputError(
-            f"algorithm.filter_groups.metric={metric!r} is not among the numbers that reward.function={name!r} returns "
-            f"for {row.origin}, {', '.join(verdict.numbers)}: choose one of these, or return it for every response"
+            f"algorithm.filter_groups.metric={metric!r} is not among the numbers that {described(name)} returns for "
+            f" {row.origin}, {', '.join(verdict.numbers)}: choose one of these, or return it for every response"
         )
 
 
@@ -72,21 +73,21 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
     for text, error in failed:
         if WRONG_RESULT in error:
             raise InputError(
-                f"reward.function={name!r} returns no verdict on the made-up response {text[:60]!r} to {row.origin} "
+                f"{described(name)} returns no verdict on the made-up response {text[:60]!r} to {row.origin} "
                 f"({error.removeprefix('ValueError: ')}): it must be {RULE}, with a finite number or a dict that has "
                 "one as 'score' for every response"
             )
     if len(failed) == len(texts):
         raise InputError(
-            f"reward.function={name!r} failed on all {len(texts)} made-up responses to {row.origin}, on "
+            f"{described(name)} failed on all {len(texts)} made-up responses to {row.origin}, on "
             f"{texts[0][:60]!r} with {failed[0][1]}: correct it, and make it return its lowest score for a response "
             "that it cannot read"
         )
     if failed:
         _log.warning(
-            "reward.function=%r failed on %d of %d made-up responses to %s, on %r with %s: such a response counts as "
+            "%s failed on %d of %d made-up responses to %s, on %r with %s: such a response counts as "
             "wrong and gets reward.error_score",
-            name,
+            described(name),
             len(failed),
             len(verdicts),
             row.origin,
@@ -105,7 +106,7 @@ def _judged(row: PromptRow, texts: list[str], name: str, verifiers: VerifierPool
             verdicts.append(verdict.result(timeout=max(end - time.monotonic(), 0.0)))
         except TimeoutError:
             _log.info(
-                "reward.function=%r scored %d of %d made-up responses in %g s", name, len(verdicts), len(texts), TRIAL_S
+                "%s scored %d of %d made-up responses in %g s", described(name), len(verdicts), len(texts), TRIAL_S
             )
             break
     return verdicts

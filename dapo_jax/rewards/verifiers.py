@@ -12,6 +12,7 @@ from typing import Any
 from dapo_jax.errors import InputError
 from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym
 from dapo_jax.rewards.own_function import load_function
+from dapo_jax.rewards.weighted import Part, is_weighted, parse_parts, weighted
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
 
@@ -80,12 +81,15 @@ VERIFIERS = {
 
 
 def load_verifier(name: str) -> Verifier:
-    """The verifier with this name or path (`own_function`), with its library loaded.
+    """The verifier with this name, path (`own_function`) or text of several (`weighted`), with its library loaded.
 
     Raises:
         InputError: it does not exist, its module does not load, or it does not take the four arguments.
         MemoryError: its module needs more memory than the process may use.
     """
+    if is_weighted(name):
+        parts = parse_parts(name)
+        return weighted(parts, [_load_part(part) for part in parts])
     if name in ("auto", "math_verify"):
         math_verifier.load()
     if name == "reasoning_gym":
@@ -100,8 +104,20 @@ def load_verifier(name: str) -> Verifier:
     return load_function(name)
 
 
+def _load_part(part: Part) -> Verifier:
+    try:
+        return load_verifier(part.function)
+    except InputError as error:
+        raise InputError(f"reward.functions, {part.name!r}: {error}") from error
+
+
 def wrong_score(name: str, data_source: str) -> float:
-    """The score of a sample on which the verifier failed: the verifier's lowest score, 0 for your own function."""
+    """The score of a sample on which the verifier failed: the verifier's lowest score, 0 for your own function.
+
+    For several functions it is the weighted sum of these.
+    """
+    if is_weighted(name):
+        return sum(part.weight * wrong_score(part.function, data_source) for part in parse_parts(name))
     if name == "auto":
         with suppress(ValueError):
             name = verifier_for(data_source)

@@ -7,31 +7,17 @@ requests until the pool closes the socket (`messages`).
 import ctypes
 import errno
 import json
-import math
-import numbers
 import os
-import reprlib
 import resource
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
 
-from dapo_jax.rewards.messages import (
-    MAX_NUMBER,
-    MAX_NUMBERS,
-    MAX_TEXT,
-    WRONG_RESULT,
-    Answer,
-    decode_request,
-    encode_answer,
-    receive,
-    send,
-)
+from dapo_jax.rewards.messages import Answer, decode_request, encode_answer, receive, send
+from dapo_jax.rewards.results import normalize_result, short
 from dapo_jax.rewards.verifiers import Verifier, load_verifier
+from dapo_jax.rewards.weighted import described
 
 _PR_SET_PDEATHSIG = 1  # prctl: the signal sent to a process when its parent dies (Linux)
 _EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
@@ -72,29 +58,6 @@ def answer(verifier: Verifier, request: bytes) -> Answer:
     return Answer({}, None, _error_text(raised), exhausted=_is_exhaustion(raised))
 
 
-def normalize_result(result: Any) -> tuple[dict[str, float], str | None]:
-    """A verifier's result as named floats (with "score" and "acc", finite in float32) and pred.
-
-    A bare number is both score and acc. In a dict acc defaults to the score; text other than pred is dropped.
-    ValueError for any other result.
-    """
-    bare = not isinstance(result, Mapping)
-    if bare:
-        result = {"score": result}
-    if len(result) > MAX_NUMBERS:
-        raise ValueError(f"{WRONG_RESULT} at most {MAX_NUMBERS} numbers, not {len(result)}")
-    values = {
-        _short(_text(name)): _finite("" if bare else f"{_described(name)}: ", value)
-        for name, value in result.items()
-        if name != "pred" and (name in ("score", "acc") or not isinstance(value, str))
-    }
-    if "score" not in values:
-        raise ValueError(f"{WRONG_RESULT} a number or a dict with 'score', not {_described(result)}")
-    values.setdefault("acc", values["score"])
-    pred = result.get("pred")
-    return values, None if pred is None else _short(_text(pred))
-
-
 def _load(name: str) -> tuple[Verifier | None, str | None]:
     """The verifier, or the reason why it cannot be loaded."""
     try:
@@ -102,9 +65,9 @@ def _load(name: str) -> tuple[Verifier | None, str | None]:
     except ValueError as error:
         return None, str(error)
     except MemoryError:
-        return None, f"reward.function={name!r} does not load: {_out_of_memory()}"
+        return None, f"{described(name)} does not load: {_out_of_memory()}"
     except BaseException as error:
-        return None, f"reward.function={name!r} must load, but raised {_error_text(error)}: correct its module"
+        return None, f"{described(name)} must load, but raised {_error_text(error)}: correct its module"
 
 
 def _limit_memory(limit_mb: int) -> None:
@@ -128,42 +91,13 @@ def _is_exhaustion(error: BaseException) -> bool:
 def _error_text(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return _out_of_memory()
-    return _short(" ".join("".join(traceback.format_exception_only(error)).split()))
+    return short(" ".join("".join(traceback.format_exception_only(error)).split()))
 
 
 def _out_of_memory() -> str:
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     allowed = "the machine has" if limit == resource.RLIM_INFINITY else f"reward.memory_limit_mb={limit >> 20}"
     return f"MemoryError: the verifier needs more than {allowed}"
-
-
-def _finite(name: str, value: Any) -> float:
-    kind = "a finite number"
-    with suppress(TypeError, ValueError, OverflowError):
-        number = value.item() if hasattr(value, "item") else value  # a NumPy scalar
-        if isinstance(number, numbers.Real) and math.isfinite(number):
-            if abs(float(number)) <= MAX_NUMBER:
-                return float(number)
-            kind = "a number that is finite in float32"
-    raise ValueError(f"{WRONG_RESULT} {kind}, not {name}{_described(value)}")
-
-
-def _described(value: Any) -> str:
-    try:
-        return reprlib.repr(value)
-    except Exception:  # an integer with too many digits, or a broken __repr__
-        return f"a {type(value).__name__}"
-
-
-def _text(value: Any) -> str:
-    try:
-        return str(value)
-    except Exception:
-        return _described(value)
-
-
-def _short(text: str) -> str:
-    return text[:MAX_TEXT].encode("utf-8", "replace").decode()
 
 
 if __name__ == "__main__":

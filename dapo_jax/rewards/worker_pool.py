@@ -15,6 +15,7 @@ from typing import Any
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.messages import MalformedAnswer, encode_request
 from dapo_jax.rewards.verifiers import wrong_score
+from dapo_jax.rewards.weighted import described
 from dapo_jax.rewards.worker_process import Worker
 
 _NUM_LOGGED = 3  # failures per call that are logged in full
@@ -60,7 +61,7 @@ class VerifierPool:
         """Starts the workers and waits until the first is ready.
 
         Args:
-            verifier: a name in `verifiers.VERIFIERS`, or the path of a function (`own_function`).
+            verifier: a name of `verifiers.load_verifier`.
             timeout_s: seconds per sample, after which its worker is killed and replaced.
             memory_limit_mb: MiB that a worker may write to (enforced on Linux); a sample that needs more counts as
                 wrong, and its worker is replaced. 0 = no limit.
@@ -135,10 +136,10 @@ class VerifierPool:
         if graded and not self._warned_of_graded:
             self._warned_of_graded = True
             _log.warning(
-                "reward.function=%r returns acc=%g, neither 0 nor 1: the reported accuracy (acc/mean@k) is then the "
+                "%s returns acc=%g, neither 0 nor 1: the reported accuracy (acc/mean@k) is then the "
                 "mean of a graded score, and the group filter keeps groups that differ only slightly; return a dict "
                 "with score and acc (1 if the answer is right, else 0)",
-                self._verifier,
+                described(self._verifier),
                 graded[0],
             )
 

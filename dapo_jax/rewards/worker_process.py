@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.messages import MAX_ANSWER, Answer, MalformedAnswer, decode_answer, decode_start, receive, send
+from dapo_jax.rewards.weighted import described
 
 _START_LIMIT_S = 120.0  # for a worker to load its verifier
 _REAP_LIMIT_S = 10.0  # for the system to end a killed process
@@ -95,4 +96,4 @@ class Worker:
                     os.kill(int(process.parent.name), signal.SIGKILL)
 
     def _not_loaded(self, what: str) -> str:
-        return f"reward.function={self._verifier!r} {what}: import its module in a fresh Python to see why"
+        return f"{described(self._verifier)} {what}: import its module in a fresh Python to see why"

@@ -37,7 +37,7 @@ ALWAYS_READ = set(
     model.path monitor.alarms.entropy_collapse monitor.alarms.entropy_explosion monitor.alarms.kl_jump
     monitor.alarms.mismatch_growth monitor.alarms.reward_errors monitor.alarms.truncation monitor.console
     monitor.alarms.score_by_length monitor.num_samples
-    reward.function reward.memory_limit_mb reward.model.path reward.num_workers
+    reward.functions reward.memory_limit_mb reward.model.path reward.num_workers
     reward.overlong_buffer.enable reward.timeout_s rollout.decode_chunk_length rollout.engine rollout.max_num_seqs
     rollout.min_response_length rollout.n rollout.segment_length rollout.stop rollout.temperature rollout.top_k
     rollout.top_p seed
@@ -67,6 +67,7 @@ CPO = {"algorithm.adv_estimator": "cpo"}
 WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
 # For each setting of USES: changes of the config with which the options are not read, and with which they are.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reward.functions={}": ({"reward.functions": '{"a": "gsm8k"}'}, {}),
     "data.task=files": ({}, FILES),
     "data.task=files or evaluate.tasks": ({}, {"evaluate.tasks": '{"a": {"files": "a.parquet"}}'}),
     "data.task=arithmetic": (FILES, {}),
@@ -148,6 +149,7 @@ VALUES = {  # valid ones, where the rule below does not give one
     "trainer.project_name": "math",
     "trainer.experiment_name": "first",
     "reward.error_score": -2.0,
+    "reward.function": "gsm8k",
     "data.truncation": "left",
     "data.prompt_key": "question",
     "data.train_files": ("b.parquet",),

@@ -348,6 +348,48 @@ def test_a_filter_metric_that_the_verifier_never_returns_is_refused(changes, mes
     validate(config_with(changes), training=False)  # no group is filtered: another verifier may measure the run
 
 
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ("[1]", "must be a JSON object such as .*by name: correct it"),
+        ('{"a": 1', "must be a JSON object such as .*delimiter"),
+        ('{"a b": "gsm8k"}', "reward.functions, 'a b' is the name of a metric: .*rename"),
+        ('{"a/b": "gsm8k"}', "'a/b' is the name of a metric"),
+        ('{"acc": "gsm8k"}', "'acc' is the name of a metric"),
+        ('{"overlong": "gsm8k"}', "overlong: these numbers are computed from the score"),
+        ('{"a": "none"}', "function='none' must be the name of a verifier.*leave it out"),
+        ('{"a": 3}', "'a' must be a function's name, or an object of"),
+        ('{"a": {"weight": 3}}', "'a' must be a function's name, or an object of"),
+        ('{"a": {"function": "gsm8k", "wieght": 3}}', "'a' must be a function's name, or an object of"),
+        ('{"a": {"function": "gsm8k", "weight": true}}', "weight=True must be a finite number"),
+        ('{"a": {"function": "gsm8k", "weight": NaN}}', "weight=nan must be a finite number"),
+    ],
+)
+def test_what_reward_functions_must_be(functions, message):
+    assert_one(problems({"reward.functions": functions}), message)
+
+
+SEVERAL = {"reward.functions": '{"correct": "math_dapo", "spelling": {"function": "gsm8k", "weight": 0.5}}'}
+
+
+def test_each_of_several_rewards_can_be_the_filter_metric():
+    for metric in ("acc", "score", "correct", "spelling", "seq_reward"):
+        assert problems({**SEVERAL, f"{FILTER}.metric": metric}) == []
+    wrong = {**SEVERAL, f"{FILTER}.metric": "speling"}
+    assert_one(problems(wrong), "metric=speling is not a number that reward.functions=.*mean spelling")
+    own = '{"correct": "math_dapo", "format": "FILE.py:format"}'
+    assert problems({"reward.functions": own, f"{FILTER}.metric": "format.length"}) == []  # tried at the start
+
+
+def test_a_filter_on_the_sum_of_several_rewards_warns():
+    shaped = {f"{FILTER}.metric": "score"}
+    assert_one(
+        warnings(config_with({**SEVERAL, **shaped})), "metric=score contains every part.*acc is the first part's"
+    )
+    assert warnings(config_with(SEVERAL)) == []
+    assert warnings(config_with({"reward.functions": '{"correct": "math_dapo"}', **shaped})) == []
+
+
 SHAPED = {f"{FILTER}.metric": "seq_reward", "reward.overlong_buffer.enable": True}
 MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "reward.function": "math_dapo"}
 

@@ -1,5 +1,6 @@
 import functools
 import importlib
+import json
 import runpy
 
 import pytest
@@ -17,6 +18,14 @@ def assigned(function):
 
 def test_a_function_of_a_module_becomes_its_path():
     assert assigned(score) == "dapo_jax.rewards.gsm8k.score"
+
+
+def test_functions_in_an_object_become_their_paths():
+    config = default_config()
+    config.reward.functions = {"correct": score, "other": {"function": score, "weight": 0.5}}
+    name = "dapo_jax.rewards.gsm8k.score"
+    expected = {"correct": name, "other": {"function": name, "weight": 0.5}}
+    assert json.loads(freeze(config).reward.functions) == expected
 
 
 def test_a_function_of_a_file_that_was_run_becomes_file_and_function(tmp_path):

@@ -34,8 +34,9 @@ from dapo_jax.rewards.messages import (
     receive,
     send,
 )
+from dapo_jax.rewards.results import normalize_result
 from dapo_jax.rewards.verifiers import VERIFIERS
-from dapo_jax.rewards.worker import answer, normalize_result
+from dapo_jax.rewards.worker import answer
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
 _HOME = tempfile.mkdtemp(prefix="hypothesis_")  # hypothesis writes tables there even without a database

@@ -3,8 +3,8 @@ import pytest
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.rewards import ground_truths
 from dapo_jax.rewards.ground_truths import check_ground_truths
+from dapo_jax.rewards.results import normalize_result
 from dapo_jax.rewards.verifiers import VERIFIERS, wrong_score
-from dapo_jax.rewards.worker import normalize_result
 from dapo_jax.rewards.worker_pool import Verdict, VerifierPool
 
 

@@ -17,7 +17,7 @@ from ends_within import ends_within
 from waiting import LIMIT_S, wait_until
 
 from dapo_jax.rewards import worker, worker_process
-from dapo_jax.rewards.worker import normalize_result
+from dapo_jax.rewards.results import normalize_result
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
 DATA = Path(__file__).parent / "data"

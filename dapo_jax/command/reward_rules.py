@@ -1,0 +1,60 @@
+"""Host: the rules of a config about reward functions and the numbers that they return, one line per problem."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+
+from dapo_jax.config.sections import Config
+from dapo_jax.data.experience import OWN_SCORES
+from dapo_jax.errors import InputError
+from dapo_jax.problems import NO_FUNCTIONS, given_function
+from dapo_jax.rewards.verifiers import VERIFIERS
+from dapo_jax.rewards.weighted import functions_of, is_weighted, parse_parts
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    """What is wrong with reward.functions."""
+    if config.reward.functions == NO_FUNCTIONS:
+        return
+    try:
+        names = {part.name for part in parse_parts(config.reward.functions)}
+    except InputError as error:
+        yield str(error)
+        return
+    if taken := sorted(names & {*OWN_SCORES}):
+        yield f"reward.functions, {', '.join(taken)}: these numbers are computed from the score: rename the functions"
+
+
+def metric_problems(config: Config) -> Iterator[str]:
+    """A filter metric that is never measured. Which numbers a function of your own returns is not known here."""
+    groups, reward = config.algorithm.filter_groups, config.reward
+    returned = _returned_numbers(config)
+    if not groups.enable or returned is None:
+        return
+    measured = {
+        "reward_model": bool(reward.model.path),
+        "overlong": reward.overlong_buffer.enable and reward.overlong_buffer.log,
+    }
+    known = [*returned, *(name for name in OWN_SCORES if measured.get(name, True))]
+    if groups.metric in known or (groups.metric == "acc" and returned == ["score"]):  # _algorithm_problems
+        return
+    function = given_function(config)
+    option = f"reward.function{'s' * is_weighted(function)}={function}"
+    close = [name for name in known if groups.metric.startswith(name)] or get_close_matches(groups.metric, known)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    yield (
+        f"algorithm.filter_groups.metric={groups.metric} is not a number that {option} returns: "
+        f"choose one of {', '.join(known)}{meant}, or give a function of your own that returns it"
+    )
+
+
+def _returned_numbers(config: Config) -> list[str] | None:
+    """The numbers that reward.function or reward.functions returns, without OWN_SCORES; None if that is not known."""
+    with suppress(InputError):  # reward_problems reports it
+        function = given_function(config)
+        if not VERIFIERS.keys() >= {*functions_of(function)}:
+            return None
+        if not is_weighted(function):
+            return [*VERIFIERS[function].numbers]
+        return ["acc", "score", *(part.name for part in parse_parts(function))]
+    return None
