@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.base_models import load_base, load_critic, load_reference, lora_of, read_policy
 from dapo_jax.config.derived import checkpoint_dir, mini_batch_size, trains_on_older_samples, uses_reference
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, RewardConfig
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.held_out import HeldOut
 from dapo_jax.learner.actor import Actor, build_actor
@@ -40,9 +40,12 @@ from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import move
 from dapo_jax.parallel.stopping import Pace, unpaced
 from dapo_jax.problems import Problems, read_problems
+from dapo_jax.rewards.in_process import InProcessVerifiers
 from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.rewards.scoring import load_scorer
 from dapo_jax.rewards.trial import check_rewards
+from dapo_jax.rewards.verdicts import Verifiers
+from dapo_jax.rewards.verifiers import NO_OWN, is_of_session
 from dapo_jax.rewards.worker_pool import VerifierPool
 from dapo_jax.rollout.engines import build_engine
 from dapo_jax.rollout.sampler import Sampler
@@ -58,6 +61,7 @@ from dapo_jax.settings import (
 logger = logging.getLogger(__name__)
 
 Check = Callable[[], None]  # called where a run may stop; raises to stop it
+Own = Mapping[str, Callable[..., Any]]  # reward functions of this Python session, python:NAME by NAME
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,13 @@ class Run:
 
 
 @contextmanager
-def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: None) -> Iterator[Run]:
+def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: None, own: Own = NO_OWN) -> Iterator[Run]:
     """Builds the parts of a run and makes the mesh that trains the current one; verifier processes end with it.
 
     Args:
         initial_step: training steps that are done.
         check: called regularly during sampling and between micro-batches; may raise.
+        own: reward functions of this Python session, by the NAME of python:NAME.
 
     Raises:
         ValueError: a model, the data, the mesh or the reward function do not fit, with the cure.
@@ -104,7 +109,7 @@ def open_run(config: Config, *, initial_step: int = 0, check: Check = lambda: No
             return monitor.stage(name)
 
         # The rewards first: they may refuse the run, and the monitor's bar would stay on the screen.
-        rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, stage, check))
+        rewards = stack.enter_context(open_rewards(config, problems, tokenizer, rollout_mesh, stage, check, own))
         monitor = stack.enter_context(open_monitor(config, initial_step=initial_step))
         sampler = stack.enter_context(open_sampler(config, arch, tokenizer, rollout_mesh, monitor.stage, check))
         yield Run(
@@ -145,29 +150,29 @@ def open_monitor(config: Config, *, initial_step: int) -> Iterator[Monitor]:
 
 @contextmanager
 def open_rewards(
-    config: Config, problems: Problems, tokenizer: Tokenizer, mesh: Mesh, stage: Stage, check: Check = lambda: None
+    config: Config,
+    problems: Problems,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    stage: Stage,
+    check: Check = lambda: None,
+    own: Own = NO_OWN,
 ) -> Iterator[RewardPipeline]:
     """Starts the verifiers of all problems, and tries each on its problems.
 
     Args:
         mesh: on which a reward model scores.
+        own: reward functions of this Python session, by the NAME of python:NAME.
 
     Raises:
         ValueError: a verifier cannot work, or does not fit its problems.
     """
     reward, groups = config.reward, config.algorithm.filter_groups
     with ExitStack() as stack:
-        verifiers: dict[str, VerifierPool] = {}
+        verifiers: dict[str, Verifiers] = {}
         for _, function in problems.by_function():
             if function not in verifiers:
-                verifiers[function] = VerifierPool(
-                    function,
-                    num_workers=reward.num_workers,
-                    timeout_s=reward.timeout_s,
-                    memory_limit_mb=reward.memory_limit_mb,
-                    error_score=reward.error_score,
-                )
-                stack.enter_context(verifiers[function])
+                verifiers[function] = stack.enter_context(_verifiers(function, reward, own))
         check_rewards(problems.by_function(), verifiers, groups.metric if groups.enable else None)
         yield RewardPipeline(
             tokenizer=tokenizer,
@@ -180,6 +185,19 @@ def open_rewards(
             stage=stage,
             check=check,
         )
+
+
+def _verifiers(function: str, reward: RewardConfig, own: Own) -> Verifiers:
+    """Worker processes for a reward function, or a thread for one that only this session has."""
+    if is_of_session(function):
+        return InProcessVerifiers(function, own, error_score=reward.error_score)
+    return VerifierPool(
+        function,
+        num_workers=reward.num_workers,
+        timeout_s=reward.timeout_s,
+        memory_limit_mb=reward.memory_limit_mb,
+        error_score=reward.error_score,
+    )
 
 
 @contextmanager

@@ -37,7 +37,8 @@ from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
 from dapo_jax.progress import Progress, with_quality
 from dapo_jax.reports import options, results, summary
-from dapo_jax.run import Run, check_processes, describe, open_run
+from dapo_jax.rewards.verifiers import NO_OWN
+from dapo_jax.run import Own, Run, check_processes, describe, open_run
 from dapo_jax.settings import chosen_attention, learning_rate_plan, warn_of_warm_up
 from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.step import sample_batch, train_step
@@ -46,24 +47,27 @@ from dapo_jax.step_metrics import utilisation
 logger = logging.getLogger("dapo_jax.train")  # the command's
 
 
-def train(config: Config) -> Models:
+def train(config: Config, *, own: Own = NO_OWN) -> Models:
     """Trains by `config` and returns the final state of each model.
+
+    Args:
+        own: reward functions of this Python session, which reward.function and functions name python:NAME, by NAME.
 
     Raises:
         ValueError: the config, the model, the data or the mesh do not fit together.
         RuntimeError: the run cannot continue, for example because too few groups pass the filter.
         Stopped: a signal asked the run to stop; it has saved what it could.
     """
-    validate(config)
+    validate(config, own=own)
     if "wandb" in config.trainer.logger:
         check_installed()
     detailed, process = config.monitor.console == "detailed", jax.process_index()
     also = (filter_log.LOGGER,) if config.monitor.filter_log else ()
     with open_workdir(config.workdir, detailed=detailed, also=also, process=process) as workdir:
-        return _train(config, workdir)
+        return _train(config, workdir, own)
 
 
-def _train(config: Config, workdir: Workdir) -> Models:
+def _train(config: Config, workdir: Workdir, own: Own) -> Models:
     """`train` in an open work directory."""
     config = with_downloads(pinned(in_folder(config, workdir.folder)))
     trainer = config.trainer
@@ -79,7 +83,7 @@ def _train(config: Config, workdir: Workdir) -> Models:
     with StopRequest() as stop:
         try:
             origin = starting_point(config, checkpoints)
-            with open_run(config, initial_step=origin.step if origin else 0, check=stop.check) as run:
+            with open_run(config, initial_step=origin.step if origin else 0, check=stop.check, own=own) as run:
                 state = restore_state(run, checkpoints, origin) if origin else first_state(run)
                 mesh = run.learner.mesh
                 attention, _ = chosen_attention(run.config, run.arch, mesh)

@@ -1,6 +1,6 @@
 """Host: the rules of a config about reward functions and the numbers that they return, one line per problem."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 
@@ -8,20 +8,27 @@ from dapo_jax.config.sections import Config
 from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.errors import InputError
 from dapo_jax.problems import NO_FUNCTIONS, given_function
-from dapo_jax.rewards.verifiers import VERIFIERS
+from dapo_jax.rewards.verifiers import OF_SESSION, VERIFIERS, session_problem
 from dapo_jax.rewards.weighted import functions_of, is_weighted, parse_parts
 
 
-def reward_problems(config: Config) -> Iterator[str]:
-    """What is wrong with reward.functions."""
-    if config.reward.functions == NO_FUNCTIONS:
-        return
+def reward_problems(config: Config, own: Collection[str]) -> Iterator[str]:
+    """What is wrong with reward.function and reward.functions.
+
+    Args:
+        own: names of functions that this Python session has.
+    """
     try:
-        names = {part.name for part in parse_parts(config.reward.functions)}
+        functions = functions_of(given_function(config))
     except InputError as error:
         yield str(error)
         return
-    if taken := sorted(names & {*OWN_SCORES}):
+    for function in functions:
+        if function.startswith(OF_SESSION) and function.removeprefix(OF_SESSION) not in own:
+            yield session_problem(function)
+    if config.reward.functions == NO_FUNCTIONS:
+        return
+    if taken := sorted({part.name for part in parse_parts(config.reward.functions)} & {*OWN_SCORES}):
         yield f"reward.functions, {', '.join(taken)}: these numbers are computed from the score: rename the functions"
 
 

@@ -46,16 +46,17 @@ BOUNDS = (*bounds_of(Config), *((key, one_of(*choices)) for key, choices in CHOI
 TEMPLATE_ARGUMENTS = ("template", "messages", "special_tokens", "add_generation_prompt")  # set by this package
 
 
-def validate(config: Config, *, training: bool = True) -> None:
+def validate(config: Config, *, training: bool = True, own: Collection[str] = ()) -> None:
     """Raises one InputError with every problem of `config` that needs neither a device nor a file to be found.
 
     Args:
         training: also check what only training reads: its data, its batches, lengths, the filter's metric.
+        own: names of reward functions that this Python session has, the NAME of python:NAME.
     """
     problems = type_problems(config)
     mistyped = {_key(problem) for problem in problems}
     if all(isinstance(attrgetter(key)(config), int | float) for key in mistyped):  # others cannot be compared
-        problems += [problem for problem in _problems(config, training) if _key(problem) not in mistyped]
+        problems += [problem for problem in _problems(config, training, own) if _key(problem) not in mistyped]
         named = {_key(problem) for problem in problems}
         problems += [problem for problem in unread_problems(config) if _key(problem) not in named]
     if problems:
@@ -66,7 +67,7 @@ def _key(problem: str) -> str:
     return problem.partition("=")[0]
 
 
-def _problems(config: Config, training: bool) -> Iterator[str]:
+def _problems(config: Config, training: bool, own: Collection[str]) -> Iterator[str]:
     for key, bound in BOUNDS:
         yield from bound.problems(key, attrgetter(key)(config))
     yield from _missing(config, training)
@@ -77,7 +78,7 @@ def _problems(config: Config, training: bool) -> Iterator[str]:
     yield from _algorithm_problems(config)
     yield from _correction_problems(config)
     yield from _filter_problems(config)
-    yield from reward_problems(config)
+    yield from reward_problems(config, own)
     yield from _evaluation_problems(config)
     yield from _address_problems(config)
     if training:

@@ -5,15 +5,15 @@ from collections.abc import Iterable
 
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
+from dapo_jax.rewards.verdicts import ScoreRequest, Verifiers
 from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
 from dapo_jax.rewards.weighted import functions_of
-from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
 MAX_ASKED = 1000  # ground truths for math_verify, which takes milliseconds each; other verifiers check all of them
 MAX_REPORTED = 10
 
 
-def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: VerifierPool) -> None:
+def check_ground_truths(rows: Iterable[PromptRow], function: str, verifiers: Verifiers) -> None:
     """Raises InputError with the first rows whose ground truth the built-in verifier rejects as an answer.
 
     Args:

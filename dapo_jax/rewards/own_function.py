@@ -13,6 +13,7 @@ from dapo_jax.errors import InputError
 
 RULE = "score(data_source, solution, ground_truth, extra_info) -> float | dict"
 _FOLDER = "folder_of_reward_function"  # a package, so that the file can use relative imports
+_ALL = ("data_source", "solution", "ground_truth", "extra_info")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # verl passes them by name
 
 
@@ -47,7 +48,7 @@ def load_function(name: str) -> Callable[..., Any]:
         named = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         there = f" (it has {', '.join(named[:5])})" if named and in_file is not None else ""
         raise InputError(f"{rule}, but {module_name!r} has no function {function_name!r}{there}: correct the path")
-    return _callable_by_position(name, function)
+    return called_by_position(name, function)
 
 
 def _run_file(path: Path) -> types.ModuleType:
@@ -80,7 +81,7 @@ def _import_failure(module_name: str, error: BaseException) -> str:
     return f"importing {module_name!r} failed with {type(error).__name__}: {error}: correct the module"
 
 
-def _callable_by_position(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def called_by_position(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, or a wrapper that passes the four arguments by verl's names. InputError if it takes neither."""
     must = f"reward.function={name!r} must be {RULE}"
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
@@ -120,3 +121,36 @@ def _bind_error(signature: inspect.Signature, *, by_name: bool) -> TypeError | N
     except TypeError as error:
         return error
     return None
+
+
+def called_with_four(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which takes the first arguments of `taken`, as one that takes all four. InputError if it cannot."""
+    chosen = taken(name, function)
+    if len(chosen) == len(_ALL):
+        return called_by_position(name, function)
+    indices = [_ALL.index(argument) for argument in chosen]
+    return lambda *values: function(*(values[index] for index in indices))
+
+
+def taken(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of the four arguments a function takes: in a session fewer than four will do.
+
+    A parameter with the name of an argument gets that one. Others get, in their order, what is left of solution,
+    ground_truth and extra_info. Other parameters with a default keep it.
+
+    Raises:
+        InputError: it takes none, or more than four.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # some built-in functions have none
+        return _ALL
+    names = {**dict(zip(_VERL, _ALL, strict=True)), "solution": "solution"}
+    read = [one for one in parameters if one.default is one.empty or one.name in names]
+    positional = all(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in read)
+    if not positional or not 0 < len(read) < len(_ALL) or any(one.name == "completions" for one in read):
+        called_by_position(name, function)
+        return _ALL
+    given = [names.get(one.name) for one in read]
+    left = iter([argument for argument in _ALL[1:] if argument not in given])
+    return tuple(argument or next(left) for argument in given)

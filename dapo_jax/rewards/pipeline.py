@@ -12,8 +12,8 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import gather
 from dapo_jax.rewards.scoring import ModelScorer, add_model_scores, add_rewards
+from dapo_jax.rewards.verdicts import Verifiers
 from dapo_jax.rewards.verification import Verification
-from dapo_jax.rewards.worker_pool import VerifierPool
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RewardPipeline:
     """Scores responses."""
 
     tokenizer: Tokenizer
-    verifiers: Mapping[str, VerifierPool]  # by function name
+    verifiers: Mapping[str, Verifiers]  # by function name
     function: str  # for the training problems
     scorer: ModelScorer | None  # None without a reward model
     overlong_buffer: OverlongBufferConfig

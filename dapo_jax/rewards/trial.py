@@ -10,9 +10,9 @@ from dapo_jax.errors import InputError
 from dapo_jax.rewards.ground_truths import check_ground_truths
 from dapo_jax.rewards.messages import WRONG_RESULT
 from dapo_jax.rewards.own_function import RULE
+from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers
 from dapo_jax.rewards.verifiers import VERIFIERS
 from dapo_jax.rewards.weighted import described, functions_of
-from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
 
 _RESPONSES = (  # the ground truth in forms that reward functions often look for
     *("{}", "Answer: {}", "#### {}", "\\boxed{{{}}}", "<think>So it is.</think>\n<answer>{}</answer>"),
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_rewards(
-    sets: Sequence[tuple[Sequence[PromptRow], str]], verifiers: Mapping[str, VerifierPool], metric: str | None
+    sets: Sequence[tuple[Sequence[PromptRow], str]], verifiers: Mapping[str, Verifiers], metric: str | None
 ) -> None:
     """Tries each function on its rows: a built-in verifier on all ground truths, the user's own on one row.
 
@@ -57,7 +57,7 @@ def _check_metric(metric: str, name: str, row: PromptRow, verdict: Verdict) -> N
         )
 
 
-def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Verdict]:
+def try_function(row: PromptRow, name: str, verifiers: Verifiers) -> list[Verdict]:
     """Verdicts on made-up responses to a row, without those on which the function failed.
 
     A function may fail on a response that it cannot read: it counts as wrong, with a warning. Responses that are not
@@ -97,7 +97,7 @@ def try_function(row: PromptRow, name: str, verifiers: VerifierPool) -> list[Ver
     return [verdict for verdict in verdicts if not verdict.error]
 
 
-def _judged(row: PromptRow, texts: list[str], name: str, verifiers: VerifierPool) -> list[Verdict]:
+def _judged(row: PromptRow, texts: list[str], name: str, verifiers: Verifiers) -> list[Verdict]:
     """The verdicts on `texts`, in order, that arrive within TRIAL_S: a slow function does not delay the start."""
     end, verdicts = time.monotonic() + TRIAL_S, []
     for text in texts:

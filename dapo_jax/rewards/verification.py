@@ -11,7 +11,7 @@ from dapo_jax.data.containers import Rollout
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.parallel.processes import gather
-from dapo_jax.rewards.worker_pool import ScoreRequest, Verdict, VerifierPool
+from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers
 
 _WAIT_S = 0.5  # between two checks for a stop request
 
@@ -26,7 +26,7 @@ class Verification:
 
     def __init__(
         self,
-        verifiers: VerifierPool,
+        verifiers: Verifiers,
         tokenizer: Tokenizer,
         rows: Sequence[PromptRow],
         num_samples: int,

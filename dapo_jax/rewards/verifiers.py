@@ -4,15 +4,16 @@ A verifier is `score(data_source, solution, ground_truth, extra_info) -> float |
 optionally "acc" (1 or 0, which the group filter compares), "pred" (the answer as text) and other named numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dapo_jax.errors import InputError
 from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym
-from dapo_jax.rewards.own_function import load_function
-from dapo_jax.rewards.weighted import Part, is_weighted, parse_parts, weighted
+from dapo_jax.rewards.own_function import called_with_four, load_function
+from dapo_jax.rewards.weighted import Part, functions_of, is_weighted, parse_parts, weighted
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
 
@@ -67,6 +68,8 @@ class BuiltIn:
 
 
 _MATH = ("Answer: {}", r"\boxed{{{}}}")
+OF_SESSION = "python:"  # begins the name of a function that only this Python session has
+NO_OWN: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 VERIFIERS = {
     "none": BuiltIn(none, numbers=("score",)),
     "arithmetic": BuiltIn(arithmetic.score, ("{}",)),
@@ -80,8 +83,11 @@ VERIFIERS = {
 }
 
 
-def load_verifier(name: str) -> Verifier:
+def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN) -> Verifier:
     """The verifier with this name, path (`own_function`) or text of several (`weighted`), with its library loaded.
+
+    Args:
+        own: the functions of this Python session behind python:NAME, by NAME.
 
     Raises:
         InputError: it does not exist, its module does not load, or it does not take the four arguments.
@@ -89,13 +95,17 @@ def load_verifier(name: str) -> Verifier:
     """
     if is_weighted(name):
         parts = parse_parts(name)
-        return weighted(parts, [_load_part(part) for part in parts])
+        return weighted(parts, [_load_part(part, own) for part in parts])
     if name in ("auto", "math_verify"):
         math_verifier.load()
     if name == "reasoning_gym":
         reasoning_gym.load()
     if name in VERIFIERS:
         return VERIFIERS[name].score
+    if is_of_session(name):
+        if (function := own.get(name.removeprefix(OF_SESSION))) is None:
+            raise InputError(session_problem(name))
+        return called_with_four(name, function)
     if "." not in name:
         raise InputError(
             f"reward.function={name!r} must be one of {', '.join(VERIFIERS)}, or the path of your own function, "
@@ -104,9 +114,22 @@ def load_verifier(name: str) -> Verifier:
     return load_function(name)
 
 
-def _load_part(part: Part) -> Verifier:
+def is_of_session(name: str) -> bool:
+    """Whether a verifier, or a part of it, is a function that only this Python session has."""
+    return any(function.startswith(OF_SESSION) for function in functions_of(name))
+
+
+def session_problem(name: str) -> str:
+    """Why a function of another Python session cannot be used, and the cure."""
+    return (
+        f"reward.function={name!r} is a function of the Python session that started the run: start it from there with "
+        "the same function, or give package.module.function or FILE.py:function"
+    )
+
+
+def _load_part(part: Part, own: Mapping[str, Callable[..., Any]]) -> Verifier:
     try:
-        return load_verifier(part.function)
+        return load_verifier(part.function, own)
     except InputError as error:
         raise InputError(f"reward.functions, {part.name!r}: {error}") from error
 

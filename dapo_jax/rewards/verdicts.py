@@ -1,0 +1,116 @@
+"""Host: requests for verdicts, and what all that answers them has in common."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self
+
+from dapo_jax.rewards.messages import encode_request
+from dapo_jax.rewards.verifiers import wrong_score
+from dapo_jax.rewards.weighted import described
+
+_NUM_LOGGED = 3  # failures per call that are logged in full
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """The arguments of one call to the verifier."""
+
+    data_source: str
+    solution: str
+    ground_truth: Any  # text or plain JSON
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verifier's result for one sample."""
+
+    numbers: dict[str, float]  # "score", "acc" and any others that the verifier returns
+    pred: str | None  # the answer it extracted, at most 1000 characters
+    error: str | None  # why the verifier failed; then numbers holds only score and acc, and acc is 0
+
+
+def encoded(request: ScoreRequest) -> bytes | str:
+    """The request as a worker reads it, or why it cannot be written."""
+    try:
+        return encode_request((request.data_source, request.solution, request.ground_truth, request.extra_info))
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"extra_info must be convertible to JSON: {error}"
+
+
+class Verifiers(ABC):
+    """Scores samples by a verifier. A sample on which it fails counts as wrong; the run continues."""
+
+    def __init__(self, name: str, error_score: float | None) -> None:
+        """
+        Args:
+            name: of `verifiers.load_verifier`.
+            error_score: the score of a sample on which the verifier fails; None = `verifiers.wrong_score`.
+        """
+        self.name = name
+        self._error_score = error_score
+        self._warned_of_graded = False
+
+    @abstractmethod
+    def submit(self, request: ScoreRequest) -> Future[Verdict]:
+        """Starts to score a request in the background."""
+
+    @abstractmethod
+    def take_replaced(self) -> int:
+        """Workers replaced since the last call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it. Samples still being scored count as failures."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Verdict]:
+        """The verdicts, in the order of the requests. RuntimeError if a replacement worker does not start."""
+        return self.collect(requests, [self.submit(request) for request in requests])
+
+    def collect(self, requests: Sequence[ScoreRequest], futures: Sequence[Future[Verdict]]) -> list[Verdict]:
+        """Waits for the verdicts on submitted requests and logs the failures."""
+        verdicts = [future.result() for future in futures]
+        self.warn_of_graded(verdicts)
+        failures = [(request, v.error) for request, v in zip(requests, verdicts, strict=True) if v.error]
+        for request, error in failures[:_NUM_LOGGED]:
+            _log.warning(
+                "verifier %s failed: data_source=%r, %s, solution %r...",
+                self.name,
+                request.data_source,
+                error,
+                request.solution[:80],
+            )
+        if len(failures) > _NUM_LOGGED:
+            _log.warning("verifier %s failed: %d of %d samples", self.name, len(failures), len(requests))
+        return verdicts
+
+    def warn_of_graded(self, verdicts: Sequence[Verdict]) -> None:
+        """Warns once if an `acc` is neither 0 nor 1."""
+        graded = [verdict.numbers["acc"] for verdict in verdicts if verdict.numbers["acc"] not in (0.0, 1.0)]
+        if graded and not self._warned_of_graded:
+            self._warned_of_graded = True
+            _log.warning(
+                "%s returns acc=%g, neither 0 nor 1: the reported accuracy (acc/mean@k) is then the "
+                "mean of a graded score, and the group filter keeps groups that differ only slightly; return a dict "
+                "with score and acc (1 if the answer is right, else 0)",
+                described(self.name),
+                graded[0],
+            )
+
+    def wrong(self, request: ScoreRequest, error: str) -> Verdict:
+        """The verdict on a sample on which the verifier failed."""
+        score = self._error_score
+        if score is None:
+            score = wrong_score(self.name, request.data_source)
+        return Verdict({"score": score, "acc": 0.0}, None, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

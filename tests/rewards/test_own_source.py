@@ -1,0 +1,128 @@
+"""Functions of a notebook, a script or the prompt become files that a verifier process can read."""
+
+import linecache
+import types
+
+import pytest
+
+from dapo_jax.rewards.gsm8k import score as of_module
+from dapo_jax.rewards.own_function import taken
+from dapo_jax.rewards.own_source import reward_name
+from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
+
+CELL = """
+import math
+import re
+from collections import Counter
+import os.path as paths
+
+NUMBER = re.compile(r"[0-9]+", re.I)
+SCALE = {"wrong": -1.0, "right": 1}
+opened = open("/dev/null")
+counter = 0
+
+def last(text, default=SCALE["wrong"]):
+    found = NUMBER.findall(text)
+    return float(found[-1]) if found else default
+
+def is_even(n): return n == 0 or is_odd(n - 1)
+def is_odd(n): return n != 0 and is_even(n - 1)
+
+def four(data_source, solution, ground_truth, extra_info):
+    words = Counter(word for word in solution.split() if paths.basename(word) != math.inf)
+    return {"score": SCALE["right"] if last(solution) == float(ground_truth) else SCALE["wrong"], "words": len(words)}
+
+def one(text): return float(is_even(len(text)))
+def two(solution, ground_truth): return float(ground_truth in solution)
+def reads_file(solution): return opened.read()
+def counts(solution):
+    global counter
+    counter += 1
+    return counter
+def absent(solution): return not_defined_yet(solution)
+def uses_lambda(solution): return short(solution)
+short = lambda text: 0.0
+def outer():
+    scale = 2.0
+    def inner(solution): return scale
+    def free(solution): return 3.0
+    return inner, free
+class Judge:
+    def method(self, solution): return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    """The namespace of a session that has run a cell."""
+    name = "<cell 1>"
+    linecache.cache[name] = (len(CELL), None, CELL.splitlines(keepends=True), name)
+    session = types.ModuleType("__main__")
+    exec(compile(CELL, name, "exec"), vars(session))
+    return session
+
+
+def verdict(name, solution="so 34", ground_truth="34"):
+    with VerifierPool(name, num_workers=1, timeout_s=30) as pool:
+        [found] = pool.score([ScoreRequest("any", solution, ground_truth, {"n": 3})])
+    return found
+
+
+def test_a_function_of_a_module_keeps_its_path(tmp_path):
+    assert reward_name(of_module, tmp_path) == "dapo_jax.rewards.gsm8k.score"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_function_of_a_session_is_written_with_all_that_it_uses(notebook, tmp_path):
+    name = reward_name(notebook.four, tmp_path)
+    assert name == f"{tmp_path}/reward_function.py:four"
+    assert verdict(name).numbers == {"score": 1.0, "acc": 1.0, "words": 2.0}
+    assert verdict(name, solution="none").numbers["score"] == -1.0
+
+
+def test_functions_of_fewer_arguments_get_a_wrapper(notebook, tmp_path):
+    one, two = reward_name(notebook.one, tmp_path, "even"), reward_name(notebook.two, tmp_path, "right")
+    assert (verdict(one, "abcd").numbers["score"], verdict(one, "abc").numbers["score"]) == (1.0, 0.0)
+    assert (verdict(two).numbers["score"], verdict(two, "35").numbers["score"]) == (1.0, 0.0)
+
+
+def test_a_function_of_a_module_with_fewer_arguments_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "module_of_mine.py").write_text("opened = open('/dev/null')\ndef brief(text): return len(text)")
+    monkeypatch.syspath_prepend(tmp_path)
+    import module_of_mine  # pyright: ignore[reportMissingImports]
+
+    assert verdict(reward_name(module_of_mine.brief, tmp_path / "run")).numbers["score"] == 5.0
+
+
+def test_a_function_in_a_function_is_written_if_it_stands_alone(notebook, tmp_path):
+    closure, free = notebook.outer()
+    assert reward_name(closure, tmp_path) is None
+    assert verdict(reward_name(free, tmp_path)).numbers["score"] == 3.0
+
+
+def test_what_cannot_be_written_has_no_name(notebook, tmp_path):
+    for function in (notebook.reads_file, notebook.counts, notebook.absent, notebook.uses_lambda, notebook.short):
+        assert reward_name(function, tmp_path) is None, function
+    assert reward_name(notebook.Judge().method, tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_go_by_name_and_then_by_order():
+    solution, truth, info = "solution", "ground_truth", "extra_info"
+    for function, expected in (
+        (lambda text: 0, (solution,)),
+        (lambda a, b: 0, (solution, truth)),
+        (lambda a, b, c: 0, (solution, truth, info)),
+        (lambda text, extra_info: 0, (solution, info)),
+        (lambda ground_truth, text: 0, (truth, solution)),
+        (lambda solution_str, ground_truth: 0, (solution, truth)),
+        (lambda text, strict=True: 0, (solution,)),
+        (lambda solution, ground_truth, extra_info=None: 0, (solution, truth, info)),
+        (lambda a, b, c, d: 0, ("data_source", solution, truth, info)),
+        (lambda *arguments: 0, ("data_source", solution, truth, info)),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: 0, ("data_source", solution, truth, info)),
+    ):
+        assert taken("own", function) == expected
+    for function in (lambda: 0, lambda a, b, c, d, e: 0, lambda completions, **rest: 0):
+        with pytest.raises(ValueError, match="reward.function='own' must be score"):
+            taken("own", function)
