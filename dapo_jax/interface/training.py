@@ -11,9 +11,11 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.policy import Policy
+from dapo_jax.interface.rewards import Reward, with_reward
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.stopping import Stopped
+from dapo_jax.rewards.verifiers import NO_OWN
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class TrainResult:
         return Policy(without_switched_off(self.config, trained, ()))
 
 
-def train(config: AnyConfig) -> TrainResult:
+def train(config: AnyConfig, reward: Reward | None = None) -> TrainResult:
     """Trains as `dapo-jax train` does; a run that was stopped resumes from its newest checkpoint.
 
         result = dx.train(dx.load_config("tiny", {"workdir": "runs/mine"}))
@@ -49,16 +51,24 @@ def train(config: AnyConfig) -> TrainResult:
 
     Args:
         config: in any form that `load_config` or `default_config` gives, or a recipe's name.
+        reward: instead of the config's: a function of the response's text, which may also take the ground truth, and
+            extra_info (or all four arguments of docs/data.md), and returns a number or a dict with "score"; or several
+            by name with their weights, {"correct": (function, 1.0), "short": (other, 0.1)}, whose weighted sum is the
+            score, while the first alone is `acc`; or a list of them. A function that worker processes can load runs
+            there, with limits of time and memory: one of a module, or one of a notebook that uses only imports, plain
+            values and functions like it. Any other, such as a lambda, runs in this process, with a warning.
 
     Raises:
         InputError: the config, the model, the data or the devices do not fit together.
         RuntimeError: the run cannot continue, for example because too few groups pass the filter.
     """
-    frozen = as_config(config)
+    frozen, own = as_config(config), NO_OWN
+    if reward is not None:
+        frozen, own = with_reward(frozen, reward)
     reserve_gpu_memory(frozen.trainer.gpu_memory_fraction)
     with processes_of(frozen):
         try:
-            training.train(frozen)
+            training.train(frozen, own=own)
         except Stopped as reason:
             return TrainResult(frozen, str(reason))
     return TrainResult(frozen)

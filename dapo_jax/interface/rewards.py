@@ -1,0 +1,62 @@
+"""Host: Python functions as the reward of a run."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import with_values
+from dapo_jax.errors import InputError
+from dapo_jax.places import is_address
+from dapo_jax.problems import NO_FUNCTIONS
+from dapo_jax.rewards.own_source import reward_name
+from dapo_jax.rewards.verifiers import OF_SESSION
+from dapo_jax.run import Own
+
+Function = Callable[..., Any] | str
+Weighted = Function | tuple[Function, float]
+Reward = Function | Sequence[Weighted] | Mapping[str, Weighted]
+
+
+def with_reward(config: Config, reward: Reward) -> tuple[Config, Own]:
+    """`config` with this reward, and the functions of it that run in this process, for `training.train`.
+
+    Args:
+        reward: see `dapo_jax.train`.
+    """
+    folder = tempfile.mkdtemp() if is_address(config.workdir) else config.workdir
+    own: dict[str, Callable[..., Any]] = {}
+
+    def named(label: str, function: Function) -> str:
+        """What a config calls the function; one that no other process can load is put into `own`."""
+        if isinstance(function, str):
+            return function
+        if not callable(function):
+            raise InputError(f"reward, {label!r}: {function!r} must be a function, or a verifier's name: correct it")
+        name = reward_name(function, folder, label)
+        if name is None:
+            own[label] = function
+        return name or OF_SESSION + label
+
+    if isinstance(reward, str) or callable(reward):
+        values = {"reward.function": named("function", reward), "reward.functions": NO_FUNCTIONS}
+        return with_values(config, values), own
+    parts = {}
+    for label, part in _by_label(reward).items():
+        function, weight = part if isinstance(part, tuple) else (part, 1.0)
+        parts[label] = {"function": named(label, function), "weight": weight}
+    return with_values(config, {"reward.functions": json.dumps(parts)}), own
+
+
+def _by_label(reward: Sequence[Weighted] | Mapping[str, Weighted]) -> dict[str, Weighted]:
+    """The parts by name: a function's own, or reward_1, reward_2, ... where it has none."""
+    if isinstance(reward, Mapping):
+        return dict(reward)
+    found: dict[str, Weighted] = {}
+    for number, part in enumerate(reward, start=1):
+        function = part[0] if isinstance(part, tuple) else part
+        name = function if isinstance(function, str) else getattr(function, "__name__", "")
+        label = name if name.isidentifier() and name not in found else f"reward_{number}"
+        found[label] = part
+    return found

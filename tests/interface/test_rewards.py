@@ -1,0 +1,42 @@
+"""Functions as the reward of a run."""
+
+import json
+
+import pytest
+
+import dapo_jax as dx
+from dapo_jax.interface.configs import as_config
+from dapo_jax.interface.rewards import with_reward
+
+
+def short(text):
+    return -float(len(text))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return as_config(dx.load_config("tiny", {"workdir": str(tmp_path / "run")}))
+
+
+def test_one_function_or_name_takes_the_place_of_reward_function(config):
+    found, own = with_reward(config, short)
+    assert found.reward.function.endswith("reward_function.py:reward_with_four_arguments") and not own
+    assert with_reward(config, "gsm8k")[0].reward.function == "gsm8k"
+    function = lambda text: 1.0  # noqa: E731
+    found, own = with_reward(config, function)
+    assert found.reward.function == "python:function" and own == {"function": function}
+
+
+def test_several_functions_have_names_and_weights(config):
+    def truth(text, truth):
+        return float(text == truth)
+
+    found, own = with_reward(config, {"right": truth, "brief": (short, 0.5), "gsm": ("gsm8k", 0.1)})
+    parts = json.loads(found.reward.functions)
+    assert {name: part["weight"] for name, part in parts.items()} == {"right": 1.0, "brief": 0.5, "gsm": 0.1}
+    assert parts["gsm"]["function"] == "gsm8k" and "reward_brief.py" in parts["brief"]["function"] and not own
+    listed, own = with_reward(config, [("gsm8k", 1.0), (short, 0.5), lambda text: 0.0, (short, 0.2)])
+    assert list(json.loads(listed.reward.functions)) == ["gsm8k", "short", "reward_3", "reward_4"]
+    assert list(own) == ["reward_3"]
+    with pytest.raises(dx.InputError, match="must be a function"):
+        with_reward(config, {"right": (3, 1.0)})  # pyright: ignore[reportArgumentType]
