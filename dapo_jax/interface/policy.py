@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_jax.base_models import read_policy
 from dapo_jax.command.validation import validate
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, FilterGroupsConfig, RewardConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.data.experience import Experience
 from dapo_jax.downloads import with_downloads
@@ -237,7 +237,9 @@ class Policy:
 
 
 def _without_data(config: Config) -> Config:
-    """`config` with a task that needs no files, since the caller has the prompts."""
+    """`config` without what the caller has: prompts, rewards and the filter."""
+    algorithm = dataclasses.replace(config.algorithm, filter_groups=FilterGroupsConfig())
+    config = dataclasses.replace(config, reward=RewardConfig(), algorithm=algorithm)
     if config.data.task == "files" and not config.data.train_files:
         return with_values(config, {"data.task": "arithmetic"})
     return config
