@@ -30,7 +30,7 @@ from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import saved_fields
 from dapo_jax.learner.update import Finish, sequence_lengths, tokens_of_devices
 from dapo_jax.monitor import filter_log, statistics
-from dapo_jax.monitor.bars import RoundsShown
+from dapo_jax.monitor.console import RoundsShown
 from dapo_jax.monitor.log import log_bytes
 from dapo_jax.monitor.records import RunRecords
 from dapo_jax.monitor.tensorboard import Histograms, histogram

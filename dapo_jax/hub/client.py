@@ -86,7 +86,7 @@ def downloaded(name: HubName, files: Collection[str], *, shown: bool) -> Path:
     """The folder of a pinned repository in the cache, with `files`, of which those that are missing are downloaded.
 
     Args:
-        shown: show a progress bar, if stderr is a terminal.
+        shown: show a progress bar, if a person looks.
 
     Raises:
         InputError: no access, no answer, or no space.

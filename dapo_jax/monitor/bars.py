@@ -1,52 +1,54 @@
-"""Host: progress bars on a terminal (stderr) for slow work. They leave nothing behind; files and pipes get none."""
+"""Host: progress bars for slow work, on a terminal (stderr) or in a notebook. Files and pipes get none."""
 
+import importlib.util
+import sys
 from typing import Any
 
 from tqdm import tqdm
 
 from dapo_jax.config.sections import Config
-from dapo_jax.monitor.console import Console
 from dapo_jax.parallel.processes import is_first
+
+WIDTH = 120  # columns of the longest line
+
+
+def surroundings() -> str:
+    """Who reads stderr: a person at a "terminal", one in a "notebook" (Jupyter, Colab, Kaggle), or a "log"."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if "ZMQInteractiveShell" in (one.__name__ for one in type(shell).__mro__):  # Colab's shell inherits from it
+        return "notebook"
+    return "terminal" if sys.stderr.isatty() else "log"
 
 
 def shows_progress(config: Config) -> bool:
-    """Whether this process shows progress, if stderr is a terminal."""
+    """Whether this process shows progress, if a person looks."""
     return is_first() and "console" in config.trainer.logger and config.monitor.console in ("steps", "detailed")
+
+
+def person_bar(*, shown: bool, **options: Any) -> "tqdm[Any]":
+    """tqdm's bar with these options, where a person looks: a widget or a line of text in notebooks.
+
+    Args:
+        shown: False hides it everywhere.
+    """
+    place = surroundings() if shown else "log"
+    if place == "notebook" and importlib.util.find_spec("ipywidgets"):
+        from tqdm.notebook import tqdm as widget
+
+        return widget(**options)
+    if place == "notebook":  # which does not move its cursor up: all bars share the line after those of the steps
+        return tqdm(file=sys.stdout, position=0, ncols=WIDTH, **options)
+    return tqdm(dynamic_ncols=True, disable=place == "log", **options)
 
 
 def bar(action: str, *, total: int, unit: str, shown: bool) -> "tqdm[Any]":
     """A bar that counts to `total`, by `update`; a context manager. Bytes (unit "B") and large numbers are scaled.
 
+    It leaves nothing behind.
+
     Args:
         action: what is being done, as a participle.
-        shown: False hides the bar; True shows it if stderr is a terminal.
+        shown: False hides the bar; True shows it if a person looks.
     """
-    return tqdm(
-        total=total,
-        desc=action,
-        unit=unit,
-        unit_scale=unit == "B",
-        leave=False,
-        dynamic_ncols=True,
-        disable=None if shown else True,
-    )
-
-
-class RoundsShown:
-    """Shows on the console how many rounds a step has sampled and how many groups it has kept."""
-
-    def __init__(self, console: Console, *, target: int, carried: int) -> None:
-        self._console, self._target, self._kept, self._rounds = console, target, carried, 0
-
-    def begin(self) -> None:
-        """A round begins."""
-        self._rounds += 1
-        self._show()
-
-    def end(self, kept: int) -> None:
-        """A round ends with `kept` groups kept."""
-        self._kept += kept
-        self._show()
-
-    def _show(self) -> None:
-        self._console.detail(f"round {self._rounds}, {min(self._kept, self._target)} of {self._target} groups kept")
+    return person_bar(shown=shown, total=total, desc=action, unit=unit, unit_scale=unit == "B", leave=False)

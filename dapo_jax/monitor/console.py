@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tqdm import tqdm
 
+from dapo_jax.monitor.bars import WIDTH, person_bar
 from dapo_jax.monitor.records import to_json_line
 
 MODES = ("steps", "detailed", "quiet", "json")
 Value = float | str | Mapping[str, float] | None
-
-WIDTH = 120  # columns of the longest line
 
 # name: the text around the values, and each value's metric, width and maximum number of decimals
 _COLUMNS: Mapping[str, tuple[str, Sequence[tuple[str, int, int]]]] = {
@@ -57,7 +56,7 @@ _TOKENS = {  # stage -> metric that counts the tokens it processes
 
 
 class Console:
-    """Progress bar (stderr, only on a terminal) and result lines (stdout).
+    """Progress bar (on a terminal's stderr, or in a notebook) and result lines (stdout).
 
     The bar counts training steps and names the current stage, with its speed in the previous step.
 
@@ -86,16 +85,13 @@ class Console:
         self._mode = mode
         self._speeds: dict[str, str] = {}
         self._stage = self._detail = self._compiling = ""  # shown after the bar
-        self._bar = tqdm(
+        self._bar = person_bar(
+            shown=enabled and mode in ("steps", "detailed"),
             total=total_steps,
             initial=initial_step,
             desc="train",
             unit="step",
             bar_format="{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",  # leaves room for the stage
-            dynamic_ncols=True,
-            disable=None
-            if enabled and mode in ("steps", "detailed")
-            else True,  # None: show it if stderr is a terminal
         )
 
     def stage(self, name: str) -> None:
@@ -163,6 +159,26 @@ class Console:
         if self._enabled:
             tqdm.write(line)
             sys.stdout.flush()  # a pipe would buffer the lines
+
+
+class RoundsShown:
+    """Shows on the console how many rounds a step has sampled and how many groups it has kept."""
+
+    def __init__(self, console: Console, *, target: int, carried: int) -> None:
+        self._console, self._target, self._kept, self._rounds = console, target, carried, 0
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._rounds += 1
+        self._show()
+
+    def end(self, kept: int) -> None:
+        """A round ends with `kept` groups kept."""
+        self._kept += kept
+        self._show()
+
+    def _show(self) -> None:
+        self._console.detail(f"round {self._rounds}, {min(self._kept, self._target)} of {self._target} groups kept")
 
 
 def _speeds(metrics: Mapping[str, float]) -> dict[str, str]:

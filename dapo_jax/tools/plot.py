@@ -12,12 +12,16 @@ if __name__ == "__main__":  # the imports below take seconds
     end_at_once("plot")
 
 import argparse
+import io
 import itertools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from dapo_jax.command.command_line import refusals
+from dapo_jax.errors import InputError
 from dapo_jax.held_out import mean_accuracy
 from dapo_jax.tools.run_files import METRICS, metrics_of, record_of
 
@@ -34,6 +38,7 @@ AXES = {  # name -> label, what a step adds
     "tokens": ("tokens sampled", "dynamic_sampling/generated_tokens"),
     "seconds": ("seconds of training", "timing_s/step"),
 }
+MISSING = "matplotlib is missing: pip install 'dapo_jax[plots]'"
 Row = Mapping[str, float]
 
 
@@ -51,9 +56,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def draw(runs: Sequence[str], output: Path, x: str) -> None:
     """Draws the panels of `runs` (WORKDIR or NAME=WORKDIR) over the axis `x`, a name of AXES, to a PNG."""
+    figure = figure_of(runs, x)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=100)
+
+
+@contextmanager
+def live_curves(workdir: str | Path, *, x: str = "steps", every_s: float = 10.0) -> Iterator[None]:
+    """In a notebook: shows the curves of a run below the cell while the body trains it.
+
+    with live_curves(config.workdir):
+        result = dx.train(config)
+    """
+    from IPython.display import Image, Markdown, display  # pyright: ignore[reportMissingImports]
+
+    picture: Any = display(Markdown("*The curves appear after the first step.*"), display_id=True)
+    ended = threading.Event()
+
+    def redraw() -> None:
+        with suppress(InputError):  # no step has ended
+            png = io.BytesIO()
+            figure_of([str(workdir)], x).savefig(png, dpi=70)
+            picture.update(Image(png.getvalue()))
+
+    def follow() -> None:
+        while not ended.wait(every_s):
+            redraw()
+
+    thread = threading.Thread(target=follow, name="live_curves", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        redraw()
+
+
+def figure_of(runs: Sequence[str], x: str) -> Any:
+    """The figure that `draw` saves."""
     named = [run.rpartition("=") for run in runs]
     curves = [(name, metrics_of(record_of(workdir, METRICS))) for name, _, workdir in named]
-    figure, grid = pyplot().subplots(2, 3, figsize=(12, 6), layout="constrained")
+    figure = empty_figure(figsize=(12, 6), layout="constrained")
+    grid = figure.subplots(2, 3)
     for name, rows in curves:
         for (title, metric), axes in zip(PANELS.items(), grid.flat, strict=True):
             axes.plot(*points(rows, metric, x), marker="." if metric is None else None, label=name)
@@ -61,8 +106,16 @@ def draw(runs: Sequence[str], output: Path, x: str) -> None:
             axes.grid(alpha=0.3)
     if any("=" in run for run in runs):
         grid.flat[0].legend()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=100)
+    return figure
+
+
+def empty_figure(**options: Any) -> Any:
+    """A figure of matplotlib's, for files: nothing else keeps it. ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    return Figure(**options)
 
 
 def pyplot() -> Any:
@@ -70,7 +123,7 @@ def pyplot() -> Any:
     try:
         import matplotlib  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError("matplotlib is missing: pip install 'dapo_jax[plots]'") from error
+        raise ImportError(MISSING) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
