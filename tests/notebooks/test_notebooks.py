@@ -1,0 +1,124 @@
+"""The notebooks run from start to end in small, in environments like those of Kaggle and Colab."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from small_families import with_tokenizer
+
+from dapo_jax.monitor.records import read_metrics
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = ("first_run", "gemma_gsm8k_tpu")
+LIMIT_S = 900  # for a cell
+
+# What these machines set for their TPU, which is one host's: no run may wait for others.
+COLAB = {"COLAB_RELEASE_TAG": "release-colab", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+KAGGLE = {
+    "KAGGLE_KERNEL_RUN_TYPE": "Interactive",
+    "TPU_PROCESS_ADDRESSES": "local",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1",
+    "TPU_HOST_BOUNDS": "1,1,1",
+    "TPU_RUNTIME_METRICS_PORTS": "8431,8432,8433,8434,8435,8436,8437,8438",
+}
+
+
+def cells_of(name):
+    return json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+
+
+def executed(name, folder):
+    """The notebook after all of its cells have run in `folder`; the first that fails raises."""
+    client, format_ = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = format_.read(FOLDER / f"{name}.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(folder)}}
+    return client.NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=resources).execute()
+
+
+def printed(cell):
+    return "".join(output.get("text", "") + str(output.get("data", "")) for output in cell.outputs)
+
+
+def with_source(notebook, text):
+    [cell] = [cell for cell in notebook.cells if cell.cell_type == "code" and text in cell.source]
+    return cell
+
+
+def set_machine(monkeypatch, values):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)  # with it, a kernel does not show what commands print
+    for name, value in {"DAPO_JAX_NOTEBOOK_SMALL": "1", "PYTHONPATH": str(FOLDER.parent), **values}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_every_notebook_is_tested():
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_holds_no_traces_of_a_run(name):
+    notebook = json.loads((FOLDER / f"{name}.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
+    assert notebook["metadata"]["language_info"] == {"name": "python"}
+    for cell in notebook["cells"]:
+        assert cell["metadata"] == {} and re.fullmatch(r"[a-z]+-\d\d", cell["id"])
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+
+
+@pytest.mark.slow
+def test_the_first_run_trains_compares_and_exports(tmp_path, monkeypatch):
+    set_machine(monkeypatch, COLAB)
+    notebook = executed("first_run", tmp_path)
+    training = with_source(notebook, "dx.train(config)")
+    text = printed(training)
+    assert "step 10/10  acc " in text and "\rtrain 10/10" in text and "11 records in runs/first_run_small_10" in text
+    assert any("image/png" in output.get("data", {}) for output in training.outputs)
+    assert "| 3 + 4 | '" in printed(with_source(notebook, "after = answers"))
+    assert "model.safetensors" in printed(with_source(notebook, "dapo_jax.export"))
+
+
+@pytest.mark.slow
+def test_gemma_is_compiled_trained_measured_and_exported(tmp_path, monkeypatch):
+    set_machine(monkeypatch, KAGGLE)
+    monkeypatch.setenv("DAPO_JAX_NOTEBOOK_MODEL", with_tokenizer("gemma3", tmp_path))
+    notebook = executed("gemma_gsm8k_tpu", tmp_path)
+    assert "It fits" in printed(with_source(notebook, "dapo_jax.preflight"))
+    assert "step 2/2" in printed(with_source(notebook, "dx.train(config)"))
+    assert "mean@2" in printed(with_source(notebook, "evaluate.main"))
+    assert "adapter_model.safetensors" in printed(with_source(notebook, "--adapter"))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A Jupyter kernel and its client."""
+    set_machine(monkeypatch, {})
+    manager, client = pytest.importorskip("jupyter_client.manager").start_new_kernel(startup_timeout=LIMIT_S)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.slow
+def test_the_stop_button_saves_and_returns(tmp_path, kernel):
+    manager, client = kernel
+    changes = {"workdir": str(tmp_path / "run"), "trainer.total_training_steps": 10_000, "trainer.save_freq": -1}
+    code = f"import dapo_jax as dx\nresult = dx.train(dx.load_config('tiny', {changes}))\nprint('WHY', result.stopped)"
+    request, text, limit = client.execute(code), "", time.monotonic() + LIMIT_S
+    while "WHY" not in text and time.monotonic() < limit:
+        message = client.get_iopub_msg(timeout=LIMIT_S)
+        content = message["content"]
+        assert message["msg_type"] != "error", content
+        before, text = text, text + content.get("text", "")
+        if "step     2/10000" in text and "step     2/10000" not in before:
+            manager.interrupt_kernel()
+    reply = client.get_shell_msg(timeout=LIMIT_S)
+    assert reply["parent_header"]["msg_id"] == request and reply["content"]["status"] == "ok"
+    stopped_after = re.search(r"WHY stopped by SIGINT after step (\d+)", text)
+    assert stopped_after and read_metrics(tmp_path / "run")[-1]["step"] == int(stopped_after[1])
+    assert (tmp_path / "run" / "checkpoints" / stopped_after[1]).is_dir()
