@@ -20,7 +20,7 @@ from dapo_jax.hub.repositories import model_at
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.load import context_length, load_params, read_model_architecture
-from dapo_jax.models.lora import TARGETS, Lora, adapter_table, merged
+from dapo_jax.models.lora import ALL_LINEAR, Lora, adapter_table, merged, present_targets
 from dapo_jax.models.weights import Weight, count_params, init_params, unflatten, weight_shardings, weight_table
 from dapo_jax.monitor.bars import bar, shows_progress
 from dapo_jax.other_runs import RANDOM, Trained, find_trained
@@ -98,12 +98,12 @@ def read_policy(config: Config, *, training: bool = True) -> tuple[Architecture,
 
 
 def _check_lora(config: Config, arch: Architecture) -> None:
-    lora = lora_of(config)
+    lora, present = lora_of(config, arch), present_targets(arch)
     if lora is None:
         return
-    absent = [target for target in lora.targets if not arch.layers_with(TARGETS[target])]
+    absent = [target for target in lora.targets if target not in present]
     if absent:
-        left = [target for target in lora.targets if target not in absent]
+        left = [target for target in lora.targets if target in present]
         raise InputError(
             f"model.lora.target_modules has {', '.join(absent)}, but every feed-forward network of this model is a "
             f"mixture of experts, and experts take no adapters: set model.lora.target_modules={tuple(left)}"
@@ -157,10 +157,11 @@ def _fitted(tokenizer: Tokenizer, num_rows: int, path: str) -> Tokenizer:
     return fitted
 
 
-def lora_of(config: Config) -> Lora | None:
+def lora_of(config: Config, arch: Architecture) -> Lora | None:
     """The adapters to train; None to train all weights."""
     lora = config.model.lora
-    return Lora(lora.rank, lora.alpha, lora.target_modules) if lora.rank else None
+    targets = present_targets(arch) if lora.target_modules == (ALL_LINEAR,) else lora.target_modules
+    return Lora(lora.rank, lora.alpha, targets) if lora.rank else None
 
 
 def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
 
 def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
     """The reference policy for `actor.logprobs`: its weights in the dtype of products or, with LoRA, no adapters."""
-    if lora_of(config) is not None:
+    if config.model.lora.rank:
         return {}
     path = config.reference.path or config.model.path
     if path == RANDOM:
@@ -228,7 +229,7 @@ def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str
     Raises:
         InputError: the checkpoint belongs to another model, or is damaged.
     """
-    lora = lora_of(trained.config)
+    lora = lora_of(trained.config, arch)
     table = weight_table(arch) if lora is None else adapter_table(arch, lora)
     shape = unflatten(
         (weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=weight_sharding(weight, mesh, TRAIN_RULES)))
@@ -243,7 +244,7 @@ def trained_params(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str
 
 def load_trained(trained: Trained, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     """The float32 parameters of a run's policy, with its adapters merged, sharded for training."""
-    config, lora = trained.config, lora_of(trained.config)
+    config, lora = trained.config, lora_of(trained.config, arch)
     params = trained_params(trained, arch, mesh)
     return params if lora is None else merged(load_base(config, arch, mesh), params, lora)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from dapo_jax.base_models import lora_of, model_paths
+from dapo_jax.base_models import model_paths
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import from_values, with_values
 from dapo_jax.errors import InputError
@@ -125,7 +125,7 @@ def _download(config: Config, names: Iterable[Named], weights: bool) -> None:
             fetch_split(name, shown=shown)
         else:
             # A run without adapters has all its weights in its checkpoints.
-            needed = weights and (trained is None or lora_of(trained.config) is not None)
+            needed = weights and (trained is None or bool(trained.config.model.lora.rank))
             fetch_model(name, weights=needed or key != "model.path", shown=shown)
 
     _for_each(names, download)

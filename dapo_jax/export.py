@@ -79,12 +79,13 @@ def export(
         InputError: `output` is not empty, there is no such checkpoint, it is not of the model in `config`, or
             `adapter` is set without model.lora.
     """
-    output, lora = new_output(output), lora_of(config)
-    if adapter and lora is None:
+    output = new_output(output)
+    if adapter and not config.model.lora.rank:
         raise InputError("--adapter needs a run with adapters, but model.lora.rank=0: leave it out")
     config, step = pinned(config), _chosen_step(config, step)
-    config = with_downloads(config, training=False, data=False, weights=lora is not None)
+    config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config)
+    lora = lora_of(config, arch)
     mesh, params = _trained(config, arch, step)
     with output_directory(output) as directory:
         if adapter:

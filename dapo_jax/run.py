@@ -13,7 +13,7 @@ import jax
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from dapo_jax.base_models import load_base, load_critic, load_reference, lora_of, read_policy
+from dapo_jax.base_models import load_base, load_critic, load_reference, read_policy
 from dapo_jax.config.derived import checkpoint_dir, mini_batch_size, trains_on_older_samples, uses_reference
 from dapo_jax.config.sections import Config, RewardConfig
 from dapo_jax.data.tokenizer import Tokenizer
@@ -268,7 +268,7 @@ def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic
     """The policy of model.path, and a critic: with a zero head on its weights or on those of critic.model.path, or with
     the scalar head that the latter has.
     """
-    if lora_of(config) is not None:
+    if config.model.lora.rank:
         state = actor.trainable.init_random(config.seed)
     else:
         state = actor.trainable.init_from(load_base(config, arch, mesh))
@@ -277,7 +277,7 @@ def init_models(config: Config, arch: Architecture, actor: Actor, critic: Critic
     if config.critic.model.path:
         trunk = load_critic(config.critic.model.path, arch, mesh)
     else:
-        trunk = state.params if lora_of(config) is None else load_base(config, arch, mesh)
+        trunk = state.params if not config.model.lora.rank else load_base(config, arch, mesh)
     begin = critic.trainable.init_from if "score" in trunk else critic.init_from_policy
     return Models(actor=state, critic=begin(trunk))
 

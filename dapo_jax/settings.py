@@ -85,7 +85,7 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
         optimizer=optimizer_settings(actor),
-        lora=lora_of(config),
+        lora=lora_of(config, arch),
         compiler_options=compiler_options(config.trainer, mesh),
     )
 

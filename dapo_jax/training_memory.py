@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dapo_jax.base_models import lora_of
 from dapo_jax.config.derived import token_budget, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.learner.choices import trained
@@ -39,8 +38,8 @@ def _state_bytes(config: Config, arch: Architecture) -> float:
     for name in trained(config):
         optim = getattr(config, name).optim
         moments = 0 if optim.offload else 2 * jnp.dtype(optim.moments_dtype).itemsize
-        total += 2 if name == "actor" and lora_of(config) is not None else 4 + 4 + moments
-    if uses_reference(config) and lora_of(config) is None:
+        total += 2 if name == "actor" and config.model.lora.rank else 4 + 4 + moments
+    if uses_reference(config) and not config.model.lora.rank:
         total += 2
     return total * count_params(arch)
 

@@ -23,6 +23,7 @@ from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.mesh import make_mesh
@@ -217,7 +218,8 @@ def test_adapters_are_merged_into_the_weights_that_they_belong_to(tmp_path):
 
 def test_adapters_alone_have_the_names_that_peft_reads(tmp_path):
     source = hf_directory(tmp_path / "model", "qwen3_qknorm")
-    config = small_config(tmp_path / "run", **{"model.path": str(source), "model.lora.rank": 2})
+    lora = {"model.lora.rank": 2, "model.lora.target_modules": ("all-linear",)}
+    config = small_config(tmp_path / "run", **{"model.path": str(source)}, **lora)
     adapters = save_checkpoint(config)["layers"]
     export(config, tmp_path / "out", dtype="float32", adapter=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -230,6 +232,7 @@ def test_adapters_alone_have_the_names_that_peft_reads(tmp_path):
     np.testing.assert_array_equal(tensors[stem + "A.weight"], adapters["down_lora_a"][1].T)
     np.testing.assert_array_equal(tensors[stem + "B.weight"], adapters["down_lora_b"][1].T)
     described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert described["target_modules"] == list(TARGETS)
     assert described["r"] == 2 and described["base_model_name_or_path"] == str(source)
     without = small_config(tmp_path / "run", **{"model.path": str(source)})
     with pytest.raises(ValueError, match="--adapter needs a run with adapters"):

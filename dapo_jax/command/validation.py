@@ -21,7 +21,7 @@ from dapo_jax.dynamic_sampling.group_filter import RULES
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import DATA_FORM, PREFIX, data_name
 from dapo_jax.learner.choices import trained
-from dapo_jax.models.lora import TARGETS
+from dapo_jax.models.lora import ALL_LINEAR, TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
 from dapo_jax.monitor.records import TRACKERS
@@ -185,8 +185,8 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"model.random.num_kv_heads={sizes.num_kv_heads}"
         )
     targets = lora.target_modules
-    if not targets or set(targets) - set(TARGETS) or len(set(targets)) < len(targets):
-        yield f"model.lora.target_modules={targets} must be some of {', '.join(TARGETS)}, each once"
+    if targets != (ALL_LINEAR,) and (not targets or {*targets} - {*TARGETS} or len({*targets}) < len(targets)):
+        yield f"model.lora.target_modules={targets} must be {ALL_LINEAR}, or some of {', '.join(TARGETS)}, each once"
     if lora.rank and config.reference.path is not None:
         yield (
             f"reference.path={config.reference.path} does not go with model.lora.rank={lora.rank}: the reference is "

@@ -12,11 +12,13 @@ from dapo_jax.errors import InputError
 
 
 class Section(ConfigDict):
-    """A section of the config. A function assigned to a key is stored by name."""
+    """A section of the config. A function assigned to a key is stored by name, one text for several as a tuple."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, FieldReference) and callable(value):
             value = name_of(value)
+        if isinstance(value, str) and isinstance(self.get(key), tuple):
+            value = (value,)  # as on the command line
         super().__setitem__(key, value)
 
 

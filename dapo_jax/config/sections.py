@@ -117,7 +117,7 @@ class LoraConfig:
 
     rank: Annotated[int, zero_or_more("off")] = 0  # 0 = train all weights
     alpha: Positive[float] = 16.0  # the adapters' output is scaled by alpha / rank
-    target_modules: tuple[str, ...] = (  # matrices with adapters, by Hugging Face's names
+    target_modules: tuple[str, ...] = (  # by Hugging Face's names; all-linear = those that the model has
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     )

@@ -26,6 +26,7 @@ TARGETS = {
     "up_proj": "up",
     "down_proj": "down",
 }
+ALL_LINEAR = "all-linear"  # every matrix of TARGETS that the model has
 A, B = "_lora_a", "_lora_b"
 
 
@@ -41,6 +42,11 @@ class Lora:
     def scale(self) -> float:
         """The factor of A B."""
         return self.alpha / self.rank
+
+
+def present_targets(arch: Architecture) -> tuple[str, ...]:
+    """The names of TARGETS that some layer has: a model whose feed-forward networks are all experts has four."""
+    return tuple(target for target, name in TARGETS.items() if arch.layers_with(name))
 
 
 def adapter_table(arch: Architecture, lora: Lora) -> list[Weight]:

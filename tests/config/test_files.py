@@ -54,7 +54,7 @@ def test_json_may_name_few_options_and_objects(tmp_path):
 
 YAML = """
 # A recipe in YAML.
-model: {path: random}
+model: {path: random, lora: {rank: 2, target_modules: all-linear}}
 actor:
   optim: {lr: 1e-6, betas: [0.8, 0.9]}
   grad_clip: 2
@@ -78,6 +78,8 @@ def test_yaml_is_read_like_json(suffix, option, tmp_path):
         {
             "seed": 7,
             "model.path": "random",
+            "model.lora.rank": 2,
+            "model.lora.target_modules": ("all-linear",),
             "actor.optim.lr": 1e-6,
             "actor.optim.betas": (0.8, 0.9),
             "actor.grad_clip": 2.0,

@@ -12,7 +12,16 @@ import pytest
 
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.load import load_params
-from dapo_jax.models.lora import TARGETS, Lora, adapter_table, init_adapters, merged, peft_config, with_adapters
+from dapo_jax.models.lora import (
+    TARGETS,
+    Lora,
+    adapter_table,
+    init_adapters,
+    merged,
+    peft_config,
+    present_targets,
+    with_adapters,
+)
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.write_safetensors import write_safetensors
 
@@ -70,3 +79,9 @@ def test_a_target_without_adapters_is_left_alone():
     whole = merged(params, moved_adapters(arch, lora), lora)
     changed = {name for name in params["layers"] if (whole["layers"][name] != params["layers"][name]).any()}
     assert changed == {"value"}
+
+
+def test_all_linear_is_what_the_model_has():
+    dense, mixed = (read_architecture(DATA / name) for name in ("qwen3_qknorm", "qwen3_moe"))
+    assert present_targets(dense) == tuple(TARGETS)
+    assert present_targets(mixed) == ("q_proj", "k_proj", "v_proj", "o_proj")
