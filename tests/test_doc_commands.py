@@ -94,6 +94,7 @@ RUN_BY = {
     "python scripts/benchmarks/simulate_decoding.py": (
         "tests/scripts/test_simulate_decoding.py::test_the_command_prints_a_row_for_each_shape"
     ),
+    "dapo-jax monitor": "tests/tools/test_monitor.py::test_log_and_metrics_are_summed_up_alike",
     "dapo-jax report": "tests/report/test_page.py::test_the_command_writes_into_the_run",
     "dapo-jax plot": "tests/tools/test_plot.py::test_a_picture_of_two_runs",
     "python scripts/comparisons/run_ablation.py": (
@@ -308,7 +309,7 @@ def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
     assert read_prompt_files([str(file) for file in Path().glob(output.replace("{split}", "*"))])
 
 
-@pytest.mark.parametrize("command", [command for command in MINE if command.startswith("dapo-jax plan")])
+@pytest.mark.parametrize("command", [command for command in MINE if command.startswith("dapo-jax plan ")])
 def test_the_plan_of_dynamic_sampling(command, capsys):
     cli.main(shlex.split(command)[1:])
     assert "keep rate" in capsys.readouterr().out
