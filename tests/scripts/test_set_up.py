@@ -99,7 +99,7 @@ def test_without_any_such_program_the_message_says_what_to_install(checkout, tmp
 def test_the_reports_of_the_preflight_are_of_valid_configs(checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     calls = [call for call in checkout("scripts/docs/preflight_reports.sh") if call[:2] == ["-m", "dapo_jax.preflight"]]
-    assert len(calls) == 22
+    assert len(calls) == 26
     for call in calls:
         options = [option for option in call if option.startswith("--config.")]
         validate(read_config(["preflight", "--config", call[call.index("--config") + 1], *options]))
