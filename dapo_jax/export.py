@@ -1,6 +1,7 @@
 """Host: the export command: writes the policy of a checkpoint as a Hugging Face model directory.
 
     python -m dapo_jax.export --config FILE [--config.key=value ...] --output DIR [--step N] [--dtype ...] [--adapter]
+        [--push-to-hub OWNER/NAME [--private]]
 
 transformers, vLLM and model.path read the directory. The command needs neither data nor an accelerator. On fewer
 devices than the run had, add --config.mesh.fsdp=1 --config.mesh.tensor=1.
@@ -36,7 +37,9 @@ from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import model_name
 from dapo_jax.hub.repositories import model_at
+from dapo_jax.hub.upload import check_upload, upload
 from dapo_jax.meshes import check_mesh
+from dapo_jax.model_card import model_card, recipe
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_config import hf_config, one_or_all
 from dapo_jax.models.load import context_length, is_gguf
@@ -92,6 +95,7 @@ def export(
             assert lora is not None
             if is_first():
                 _write_json(directory / "adapter_config.json", _adapter_config(config, lora))
+                _write_card(directory, config, step, adapter=True)
             _write(config, directory, adapter_table(arch, lora), params, dtype, "adapter_model")
             return step
         if is_first():
@@ -101,6 +105,7 @@ def export(
                 _write_description(config, arch, tokenizer, directory, dtype)
             else:
                 _copy_description(source, directory, dtype)
+            _write_card(directory, config, step, adapter=False)
         whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
         _write(config, directory, weight_table(arch), whole, dtype, "model")
     return step
@@ -192,6 +197,10 @@ def _context_length(config: Config) -> int:
     return trained if model == RANDOM else context_length(model_at(model, weights=False)) or trained
 
 
+def _write_card(directory: Path, config: Config, step: int, *, adapter: bool) -> None:
+    (directory / "README.md").write_text(model_card(config, step, adapter=adapter), encoding="utf-8")
+
+
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -209,11 +218,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, help="training step of the checkpoint, default the newest")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights, default %(default)s")
     parser.add_argument("--adapter", action="store_true", help="only the adapters of model.lora, for PEFT")
+    parser.add_argument("--push-to-hub", metavar="OWNER/NAME", help="also upload it to the Hugging Face hub")
+    parser.add_argument("--private", action="store_true", help="make a new repository of the hub private")
     given, rest = parser.parse_known_args(arguments)
     with command(["export", *rest]) as config:
+        if given.push_to_hub:
+            check_upload(given.push_to_hub)
+        elif given.private:
+            raise InputError("--private needs --push-to-hub OWNER/NAME: add it, or leave it out")
         step = export(config, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
         if is_first():
             print(f"the policy of {config.workdir} after step {step} is in {given.output}, in {given.dtype}")
+            if given.push_to_hub:
+                message = f"{Path(config.workdir).name} after step {step}, trained with {recipe(config)}"
+                output = Path(given.output).expanduser().absolute()
+                address = upload(output, given.push_to_hub, private=given.private, message=message)
+                print(f"it is also at {address}")
 
 
 if __name__ == "__main__":

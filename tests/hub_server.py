@@ -1,5 +1,6 @@
 """A stand-in for the Hugging Face hub: an HTTP server with models and data sets that a test puts there."""
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -21,6 +22,8 @@ class Repository:
     commits: dict[str, Files] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     gated: bool = False  # its files, not their list
+    private: bool = False
+    messages: list[str] = field(default_factory=list)  # of commits that were uploaded
 
     def commit(self, files: Files, branch: str = "main") -> str:
         """A commit with exactly these files, to which the branch moves."""
@@ -38,6 +41,8 @@ class Hub:
     address: str
     repositories: dict[str, Repository] = field(default_factory=dict)
     downloads: list[str] = field(default_factory=list)  # files that were sent, by address
+    stored: dict[str, bytes] = field(default_factory=dict)  # large files that were uploaded, by their SHA-256
+    token: str = ""  # that may write; empty = any
     asked: list[str] = field(default_factory=list)  # every address that was asked for
 
     def repository(self, name: str) -> Repository:
@@ -86,12 +91,65 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.hub.downloads.append(unquote(path))
         self.answer(body=content, headers={"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit})
 
+    def do_POST(self) -> None:
+        """Uploads: a repository is made, then large files are stored, and a commit names all files."""
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(path)
+        if self.hub.token and self.headers["Authorization"] != f"Bearer {self.hub.token}":
+            return self.answer(401)
+        parts = path.strip("/").split("/")
+        if path == "/api/validate-yaml":
+            return self.answer(body=b'{"errors": [], "warnings": []}')
+        if path == "/api/repos/create":
+            given = json.loads(body)
+            name = f"{given['organization']}/{given['name']}"
+            if f"models/{name}" in self.hub.repositories:
+                return self.answer(409, body=json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
+            private = given.get("private") or given.get("visibility") == "private"
+            self.hub.repository(f"models/{name}").private = bool(private)
+            return self.answer(body=json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = [
+                {**one, "actions": {"upload": {"href": f"{self.hub.address}/store/{one['oid']}"}}}
+                for one in json.loads(body)["objects"]
+            ]
+            return self.answer(body=json.dumps({"transfer": "basic", "objects": objects}).encode())
+        if "preupload" in parts:
+            files = [
+                {
+                    "path": one["path"],
+                    "uploadMode": "lfs" if one["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for one in json.loads(body)["files"]
+            ]
+            return self.answer(body=json.dumps({"files": files}).encode())
+        _, kind, owner, name, *_ = parts
+        repository, files = self.hub.repository(f"{kind}/{owner}/{name}"), {}
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                repository.messages.append(value["summary"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.stored[value["oid"]]
+            else:
+                files[value["path"]] = base64.b64decode(value["content"])
+        commit = repository.commit(files)
+        address = f"{self.hub.address}/{owner}/{name}/commit/{commit}"
+        self.answer(body=json.dumps({"commitUrl": address, "commitOid": commit}).encode())
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.stored[hashlib.sha256(content).hexdigest()] = content
+        self.answer()
+
     def answer(self, status: int = 200, headers: dict[str, str] | None = None, body: bytes = b"{}") -> None:
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -119,6 +177,7 @@ def use(hub: Hub, cache: Path, monkeypatch) -> None:
     _choose(hub.address, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "huggingface" / "hub"))
     monkeypatch.setattr(places, "CACHE", cache / "dapo_jax")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_HOME", str(cache / "huggingface"))
 
 

@@ -82,6 +82,9 @@ RUN_BY = {
     "dapo-jax env": "tests/test_env.py::test_the_report_names_versions_devices_and_variables",
     "python -m dapo_jax.evaluate": HERE,
     "python -m dapo_jax.export": HERE,
+    "python -m dapo_jax.export --config FILE --output DIR --push-to-hub": (
+        "tests/hub/test_upload.py::test_the_hub_has_every_file_of_the_directory"
+    ),
     "python -m dapo_jax.preflight --config FILE": "tests/preflight/test_preflight.py::test_the_report_for_a_cpu",
     "python -m dapo_jax.preflight --config FILE --topology v5p": SLICE,
     "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,

@@ -143,8 +143,8 @@ def test_a_directorys_own_files_are_kept_and_only_the_dtype_changes(tmp_path):
     params = save_checkpoint(config)
     export(config, tmp_path / "out")
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {path.name for path in source.iterdir()} - {"pytorch_model.bin"}
-    for name in files - {"config.json", "model.safetensors"}:
+    assert files == {path.name for path in source.iterdir()} - {"pytorch_model.bin"} | {"README.md"}
+    for name in files - {"config.json", "model.safetensors", "README.md"}:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     hf, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "out", source))
     assert hf == original | {"dtype": "bfloat16"} and original["dtype"] == "float32"
@@ -223,6 +223,7 @@ def test_adapters_alone_have_the_names_that_peft_reads(tmp_path):
     adapters = save_checkpoint(config)["layers"]
     export(config, tmp_path / "out", dtype="float32", adapter=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
     ]

@@ -23,7 +23,7 @@ LAYERS = [
     ("downloads",),
     ("settings",),
     ("training_memory", "meshes", "held_out"),
-    ("run", "reports", "step_metrics"),
+    ("run", "reports", "step_metrics", "model_card"),
     ("state", "estimator_inputs"),
     ("step",),
     ("training", "evaluate", "export", "preflight", "from_verl", "report", "tools", "env"),

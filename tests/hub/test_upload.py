@@ -1,0 +1,101 @@
+"""An exported model on a stand-in for the Hugging Face hub."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+from hub_server import directory, serving, unplug, use
+from small_run import small_config
+from test_export import save_checkpoint
+
+from dapo_jax import export
+from dapo_jax.config.sections import Config
+from dapo_jax.config.values import with_values
+from dapo_jax.model_card import model_card
+
+NAME = "someone/adder"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with serving() as found:
+        use(found, tmp_path / "cache", monkeypatch)
+        monkeypatch.setenv("HF_TOKEN", "hf_write")
+        found.token = "hf_write"
+        yield found
+
+
+@pytest.fixture
+def run(tmp_path):
+    config = small_config(tmp_path / "adder")
+    save_checkpoint(config)
+    (tmp_path / "adder").mkdir(exist_ok=True)
+    (tmp_path / "adder" / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    return str(tmp_path / "adder" / "config.json")
+
+
+def push(run, output, *options, name=NAME):
+    export.main(["--config", run, "--output", str(output), "--dtype", "float32", "--push-to-hub", name, *options])
+
+
+def test_the_hub_has_every_file_of_the_directory(hub, run, tmp_path, capsys):
+    push(run, tmp_path / "out", "--private")
+    repository = hub.repositories[f"models/{NAME}"]
+    [files] = repository.commits.values()
+    assert files == directory(tmp_path / "out") and "model.safetensors" in files and "README.md" in files
+    assert repository.private
+    [message] = repository.messages
+    assert message.startswith("adder after step ") and "grpo" in message
+    assert f"it is also at {hub.address}/{NAME}" in capsys.readouterr().out
+    push(run, tmp_path / "again")  # the repository exists
+    assert len(repository.messages) == 2 and repository.private
+
+
+def refused(run, output, message, capsys, code, **named):
+    with pytest.raises(SystemExit) as end:
+        push(run, output, **named)
+    assert end.value.code == code
+    error = capsys.readouterr().err
+    assert message in error, error
+
+
+def test_a_refusal_names_the_cure_and_leaves_the_directory(hub, run, tmp_path, capsys, monkeypatch):
+    refused(run, tmp_path / "a", "must be OWNER/NAME", capsys, 2, name="adder")
+    monkeypatch.setenv("HF_TOKEN", "")
+    refused(run, tmp_path / "a", "needs a token of the Hugging Face hub: log in by `hf auth login`", capsys, 2)
+    assert not (tmp_path / "a").exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_read")
+    refused(run, tmp_path / "a", "is refused (", capsys, 2)
+    assert (tmp_path / "a" / "model.safetensors").exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_write")
+    unplug(monkeypatch)
+    refused(run, tmp_path / "b", f"check the network and HF_HUB_OFFLINE; the directory {tmp_path}/b is", capsys, 1)
+    assert (tmp_path / "b" / "model.safetensors").exists()
+    with pytest.raises(SystemExit, match="2"):
+        export.main(["--config", run, "--output", str(tmp_path / "c"), "--private"])
+    assert "--private needs --push-to-hub" in capsys.readouterr().err
+
+
+def test_the_card_names_the_base_the_options_and_the_accuracy(tmp_path):
+    values = {"workdir": str(tmp_path), "model.path": "Qwen/Qwen2.5-0.5B@" + "a" * 40, "actor.optim.lr": 2e-6}
+    rows = [{"step": step, "eval/math/acc/mean@4": step / 10, "eval/math/acc/std@4": 0.0} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    card = model_card(with_values(Config(), values), 2, adapter=False)
+    _, head, body = card.split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "Qwen/Qwen2.5-0.5B",
+        "tags": ["dapo", "reinforcement-learning", "dapo_jax"],
+    }
+    assert "after 2 training steps" in body and "| `actor.optim.lr` | 2e-06 |" in body
+    assert "| `eval/math/acc/mean@4` | 0.2000 |" in body and "std" not in body
+
+
+def test_a_card_tells_no_path_of_this_machine(tmp_path):
+    (tmp_path / "mine").mkdir()
+    config = with_values(Config(), {"workdir": str(tmp_path / "run"), "model.path": str(tmp_path / "mine")})
+    card = model_card(config, 3, adapter=True)
+    assert str(tmp_path) not in card and "base_model" not in card and "Adapters for mine after 3" in card
+    assert "library_name: peft" in card
