@@ -88,8 +88,25 @@ def export(
     config, step = pinned(config), _chosen_step(config, step)
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config)
-    lora = lora_of(config, arch)
     mesh, params = _trained(config, arch, step)
+    write_policy(config, arch, tokenizer, mesh, params, output, step=step, dtype=dtype, adapter=adapter)
+    return step
+
+
+def write_policy(
+    config: Config,
+    arch: Architecture,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    params: Any,
+    output: Path,
+    *,
+    step: int,
+    dtype: str,
+    adapter: bool,
+) -> None:
+    """Writes a policy with these trained `params`, sharded over `mesh`, to the new directory `output`; see `export`."""
+    lora = lora_of(config, arch)
     with output_directory(output) as directory:
         if adapter:
             assert lora is not None
@@ -97,7 +114,7 @@ def export(
                 _write_json(directory / "adapter_config.json", _adapter_config(config, lora))
                 _write_card(directory, config, step, adapter=True)
             _write(config, directory, adapter_table(arch, lora), params, dtype, "adapter_model")
-            return step
+            return
         if is_first():
             model = first_model(config)
             source = None if model == RANDOM else model_at(model, weights=False)
@@ -108,7 +125,6 @@ def export(
             _write_card(directory, config, step, adapter=False)
         whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
         _write(config, directory, weight_table(arch), whole, dtype, "model")
-    return step
 
 
 def _adapter_config(config: Config, lora: Lora) -> dict[str, Any]:

@@ -4,18 +4,21 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 import jax
 import numpy as np
 
 from dapo_jax.base_models import read_policy
+from dapo_jax.command.output_directory import new_output
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config, FilterGroupsConfig, RewardConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.data.experience import Experience
 from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
+from dapo_jax.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.learner.batch import make_batch, policy_logprobs, rows_of
 from dapo_jax.learner.learner import update
@@ -191,6 +194,20 @@ class Policy:
             found, _ = finish()
         self.steps += 1
         return metrics | found
+
+    def export(self, directory: str | Path, *, dtype: str = "bfloat16", adapter: bool = False) -> None:
+        """Writes the policy as a Hugging Face model directory, as `dapo-jax export` does.
+
+        Args:
+            directory: new or empty; it appears only when it is complete.
+            dtype: of the weights, bfloat16 or float32.
+            adapter: only the adapters of config.model.lora, for PEFT.
+        """
+        if adapter and not self.config.model.lora.rank:
+            raise InputError("adapter=True needs a policy with adapters, but model.lora.rank=0: leave it out")
+        output, params, mesh = new_output(directory), self._models.actor.params, self._learner.mesh
+        how: Any = {"step": self.steps, "dtype": dtype, "adapter": adapter}
+        write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, **how)
 
     def close(self) -> None:
         """Ends what it does in the background."""

@@ -50,6 +50,18 @@ def test_rewarded_responses_become_likelier_and_a_program_repeats_itself(config)
         np.testing.assert_array_equal(first, second)
 
 
+def test_an_exported_policy_is_the_same_policy(config, tmp_path):
+    with dx.Policy(config) as policy:
+        samples = policy.generate(["1 + 2 ="])
+        policy.step(samples, samples.tokens[..., 0] % 2)
+        policy.export(tmp_path / "model", dtype="float32")
+        expected = policy.logprobs(samples)
+        with pytest.raises(dx.InputError, match="model.lora.rank=0"):
+            policy.export(tmp_path / "other", adapter=True)
+    with dx.Policy(dx.load_config("tiny", CHANGES | {"model.path": str(tmp_path / "model")})) as policy:
+        np.testing.assert_allclose(policy.logprobs(samples), expected, atol=1e-6)
+
+
 def test_what_does_not_fit_is_refused(config):
     with dx.Policy(config) as policy:
         samples = policy.generate(["1 + 2 ="])
