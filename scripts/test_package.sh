@@ -31,6 +31,8 @@ dapo-jax evaluate --config tiny --config.model.path=runs/tiny
 dapo-jax export --config tiny --output exported
 dapo-jax preflight --config tiny --quick --json preflight.json > preflight.txt
 dapo-jax monitor runs/tiny
+dapo-jax report runs/tiny
+dapo-jax env > env.md
 python - <<'PYTHON'
 import dapo_jax as dx
 
