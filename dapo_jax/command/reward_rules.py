@@ -18,17 +18,16 @@ def reward_problems(config: Config, own: Collection[str]) -> Iterator[str]:
     Args:
         own: names of functions that this Python session has.
     """
+    given = config.reward.functions
     try:
-        functions = functions_of(given_function(config))
+        parts = () if given == NO_FUNCTIONS else parse_parts(given)
     except InputError as error:
         yield str(error)
         return
-    for function in functions:
+    for function in [part.function for part in parts] or [config.reward.function]:
         if function.startswith(OF_SESSION) and function.removeprefix(OF_SESSION) not in own:
             yield session_problem(function)
-    if config.reward.functions == NO_FUNCTIONS:
-        return
-    if taken := sorted({part.name for part in parse_parts(config.reward.functions)} & {*OWN_SCORES}):
+    if taken := sorted({part.name for part in parts} & {*OWN_SCORES}):
         yield f"reward.functions, {', '.join(taken)}: these numbers are computed from the score: rename the functions"
 
 
