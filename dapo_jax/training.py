@@ -30,6 +30,7 @@ from dapo_jax.monitor.log import log_bytes, rewind_log
 from dapo_jax.monitor.recipe import write_recipe
 from dapo_jax.monitor.records import RunRecords, write_config
 from dapo_jax.monitor.statistics import time_metrics
+from dapo_jax.monitor.trackers import is_own, own_tracker
 from dapo_jax.monitor.weights_and_biases import check_installed
 from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
@@ -61,6 +62,8 @@ def train(config: Config, *, own: Own = NO_OWN) -> Models:
     validate(config, own=own)
     if "wandb" in config.trainer.logger:
         check_installed()
+    for name in filter(is_own, config.trainer.logger):
+        own_tracker(name)
     detailed, process = config.monitor.console == "detailed", jax.process_index()
     also = (filter_log.LOGGER,) if config.monitor.filter_log else ()
     with open_workdir(config.workdir, detailed=detailed, also=also, process=process) as workdir:

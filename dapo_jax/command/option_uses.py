@@ -19,6 +19,7 @@ from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
 from dapo_jax.learner.choices import trained
+from dapo_jax.monitor.trackers import is_own
 from dapo_jax.problems import NO_FUNCTIONS, TaskOptions, given_function, held_out_options, parse_tasks
 
 PUT_BACK: ContextVar[tuple[str, ...]] = ContextVar("PUT_BACK", default=())  # `put_back` of this command's config
@@ -231,8 +232,8 @@ USES = (
     _use("trainer.best_metric_mode", f"trainer.best_metric, or {MEASURED}", _chooses_best),
     _use(
         "trainer.project_name|experiment_name",
-        "'wandb' in trainer.logger",
-        lambda config: "wandb" in config.trainer.logger,
+        "'wandb' or FILE.py:Class in trainer.logger",
+        lambda config: any(name == "wandb" or is_own(name) for name in config.trainer.logger),
     ),
     _with("trainer.rollout_devices", "trainer.rollout_ahead", 1),
     _with("trainer.stop_patience_s", "trainer.rollout_ahead", 0),

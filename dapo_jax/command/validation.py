@@ -6,6 +6,7 @@ Each function yields one line per problem: the value, the rule and the fix.
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +26,7 @@ from dapo_jax.models.lora import ALL_LINEAR, TARGETS
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.monitor import console
 from dapo_jax.monitor.records import TRACKERS
+from dapo_jax.monitor.trackers import is_own
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.places import address_problem, is_address
 from dapo_jax.problems import given_function, parse_tasks
@@ -111,8 +113,8 @@ def _trainer_problems(config: Config) -> Iterator[str]:
         of = f"1..{last}" if last > 0 else "1 and more"
         yield f"trainer.profile_steps={profiled} must be training steps, of {of}: such as (2,3)"
     logger = trainer.logger
-    if not {*logger} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
-        yield f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)}, each once"
+    if not {*filterfalse(is_own, logger)} <= {"console", *TRACKERS} or len({*logger}) < len(logger):
+        yield f"trainer.logger={logger} must be some of console, {', '.join(TRACKERS)} or FILE.py:Class, each once"
     if "console" not in logger and config.monitor.console not in ("steps", "quiet"):
         yield f"monitor.console={config.monitor.console} needs 'console' in trainer.logger={logger}: add it"
     yield from _object_problems(

@@ -13,6 +13,7 @@ import numpy as np
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.tensorboard import TensorBoard, event_folder
+from dapo_jax.monitor.trackers import Guarded, Tracker, is_own, start_own
 from dapo_jax.monitor.weights_and_biases import WeightsAndBiases
 from dapo_jax.places import place_of
 
@@ -35,7 +36,7 @@ class RunRecords:
         resume_step: step of the checkpoint that the run resumes from; None if it starts at the beginning.
         enabled: False writes nothing, for all processes but one.
         upload: copies the file of that name from the directory to permanent storage.
-        logger: trackers that also get the rows, some of TRACKERS.
+        logger: trackers that also get the rows, some of TRACKERS, or the paths of your own.
         project_name, experiment_name: of the run in Weights & Biases.
     """
 
@@ -52,7 +53,7 @@ class RunRecords:
     ) -> None:
         workdir = Path(workdir)
         self._enabled, self._upload = enabled, upload
-        self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        self._trackers: list[Tracker] = []
         if not enabled:
             return
         self._samples = workdir / "samples"
@@ -66,9 +67,12 @@ class RunRecords:
         first_step = self._last_step + 1
         if "tensorboard" in logger:
             self._trackers.append(TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step))
+        name = experiment_name or workdir.absolute().name
         if "wandb" in logger:
-            name = experiment_name or workdir.absolute().name
-            self._trackers.append(WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step))
+            run = WeightsAndBiases(workdir, project=project_name, name=name, first_step=first_step)
+            self._trackers.append(Guarded(run, "Weights & Biases"))
+        for own in filter(is_own, logger):
+            self._trackers.append(start_own(own, workdir, project=project_name, run=name, first_step=first_step))
 
     def describe(self, options: Mapping[str, Any], results: Sequence[str]) -> None:
         """Adds the run to the trackers' tables of runs.

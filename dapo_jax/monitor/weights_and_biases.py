@@ -2,18 +2,14 @@
 
 import importlib.util
 import json
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dapo_jax.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 _RUN = "wandb.json"  # in the work directory: {"id": of the run, "last_step": the last one logged}
 
@@ -30,8 +26,7 @@ def check_installed() -> None:
 class WeightsAndBiases:
     """The same as `TensorBoard`, as a Weights & Biases run. WANDB_MODE=offline keeps it in `workdir/wandb`.
 
-    A resumed run keeps its id, and repeated steps are not logged again. Later failures give one warning and never stop
-    the training.
+    A resumed run keeps its id, and repeated steps are not logged again.
 
     Args:
         first_step: the first step that this start may write; 0 for a new run, which gets a new id.
@@ -48,7 +43,6 @@ class WeightsAndBiases:
         self._wandb = wandb
         known = json.loads(self._file.read_text()) if first_step and self._file.exists() else {}
         self._last_step = known.get("last_step", -1)
-        self._failed = False
         try:
             self._run = wandb.init(
                 project=project, name=name, id=known.get("id"), resume="allow" if known else None, dir=str(workdir)
@@ -62,13 +56,11 @@ class WeightsAndBiases:
 
     def add_config(self, config: Mapping[str, Any], results: Sequence[str]) -> None:
         """Sets the options by dotted key. The table of runs shows `results` without help."""
-        with self._warns():
-            self._run.config.update(dict(config), allow_val_change=True)
+        self._run.config.update(dict(config), allow_val_change=True)
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each metric's curve. This ends the step."""
-        with self._warns():
-            self._log(step, dict(values), commit=True)
+        self._log(step, dict(values), commit=True)
         if step > self._last_step:
             self._last_step = step
             self._write_file()
@@ -76,39 +68,22 @@ class WeightsAndBiases:
     def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
         """Adds histograms made by `tensorboard.histogram` or `counted`, by name."""
         found = {}
-        with self._warns():
-            for name, parts in histograms.items():
-                if parts:
-                    low, high = parts["edges"]
-                    edges = np.linspace(low, high, len(parts["counts"]) + 1)
-                    found[name] = self._wandb.Histogram(np_histogram=(np.array(parts["counts"]), edges))
-            self._log(step, found, commit=False)
+        for name, parts in histograms.items():
+            if parts:
+                low, high = parts["edges"]
+                edges = np.linspace(low, high, len(parts["counts"]) + 1)
+                found[name] = self._wandb.Histogram(np_histogram=(np.array(parts["counts"]), edges))
+        self._log(step, found, commit=False)
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Adds responses as a table."""
         columns = list(dict.fromkeys(name for sample in samples for name in sample))
         rows = [[sample.get(name) for name in columns] for sample in samples]
-        with self._warns():
-            self._log(step, {"samples": self._wandb.Table(columns=columns, data=rows)}, commit=False)
+        self._log(step, {"samples": self._wandb.Table(columns=columns, data=rows)}, commit=False)
 
     def close(self) -> None:
         """Ends the run and waits until everything is sent. A second call does nothing."""
-        with self._warns():
-            self._run.finish()
-
-    @contextmanager
-    def _warns(self) -> Iterator[None]:
-        """Turns the first failure of Weights & Biases into a warning, and suppresses later ones."""
-        try:
-            yield
-        except Exception as error:
-            if not self._failed:
-                logger.warning(
-                    "Weights & Biases fails (%s: %s): some data will be missing there; metrics.jsonl is complete",
-                    type(error).__name__,
-                    error,
-                )
-            self._failed = True
+        self._run.finish()
 
     def _log(self, step: int, values: dict[str, Any], *, commit: bool) -> None:
         if step > self._last_step:

@@ -49,13 +49,53 @@ With one policy, one turn and no waiting, these metrics would be constants, so t
 """
 
 
+TRACKERS = """
+## Other trackers
+
+`trainer.logger` takes the path of a class, `FILE.py:Class` or `package.module.Class`, besides `tensorboard` and
+`wandb`: `--config.trainer.logger="('console','FILE.py:MLflow')"`. It has the five methods of
+[`Tracker`](../dapo_jax/monitor/trackers.py) and is constructed by `Class(workdir, project=..., name=...,
+first_step=...)`. `first_step` is above 0 in a run that resumes: its steps from there on come again. Process 0 alone
+calls it. If it does not start, the run is refused; a later failure is one warning and never stops the run. This is one
+for MLflow:
+
+```python
+import mlflow
+
+
+class MLflow:
+    def __init__(self, workdir, *, project, name, first_step):
+        mlflow.set_experiment(project)
+        known = workdir / "mlflow_run.txt"
+        run_id = known.read_text() if first_step and known.exists() else None
+        run = mlflow.start_run(run_id=run_id, run_name=name)
+        known.write_text(run.info.run_id)
+
+    def add_config(self, config, results):
+        mlflow.set_tags({key: str(value)[:500] for key, value in config.items()})
+
+    def add_samples(self, step, samples):
+        mlflow.log_dict(list(samples), f"samples/step_{step}.json")
+
+    def add_histograms(self, step, histograms):
+        pass
+
+    def add_scalars(self, step, values):
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in values.items()}, step=step)
+
+    def close(self):
+        mlflow.end_run()
+```
+"""
+
+
 def document() -> str:
     """The text of docs/metrics.md."""
     parts = [HEAD]
     for section, metrics in sections():
         parts += [f"\n## {section.strip('{}').replace('|', '/, ')}/\n", *table(metrics)]
     parts += ["\n## Histograms, only in TensorBoard\n", *table(HISTOGRAMS)]
-    return "\n".join(parts) + "\n" + TAIL
+    return "\n".join(parts) + "\n" + TRACKERS + TAIL
 
 
 def table(metrics: Iterable[Metric]) -> list[str]:

@@ -114,7 +114,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "critic.optim.lr_scheduler_type=cosine": ({}, {"critic.optim.lr_scheduler_type": "cosine"}),
     MEASURED: (NOTHING_MEASURED, {}),
     f"trainer.best_metric, or {MEASURED}": (NOTHING_MEASURED, {}),
-    "'wandb' in trainer.logger": ({}, {"trainer.logger": ("console", "wandb")}),
+    "'wandb' or FILE.py:Class in trainer.logger": ({}, {"trainer.logger": ("console", "wandb")}),
     "trainer.rollout_ahead=1": ({}, {"trainer.rollout_ahead": 1}),
     "trainer.rollout_ahead=0": ({"trainer.rollout_ahead": 1}, {}),
     "a temperature above 0": ({"evaluate.temperature": 0.0}, {}),

@@ -508,8 +508,14 @@ def test_minus_one_has_a_meaning_and_zero_has_none(key):
             {"monitor.filter_log": True, "algorithm.filter_groups.enable": False},
             "monitor.filter_log=True is not read without algorithm.filter_groups.enable=True",
         ),
-        ({"trainer.project_name": "math"}, "trainer.project_name='math' is not read without 'wandb' in trainer.logger"),
-        ({"trainer.experiment_name": "a"}, "trainer.experiment_name='a' is not read without 'wandb' in trainer.logger"),
+        (
+            {"trainer.project_name": "math"},
+            "='math' is not read without 'wandb' or FILE.py:Class in trainer.logger",
+        ),
+        (
+            {"trainer.experiment_name": "a"},
+            "='a' is not read without 'wandb' or FILE.py:Class in trainer.logger",
+        ),
     ],
 )
 def test_what_trackers_are_named_is_checked(changes, message):

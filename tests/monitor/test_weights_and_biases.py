@@ -2,6 +2,8 @@
 
 import importlib.machinery
 import json
+import os
+import subprocess
 import sys
 from types import ModuleType
 
@@ -111,3 +113,29 @@ def test_without_the_package_the_cure_is_named(found, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     with pytest.raises(ValueError, match=r"trainer.logger has 'wandb', .* pip install 'dapo_jax\[wandb\]'"):
         check_installed()
+
+
+def test_the_package_itself_keeps_a_run_offline(tmp_path):
+    """In a process of its own, because this one has the stand-in. A resumed run has the same id."""
+    code = (
+        "import sys, numpy as np\n"
+        "from dapo_jax.monitor.records import RunRecords\n"
+        "from dapo_jax.monitor.tensorboard import histogram\n"
+        "for steps, resumed in (((0, 1, 2), None), ((2, 3), 1)):\n"
+        "    with RunRecords(sys.argv[1], resume_step=resumed, logger=('wandb',)) as records:\n"
+        "        records.describe({'seed': 0, 'data.val_files': ()}, [])\n"
+        "        for step in steps:\n"
+        "            records.write_samples(step, [{'kind': 'best', 'response': 'a', 'score': 1.0}])\n"
+        "            records.write_histograms(step, {'length': histogram(np.arange(5)), 'none': {}})\n"
+        "            records.write(step, {'loss': float(step)})\n"
+    )
+    if subprocess.run([sys.executable, "-c", "import wandb.sdk"], capture_output=True).returncode:
+        pytest.skip("the package wandb is not installed")
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0 and "fails" not in done.stderr, done.stderr
+    known = json.loads((tmp_path / "wandb.json").read_text())
+    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert known["last_step"] == 3 and len(runs) == 2 and all(name.endswith(known["id"]) for name in runs)

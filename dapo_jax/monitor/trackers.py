@@ -1,0 +1,120 @@
+"""Host: what a tracker is, trackers of your own by name, and a guard so that no failure of one stops a run."""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from dapo_jax.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Where a run's records go besides its work directory. Process 0 calls it, in the order of the steps."""
+
+    def add_config(self, config: Mapping[str, Any], results: Sequence[str]) -> None:
+        """Once, at each start: the options by dotted key, and the names of the metrics to compare runs by."""
+        ...
+
+    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Some responses of a step with their scores."""
+        ...
+
+    def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
+        """By name: `edges` (lowest, highest) and `counts` of equal bins; {} where there is nothing to count."""
+        ...
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Every finite metric of a step. This ends the step."""
+        ...
+
+    def close(self) -> None:
+        """The end; may be called twice."""
+        ...
+
+
+class Guarded:
+    """A tracker whose first failure is a warning, and whose later ones are silent: it never stops a run."""
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self._tracker, self._name, self._failed = tracker, name, False
+
+    def add_config(self, config: Mapping[str, Any], results: Sequence[str]) -> None:
+        with self._warns():
+            self._tracker.add_config(config, results)
+
+    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        with self._warns():
+            self._tracker.add_samples(step, samples)
+
+    def add_histograms(self, step: int, histograms: Mapping[str, Mapping[str, Any]]) -> None:
+        with self._warns():
+            self._tracker.add_histograms(step, histograms)
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        with self._warns():
+            self._tracker.add_scalars(step, values)
+
+    def close(self) -> None:
+        with self._warns():
+            self._tracker.close()
+
+    @contextmanager
+    def _warns(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a tracker can raise anything
+            if not self._failed:
+                logger.warning(
+                    "%s fails (%s: %s): some data will be missing there; metrics.jsonl is complete",
+                    self._name,
+                    type(error).__name__,
+                    error,
+                )
+            self._failed = True
+
+
+def is_own(name: str) -> bool:
+    """Whether an entry of trainer.logger is the path of a class: package.module.Class or FILE.py:Class."""
+    return "." in name
+
+
+def own_tracker(name: str) -> Callable[..., Tracker]:
+    """The class of a tracker of your own. InputError if there is none."""
+    file, separator, class_name = name.rpartition(":")
+    rule = f"trainer.logger has {name!r}, which must be package.module.Class or FILE.py:Class"
+    if not separator:
+        file, _, class_name = name.rpartition(".")
+    try:
+        module = _run_file(Path(file).expanduser()) if separator else importlib.import_module(file)
+    except (Exception, SystemExit) as error:  # a module can raise anything
+        raise InputError(f"{rule}, but loading it fails with {type(error).__name__}: {error}: correct it") from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        raise InputError(f"{rule}, but {file} has no class {class_name!r}: correct the name")
+    return cast("Callable[..., Tracker]", found)
+
+
+def _run_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"tracker_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start_own(name: str, workdir: Path, *, project: str, run: str, first_step: int) -> Guarded:
+    """A tracker of your own, guarded. InputError if it does not start."""
+    tracker = own_tracker(name)
+    try:
+        return Guarded(tracker(workdir, project=project, name=run, first_step=first_step), name)
+    except Exception as error:  # as in Guarded
+        raise InputError(
+            f"trainer.logger has {name!r}, which does not start ({type(error).__name__}: {error}): correct it, or "
+            "leave it out"
+        ) from error
