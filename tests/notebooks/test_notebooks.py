@@ -4,7 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
+from jupyter_client.manager import start_new_kernel
 from small_families import with_tokenizer
 
 from dapo_jax.monitor.records import read_metrics
@@ -26,16 +29,11 @@ KAGGLE = {
 }
 
 
-def cells_of(name):
-    return json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
-
-
 def executed(name, folder):
     """The notebook after all of its cells have run in `folder`; the first that fails raises."""
-    client, format_ = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    notebook = format_.read(FOLDER / f"{name}.ipynb", as_version=4)
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     resources = {"metadata": {"path": str(folder)}}
-    return client.NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=resources).execute()
+    return nbclient.NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=resources).execute()
 
 
 def printed(cell):
@@ -98,7 +96,7 @@ def test_gemma_is_compiled_trained_measured_and_exported(tmp_path, monkeypatch):
 def kernel(monkeypatch):
     """A Jupyter kernel and its client."""
     set_machine(monkeypatch, {})
-    manager, client = pytest.importorskip("jupyter_client.manager").start_new_kernel(startup_timeout=LIMIT_S)
+    manager, client = start_new_kernel(startup_timeout=LIMIT_S)
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)

@@ -1,4 +1,7 @@
 import json
+import sys
+import time
+import types
 
 import pytest
 
@@ -31,3 +34,30 @@ def test_a_picture_of_two_runs(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     plot.main([f"one={tmp_path / 'a'}", f"two={tmp_path / 'b'}", f"--output={tmp_path / 'out' / 'curves.png'}"])
     assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_notebook_shows_the_curves_while_a_run_goes_on(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pictures, file = [], tmp_path / "metrics.jsonl"
+    handle = types.SimpleNamespace(update=pictures.append)
+    show = types.SimpleNamespace(Image=bytes, Markdown=str, display=lambda text, display_id: handle)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=show))
+    monkeypatch.setitem(sys.modules, "IPython.display", show)
+
+    def wait_for(count):
+        limit = time.monotonic() + 60
+        while len(pictures) < count and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert len(pictures) >= count
+
+    with pytest.raises(KeyboardInterrupt), plot.live_curves(tmp_path, every_s=0.01):
+        time.sleep(0.05)
+        assert not pictures  # no step has ended
+        file.write_text(json.dumps(ROWS[0]) + "\n")
+        wait_for(1)
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        raise KeyboardInterrupt
+    assert pictures[-1].startswith(b"\x89PNG") and pictures[-1] != pictures[0]
+    shown = len(pictures)
+    time.sleep(0.05)
+    assert len(pictures) == shown
