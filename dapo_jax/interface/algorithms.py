@@ -98,7 +98,7 @@ def policy_loss(
     known = [name for name in loss_options(ActorConfig()) if needs(function, name)]
     if unknown := set(options) - set(known):
         raise InputError(f"loss={loss!r} has no {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
-    advantages = jnp.asarray(advantages)
+    logprobs, advantages = jnp.asarray(logprobs), jnp.asarray(advantages)
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], mask.shape)
     weights = {"importance_weights": jnp.ones_like(logprobs)} if needs(function, "importance_weights") else {}

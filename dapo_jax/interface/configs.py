@@ -1,5 +1,6 @@
 """Host: configs for programs: recipes by name, files, and changes by dotted key."""
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from ml_collections import ConfigDict
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import flat, freeze
+from dapo_jax.config.values import DEFAULTS, flat, freeze
 from dapo_jax.errors import InputError
 
 AnyConfig = Config | ConfigDict | str | Path
@@ -31,6 +32,10 @@ def load_config(name: str | Path, changes: Mapping[str, Any] | None = None) -> C
         InputError: there is no such file, or it fails; an unknown key, or a value of the wrong type.
     """
     config, changes = read_config_file(str(name)), dict(changes or {})
+    for key in changes.keys() - DEFAULTS.keys():
+        close = difflib.get_close_matches(key, DEFAULTS)
+        cure = f"did you mean {' or '.join(close)}?" if close else "keys are dotted, such as rollout.n"
+        raise InputError(f"load_config({str(name)!r}): there is no option {key}: {cure}")
     base = freeze(config)
     try:
         config.update_from_flattened_dict(changes)

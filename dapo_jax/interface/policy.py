@@ -23,6 +23,7 @@ from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.learner.batch import make_batch, policy_logprobs, rows_of
 from dapo_jax.learner.learner import update
 from dapo_jax.meshes import check_memory, make_meshes
+from dapo_jax.other_runs import find_trained
 from dapo_jax.parallel.compilation import keep_compiled
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.rewards.worker_pool import Verdict
@@ -85,7 +86,7 @@ class Policy:
 
     It has the model, lengths, sampling, loss, optimizer and mesh of the config; data, rewards and filter are the
     caller's. The k-th prompt of a policy always draws with the same noise, so a program that is run again repeats its
-    results. With several processes, each makes the same calls.
+    results. With several processes, each calls jax.distributed.initialize() first, and then all make the same calls.
 
     Args:
         config: in any form that `load_config` or `default_config` gives, or a recipe's name. config.model.path may be
@@ -105,13 +106,12 @@ class Policy:
         self.arch, self.tokenizer = read_policy(config)
         mesh, sampling_mesh = make_meshes(config, self.arch)
         check_memory(config, mesh)
-        self._open = ExitStack()
-        with jax.set_mesh(mesh):
-            self._sampler = self._open.enter_context(
-                open_sampler(config, self.arch, self.tokenizer, sampling_mesh, nullcontext)
-            )
+        with ExitStack() as stack, jax.set_mesh(mesh):
+            sampler = open_sampler(config, self.arch, self.tokenizer, sampling_mesh, nullcontext)
+            self._sampler = stack.enter_context(sampler)
             self._learner = build_learner(config, self.arch, self._sampler, mesh, nullcontext)
             self._models = self._learner.init_models()
+            self._open = stack.pop_all()
         self.steps = 0  # that it has learnt from
         self._drawn = 0  # prompts: the address of the next one's draws
 
@@ -136,9 +136,15 @@ class Policy:
         """
         settings = self.config.rollout
         n = settings.n if n is None else n
+        temperature = settings.temperature if temperature is None else temperature
+        if n < 1 or temperature < 0 or (max_tokens is not None and max_tokens < 1):
+            raise InputError(
+                f"n={n} and max_tokens={max_tokens} must be at least 1, and temperature={temperature} at least 0: "
+                "correct them"
+            )
         tokens = self._tokenize(prompts)
         sampling = Sampling.create(
-            settings.temperature if temperature is None else temperature,
+            temperature,
             settings.top_p if top_p is None else top_p,
             settings.top_k if top_k is None else top_k,
             settings.min_response_length,
@@ -164,6 +170,8 @@ class Policy:
 
     def logprobs(self, samples: Samples) -> np.ndarray:
         """[Q, G, R] float32 log-probabilities of the tokens under the policy as it is now; 0 on padding."""
+        if not len(samples):
+            return np.zeros(samples.logprobs.shape, np.float32)
         with jax.set_mesh(self._learner.mesh):
             rows = rows_of(self._learner, samples.experience, num_groups=len(samples))
             found, _ = policy_logprobs(self._learner, self._models.actor.params, rows)
@@ -203,11 +211,16 @@ class Policy:
             dtype: of the weights, bfloat16 or float32.
             adapter: only the adapters of config.model.lora, for PEFT.
         """
-        if adapter and not self.config.model.lora.rank:
+        path, rank = self.config.model.path, self.config.model.lora.rank
+        if adapter and not rank:
             raise InputError("adapter=True needs a policy with adapters, but model.lora.rank=0: leave it out")
+        if adapter and find_trained(path) is not None:
+            raise InputError(
+                f"adapter=True writes adapters of this policy alone, but model.path={path} is a run with weights of "
+                "its own: leave it out, or use `dapo-jax export --adapter` for the run's adapters"
+            )
         output, params, mesh = new_output(directory), self._models.actor.params, self._learner.mesh
-        how: Any = {"step": self.steps, "dtype": dtype, "adapter": adapter}
-        write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, **how)
+        write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, dtype=dtype, adapter=adapter)
 
     def close(self) -> None:
         """Ends what it does in the background."""
@@ -221,6 +234,8 @@ class Policy:
 
     def _tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         data = self.config.data
+        if isinstance(prompts, str) or not prompts or any(isinstance(prompt, dict) for prompt in prompts):
+            raise InputError("prompts must be a list of texts, or of lists of chat messages, and not empty: correct it")
         settings: Any = {
             "system_prompt": data.system_prompt,
             "chat_template_kwargs": json.loads(data.chat_template_kwargs),

@@ -1,17 +1,17 @@
 """Host: Python functions as the reward of a run."""
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, RewardConfig
 from dapo_jax.config.values import with_values
 from dapo_jax.errors import InputError
-from dapo_jax.places import is_address
+from dapo_jax.places import copy_of, is_address
 from dapo_jax.problems import NO_FUNCTIONS
 from dapo_jax.rewards.own_source import reward_name
 from dapo_jax.rewards.verifiers import OF_SESSION
+from dapo_jax.rewards.weighted import RESERVED
 from dapo_jax.run import Own
 
 Function = Callable[..., Any] | str
@@ -25,7 +25,7 @@ def with_reward(config: Config, reward: Reward) -> tuple[Config, Own]:
     Args:
         reward: see `dapo_jax.train`.
     """
-    folder = tempfile.mkdtemp() if is_address(config.workdir) else config.workdir
+    folder = copy_of(config.workdir, "rewards") if is_address(config.workdir) else config.workdir
     own: dict[str, Callable[..., Any]] = {}
 
     def named(label: str, function: Function) -> str:
@@ -42,11 +42,14 @@ def with_reward(config: Config, reward: Reward) -> tuple[Config, Own]:
     if isinstance(reward, str) or callable(reward):
         values = {"reward.function": named("function", reward), "reward.functions": NO_FUNCTIONS}
         return with_values(config, values), own
+    if not len(reward):
+        raise InputError("reward holds no function: give one, or leave it out")
     parts = {}
     for label, part in _by_label(reward).items():
         function, weight = part if isinstance(part, tuple) else (part, 1.0)
-        parts[label] = {"function": named(label, function), "weight": weight}
-    return with_values(config, {"reward.functions": json.dumps(parts)}), own
+        parts[label] = {"function": named(label, function), "weight": float(weight)}
+    values = {"reward.function": RewardConfig.function, "reward.functions": json.dumps(parts)}
+    return with_values(config, values), own
 
 
 def _by_label(reward: Sequence[Weighted] | Mapping[str, Weighted]) -> dict[str, Weighted]:
@@ -54,9 +57,11 @@ def _by_label(reward: Sequence[Weighted] | Mapping[str, Weighted]) -> dict[str, 
     if isinstance(reward, Mapping):
         return dict(reward)
     found: dict[str, Weighted] = {}
-    for number, part in enumerate(reward, start=1):
+    taken = {getattr(part[0] if isinstance(part, tuple) else part, "__name__", "") for part in reward}
+    numbered = [name for name in (f"reward_{number}" for number in range(1, 2 * len(reward) + 1)) if name not in taken]
+    for part in reward:
         function = part[0] if isinstance(part, tuple) else part
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
-        label = name if name.isidentifier() and name not in found else f"reward_{number}"
-        found[label] = part
+        fits = name.isidentifier() and name not in found and name not in RESERVED
+        found[name if fits else next(free for free in numbered if free not in found)] = part
     return found

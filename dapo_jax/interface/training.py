@@ -1,7 +1,6 @@
 """Host: a whole training run from a program, and its records."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dapo_jax import training
@@ -12,9 +11,11 @@ from dapo_jax.config.values import with_values
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.policy import Policy
 from dapo_jax.interface.rewards import Reward, with_reward
+from dapo_jax.monitor.mirror import KIND
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.stopping import Stopped
+from dapo_jax.places import copy_of, is_address, place_of
 from dapo_jax.rewards.verifiers import NO_OWN
 
 
@@ -26,14 +27,15 @@ class TrainResult:
     stopped: str = ""  # why it ended early; "" = it did not
 
     @property
-    def workdir(self) -> Path:
-        """Where checkpoints, metrics and samples are."""
-        return Path(self.config.workdir)
+    def workdir(self) -> Any:
+        """Where checkpoints, metrics and samples are: a path, or the place of an address."""
+        return place_of(self.config.workdir)
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """One dict per training step: "step", and each metric of docs/metrics.md by its name."""
-        return read_metrics(self.workdir)
+        address = self.config.workdir
+        return read_metrics(copy_of(address, KIND) if is_address(address) else address)
 
     def policy(self) -> Policy:
         """The trained policy, to sample from or to train on. Close it, or use it in `with`."""
@@ -56,7 +58,8 @@ def train(config: AnyConfig, reward: Reward | None = None) -> TrainResult:
             by name with their weights, {"correct": (function, 1.0), "short": (other, 0.1)}, whose weighted sum is the
             score, while the first alone is `acc`; or a list of them. A function that worker processes can load runs
             there, with limits of time and memory: one of a module, or one of a notebook that uses only imports, plain
-            values and functions like it. Any other, such as a lambda, runs in this process, with a warning.
+            values and functions like it. Any other, such as a lambda, runs in this process, with a warning, and so do
+            the functions that are weighted with it.
 
     Raises:
         InputError: the config, the model, the data or the devices do not fit together.

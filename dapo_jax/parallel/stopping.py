@@ -28,9 +28,10 @@ class StopRequest:
     """SIGTERM (from schedulers and cloud maintenance) and SIGINT (Ctrl-C) ask a run to stop.
 
     The first signal is remembered until a safe point. A second one, at least a second later (launchers send one
-    twice), ends the process at once, by that signal. Before the first safe point there is nothing to save: SIGTERM
-    then stops a single process immediately and kills one of several, and SIGINT is left to the command. Outside the
-    main thread, where Python delivers no signals, nothing asks the run to stop.
+    twice), ends the process at once, by that signal; where Python's own handler was, as in a notebook, SIGINT raises
+    KeyboardInterrupt instead. Before the first safe point there is nothing to save: SIGTERM then stops a single process
+    immediately and kills one of several, and SIGINT is left to the command. Outside the main thread, where Python
+    delivers no signals, nothing asks the run to stop.
     """
 
     def __init__(self) -> None:
@@ -100,6 +101,8 @@ class StopRequest:
             return
         name = signal.Signals(number).name
         if self._signal is not None or (not self._set_up and jax.process_count() > 1):
+            if self._previous.get(signal.Signals(number)) is signal.default_int_handler:
+                raise KeyboardInterrupt  # in a notebook or a program: not the end of its process
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signal, self._since = name, time.monotonic()

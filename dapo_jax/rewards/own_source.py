@@ -88,14 +88,14 @@ def _add(function: Any, imports: dict[str, None], parts: dict[str, str]) -> bool
     for name in _global_names(source):
         if name in parts or (name not in globals_ and hasattr(builtins, name)):
             continue
-        if name not in globals_ or not _add_value(name, globals_[name], globals_, imports, parts):
+        if name not in globals_ or not _add_value(name, globals_[name], globals_, imports, parts, source):
             return False
     parts[function.__name__] = parts.pop(function.__name__)  # after what its defaults may use
     return True
 
 
 def _add_value(
-    name: str, value: Any, globals_: dict[str, Any], imports: dict[str, None], parts: dict[str, str]
+    name: str, value: Any, globals_: dict[str, Any], imports: dict[str, None], parts: dict[str, str], source: str
 ) -> bool:
     if isinstance(value, types.FunctionType) and value.__globals__ is globals_:
         return value.__name__ == name and _add(value, imports, parts)
@@ -106,6 +106,8 @@ def _add_value(
     line = _import_line(name, value)
     if line is not None:
         imports[line] = None
+        if isinstance(value, types.ModuleType):
+            imports |= dict.fromkeys(_imports_of_submodules(name, value, source))
         return True
     if _is_plain(value):
         parts[name] = f"{name} = {value!r}"
@@ -152,6 +154,14 @@ def _import_line(name: str, value: Any) -> str | None:
         return None
     found = getattr(sys.modules.get(module), own_name, None) is value
     return f"from {module} import {own_name} as {name}" if found else None
+
+
+def _imports_of_submodules(name: str, module: types.ModuleType, source: str) -> list[str]:
+    """The imports of a package's modules that the source reaches through it: `import a` alone may not load a.b."""
+    dotted = re.findall(rf"\b{re.escape(name)}((?:\.\w+)+)", source)
+    paths = {module.__name__ + path[:end] for path in dotted for end in range(len(path) + 1)}
+    loaded = sorted(path for path in paths if path in sys.modules and path != module.__name__)
+    return [f"import {path}" for path in loaded]
 
 
 def _is_plain(value: Any) -> bool:

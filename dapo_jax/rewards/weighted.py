@@ -15,7 +15,7 @@ from dapo_jax.rewards.results import normalize_result
 
 EXAMPLE = '{"correct": "math_dapo", "format": {"function": "FILE.py:format_score", "weight": 0.2}}'
 MAX_PARTS = MAX_NUMBERS // 2  # a verdict also has their sum, acc and further numbers of the functions
-_RESERVED = ("score", "acc", "pred")
+RESERVED = ("score", "acc", "pred")
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def parse_parts(text: str) -> tuple[Part, ...]:
 
 def _parse(name: str, value: Any) -> Part:
     where = f"reward.functions, {name!r}"
-    if not name.isidentifier() or name in _RESERVED:
+    if not name.isidentifier() or name in RESERVED:
         raise InputError(
             f"{where} is the name of a metric: it must have only letters, digits and _, not begin with a digit, and "
-            f"not be {' or '.join(_RESERVED)}: rename it"
+            f"not be {' or '.join(RESERVED)}: rename it"
         )
     value = {"function": value} if isinstance(value, str) else value
     if not isinstance(value, dict) or not {"function"} <= value.keys() <= {"function", "weight"}:
@@ -94,7 +94,7 @@ def weighted(parts: Sequence[Part], verifiers: Sequence[Callable[..., Any]]) -> 
                 found |= {"acc": numbers["acc"], "pred": pred}
             total += part.weight * numbers["score"]
             found[part.name] = numbers["score"]
-            found |= {f"{part.name}.{name}": number for name, number in numbers.items() if name not in _RESERVED}
+            found |= {f"{part.name}.{name}": number for name, number in numbers.items() if name not in RESERVED}
         return {"score": total, **found}
 
     return score

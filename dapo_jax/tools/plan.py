@@ -105,20 +105,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=float, default=1000.0, help="mean tokens of a response")
     given = parser.parse_args(arguments)
     with refusals(["plan"]):
-        accuracies = read_accuracies(given)
-        if not ((accuracies >= 0) & (accuracies <= 1)).all():
-            raise InputError("success probabilities must be in [0, 1]: correct them")
-    keep_rate = float(np.mean(keep_probability(accuracies, given.n)))
-    size = given.gen_batch_size or given.train_batch_size
-    found = plan(keep_rate, target=given.train_batch_size, gen_batch_size=size)
-    tokens = found.rounds * size * given.n * given.tokens
-    print(f"keep rate                      {found.keep_rate:.4f}")
-    print(f"rounds per step                {found.rounds:.2f}")
-    print(f"generated tokens per step      {tokens:.3g}")
-    print(f"generated per trained          {found.generated_per_trained:.2f}, whole rounds")
-    print(f"                               {found.lowest_per_trained:.2f}, if no kept group is lost (carry)")
+        accuracies, size = read_accuracies(given), given.gen_batch_size or given.train_batch_size
+        if not accuracies.size or not ((accuracies >= 0) & (accuracies <= 1)).all():
+            raise InputError("success probabilities must be one or more numbers in [0, 1]: correct them")
+        if min(given.n, given.train_batch_size, size) < 1:
+            raise InputError("--n and both batch sizes must be at least 1: correct them")
+        print(described(accuracies, given.n, given.train_batch_size, size, given.tokens))
+
+
+def described(accuracies: np.ndarray, n: int, target: int, size: int, tokens: float) -> str:
+    """The plan in lines.
+
+    Args:
+        target, size: the train and the generation batch size, in prompts.
+        tokens: mean tokens of a response.
+    """
+    keep_rate = float(np.mean(keep_probability(accuracies, n)))
+    found = plan(keep_rate, target=target, gen_batch_size=size)
     limit = found.limit if found.limit is not None else f"more than {MAX_ROUNDS}: change the data"
-    print(f"max_num_gen_batches            {limit}, enough in {ALMOST_SURELY:.1%} of the steps")
+    return "\n".join(
+        [
+            f"keep rate                      {found.keep_rate:.4f}",
+            f"rounds per step                {found.rounds:.2f}",
+            f"generated tokens per step      {found.rounds * size * n * tokens:.3g}",
+            f"generated per trained          {found.generated_per_trained:.2f}, whole rounds",
+            f"                               {found.lowest_per_trained:.2f}, if no kept group is lost (carry)",
+            f"max_num_gen_batches            {limit}, enough in {ALMOST_SURELY:.1%} of the steps",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -73,6 +73,13 @@ def test_what_does_not_fit_is_refused(config):
         ):
             with pytest.raises(dx.InputError, match=message):
                 policy.step(given, rewards)
+        assert policy.logprobs(samples.select([])).shape == (0, 4, 4)
+        for arguments in ({"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}):
+            with pytest.raises(dx.InputError, match="at least"):
+                policy.generate(["1 + 2 ="], **arguments)
+        for prompts in ("1 + 2 =", [], [{"role": "user", "content": "1 + 2 ="}]):
+            with pytest.raises(dx.InputError, match="a list of texts"):
+                policy.generate(prompts)
         for prompt in ("", "1" * 40):
             with pytest.raises(dx.InputError, match="from 1 to data.max_prompt_length=16"):
                 policy.generate([prompt])
@@ -88,8 +95,10 @@ def test_what_does_not_fit_is_refused(config):
 def test_configs_come_from_recipes_files_and_changes(tmp_path):
     config = dx.load_config("tiny", {"model.path": "elsewhere"})
     assert config.model.random.initializer_range == 0.02  # the recipe's belongs to its random model
+    with pytest.raises(dx.InputError, match="did you mean actor.grad_clip"):
+        dx.load_config("tiny", {"actor.grad_clp": 1})
     with pytest.raises(dx.InputError, match="correct the changes"):
-        dx.load_config("tiny", {"actor.nonsense": 1})
+        dx.load_config("tiny", {"rollout.n": "many"})
     with pytest.raises(dx.InputError, match="did you mean tiny?"):
         dx.load_config("tinny")
     with pytest.raises(dx.InputError, match="model.path is empty"):

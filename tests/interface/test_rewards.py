@@ -1,5 +1,6 @@
 """Functions as the reward of a run."""
 
+import dataclasses
 import json
 
 import pytest
@@ -36,7 +37,20 @@ def test_several_functions_have_names_and_weights(config):
     assert {name: part["weight"] for name, part in parts.items()} == {"right": 1.0, "brief": 0.5, "gsm": 0.1}
     assert parts["gsm"]["function"] == "gsm8k" and "reward_brief.py" in parts["brief"]["function"] and not own
     listed, own = with_reward(config, [("gsm8k", 1.0), (short, 0.5), lambda text: 0.0, (short, 0.2)])
-    assert list(json.loads(listed.reward.functions)) == ["gsm8k", "short", "reward_3", "reward_4"]
-    assert list(own) == ["reward_3"]
+    assert list(json.loads(listed.reward.functions)) == ["gsm8k", "short", "reward_1", "reward_2"]
+    assert list(own) == ["reward_1"]
+    recipe = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function="math_verify"))
+    assert with_reward(recipe, [("gsm8k", 1.0)])[0].reward.function == "auto"
+
+    def score(text):
+        return 1.0
+
+    def reward_1(text):
+        return 0.0
+
+    named, _ = with_reward(config, [reward_1, score, lambda text: 0.0])
+    assert list(json.loads(named.reward.functions)) == ["reward_1", "reward_2", "reward_3"]
+    with pytest.raises(dx.InputError, match="holds no function"):
+        with_reward(config, [])
     with pytest.raises(dx.InputError, match="must be a function"):
         with_reward(config, {"right": (3, 1.0)})  # pyright: ignore[reportArgumentType]

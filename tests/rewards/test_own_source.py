@@ -15,6 +15,7 @@ import math
 import re
 from collections import Counter
 import os.path as paths
+import xml.etree.ElementTree
 
 NUMBER = re.compile(r"[0-9]+", re.I)
 SCALE = {"wrong": -1.0, "right": 1}
@@ -32,6 +33,7 @@ def four(data_source, solution, ground_truth, extra_info):
     words = Counter(word for word in solution.split() if paths.basename(word) != math.inf)
     return {"score": SCALE["right"] if last(solution) == float(ground_truth) else SCALE["wrong"], "words": len(words)}
 
+def tagged(solution): return float(xml.etree.ElementTree.fromstring(solution).tag == "b")
 def one(text): return float(is_even(len(text)))
 def two(solution, ground_truth): return float(ground_truth in solution)
 def reads_file(solution): return opened.read()
@@ -78,6 +80,10 @@ def test_a_function_of_a_session_is_written_with_all_that_it_uses(notebook, tmp_
     assert name == f"{tmp_path}/reward_function.py:four"
     assert verdict(name).numbers == {"score": 1.0, "acc": 1.0, "words": 2.0}
     assert verdict(name, solution="none").numbers["score"] == -1.0
+
+
+def test_modules_of_a_package_are_imported_too(notebook, tmp_path):
+    assert verdict(reward_name(notebook.tagged, tmp_path), "<b/>").numbers["score"] == 1.0
 
 
 def test_functions_of_fewer_arguments_get_a_wrapper(notebook, tmp_path):

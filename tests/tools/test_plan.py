@@ -32,7 +32,9 @@ def test_the_plan_is_printed(capsys):
     assert "keep rate                      0.5000" in out and "2.00, if no kept group is lost" in out
 
 
-@pytest.mark.parametrize("arguments", [["--accuracies", "nowhere"], ["--accuracy", "2"]])
+@pytest.mark.parametrize(
+    "arguments", [["--accuracies", "nowhere"], ["--accuracy", "2"], ["--accuracy", "0.5", "--n", "0"]]
+)
 def test_wrong_input_is_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         plan.main(arguments)
