@@ -399,10 +399,7 @@ class TrainerConfig:
     best_metric_mode: BestMode = "max"  # max | min
     rollout_ahead: ZeroOrOne = 0  # 1 = sample a batch with a policy one step older while other devices train
     rollout_devices: NotNegative[int] = 0  # with rollout_ahead: devices that sample, over all processes; 0 = half
-    logger: tuple[str, ...] = (
-        "console",
-        "tensorboard",
-    )  # also: console | tensorboard | wandb | FILE.py:Class
+    logger: tuple[str, ...] = ("console", "tensorboard")  # also wandb, FILE.py:Class; metrics.jsonl always
     project_name: str = "dapo_jax"  # of the run in Weights & Biases (pip install 'dapo_jax[wandb]') or your own tracker
     experiment_name: str = ""  # the run's name there; empty = the last part of workdir
     checkpoint_dir: str = ""  # path or gs:// address that all processes can reach; empty = workdir/checkpoints
