@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif name in ("--help", "-h"):
         print(help_text())
     elif name in COMMANDS:
-        end_at_once(name)
+        if arguments is None:  # this process is the command's own
+            end_at_once(name)
         _imported(COMMANDS[name][0]).main(rest)
     else:
         close = difflib.get_close_matches(name, COMMANDS)

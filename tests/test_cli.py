@@ -19,7 +19,6 @@ def test_help_and_version(capsys):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_help(name, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "end_at_once", lambda name: None)
     assert callable(importlib.import_module(cli.COMMANDS[name][0]).main)
     try:
         cli.main([name, "--help"])
@@ -35,7 +34,6 @@ def test_an_unknown_command_names_the_closest(capsys):
 
 
 def test_packages_that_do_not_fit_are_named_if_a_command_does_not_import(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "end_at_once", lambda name: None)
     monkeypatch.setitem(cli.COMMANDS, "train", ("dapo_jax.no_such_module", ""))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["train"])
