@@ -217,7 +217,7 @@ class Policy:
         if adapter and find_trained(path) is not None:
             raise InputError(
                 f"adapter=True writes adapters of this policy alone, but model.path={path} is a run with weights of "
-                "its own: leave it out, or use `dapo-jax export --adapter` for the run's adapters"
+                "its own: leave it out, or export the run's by TrainResult.export or `dapo-jax export --adapter`"
             )
         output, params, mesh = new_output(directory), self._models.actor.params, self._learner.mesh
         write_policy(self.config, self.arch, self.tokenizer, mesh, params, output, dtype=dtype, adapter=adapter)

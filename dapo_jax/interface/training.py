@@ -1,6 +1,7 @@
 """Host: a whole training run from a program, and its records."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dapo_jax import training
@@ -8,6 +9,7 @@ from dapo_jax.command.command_line import processes_of
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import with_values
+from dapo_jax.export import export
 from dapo_jax.interface.configs import AnyConfig, as_config
 from dapo_jax.interface.policy import Policy
 from dapo_jax.interface.rewards import Reward, with_reward
@@ -41,6 +43,16 @@ class TrainResult:
         """The trained policy, to sample from or to train on. Close it, or use it in `with`."""
         trained = with_values(self.config, {"model.path": self.config.workdir})
         return Policy(without_switched_off(self.config, trained, ()))
+
+    def export(self, directory: str | Path, *, dtype: str = "bfloat16", adapter: bool = False) -> None:
+        """Writes the newest checkpoint as a Hugging Face model directory, as `dapo-jax export` does.
+
+        Args:
+            directory: new or empty; it appears only when it is complete.
+            dtype: of the weights, bfloat16 or float32.
+            adapter: only the adapters of config.model.lora, for PEFT.
+        """
+        export(self.config, directory, dtype=dtype, adapter=adapter)
 
 
 def train(config: AnyConfig, reward: Reward | None = None) -> TrainResult:
