@@ -91,6 +91,14 @@ RUN_BY = {
     "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
     "python countdown.py": f"{GUIDE}test_its_rows_are_read_and_its_command_is_valid",
     "dapo-jax plan": HERE,
+    "dapo-jax --help": "tests/test_cli.py::test_help_and_version",
+    "dapo-jax configs": "tests/test_cli.py::test_recipes_are_listed_and_printed",
+    "dapo-jax train": "scripts/test_package.sh",
+    "dapo-jax evaluate": "tests/test_evaluate.py::test_the_command_prints_a_table",
+    "dapo-jax export": "tests/test_export.py::test_the_command_exports_what_a_run_has_trained",
+    "dapo-jax from-verl": (
+        "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file"
+    ),
     "python scripts/benchmarks/benchmark_": HERE,
     "python scripts/benchmarks/soak.py": HERE,
     "python scripts/benchmarks/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",

@@ -19,6 +19,7 @@ from dapo_jax.command.validation import validate
 from dapo_jax.config.values import flat, with_values
 from dapo_jax.evaluate import as_in_the_run, bench, main, open_policy, table
 from dapo_jax.held_out import mean_accuracy
+from dapo_jax.monitor.recipe import Recipe
 from dapo_jax.monitor.records import read_metrics, write_config
 from dapo_jax.training import train
 
@@ -221,7 +222,7 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(trained, tmp_
 
 @pytest.mark.slow
 def test_the_command_prints_a_table(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "_read", lambda _: (trained, (), set()))
+    monkeypatch.setattr(command_line, "_read", lambda _: (trained, (), Recipe("", (), None)))
     monkeypatch.setattr(sys, "argv", ["evaluate", "--step", "1"])
     main()
     assert "task set" in capsys.readouterr().out

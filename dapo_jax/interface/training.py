@@ -31,7 +31,8 @@ class TrainResult:
     @property
     def workdir(self) -> Any:
         """Where checkpoints, metrics and samples are: a path, or the place of an address."""
-        return place_of(self.config.workdir)
+        given = self.config.workdir
+        return place_of(given) if is_address(given) else Path(given)
 
     @property
     def records(self) -> list[dict[str, Any]]:
