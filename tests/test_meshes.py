@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from shapes import ARCH
 from small_policy import actor_on
-from small_run import assert_same_policy, load_config, rows_without_clock, small_config
+from small_run import DAMPED, assert_same_policy, load_config, rows_without_clock, small_config
 
 from dapo_jax import meshes
 from dapo_jax.config.values import freeze
@@ -104,16 +104,19 @@ def test_no_matrix_is_whole_on_a_device_on_its_way_to_the_sampler():
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_another_train_tensor(tmp_path, whole):
+def test_a_run_resumes_with_another_train_tensor(tmp_path):
     """The tokens are those of a run whose training is divided otherwise, and so is the policy up to rounding."""
-    _, params, rows = whole
+    params = jax.device_get(train(small_config(tmp_path / "whole", **DAMPED)).actor.params)
+    rows = rows_without_clock(tmp_path / "whole")
     for steps, size in ((2, 2), (4, 1)):
         changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.train_tensor": size}
-        models = train(small_config(tmp_path, **changes, **{"trainer.total_training_steps": steps}))
+        models = train(
+            small_config(tmp_path / "divided", **DAMPED, **changes, **{"trainer.total_training_steps": steps})
+        )
     query = models.actor.params["layers"]["query"]
     assert query.sharding.mesh.shape == {"data": 1, "fsdp": 8, "tensor": 1}
     assert_same_policy(models, params, 1e-5)
-    found = rows_without_clock(tmp_path)
+    found = rows_without_clock(tmp_path / "divided")
     assert len(found) == len(rows)
     for row, wanted in zip(found, rows, strict=True):
         for name in ("rollout/response_length/mean", "critic/score/mean"):
