@@ -5,7 +5,6 @@
 `python -m` with the module's name is the same.
 """
 
-import difflib
 import importlib
 import os
 import sys
@@ -14,7 +13,7 @@ from types import ModuleType
 
 from dapo_jax import __version__
 from dapo_jax.command.interrupts import end_at_once
-from dapo_jax.parallel.conflicts import conflicts_here
+from dapo_jax.errors import did_you_mean
 
 WRONG_INPUT = 2  # as in command/command_line.py, which takes seconds to import
 COMMANDS = {  # name: the module whose main(arguments) it is, and what it does
@@ -44,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             end_at_once(name)
         _imported(COMMANDS[name][0]).main(rest)
     else:
-        close = difflib.get_close_matches(name, COMMANDS)
-        meant = f"did you mean {' or '.join(close)}? " if close else ""
-        print(f"dapo-jax: there is no command {name}: {meant}dapo-jax --help lists them", file=sys.stderr)
+        meant = " ".join(filter(None, [did_you_mean(name, COMMANDS), "dapo-jax --help lists them"]))
+        print(f"dapo-jax: there is no command {name}: {meant}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 
@@ -55,6 +53,8 @@ def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:
+        from dapo_jax.parallel.conflicts import conflicts_here  # its imports are most of what --help would wait for
+
         if not (unfit := conflicts_here(os.environ)):
             raise
         for line in (f"{type(error).__name__}: {error}", *unfit):

@@ -37,7 +37,8 @@ def test_packages_that_do_not_fit_are_named_if_a_command_does_not_import(capsys,
     monkeypatch.setitem(cli.COMMANDS, "train", ("dapo_jax.no_such_module", ""))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["train"])
-    monkeypatch.setattr(cli, "conflicts_here", lambda environment: ["jax 0.7.2 needs jaxlib<=0.7.2: pip install it"])
+    found = ["jax 0.7.2 needs jaxlib<=0.7.2: pip install it"]
+    monkeypatch.setattr("dapo_jax.parallel.conflicts.conflicts_here", lambda environment: found)
     with pytest.raises(SystemExit) as end:
         cli.main(["train"])
     error, conflict = capsys.readouterr().err.splitlines()

@@ -1,7 +1,6 @@
 """Host: a command's config, from `--config FILE --config.key=value ... [--debug]`, and how the command fails."""
 
 import dataclasses
-import difflib
 import errno
 import itertools
 import re
@@ -21,7 +20,7 @@ from dapo_jax.config.files import EXAMPLE, read_config_file
 from dapo_jax.config.recipes import recipe_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, freeze
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, did_you_mean
 from dapo_jax.monitor.recipe import RECIPE, Recipe
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.platforms import start_failure
@@ -241,8 +240,7 @@ def _chosen_keys(overrides: Sequence[str], config: ConfigDict) -> set[str]:
         if of_verl:
             problems.append(of_verl)
         elif given and given[1] not in keys and given[1] not in sections:
-            close = difflib.get_close_matches(given[1], keys)
-            cure = f"did you mean {' or '.join(close)}?" if close else "dapo_jax/config/sections.py lists the keys"
+            cure = did_you_mean(given[1], keys) or "dapo_jax/config/sections.py lists the keys"
             problems.append(f"{option}: there is no key {given[1]}: {cure}")
         elif given:
             chosen.add(given[1])

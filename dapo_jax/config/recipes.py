@@ -1,8 +1,9 @@
 """Host: the recipes that come with the package, named by their file without .py."""
 
 import ast
-import difflib
 from pathlib import Path
+
+from dapo_jax.errors import did_you_mean
 
 _INSTALLED = Path(__file__).parents[1] / "recipes"  # setup.py puts configs/ there
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
@@ -21,6 +22,6 @@ def recipe_file(name: str) -> Path | None:
 
 
 def closest(name: str) -> str:
-    """A question that names the recipes with a similar name; "" if there are none."""
-    found = difflib.get_close_matches(name, [file.stem for file in FOLDER.glob("*.py")])
-    return f" (did you mean {' or '.join(found)}?)" if found else ""
+    """A question in brackets that names the recipes with a similar name; "" if there are none."""
+    meant = did_you_mean(name, (file.stem for file in FOLDER.glob("*.py")))
+    return f" ({meant})" if meant else ""

@@ -1,6 +1,5 @@
 """Host: configs for programs: recipes by name, files, and changes by dotted key."""
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, freeze
-from dapo_jax.errors import InputError
+from dapo_jax.errors import InputError, did_you_mean
 
 AnyConfig = Config | ConfigDict | str | Path
 
@@ -33,8 +32,7 @@ def load_config(name: str | Path, changes: Mapping[str, Any] | None = None) -> C
     """
     config, changes = read_config_file(str(name)), dict(changes or {})
     for key in changes.keys() - DEFAULTS.keys():
-        close = difflib.get_close_matches(key, DEFAULTS)
-        cure = f"did you mean {' or '.join(close)}?" if close else "keys are dotted, such as rollout.n"
+        cure = did_you_mean(key, DEFAULTS) or "keys are dotted, such as rollout.n"
         raise InputError(f"load_config({str(name)!r}): there is no option {key}: {cure}")
     base = freeze(config)
     try:
