@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from dapo_jax.data.experience import Experience, total_failure
 from dapo_jax.monitor.bars import bar
-from dapo_jax.monitor.statistics import evaluation_metrics, length_metrics
+from dapo_jax.monitor.statistics import HELD_OUT, evaluation_metrics, length_metrics
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import SharedFailure
 from dapo_jax.problems import TaskSet
@@ -20,8 +19,6 @@ from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.rollout.sampling import EVALUATE, Sampling
 
 logger = logging.getLogger(__name__)
-
-_ACCURACY = re.compile(r"eval/.+/acc/mean@\d+")
 
 Receive = Callable[[TaskSet, Experience], None]
 
@@ -87,7 +84,7 @@ def evaluate(
 
 def mean_accuracy(metrics: Mapping[str, float]) -> float | None:
     """The mean over task sets of eval/{task set}/acc/mean@n, None if nothing was evaluated."""
-    values = [value for name, value in metrics.items() if _ACCURACY.fullmatch(name)]
+    values = [value for name, value in metrics.items() if HELD_OUT.fullmatch(name)]
     return float(np.mean(values)) if values else None
 
 

@@ -10,6 +10,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import flat
 from dapo_jax.hub.names import model_name
 from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.other_runs import RANDOM
 
 TAGS = ("dapo", "reinforcement-learning", "dapo_jax")
@@ -71,4 +72,4 @@ def _measured(config: Config, step: int) -> dict[str, float]:
     except (OSError, RuntimeError):  # moved, in a bucket, or damaged: the export does not depend on it
         return {}
     row = next((row for row in reversed(rows) if row.get("step") == step), {})
-    return {key: value for key, value in row.items() if key.startswith("eval/") and "/acc/mean@" in key}
+    return {key: value for key, value in row.items() if HELD_OUT.fullmatch(key)}

@@ -1,6 +1,5 @@
 """Host: what a person or a program sees of a run: a progress bar, one line per step, a final table."""
 
-import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
@@ -8,6 +7,7 @@ from tqdm import tqdm
 
 from dapo_jax.monitor.bars import WIDTH, person_bar
 from dapo_jax.monitor.records import to_json_line
+from dapo_jax.monitor.statistics import HELD_OUT
 
 MODES = ("steps", "detailed", "quiet", "json")
 Value = float | str | Mapping[str, float] | None
@@ -48,7 +48,6 @@ _STAGES = {  # timer name -> what the bar says
     "write": "writing records",
     "save_checkpoint": "saving a checkpoint",
 }
-_EVAL_METRIC = re.compile(r"eval/(.+)/acc/(mean@\d+)")
 _TOKENS = {  # stage -> metric that counts the tokens it processes
     "gen": "dynamic_sampling/generated_tokens",
     **dict.fromkeys(("old_log_prob", "ref", "values", "update_critic", "update_actor"), "perf/total_num_tokens"),
@@ -229,8 +228,8 @@ def _fitted(value: float | None, width: int, most: int) -> str:
 
 def _evaluation_lines(metrics: Mapping[str, float], width: int) -> list[str]:
     """The held-out accuracy of each task set, as many per line as fit."""
-    found = ((_EVAL_METRIC.fullmatch(name), value) for name, value in metrics.items())
-    parts = [f"eval {match[1]} {match[2]} {_number(value, '.3f')}" for match, value in found if match]
+    found = ((HELD_OUT.fullmatch(name), value) for name, value in metrics.items())
+    parts = [f"eval {match[1]} mean@{match[2]} {_number(value, '.3f')}" for match, value in found if match]
     lines: list[str] = []
     for part in parts:
         if len(part) > width:  # a task set's name may be long

@@ -1,5 +1,6 @@
 """Host: formulas of the metrics on groups, lengths, times and evaluations."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ OPERATORS = {  # Trinity-RFT's names, in its order, for the stages between sampl
     "2_BatchAssembly": "batch",
     "3_GroupAdvantage": "adv",
 }
+HELD_OUT = re.compile(r"eval/(.+)/acc/mean@(\d+)")  # a held-out accuracy: its task set, its samples per problem
 LENGTH_PERCENTILES = (10, 25, 50, 75, 90, 99)
 MIN_COMPARED = 16  # answers that a meaningful correlation needs
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them

@@ -1,7 +1,7 @@
 """Host: a run in sentences: what was trained, how, how far it came."""
 
+from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.report.numbers import (
-    HELD_OUT,
     alarm_steps,
     duration,
     groups,

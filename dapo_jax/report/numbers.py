@@ -1,12 +1,10 @@
 """Host: sums and means over the steps of a run, and numbers as text."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
-HELD_OUT = re.compile(r"eval/(.+)/acc/mean@(\d+)")
 OUTSIDE = ("testing", "save_checkpoint", "write")  # stages outside timing_s/step
 _STAGE = "timing_s/"
 

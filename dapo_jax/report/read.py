@@ -10,9 +10,8 @@ from dapo_jax.errors import InputError
 from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.log import LOG
 from dapo_jax.monitor.recipe import Recipe, recorded_recipe
-from dapo_jax.monitor.records import flatten, read_metrics, recorded_config
+from dapo_jax.monitor.records import METRICS, flatten, read_metrics, recorded_config
 
-_METRICS = "metrics.jsonl"
 _LINE = re.compile(r"\[([\d :-]+)\] (\w+): (.*)")
 _DESCRIPTION = re.compile(r" problems to train on, \d+ to evaluate on$")
 _IN_REPORT = re.compile(r"alarm at step \d+: ")  # messages that the report shows elsewhere
@@ -59,8 +58,8 @@ def read_run(name: str, workdir: str) -> RunFiles:
     if not folder.is_dir():
         raise InputError(f"{workdir} is not a directory: give the workdir of a run on this machine")
     config = flatten(recorded_config(folder))
-    if not config and not (folder / _METRICS).exists():
-        raise InputError(f"{workdir} has no config.json and no {_METRICS}: give the workdir of a run")
+    if not config and not (folder / METRICS).exists():
+        raise InputError(f"{workdir} has no config.json and no {METRICS}: give the workdir of a run")
     description, last_line, error, warnings = _read_log(folder / LOG)
     return RunFiles(
         name=name or folder.absolute().name,
@@ -89,10 +88,10 @@ def read_samples(path: Path) -> list[Row]:
 
 
 def _rows(folder: Path) -> list[Row]:
-    rows = read_metrics(folder) if (folder / _METRICS).exists() else []
+    rows = read_metrics(folder) if (folder / METRICS).exists() else []
     for row in rows:
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise InputError(f"{folder / _METRICS} has a line without a step: give the workdir of a run")
+            raise InputError(f"{folder / METRICS} has a line without a step: give the workdir of a run")
     return rows
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.report.describe import held_out
 from dapo_jax.report.numbers import (
-    HELD_OUT,
     OUTSIDE,
     alarm_steps,
     duration,
