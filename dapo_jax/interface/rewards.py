@@ -1,5 +1,6 @@
 """Host: Python functions as the reward of a run."""
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -44,24 +45,27 @@ def with_reward(config: Config, reward: Reward) -> tuple[Config, Own]:
         return with_values(config, values), own
     if not len(reward):
         raise InputError("reward holds no function: give one, or leave it out")
-    parts = {}
-    for label, part in _by_label(reward).items():
-        function, weight = part if isinstance(part, tuple) else (part, 1.0)
-        parts[label] = {"function": named(label, function), "weight": float(weight)}
+    parts = {
+        label: {"function": named(label, function), "weight": float(weight)}
+        for label, (function, weight) in _by_label(reward).items()
+    }
     values = {"reward.function": RewardConfig.function, "reward.functions": json.dumps(parts)}
     return with_values(config, values), own
 
 
-def _by_label(reward: Sequence[Weighted] | Mapping[str, Weighted]) -> dict[str, Weighted]:
-    """The parts by name: a function's own, or reward_1, reward_2, ... where it has none."""
+def _by_label(reward: Sequence[Weighted] | Mapping[str, Weighted]) -> dict[str, tuple[Function, float]]:
+    """The parts by name: a function's own, or reward_1, reward_2, ... where it has none that can be a metric's."""
     if isinstance(reward, Mapping):
-        return dict(reward)
-    found: dict[str, Weighted] = {}
-    taken = {getattr(part[0] if isinstance(part, tuple) else part, "__name__", "") for part in reward}
-    numbered = [name for name in (f"reward_{number}" for number in range(1, 2 * len(reward) + 1)) if name not in taken]
-    for part in reward:
-        function = part[0] if isinstance(part, tuple) else part
-        name = function if isinstance(function, str) else getattr(function, "__name__", "")
+        return {label: _with_weight(part) for label, part in reward.items()}
+    parts = [_with_weight(part) for part in reward]
+    own = [function if isinstance(function, str) else getattr(function, "__name__", "") for function, _ in parts]
+    numbered = (name for number in itertools.count(1) if (name := f"reward_{number}") not in own)
+    found: dict[str, tuple[Function, float]] = {}
+    for name, part in zip(own, parts, strict=True):
         fits = name.isidentifier() and name not in found and name not in RESERVED
-        found[name if fits else next(free for free in numbered if free not in found)] = part
+        found[name if fits else next(numbered)] = part
     return found
+
+
+def _with_weight(part: Weighted) -> tuple[Function, float]:
+    return part if isinstance(part, tuple) else (part, 1.0)

@@ -19,7 +19,7 @@ from dapo_jax.places import place_of
 
 TRACKERS = ("tensorboard", "wandb")
 _LOGGER = logging.getLogger(__name__)
-_METRICS = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 _CONFIG = "config.json"
 _MAX_BATCHES = 10
 
@@ -63,7 +63,7 @@ class RunRecords:
         for path in self._samples.glob("step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > self._last_step:
                 path.unlink()
-        self._metrics = open(workdir / _METRICS, "a", encoding="utf-8")
+        self._metrics = open(workdir / METRICS, "a", encoding="utf-8")
         first_step = self._last_step + 1
         if "tensorboard" in logger:
             self._trackers.append(TensorBoard(event_folder(workdir, first_step=first_step), first_step=first_step))
@@ -108,7 +108,7 @@ class RunRecords:
         self._metrics.write(to_json_line({"step": step, **values}))
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        for name in (_METRICS, LOG):
+        for name in (METRICS, LOG):
             self._upload(name)
         self._last_step = step
         for tracker in self._trackers:
@@ -155,12 +155,16 @@ class RunRecords:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`. A truncated last line is left out.
+    """The rows of `metrics.jsonl`, see `read_rows`."""
+    return read_rows(Path(workdir) / METRICS)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file like metrics.jsonl. A truncated last line is left out.
 
     Raises:
         RuntimeError: any other line is not JSON.
     """
-    path = Path(workdir) / _METRICS
     lines = path.read_bytes().splitlines()  # bytes: a character may be cut in half
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -215,7 +219,7 @@ def config_differences(workdir: str | os.PathLike[str], config: dict[str, Any]) 
 
 
 def _drop_rows_after(workdir: Path, last_step: int) -> None:
-    path = workdir / _METRICS
+    path = workdir / METRICS
     rows = read_metrics(workdir) if path.exists() else []
     kept = [row for row in rows if row["step"] <= last_step]
     _write_atomically(path, "".join(to_json_line(row) for row in kept))

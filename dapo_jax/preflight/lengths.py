@@ -14,7 +14,7 @@ import numpy as np
 
 from dapo_jax.config.sections import DataConfig
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.records import METRICS, read_metrics
 from dapo_jax.monitor.statistics import LENGTH_PERCENTILES
 
 Quantiles = Callable[[np.ndarray], np.ndarray]  # shares [N] of a distribution, ascending in (0, 1), to tokens [N]
@@ -60,7 +60,7 @@ def parse_lengths(text: str, data: DataConfig) -> Lengths:
     """
     if text.startswith("lognormal:"):
         return _lognormal(text, data)
-    if Path(text).name == "metrics.jsonl":
+    if Path(text).name == METRICS:
         return _recorded(text, data)
     raise InputError(f"--lengths={text} must be {FORM}, or the path of a run's metrics.jsonl")
 

@@ -21,8 +21,10 @@ from typing import Any
 
 from dapo_jax.command.command_line import refusals
 from dapo_jax.errors import InputError
-from dapo_jax.tools.plot import pyplot
-from dapo_jax.tools.run_files import LOG, METRICS, metrics_of, record_of
+from dapo_jax.monitor.log import LOG
+from dapo_jax.monitor.records import METRICS
+from dapo_jax.tools.plot import empty_figure
+from dapo_jax.tools.run_files import metrics_of, record_of
 
 
 def read_log(path: Path) -> dict[str, list[float]]:
@@ -89,13 +91,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         "rounds": [row["train/num_gen_batches"] for row in rows],
         "generated / trained tokens": [row["dynamic_sampling/overgen_ratio"] for row in rows],
     }
-    figure, axes = pyplot().subplots(len(curves), sharex=True, figsize=(7, 7))
+    figure = empty_figure(figsize=(7, 7), layout="tight")
+    axes = figure.subplots(len(curves), sharex=True)
     for axis, (name, values) in zip(axes, curves.items(), strict=True):
         axis.plot([row["step"] for row in rows], values)
         axis.set_ylabel(name)
         axis.set_ylim(bottom=0)
     axes[-1].set_xlabel("training step")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 

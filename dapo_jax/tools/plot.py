@@ -23,7 +23,8 @@ from typing import Any
 from dapo_jax.command.command_line import refusals
 from dapo_jax.errors import InputError
 from dapo_jax.held_out import mean_accuracy
-from dapo_jax.tools.run_files import METRICS, metrics_of, record_of
+from dapo_jax.monitor.records import METRICS
+from dapo_jax.tools.run_files import metrics_of, record_of
 
 PANELS = {  # title -> metric; None: the mean held-out accuracy
     "held-out accuracy": None,
@@ -38,7 +39,6 @@ AXES = {  # name -> label, what a step adds
     "tokens": ("tokens sampled", "dynamic_sampling/generated_tokens"),
     "seconds": ("seconds of training", "timing_s/step"),
 }
-MISSING = "matplotlib is missing: pip install 'dapo_jax[plots]'"
 Row = Mapping[str, float]
 
 
@@ -114,20 +114,8 @@ def empty_figure(**options: Any) -> Any:
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError(MISSING) from error
+        raise ImportError("matplotlib is missing: pip install 'dapo_jax[plots]'") from error
     return Figure(**options)
-
-
-def pyplot() -> Any:
-    """matplotlib.pyplot, for files. ImportError without matplotlib."""
-    try:
-        import matplotlib  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(MISSING) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    return pyplot
 
 
 def points(rows: Sequence[Row], metric: str | None, x: str) -> tuple[list[float], list[float]]:

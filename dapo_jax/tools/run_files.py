@@ -1,12 +1,10 @@
 """Host: the records of a run, named by its work directory or by the file itself."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from dapo_jax.errors import InputError
-
-METRICS, LOG = "metrics.jsonl", "train.log"
+from dapo_jax.monitor.records import METRICS, read_rows
 
 
 def record_of(given: str | Path, *names: str) -> Path:
@@ -27,15 +25,10 @@ def record_of(given: str | Path, *names: str) -> Path:
 
 def metrics_of(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that is cut off is left out. InputError if it is another file."""
-    lines, rows = path.read_bytes().splitlines(), []  # bytes: the cut may go through a character
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if number == len(lines) > 1:
-                break
-            raise InputError(f"{path}, line {number} is not JSON ({error}): give {METRICS} or its workdir") from error
-        if not isinstance(row, dict) or "step" not in row:
-            raise InputError(f"{path}, line {number} is no row of a step: give {METRICS} or its workdir")
-        rows.append(row)
+    try:
+        rows = read_rows(path)
+    except RuntimeError as error:
+        raise InputError(f"{error}, or give {METRICS} or its workdir") from error
+    if (not rows and path.stat().st_size) or not all(isinstance(row, dict) and "step" in row for row in rows):
+        raise InputError(f"{path} does not hold rows of steps: give {METRICS} or its workdir")
     return rows

@@ -41,7 +41,7 @@ from dapo_jax.settings import learning_rate_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
-from dapo_jax.tools.plot import pyplot
+from dapo_jax.tools.plot import empty_figure
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISON = Comparison(
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
     if given.output:
-        pyplot()  # fails now, not after hours, if it is missing
+        empty_figure()  # fails now, not after hours, if it is missing
     configured = {arm: command_options(COMPARISON, arm, options) for arm in COMPARISON.arms}
     folders = {arm: folder_of(given.runs, options_of_arm) for arm, options_of_arm in configured.items()}
     config = read_config(["compare_trl", *configured["dapo_jax"]])

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for wh
 
 from markdown_table import markdown_table
 
-from dapo_jax.tools.plot import AXES, points, pyplot
+from dapo_jax.tools.plot import AXES, empty_figure, points
 
 COLUMNS = 3  # of the picture
 ACCURACY_PANELS = 3  # the first ones
@@ -165,8 +165,8 @@ def draw(name: str, runs: Sequence[Run], panels: Sequence[tuple[str, str | None,
     panels = [panel for panel in panels if of_axis[panel[2]]]
     rows = -(-len(panels) // COLUMNS)
     columns = min(COLUMNS, len(panels))
-    plt = pyplot()
-    figure, grid = plt.subplots(rows, columns, figsize=(5 * columns, 3.7 * rows), layout="constrained", squeeze=False)
+    figure = empty_figure(figsize=(5 * columns, 3.7 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     figure.suptitle(name)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
@@ -186,7 +186,6 @@ def draw(name: str, runs: Sequence[Run], panels: Sequence[tuple[str, str | None,
         axes.grid(alpha=0.3)
     grid.flat[0].legend(fontsize=8)
     figure.savefig(path, dpi=90)
-    plt.close(figure)
 
 
 def mean_curve(runs: Sequence[Sequence[Row]], metric: str | None, axis: str) -> tuple[Any, Any]:

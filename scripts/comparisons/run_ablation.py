@@ -36,7 +36,7 @@ from dapo_jax.monitor.records import flatten, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
 
-from dapo_jax.tools.plot import points, pyplot
+from dapo_jax.tools.plot import empty_figure, points
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="folder of table and figures; none are written unless given")
     given, options = parser.parse_known_args(arguments)
     if given.output:
-        pyplot()  # fails now, not after hours, if it is missing
+        empty_figure()  # fails now, not after hours, if it is missing
     comparison = COMPARISONS[given.name]
     configured = {arm: command_options(comparison, arm, options) for arm in comparison.arms}
     folders = {arm: folder_of(given.runs, configured[arm]) for arm in comparison.arms}
