@@ -150,6 +150,13 @@ DAPO = SHARED | {
     "overlong": (4096, 1.0),
     "validation": (1.0, 0.7, 32),
 }
+LARGEST = DAPO | {
+    "gen_batch_size": 1536,
+    "max_lengths": (2048, 20480),
+    "filter": ("acc", 10),
+    "test_freq": 5,
+    "save_freq": 5,
+}
 ENTROPY = SHARED | {
     "train_batch_size": 256,
     "gen_batch_size": 768,
@@ -179,28 +186,8 @@ ENTROPY = SHARED | {
                 "save_freq": 10,
             },
         ),
-        (
-            DAPO_32B,
-            DAPO
-            | {
-                "gen_batch_size": 1536,
-                "max_lengths": (2048, 20480),
-                "filter": ("acc", 10),
-                "test_freq": 5,
-                "save_freq": 5,
-            },
-        ),
-        (
-            DAPO_30B,
-            DAPO
-            | {
-                "gen_batch_size": 1536,
-                "max_lengths": (2048, 20480),
-                "filter": ("acc", 10),
-                "test_freq": 5,
-                "save_freq": 5,
-            },
-        ),
+        (DAPO_32B, LARGEST),
+        (DAPO_30B, LARGEST),
         (
             DAPO_SHORT,
             DAPO

@@ -1,11 +1,16 @@
 """The equations on plain arrays."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dapo_jax as dx
+from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.config.sections import ActorConfig
+from dapo_jax.settings import loss_options
 
 RNG = np.random.default_rng(0)
 
@@ -56,6 +61,14 @@ def test_masks_may_be_floats_and_losses_are_jitted(loss):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     np.testing.assert_allclose(other, gradient, rtol=1e-5, atol=1e-7)
     assert np.isfinite(expected) and np.abs(gradient[mask]).max() > 0 and not np.abs(gradient[~mask]).max()
+
+
+def test_the_losses_have_the_defaults_of_the_config():
+    options = loss_options(ActorConfig())
+    for name, loss in LOSSES.items():
+        for parameter in inspect.signature(loss).parameters.values():
+            if parameter.name in options:
+                assert parameter.default == options[parameter.name], (name, parameter.name)
 
 
 @pytest.mark.parametrize(
