@@ -81,6 +81,8 @@ sys.argv.insert(0, name)
 module = importlib.import_module(name.removeprefix("scripts/data/").removesuffix(".py"))
 if hasattr(module, "__path__"):  # a package: its command
     module = importlib.import_module(f"{name}.__main__")
+if name == "dapo_jax.train":  # its file holds no more than the call
+    module = importlib.import_module("dapo_jax.training")
 if name.endswith(os.environ["KILLED_IN"]):
     if name == "scripts/data/prepare_aime.py":
         importlib.import_module("data_preparation").pq.write_table = half_a_file
