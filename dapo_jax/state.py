@@ -134,7 +134,7 @@ def saved_arrays(state: RunState) -> dict[str, Any]:
     arrays: dict[str, Any] = {
         "next_prompt": np.array(stream.next_prompt),
         "keep_rate": np.array(stream.keep_rate),
-        "uniform_in_a_row": stream.history.uniform_in_a_row,
+        **vars(stream.history),
         "engine": state.engine,
     }
     if stream.carried is not None:
@@ -156,10 +156,11 @@ def restored_arrays(
     def experience(arrays: Mapping[str, Any], name: str) -> Experience | None:
         return from_arrays(arrays[name], prompts, tokenizer) if name in arrays else None
 
+    history = vars(History.empty(len(prompts)))  # what a checkpoint of an earlier release lacks begins here
     stream = StreamState(
         next_prompt=int(arrays["next_prompt"]),
         keep_rate=float(arrays["keep_rate"]),
-        history=History(np.asarray(arrays["uniform_in_a_row"])),
+        history=History(**{name: np.asarray(arrays.get(name, value)) for name, value in history.items()}),
         carried=experience(arrays, "carried"),
         begun=experience(arrays, "begun"),
     )

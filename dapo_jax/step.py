@@ -76,7 +76,7 @@ def sample_groups(run: Run, weights: Any, stream: StreamState, *, step: int, ver
     problems, mesh, prompts = run.problems, run.sampler.mesh, run.problems.train_set
     sampling = Sampling.create(settings.temperature, settings.top_p, settings.top_k, settings.min_response_length)
     shown = RoundsShown(run.monitor.console, target=config.data.train_batch_size, carried=len(stream.carried or ()))
-    source = PromptSource.of(problems.order, groups.skip_uniform, seed=config.seed)
+    source = PromptSource.of(problems.order, groups.skip_uniform, config.data.curriculum, seed=config.seed)
     sizes = {"target": config.data.train_batch_size, "gen_batch_size": gen_batch_size(config), "step": step}
 
     def judge(experience: Experience) -> Round:

@@ -15,6 +15,7 @@ from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.data.work import efficiencies
 from dapo_jax.dynamic_sampling.accumulation import Accepted
+from dapo_jax.dynamic_sampling.prompt_stream import curriculum_metrics
 from dapo_jax.dynamic_sampling.rounds import filtered_counts
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.flops import token_flops
@@ -32,6 +33,7 @@ def collect(accepted: Accepted, data: DataConfig, order: PromptOrder) -> Collect
         order: of the training problems.
     """
     metrics = sampling_metrics(accepted) | experience_metrics(accepted, data, order)
+    metrics |= curriculum_metrics(data.curriculum, accepted.state.history)
     return Collected(
         accepted.experience,
         metrics,

@@ -144,6 +144,7 @@ USES = (
     ),
     _with("data.arithmetic.", "data.task", "arithmetic"),
     _with("data.reasoning_gym.", "data.task", "reasoning_gym"),
+    _with("data.curriculum.floor|decay", "data.curriculum.enable", True),
     _with("data.truncation", "data.filter_overlong_prompts", False),
     _with("model.remat_policy", "model.enable_gradient_checkpointing", True),
     _use("model.lora.alpha|target_modules", "model.lora.rank above 0", lambda config: config.model.lora.rank > 0),

@@ -80,6 +80,7 @@ def _problems(config: Config, training: bool, own: Collection[str]) -> Iterator[
     yield from _algorithm_problems(config)
     yield from _correction_problems(config)
     yield from _filter_problems(config)
+    yield from _curriculum_problems(config)
     yield from reward_problems(config, own)
     yield from _evaluation_problems(config)
     yield from _address_problems(config)
@@ -252,6 +253,21 @@ def _filter_problems(config: Config) -> Iterator[str]:
             f"data.train_batch_size={target} groups cannot be kept of the {rounds} x {size} = {rounds * size} prompts "
             f"that {name}.max_num_gen_batches={rounds} rounds of data.gen_batch_size={size} sample: raise one of them, "
             f"or set {name}.on_limit=partial"
+        )
+
+
+def _curriculum_problems(config: Config) -> Iterator[str]:
+    if not config.data.curriculum.enable:
+        return
+    on = "data.curriculum.enable=True"
+    if config.rollout.n < 2:
+        yield f"{on} needs groups that can be mixed, not rollout.n={config.rollout.n}: set 2 or more"
+    if given_function(config) == "none":
+        yield f"{on} needs the verifier's acc, and reward.function is none: give one, or set it to False"
+    if config.algorithm.filter_groups.enable and config.algorithm.filter_groups.skip_uniform.enable:
+        yield (
+            f"{on} and algorithm.filter_groups.skip_uniform.enable=True both leave out prompts by their past groups: "
+            "set one of them to False"
         )
 
 

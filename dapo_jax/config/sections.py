@@ -77,6 +77,15 @@ class ReasoningGymConfig:
 
 
 @dataclass(frozen=True)
+class CurriculumConfig:
+    """Draws prompts by how often their groups were mixed (docs/dynamic_sampling.md#difficulty-pools)."""
+
+    enable: bool = False  # with or without the group filter
+    floor: PositiveShare = 0.1  # smallest probability of being sampled
+    decay: Share = 0.5  # weight of the past in a row's mixed rate, per group; the rate of a new row is 1
+
+
+@dataclass(frozen=True)
 class DataConfig:
     task: Task = "files"  # files | arithmetic | reasoning_gym (pip install 'dapo_jax[reasoning-gym]')
     train_files: tuple[str, ...] = ()  # parquet or JSONL in verl's schema: paths, gs://, hf://OWNER/NAME/CONFIG/SPLIT
@@ -91,6 +100,7 @@ class DataConfig:
     shuffle: bool = True  # a new order of the rows in every epoch
     system_prompt: str | None = None  # for prompts that have none; null = the chat template decides
     chat_template_kwargs: str = "{}"  # more variables for the chat template: dict or JSON object
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     # Aliases (aliases.py); null = not given.

@@ -18,7 +18,7 @@ from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience, join, total_failure
 from dapo_jax.data.work import Work
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
-from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_newest
+from dapo_jax.dynamic_sampling.rounds import Round, Verdicts, log_newest, updated_history
 from dapo_jax.dynamic_sampling.schedule import (
     adaptive_limit,
     block_size,
@@ -319,10 +319,12 @@ class _Attempt:
 
     def _history(self, next_prompt: int) -> History:
         """The history after the groups before `next_prompt`, which no schedule samples again."""
-        rows = np.concatenate([round_.outcomes.rows for round_ in self.rounds] or [np.zeros(0, np.int64)])
-        numbers = self._numbers()
-        final = numbers < next_prompt
-        return self.state.history.updated(rows[final], self._keep()[final])
+        history = self.state.history
+        for round_ in self.rounds:
+            history = updated_history(
+                history, round_, self.options, decay=self.prompts.decay, final=round_.outcomes.numbers < next_prompt
+            )
+        return history
 
     def _keep(self) -> np.ndarray:
         """Whether the filter kept the group of each of `_numbers`."""

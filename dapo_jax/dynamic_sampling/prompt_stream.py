@@ -1,39 +1,41 @@
 """Host: the stream of prompts that training steps sample, and its state between steps."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from dapo_jax.config.sections import SkipUniformConfig
+from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.order import PromptOrder
 
 
+@dataclass(frozen=True)
 class History:
-    """How many of the latest groups of each row of the data were uniform, without one that was kept since."""
+    """What the groups of each row of the data were like so far."""
 
-    def __init__(self, uniform_in_a_row: np.ndarray) -> None:
-        self.uniform_in_a_row = uniform_in_a_row  # [rows] int32
+    uniform_in_a_row: np.ndarray  # [rows] int32, the latest groups, without one that was mixed since
+    mixed_rate: np.ndarray  # [rows] float32, moving average of "its group is mixed", from 1
+    accuracy: np.ndarray  # [rows] float32, mean of `acc` over the latest group; NaN before the first
 
     @classmethod
     def empty(cls, num_rows: int) -> "History":
-        return cls(np.zeros(num_rows, np.int32))
+        nothing = np.full(num_rows, np.nan, np.float32)
+        return cls(np.zeros(num_rows, np.int32), np.ones(num_rows, np.float32), nothing)
 
-    def updated(self, rows: np.ndarray, kept: np.ndarray) -> "History":
-        """The history after further groups, in prompt order."""
-        counts = self.uniform_in_a_row.copy()
-        for row, keep in zip(rows, kept, strict=True):
-            counts[row] = 0 if keep else counts[row] + 1
-        return History(counts)
+    def updated(self, rows: np.ndarray, mixed: np.ndarray, accuracy: np.ndarray, *, decay: float) -> "History":
+        """The history after further groups, in prompt order; rows, mixed, accuracy [Q].
 
-    def skips(self, row: int, number: int, *, seed: int, floor: float, decay: float) -> bool:
-        """Whether prompt `number` is left out, by a draw whose address is (seed, number)."""
-        count = int(self.uniform_in_a_row[row])
-        if count == 0:
-            return False
-        draw = np.random.default_rng([seed, 7, number]).random()
-        return bool(draw >= max(decay**count, floor))
+        Args:
+            decay: weight of the past in a row's mixed rate.
+        """
+        counts, rates, latest = self.uniform_in_a_row.copy(), self.mixed_rate.copy(), self.accuracy.copy()
+        for row, is_mixed in zip(rows, mixed, strict=True):
+            counts[row] = 0 if is_mixed else counts[row] + 1
+            rates[row] = decay * rates[row] + (1 - decay) * is_mixed
+        latest[rows] = accuracy  # of a row's groups, the last
+        return History(counts, rates, latest)
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,57 @@ class PromptSource:
 
     row: Callable[[int], int]
     num_rows: int  # per epoch
-    skips: Callable[[History, int, int], bool] | None = None  # (history, row, number) -> left out
+    rates: Callable[[History], np.ndarray] | None = None  # [rows], probability of being sampled; None = 1
+    seed: int = 0
+    decay: float = CurriculumConfig.decay  # of the history's mixed rates
 
     @classmethod
-    def of(cls, order: PromptOrder, skip: SkipUniformConfig, *, seed: int) -> "PromptSource":
-        """The prompts in `order`; with `skip`, without some whose past groups were uniform."""
-
-        def skips(history: History, row: int, number: int) -> bool:
-            return history.skips(row, number, seed=seed, floor=skip.floor, decay=skip.decay)
-
-        return cls(order.row, order.num_rows, skips if skip.enable else None)
+    def of(
+        cls, order: PromptOrder, skip: SkipUniformConfig, curriculum: CurriculumConfig, *, seed: int
+    ) -> "PromptSource":
+        """The prompts in `order`, without some whose past groups were uniform if one of the two rules is on."""
+        rates = None
+        if skip.enable:
+            rates = functools.partial(skip_uniform_rates, skip)
+        elif curriculum.enable:
+            rates = functools.partial(curriculum_rates, curriculum)
+        return cls(order.row, order.num_rows, rates, seed, curriculum.decay)
 
     def numbers(self, history: History, start: int, count: int, stop: float) -> tuple[list[int], int]:
         """The next `count` numbers below `stop` that are not left out, and the number after the last one examined."""
+        rates = None if self.rates is None else self.rates(history)
         numbers, number = [], start
         while len(numbers) < count and number < stop:
-            if self.skips is None or not self.skips(history, self.row(number), number):
+            if rates is None or self._draw(number) < rates[self.row(number)]:
                 numbers.append(number)
             number += 1
         return numbers, number
+
+    def _draw(self, number: int) -> float:
+        """In [0, 1), by the address (seed, number)."""
+        return np.random.default_rng([self.seed, 7, number]).random()
+
+
+def skip_uniform_rates(options: SkipUniformConfig, history: History) -> np.ndarray:
+    """max(decay^(uniform groups in a row), floor) of each row."""
+    return np.maximum(options.decay ** history.uniform_in_a_row.astype(np.float64), options.floor)
+
+
+def curriculum_rates(options: CurriculumConfig, history: History) -> np.ndarray:
+    """max(mixed rate, floor) of each row."""
+    return np.maximum(history.mixed_rate.astype(np.float64), options.floor)
+
+
+def curriculum_metrics(options: CurriculumConfig, history: History) -> dict[str, float]:
+    """`curriculum/` metrics, over all rows of the data; {} if it is off."""
+    if not options.enable:
+        return {}
+    rates, accuracy = curriculum_rates(options, history), history.accuracy
+    easy, hard, new = accuracy >= 1, accuracy <= 0, np.isnan(accuracy)
+    return {
+        "curriculum/rate": float(np.mean(rates)),
+        "curriculum/floor_share": float(np.mean(rates <= options.floor)),
+        "curriculum/easy_share": float(np.mean(easy)),
+        "curriculum/normal_share": float(np.mean(~(easy | hard | new))),
+        "curriculum/hard_share": float(np.mean(hard)),
+    }

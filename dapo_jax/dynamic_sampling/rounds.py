@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.data.experience import Experience, Outcomes
 from dapo_jax.dynamic_sampling.group_filter import group_statistics, keep_groups
+from dapo_jax.dynamic_sampling.prompt_stream import History
 from dapo_jax.errors import InputError
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.sharding import fetch, put_rows
@@ -76,6 +77,26 @@ def filter_groups(experience: Experience, options: FilterGroupsConfig, mesh: Mes
 def _lacks_some(values: np.ndarray, failed: np.ndarray) -> bool:
     """Whether values [Q, G] are missing where the verification did not fail."""
     return bool((np.isnan(values) & ~failed).any())
+
+
+def updated_history(
+    history: History,
+    verdicts: Verdicts,
+    options: FilterGroupsConfig,
+    *,
+    decay: float,
+    final: np.ndarray | None = None,
+) -> History:
+    """The history after a round's groups. Mixed is what the filter keeps; without one, a group whose `acc` differ.
+
+    Args:
+        decay: as in `History.updated`.
+        final: [Q] bool, groups that no schedule samples again; None = all.
+    """
+    outcomes, chosen = verdicts.outcomes, slice(None) if final is None else final
+    accuracy = outcomes.score("acc")
+    mixed = verdicts.keep if options.enable else accuracy.max(axis=1) > accuracy.min(axis=1)
+    return history.updated(outcomes.rows[chosen], mixed[chosen], accuracy.mean(axis=1)[chosen], decay=decay)
 
 
 def log_newest(

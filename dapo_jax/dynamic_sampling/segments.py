@@ -17,7 +17,7 @@ from dapo_jax.data.experience import Experience, join, total_failure
 from dapo_jax.data.work import total_work
 from dapo_jax.dynamic_sampling.accumulation import Accepted
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource, StreamState
-from dapo_jax.dynamic_sampling.rounds import Round, log_newest
+from dapo_jax.dynamic_sampling.rounds import Round, log_newest, updated_history
 from dapo_jax.dynamic_sampling.schedule import MIN_KEEP_RATE, fixed_limit, running_keep_rate
 from dapo_jax.monitor import filter_log
 from dapo_jax.parallel.processes import SharedFailure
@@ -90,7 +90,8 @@ def accumulate_segments(
         begun = join([groups.select(np.flatnonzero(~ended))])
         if ended.any():
             judged = advance.judge(groups.select(np.flatnonzero(ended)))
-            rounds, history = [judged.verdicts], history.updated(judged.experience.rows, judged.keep)
+            rounds = [judged.verdicts]
+            history = updated_history(history, rounds[0], options, decay=prompts.decay)
             keep_rate = running_keep_rate(keep_rate, judged.keep, options)
             kept = join([carried, judged.experience.select(np.flatnonzero(judged.keep))])
     num_kept, accepted, left = len(kept or ()), kept, None

@@ -41,7 +41,7 @@ dynamic_sampling/num_carried_{in|out}   groups  kept groups carried in from the 
 dynamic_sampling/num_aborted            responses  begun and given up when the batch was certain (docs/rollout.md)
 dynamic_sampling/num_begun              groups  under way, which the next step continues (rollout.segment_length)
 dynamic_sampling/num_stale              groups  carried groups that were too old to train on
-dynamic_sampling/num_skipped_uniform    prompts  prompts skipped because their last groups were uniform
+dynamic_sampling/num_skipped_uniform    prompts  prompts skipped by skip_uniform or data.curriculum
 dynamic_sampling/partial_step           0 or 1  1 if the batch is incomplete or has unfiltered groups
 dynamic_sampling/keep_rate_ema          share   moving average of the share of groups that pass
 dynamic_sampling/effective_limit        rounds  current limit, in rounds of data.gen_batch_size prompts; 0 = no limit
@@ -52,6 +52,12 @@ dynamic_sampling/accepted_len_over_finished_kept_len  ratio  mean response lengt
 dynamic_sampling/first_release_s        s       from the start of the step until its batch is complete
 [own | groups were sampled, of more than one sample]
 dynamic_sampling/uniform_share  share  groups whose samples all have the same acc / sampled groups
+
+[own | data.curriculum.enable]
+curriculum/rate         share  probability of being sampled, mean over the rows of the data
+curriculum/floor_share  share  rows that are sampled with the smallest probability, data.curriculum.floor
+curriculum/{easy|normal|hard}_share  share  rows whose latest group was all right, neither, or all wrong; the others
+    are new
 
 [Trinity-RFT | always]
 experience_pipeline/experience_count  responses  responses trained on

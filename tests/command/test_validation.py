@@ -264,6 +264,7 @@ def test_only_grpo_keeps_some_samples():
 BOTH_CORRECTED = {f"{CORRECTION}.rollout_rs": ("token_k1", "seq_mean_k3"), "actor.old_logprob": "recompute"}
 WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
 BAND = {f"{CORRECTION}.rollout_rs_threshold": ("0.5_2.0", "0.1")}
+POOLS = {"data.curriculum.enable": True}
 UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
 
 
@@ -317,6 +318,17 @@ UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
         ),
         (UNJUDGED, "metric=acc is the verifier's.* none: choose score", {f"{FILTER}.metric": "score"}),
         (UNJUDGED, "metric=acc .*set algorithm.filter_groups.enable=False", {f"{FILTER}.enable": False}),
+        (
+            {**UNJUDGED, f"{FILTER}.metric": "score", **POOLS},
+            "the verifier's acc, and reward.function is none",
+            {"reward.function": "auto"},
+        ),
+        ({**POOLS, "rollout.n": 1}, "groups that can be mixed, not rollout.n=1", {"rollout.n": 2}),
+        (
+            {**POOLS, f"{FILTER}.skip_uniform.enable": True},
+            "skip_uniform.enable=True both leave out prompts .*set one of them to False",
+            {f"{FILTER}.skip_uniform.enable": False},
+        ),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused_until_cured(wrong, message, cure):

@@ -7,8 +7,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from dapo_jax.config.sections import AdaptiveLimitConfig, FilterGroupsConfig, StreamConfig
+from dapo_jax.config.sections import (
+    AdaptiveLimitConfig,
+    CurriculumConfig,
+    FilterGroupsConfig,
+    SkipUniformConfig,
+    StreamConfig,
+)
 from dapo_jax.data.experience import Experience, concatenate
+from dapo_jax.data.order import PromptOrder
 from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
 from dapo_jax.dynamic_sampling.rounds import Round
@@ -496,27 +503,15 @@ def test_a_wave_is_the_largest_size_that_is_not_more_than_needed(kept, in_flight
     assert wave_sizes(64, 4) == [2, 4, 8, 16, 32, 48, 64] and wave_sizes(1, 8) == [1]
 
 
-def test_prompts_with_a_uniform_history_are_left_out_alike_by_every_schedule():
-    def skips(history, row, number):
-        return history.skips(row, number, seed=0, floor=0.2, decay=0.5)
-
-    source = PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS, skips)
+@pytest.mark.parametrize("rule", ["skip_uniform", "curriculum"])
+def test_prompts_with_a_uniform_history_are_left_out_alike_by_every_schedule(rule):
+    rules = SkipUniformConfig(enable=rule == "skip_uniform"), CurriculumConfig(enable=rule == "curriculum")
+    source = PromptSource.of(PromptOrder(NUM_ROWS, seed=0, shuffle=False), *rules, seed=0)
     keep_of = lambda number: number % NUM_ROWS % 5 == 0  # noqa: E731
     expected, sampled = batches(keep_of, steps=20, size=4, source=source)
     assert sampled < batches(keep_of, steps=20, size=4)[1]
     for schedule in schedules():
         assert batches(keep_of, steps=20, source=source, **schedule)[0] == expected, schedule
-
-
-def test_the_history_counts_uniform_groups_in_a_row():
-    history = History.empty(3).updated(np.array([0, 1, 0, 2, 1]), np.array([False, False, False, True, True]))
-    assert history.uniform_in_a_row.tolist() == [2, 0, 0]
-    draws = [history.skips(0, number, seed=0, floor=0.1, decay=0.5) for number in range(2000)]
-    assert np.mean(draws) == pytest.approx(0.75, abs=0.03)
-    assert not any(history.skips(1, number, seed=0, floor=0.1, decay=0.5) for number in range(50))
-    often = History(np.array([40]))
-    draws = [often.skips(0, number, seed=0, floor=0.2, decay=0.5) for number in range(2000)]
-    assert np.mean(draws) == pytest.approx(0.8, abs=0.03)
 
 
 def test_experiences_join_and_select():

@@ -34,6 +34,7 @@ WITH_CRITIC = {
 }
 GROUPED = {
     "algorithm.keep_pos_ratio": 0.5,
+    "data.curriculum.enable": True,
     "actor.use_kl_loss": True,
     "reward.overlong_buffer.enable": True,
     "reward.overlong_buffer.len": 4,

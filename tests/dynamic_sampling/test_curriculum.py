@@ -1,0 +1,178 @@
+"""Which prompts past groups leave out (skip_uniform, data.curriculum), and what is remembered of each row."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from dynamic_sampling.test_accumulation import NUM_ROWS, experience, numbers_of, run, start
+from dynamic_sampling.test_segments import SEGMENTS, Sampled
+from small_run import resumed, small_config
+
+from dapo_jax.config.sections import CurriculumConfig, FilterGroupsConfig, SkipUniformConfig
+from dapo_jax.data.order import PromptOrder
+from dapo_jax.data.prompts import PromptSet
+from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
+from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, curriculum_metrics
+from dapo_jax.dynamic_sampling.rounds import Round
+from dapo_jax.dynamic_sampling.segments import Advance, accumulate_segments
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.state import RunState, restored_arrays, saved_arrays
+from dapo_jax.training import train
+
+OFF = SkipUniformConfig(), CurriculumConfig()
+NO_FILTER = FilterGroupsConfig(enable=False)
+FILTER = "algorithm.filter_groups"
+
+
+def source_of(*, skip=OFF[0], curriculum=OFF[1], num_rows=NUM_ROWS, seed=0) -> PromptSource:
+    return PromptSource.of(PromptOrder(num_rows, seed=0, shuffle=False), skip, curriculum, seed=seed)
+
+
+def history_of(**changes) -> History:
+    size = len(next(iter(changes.values())))
+    return dataclasses.replace(History.empty(size), **{name: np.array(values) for name, values in changes.items()})
+
+
+def assert_same_history(one: History, other: History) -> None:
+    for name, values in vars(one).items():
+        assert values.dtype == getattr(other, name).dtype
+        np.testing.assert_array_equal(values, getattr(other, name), err_msg=name)
+
+
+def test_the_history_follows_the_groups_in_prompt_order():
+    rows, mixed, accuracy = [0, 1, 0, 2, 1], [False, False, False, True, True], [0.0, 1.0, 1.0, 0.5, 0.25]
+    history = History.empty(4).updated(np.array(rows), np.array(mixed), np.array(accuracy), decay=0.5)
+    assert history.uniform_in_a_row.tolist() == [2, 0, 0, 0]
+    assert history.mixed_rate.tolist() == [0.25, 0.75, 1.0, 1.0]
+    np.testing.assert_array_equal(history.accuracy, [1.0, 0.25, 0.5, np.nan])
+    assert_same_history(History.empty(4), history_of(uniform_in_a_row=np.zeros(4, np.int32)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "history", "rates"),
+    [
+        (
+            {"skip": SkipUniformConfig(enable=True, floor=0.2)},
+            history_of(uniform_in_a_row=np.array([0, 1, 2, 40])),
+            [1.0, 0.5, 0.25, 0.2],
+        ),
+        (
+            {"curriculum": CurriculumConfig(enable=True, floor=0.1)},
+            history_of(mixed_rate=np.array([1.0, 0.6, 0.3, 0.001], np.float32)),
+            [1.0, 0.6, 0.3, 0.1],
+        ),
+        ({}, history_of(mixed_rate=np.zeros(4, np.float32)), [1.0] * 4),
+    ],
+)
+def test_rows_are_drawn_as_often_as_their_rate_says_in_the_same_order(rules, history, rates):
+    source, wanted = source_of(**rules, num_rows=4), 4000
+    numbers, after = source.numbers(history, 0, 10 * wanted, 4 * wanted)
+    assert after == 4 * wanted and numbers == sorted(set(numbers))
+    found = np.bincount(np.array(numbers) % 4) / wanted
+    np.testing.assert_allclose(found, rates, atol=0.03)
+    assert found[np.array(rates) == 1].tolist() == [1.0] * rates.count(1.0)
+    middle = source.numbers(history, 1000, 50, np.inf)
+    assert middle == ([number for number in numbers if number >= 1000][:50], middle[0][-1] + 1), "draws have addresses"
+    other = source_of(**rules, num_rows=4, seed=1).numbers(history, 0, 10 * wanted, 4 * wanted)[0]
+    assert (other == numbers) == (not rules)
+
+
+def judged_by_accuracy(numbers) -> Round:
+    """Without a filter all groups are kept: rows 0 mod 3 are mixed, 1 mod 3 all wrong, 2 mod 3 all right."""
+    kind = np.array(numbers)[:, None] % NUM_ROWS % 3
+    acc = np.where(kind == 0, np.arange(2), kind - 1)
+    return Round(experience(list(numbers), acc), np.ones(len(numbers), bool), np.zeros(len(numbers)))
+
+
+def steps_without_filter(steps, state, first, source):
+    found = []
+    for step in range(first, first + steps):
+        sizes = {"target": 10, "gen_batch_size": 10, "max_wave": 10, "step": step}
+        start_round = lambda numbers: lambda: judged_by_accuracy(numbers)  # noqa: E731
+        accepted = accumulate_groups(start_round, state, source, NO_FILTER, **sizes)
+        state = accepted.state
+        found.append(accepted)
+    return found
+
+
+def test_without_a_filter_groups_are_mixed_whose_accuracy_differs():
+    found = steps_without_filter(40, start(), 1, source_of(curriculum=CurriculumConfig(enable=True, floor=0.2)))
+    assert all(len(accepted.experience) == 10 and accepted.outcome == "full" for accepted in found)
+    history, rows = found[-1].state.history, np.arange(NUM_ROWS)
+    assert (history.mixed_rate[rows % 3 == 0] == 1).all() and (history.mixed_rate[rows % 3 != 0] < 0.2).all()
+    metrics = curriculum_metrics(CurriculumConfig(enable=True, floor=0.2), history)
+    assert metrics["curriculum/normal_share"] == 17 / 50 and metrics["curriculum/floor_share"] == 33 / 50
+    assert metrics["curriculum/hard_share"] == 17 / 50 and metrics["curriculum/easy_share"] == 16 / 50
+    assert metrics["curriculum/rate"] == pytest.approx((17 + 33 * 0.2) / 50)
+    late = np.concatenate([accepted.experience.rows for accepted in found[20:]])
+    assert np.mean(late % 3 == 0) == pytest.approx(17 / (17 + 33 * 0.2), abs=0.08)
+    assert sum(accepted.num_skipped for accepted in found) == found[-1].state.next_prompt - 400
+    plain = steps_without_filter(40, start(), 1, source_of())
+    assert [numbers_of(accepted) for accepted in plain] == np.arange(400).reshape(40, 10).tolist()
+
+
+def test_a_restart_between_two_steps_keeps_prompts_and_history():
+    source, prompts = (
+        source_of(curriculum=CurriculumConfig(enable=True)),
+        PromptSet([None] * NUM_ROWS, [[1]] * NUM_ROWS),
+    )
+    whole = steps_without_filter(20, start(), 1, source)
+    before = steps_without_filter(8, start(), 1, source)[-1].state
+    arrays = saved_arrays(RunState(None, None, before, {}))
+    state, _ = restored_arrays(arrays, prompts, None)
+    rest = steps_without_filter(12, state, 9, source)
+    assert [numbers_of(accepted) for accepted in rest] == [numbers_of(accepted) for accepted in whole[8:]]
+    assert_same_history(rest[-1].state.history, whole[-1].state.history)
+    for name in ("mixed_rate", "accuracy"):  # a checkpoint of 0.10 has neither
+        del arrays[name]
+    state, _ = restored_arrays(arrays, prompts, None)
+    assert_same_history(state.history, history_of(uniform_in_a_row=before.history.uniform_in_a_row))
+
+
+def test_groups_that_are_sampled_again_do_not_count():
+    accepted, _ = run(lambda number: number % 2 == 0, size=20, target=4)
+    assert accepted.num_requeued == 13 and accepted.state.next_prompt == 7
+    seen = ~np.isnan(accepted.state.history.accuracy)
+    assert np.flatnonzero(seen).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert accepted.state.history.mixed_rate[:8].tolist() == [1, 0.5, 1, 0.5, 1, 0.5, 1, 1]
+
+
+def test_segments_remember_groups_when_they_have_ended():
+    source, state = source_of(curriculum=CurriculumConfig(enable=True)), start()
+    judged: list[int] = []
+    for step in range(1, 6):
+        sampled = Sampled(step)
+        advance = Advance(sampled.begin, sampled.go_on, SEGMENTS.ended, sampled.judge)
+        sizes = {"target": 8, "gen_batch_size": 8, "segment_steps": 3, "step": step}
+        options = FilterGroupsConfig(leftover="carry", leftover_max_staleness=4)
+        accepted = accumulate_segments(advance, state, source, options, **sizes)
+        state = accepted.state
+        judged += [row for round_ in accepted.rounds for row in round_.outcomes.rows]
+    assert np.flatnonzero(~np.isnan(state.history.accuracy)).tolist() == sorted(set(judged))
+    assert state.history.mixed_rate.min() < 1
+
+
+CURRICULUM = {"data.curriculum.enable": True, "data.arithmetic.num_train": 8, "trainer.test_freq": -1}
+POOLS = {**CURRICULUM, f"{FILTER}.enable": False, "data.gen_batch_size": 4}
+
+
+def test_a_killed_run_of_pools_alone_resumes_to_the_same_history(tmp_path, monkeypatch):
+    resumed(tmp_path, monkeypatch, POOLS | {"trainer.total_training_steps": 6}, killed_in=6)
+    rows = read_metrics(tmp_path / "a")[1:]
+    assert rows[-1]["dynamic_sampling/num_skipped_uniform"] + rows[-2]["dynamic_sampling/num_skipped_uniform"] > 0
+    assert rows[0]["curriculum/rate"] > rows[-1]["curriculum/rate"] >= 0.1
+    shares = [sum(row[f"curriculum/{pool}_share"] for pool in ("easy", "normal", "hard")) for row in rows]
+    assert shares[0] == 0.5 and shares[-1] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {f"{FILTER}.leftover": "carry"}, {f"{FILTER}.backfill": "stream"}])
+def test_a_killed_run_of_pools_and_filter_resumes_to_the_same_history(tmp_path, monkeypatch, changes):
+    resumed(tmp_path, monkeypatch, CURRICULUM | changes)
+    assert sum(row.get("dynamic_sampling/num_skipped_uniform", 0) for row in read_metrics(tmp_path / "a")) > 0
+
+
+@pytest.mark.slow
+def test_a_run_without_curriculum_has_none_of_its_metrics(tmp_path):
+    train(small_config(tmp_path, **{"trainer.total_training_steps": 1}))
+    assert not [name for row in read_metrics(tmp_path) for name in row if name.startswith("curriculum/")]
