@@ -45,6 +45,21 @@ FILTERS = {
     "filter on the shaped reward": {"algorithm.filter_groups.metric": "seq_reward"},
     "filter on accuracy": {"algorithm.filter_groups.metric": "acc"},
 }
+POOLS = {"data.curriculum.enable": "True"}
+WITHOUT_FILTER = {**NO_FILTER, "trainer.total_training_steps": "60"}  # about as many tokens as 24 steps with a filter
+SHOULD_YOU_FILTER = {
+    "naive GRPO": WITHOUT_FILTER,
+    "pools": {**WITHOUT_FILTER, **POOLS},
+    "filter": {},
+    "filter, carry": {"algorithm.filter_groups.leftover": "carry"},
+    "filter, stream": {"algorithm.filter_groups.backfill": "stream"},
+    "pools and filter": POOLS,
+}
+GRPO_24_STEPS = {  # a constant learning rate, so that a longer run begins like a shorter one
+    **{key: value for key, value in GRPO.items() if key not in NO_FILTER},
+    "actor.optim.lr_scheduler_type": "constant",
+    "trainer.total_training_steps": "24",
+}
 COMPARISONS = {
     "quickstart": Comparison("configs/quickstart.py", {"DAPO": {}}),
     "dapo": Comparison(
@@ -126,6 +141,17 @@ COMPARISONS = {
             "data.gen_batch_size": "24",
             "rollout.n": "4",
             "actor.ppo_micro_batch_size_per_device": "4",
+        },
+    ),
+    # 48 problems, so that each comes up several times: python scripts/data/prepare_sums.py --num-train 48
+    # --output 'data/sums48/{split}.parquet'
+    "filter_sums": Comparison(
+        "configs/sums.py",
+        SHOULD_YOU_FILTER,
+        shared={
+            **GRPO_24_STEPS,
+            "data.train_files": "data/sums48/train.parquet",
+            "data.val_files": "data/sums48/heldout.parquet",
         },
     ),
 }

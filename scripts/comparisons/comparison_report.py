@@ -2,7 +2,9 @@
 
 Columns of the table, each a mean over the seeds, and "-" if nothing was measured:
 
-    before, after    accuracy on held-out problems before the first and after the last step (minimum to maximum)
+    before, after    accuracy on held-out problems before the first and after the last step (minimum to maximum). From
+                     INTERVAL_SEEDS seeds on, +- half the 95 % interval of the mean by Student's t
+    equal steps      the same after as many steps as the shortest of all runs has (`step_budget`), if not all have as many
     equal tokens     the same after as many sampled tokens as the shortest of all runs has in total (`token_budget`),
                      interpolated
     tokens           sampled
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 from finished_runs import Row, Run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, for what its folders share
@@ -30,6 +33,7 @@ from markdown_table import markdown_table
 
 from dapo_jax.tools.plot import AXES, empty_figure, points
 
+INTERVAL_SEEDS = 5  # with fewer, the interval is wide and says little
 COLUMNS = 3  # of the picture
 ACCURACY_PANELS = 3  # the first ones
 PANELS = (  # title, metric (None: held-out accuracy), axis
@@ -62,6 +66,7 @@ def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[s
     found = {
         **about,
         "table": lines,
+        "step_budget": step_budget(runs),
         "token_budget": token_budget(runs),
         "deviation_between_seeds": deviation_between_seeds(runs),
         "runs": [asdict(run) for run in runs],
@@ -87,6 +92,11 @@ def token_budget(runs: Sequence[Run]) -> float:
     return min(points(run.rows, None, "tokens")[0][-1] for run in runs)
 
 
+def step_budget(runs: Sequence[Run]) -> float:
+    """The fewest steps after which a run was evaluated last."""
+    return min(points(run.rows, None, "steps")[0][-1] for run in runs)
+
+
 def deviation_between_seeds(runs: Sequence[Run]) -> float | None:
     """Standard deviation of the last held-out accuracy between the seeds of an arm, pooled over the arms.
 
@@ -104,12 +114,15 @@ def deviation_between_seeds(runs: Sequence[Run]) -> float | None:
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row per arm; the docstring of this file explains the columns."""
-    budget = token_budget(runs)
+    steps, budget = step_budget(runs), token_budget(runs)
+    unequal = any(points(run.rows, None, "steps")[0][-1] > steps for run in runs)
     comparable = timed(runs)
     lines = []
     for arm in dict.fromkeys(run.arm for run in runs):
         of_arm = [run.rows for run in runs if run.arm == arm]
         curves = [points(rows, None, "tokens") for rows in of_arm]
+        by_step = [points(rows, None, "steps") for rows in of_arm]
+        at_steps = {"equal steps": spread([float(np.interp(steps, *curve)) for curve in by_step])}
         ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
         seconds = [total(run.rows, "timing_s/step") for run in comparable if run.arm == arm]
         answers = [[last_answers(rows)] for rows in of_arm]
@@ -119,6 +132,7 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "seeds": len(of_arm),
                 "before": spread([values[0] for _, values in curves]),
                 "after": spread([values[-1] for _, values in curves]),
+                **(at_steps if unequal else {}),
                 "equal tokens": spread([float(np.interp(budget, *curve)) for curve in curves]),
                 "tokens": f"{np.mean([total(rows, 'dynamic_sampling/generated_tokens') for rows in of_arm]):.0f}",
                 "seconds": f"{np.mean(seconds):.0f}" if seconds else "-",
@@ -133,9 +147,16 @@ def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean; with several values also the minimum and the maximum."""
+    """The mean; with several values also the minimum and the maximum, with many also its interval."""
     mean = f"{np.mean(values):.3f}"
+    if len(values) >= INTERVAL_SEEDS:
+        mean += f" ± {half_interval(values):.3f}"
     return f"{mean} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else mean
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean, for values that are normally distributed (Student, 1908)."""
+    return float(scipy.stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
 
 
 def total(rows: Sequence[Row], metric: str) -> float:

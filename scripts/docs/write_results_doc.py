@@ -60,6 +60,8 @@ def _section(name: str) -> str:
     found = dict.fromkeys(f"{library} {version}" for run in runs for library, version in run["versions"].items())
     machines = " or ".join(dict.fromkeys(run["machine"] for run in runs))
     facts = [f"Seeds {seeds}", ", ".join(found), machines]
+    if "equal steps" in report["table"][0]:
+        facts.append(f"equal steps: after {report['step_budget']:.0f}")
     if len(report["table"]) > 1:
         facts.append(f"equal tokens: after {report['token_budget']:.0f}")
     if report["deviation_between_seeds"] is not None:

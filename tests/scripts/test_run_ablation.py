@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import ablations
 import comparison_report
 import finished_runs
+import numpy as np
 import pytest
 import run_ablation
 
@@ -123,9 +124,29 @@ def test_the_table_reads_the_curves(arms):
     assert full["equal tokens"] == "0.667"
     assert (full["tokens"], full["seconds"], full["entropy"], full["uniform"]) == ("400", "4", "0.500", "-")
     assert (full["length"], full["cut off"]) == ("20.0", "0.250")
-    assert comparison_report.token_budget(runs) == 200
+    assert comparison_report.token_budget(runs) == 200 and comparison_report.step_budget(runs) == 2
+    assert "equal steps" not in naive
     assert comparison_report.deviation_between_seeds(runs) == pytest.approx(2**0.5 / 4)  # .75 and .25
     assert comparison_report.deviation_between_seeds(runs[1:]) is None
+
+
+def test_arms_of_unequal_length_are_compared_after_equal_steps(tmp_path):
+    write_run(tmp_path / "short", 0, [0.5, 0.75], [100, 100])
+    write_run(tmp_path / "long", 0, [0.25, 0.5, 1.0], [50, 50, 50])
+    runs = [run for arm in ("short", "long") for run in finished_runs.runs_of_folder(arm, tmp_path / arm)]
+    short, long = comparison_report.table(runs)
+    assert (short["after"], short["equal steps"]) == ("0.750", "0.750")
+    assert (long["after"], long["equal steps"], long["equal tokens"]) == ("1.000", "0.500", "1.000")
+
+
+def test_five_seeds_have_an_interval():
+    values = [0.1, 0.2, 0.3, 0.4, 0.5]
+    # 2.776, Student's quantile of four degrees of freedom, times 0.1581 / 5^(1/2)
+    assert comparison_report.spread(values) == "0.300 ± 0.196 (0.100 to 0.500)"
+    assert comparison_report.spread(values[:4]) == "0.250 (0.100 to 0.400)"
+    means = np.random.default_rng(0).normal(size=(4000, 5))
+    inside = [abs(np.mean(row)) <= comparison_report.half_interval(row) for row in means]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.012)
 
 
 def run_of(arm: str, seed: int, machine: str, rows: list[dict[str, float]]):

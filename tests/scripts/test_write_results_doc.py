@@ -59,6 +59,11 @@ def test_a_table_comes_from_its_file(tmp_path, monkeypatch):
     sources = "[numbers](ours.json), [all curves](ours.png)"
     facts = "jax 1.2, torch 3; 1 x cpu or 2 x gpu; equal tokens: after 1234"
     early = "b with seed 0 ended with an error after step 7"
+    assert "equal steps" not in text
+    for row in report["table"]:
+        row["equal steps"] = "0.400"
+    (tmp_path / "results" / "ours.json").write_text(json.dumps(report | {"step_budget": 24.0}))
+    assert "2 x gpu; equal steps: after 24; equal tokens: after 1234" in document(mine)
     noise = "standard deviation of `after` between seeds 0.062"
     assert f"\n\nSeeds 0, 1; {facts}; {noise}; {early}; {sources}." in text
     assert "| [ours](results/mine.md) | a | 1 | 0.100 | 0.500 | 12 |" in document(overview)
