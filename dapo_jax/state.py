@@ -156,7 +156,7 @@ def restored_arrays(
     def experience(arrays: Mapping[str, Any], name: str) -> Experience | None:
         return from_arrays(arrays[name], prompts, tokenizer) if name in arrays else None
 
-    history = vars(History.empty(len(prompts)))  # what a checkpoint of an earlier release lacks begins here
+    history = vars(History.empty(len(prompts)))  # what a checkpoint of an earlier version lacks begins here
     stream = StreamState(
         next_prompt=int(arrays["next_prompt"]),
         keep_rate=float(arrays["keep_rate"]),

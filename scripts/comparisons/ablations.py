@@ -47,7 +47,7 @@ FILTERS = {
 }
 POOLS = {"data.curriculum.enable": "True"}
 WITHOUT_FILTER = {**NO_FILTER, "trainer.total_training_steps": "60"}  # about as many tokens as 24 steps with a filter
-SHOULD_YOU_FILTER = {
+SHOULD_YOU_FILTER = {  # on 48 problems, so that each comes up several times: in the first pass, pools skip none
     "naive GRPO": WITHOUT_FILTER,
     "pools": {**WITHOUT_FILTER, **POOLS},
     "filter": {},
@@ -55,6 +55,16 @@ SHOULD_YOU_FILTER = {
     "filter, stream": {"algorithm.filter_groups.backfill": "stream"},
     "pools and filter": POOLS,
 }
+QUESTION = 'How many times does the letter "{}" appear in the text: "{}"?'
+LETTERS = "<|im_end|>\n".join(  # after two worked examples, in SmolLM2's format
+    (
+        QUESTION.format("a", "a banana"),
+        "<|im_start|>assistant\n4",
+        f"<|im_start|>user\n{QUESTION.format('t', 'the cat ran home')}",
+        "<|im_start|>assistant\n2",
+        "<|im_start|>user\n{question}",
+    )
+)
 GRPO_24_STEPS = {  # a constant learning rate, so that a longer run begins like a shorter one
     **{key: value for key, value in GRPO.items() if key not in NO_FILTER},
     "actor.optim.lr_scheduler_type": "constant",
@@ -143,15 +153,27 @@ COMPARISONS = {
             "actor.ppo_micro_batch_size_per_device": "4",
         },
     ),
-    # 48 problems, so that each comes up several times: python scripts/data/prepare_sums.py --num-train 48
-    # --output 'data/sums48/{split}.parquet'
-    "filter_sums": Comparison(
+    "filter_sums": Comparison(  # prepare_sums.py --num-train 48 --output 'data/sums48/{split}.parquet'
         "configs/sums.py",
         SHOULD_YOU_FILTER,
         shared={
             **GRPO_24_STEPS,
             "data.train_files": "data/sums48/train.parquet",
             "data.val_files": "data/sums48/heldout.parquet",
+        },
+    ),
+    "filter_letters": Comparison(  # needs pip install -e '.[reasoning-gym]'; at first, 9 % of the answers are right
+        "configs/sums.py",
+        SHOULD_YOU_FILTER,
+        shared={
+            **GRPO_24_STEPS,
+            "data.task": "reasoning_gym",
+            "data.reasoning_gym.datasets": "letter_counting",
+            "data.reasoning_gym.num_train": "48",
+            "data.reasoning_gym.num_heldout": "96",
+            "data.reasoning_gym.template": LETTERS,
+            "data.max_prompt_length": "256",
+            "data.max_response_length": "16",
         },
     ),
 }

@@ -4,7 +4,8 @@ Columns of the table, each a mean over the seeds, and "-" if nothing was measure
 
     before, after    accuracy on held-out problems before the first and after the last step (minimum to maximum). From
                      INTERVAL_SEEDS seeds on, +- half the 95 % interval of the mean by Student's t
-    equal steps      the same after as many steps as the shortest of all runs has (`step_budget`), if not all have as many
+    equal steps      the same after as many steps as the shortest of all runs has (`step_budget`), if others
+                     have more
     equal tokens     the same after as many sampled tokens as the shortest of all runs has in total (`token_budget`),
                      interpolated
     tokens           sampled

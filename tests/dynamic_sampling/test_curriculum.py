@@ -123,7 +123,7 @@ def test_a_restart_between_two_steps_keeps_prompts_and_history():
     rest = steps_without_filter(12, state, 9, source)
     assert [numbers_of(accepted) for accepted in rest] == [numbers_of(accepted) for accepted in whole[8:]]
     assert_same_history(rest[-1].state.history, whole[-1].state.history)
-    for name in ("mixed_rate", "accuracy"):  # a checkpoint of 0.10 has neither
+    for name in ("mixed_rate", "accuracy"):  # older checkpoints have neither
         del arrays[name]
     state, _ = restored_arrays(arrays, prompts, None)
     assert_same_history(state.history, history_of(uniform_in_a_row=before.history.uniform_in_a_row))
