@@ -47,6 +47,7 @@ def model_paths(config: Config, *, training: bool = True) -> dict[str, str]:
     paths = {"model.path": config.model.path}
     paths |= {"reference.path": config.reference.path or ""} if training and uses_reference(config) else {}
     paths |= {"critic.model.path": config.critic.model.path} if training and uses_critic(config) else {}
+    paths |= {"algorithm.distillation.path": config.algorithm.distillation.path} if training else {}
     paths |= {"reward.model.path": config.reward.model.path}
     return {option: path for option, path in paths.items() if path and path != RANDOM}
 
@@ -110,15 +111,15 @@ def _check_lora(config: Config, arch: Architecture) -> None:
         )
 
 
-def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
-    """The architecture and the tokenizer of model.path.
+def read_model(config: Config, option: str = "model.path") -> tuple[Architecture, Tokenizer]:
+    """The architecture and the tokenizer of model.path, which `option` named.
 
     Raises:
         InputError: a file is missing or damaged, or the two do not fit together.
     """
     trained = find_trained(config.model.path)
     if trained is not None:
-        return read_model(trained.config)
+        return read_model(trained.config, option)
     if config.model.path != RANDOM:
         path = model_at(config.model.path, weights=False)
         arch, tokenizer = read_model_architecture(path), load_tokenizer(path)
@@ -140,17 +141,17 @@ def read_model(config: Config) -> tuple[Architecture, Tokenizer]:
             initializer_range=sizes.initializer_range,
         )
     if arch.scalar_head:
-        raise InputError(f"model.path={config.model.path} is a sequence-classification model: give a language model")
-    return arch, _fitted(tokenizer, arch.vocab_size, config.model.path)
+        raise InputError(f"{option}={config.model.path} is a sequence-classification model: give a language model")
+    return arch, _fitted(tokenizer, arch.vocab_size, f"{option}={config.model.path}")
 
 
-def _fitted(tokenizer: Tokenizer, num_rows: int, path: str) -> Tokenizer:
+def _fitted(tokenizer: Tokenizer, num_rows: int, named: str) -> Tokenizer:
     """The tokenizer without added tokens that have no embedding, unless it needs one of them."""
     fitted = within_rows(tokenizer, num_rows)
     largest = max(fitted.vocab_size - 1, tokenizer.pad_id, *tokenizer.eos_ids)
     if largest >= num_rows:
         raise InputError(
-            f"the tokenizer of model.path={path} has ids up to {largest}, but the model has {num_rows} embeddings: use "
+            f"the tokenizer of {named} has ids up to {largest}, but the model has {num_rows} embeddings: use "
             "the tokenizer that belongs to the model; of more tokens than embeddings, only added tokens (added_tokens "
             "of tokenizer.json) that end or pad no text are left out"
         )

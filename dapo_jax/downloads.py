@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_jax.base_models import model_paths
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import from_values, with_values
+from dapo_jax.config.values import MODEL_PATHS, from_values, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.hub.names import HubName, data_name, model_name
 from dapo_jax.hub.repositories import fetch_model, fetch_split, pinned_name
@@ -101,7 +101,7 @@ def _recorded(config: Config) -> dict[str, HubName]:
 def _replaced(config: Config, pins: dict[str, str]) -> dict[str, Any]:
     """The options that hold a key of `pins`, with its value instead."""
     values: dict[str, Any] = {}
-    for key in ("model.path", "reference.path", "critic.model.path", "reward.model.path"):
+    for key in MODEL_PATHS:
         path = attrgetter(key)(config)
         values |= {key: pins[path]} if path in pins else {}
     for key in ("data.train_files", "data.val_files"):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from etils import epath
 from dapo_jax.checkpoint import Origin, is_checkpoint, saved_steps
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import from_values
+from dapo_jax.config.values import from_values, with_values
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import recorded_config
+from dapo_jax.monitor.records import flatten, recorded_config
 from dapo_jax.parallel.processes import gather, is_first
 from dapo_jax.places import is_address, place_of
 
 RANDOM = "random"  # model.path of a freshly initialised model
+RESUMED = "trainer.resume_from_path"
+PINNED = "model.path", "reference.path", "algorithm.distillation.path", RESUMED
 
 
 @dataclass(frozen=True)
@@ -69,26 +72,17 @@ def pinned(config: Config) -> Config:
     Raises:
         InputError: the run would start from itself.
     """
-    for name in ("model", "reference"):
-        path = getattr(config, name).path
-        if path and path != RANDOM and is_own(path, config):
-            raise InputError(f"{name}.path={path} is in this run's own workdir: choose a new workdir")
+    paths = {key: attrgetter(key)(config) for key in PINNED}
+    paths = {key: path for key, path in paths.items() if path and path != RANDOM}
+    for key in paths.keys() - {RESUMED}:
+        if is_own(paths[key], config):
+            raise InputError(f"{key}={paths[key]} is in this run's own workdir: choose a new workdir")
 
-    def chosen() -> list[str | None]:
-        recorded, paths = recorded_config(config.workdir), []
-        for section, key in (("model", "path"), ("reference", "path"), ("trainer", "resume_from_path")):
-            path = getattr(getattr(config, section), key)
-            before = recorded.get(section, {}).get(key)
-            paths.append(_pinned_path(path, before) if path and path != RANDOM else path)
-        return paths
+    def chosen() -> dict[str, str]:
+        recorded = flatten(recorded_config(config.workdir))
+        return {key: _pinned_path(path, recorded.get(key)) for key, path in paths.items()}
 
-    model, reference, trainer = gather(chosen() if is_first() else None)[0]
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=model),
-        reference=dataclasses.replace(config.reference, path=reference),
-        trainer=dataclasses.replace(config.trainer, resume_from_path=trainer),
-    )
+    return with_values(config, gather(chosen() if is_first() else None)[0])
 
 
 def is_own(path: str, config: Config) -> bool:

@@ -57,6 +57,7 @@ from dapo_jax.settings import (
     micro_batches,
     with_total_steps,
 )
+from dapo_jax.teacher import load_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +235,7 @@ def build_learner(
         actor=actor,
         critic=critic,
         reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
+        teacher=load_teacher(config, sampler.tokenizer, mesh) if config.algorithm.distillation.path else None,
         decode_weights=LatestWeights(decode_weights, stage),
         estimator=build_estimator(config.algorithm, arch.vocab_size, mesh),
         init_models=lambda: init_models(config, arch, actor, critic, mesh),

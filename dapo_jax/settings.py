@@ -71,7 +71,7 @@ def with_total_steps(config: Config, num_prompts: int, *, done: int) -> Config:
 
 def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSettings:
     """The settings of the policy's compiled functions."""
-    actor = config.actor
+    actor, distillation = config.actor, config.algorithm.distillation
     return ActorSettings(
         arch=within_lengths(config, arch),
         dtype=compute_dtype(config.model, mesh),
@@ -85,6 +85,8 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
         optimizer=optimizer_settings(actor),
+        candidates=distillation.top_k if distillation.path and distillation.form == "top_k" else 0,
+        distillation_weight=distillation.weight,
         lora=lora_of(config, arch),
         compiler_options=compiler_options(config.trainer, mesh),
     )

@@ -9,6 +9,7 @@ from dapo_jax.learner.choices import trained
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import count_params
 from dapo_jax.settings import remat_policy
+from dapo_jax.teacher import read_teacher
 
 SCORES = 3  # times that the scores of a layer exist
 # From programs compiled for 7B on v5e:8x8 with tensor 1, 2 and 4: they are within 2.2 GiB of the estimate.
@@ -29,7 +30,8 @@ def training_bytes(config: Config, arch: Architecture, mesh: Mesh, *, stores_sco
     kept = arch.num_layers * _kept_width(config, arch) / tensor
     scores = SCORES * arch.num_heads * longest / tensor if stores_scores else 0
     passes = 4 * tokens * (kept + ARRAYS * arch.hidden_size + scores)
-    return _state_bytes(config, arch) / (fsdp * tensor) + tables + passes
+    of_teacher = 2 * count_params(read_teacher(config)[0]) if config.algorithm.distillation.path else 0
+    return (_state_bytes(config, arch) + of_teacher) / (fsdp * tensor) + tables + passes
 
 
 def _state_bytes(config: Config, arch: Architecture) -> float:

@@ -22,6 +22,7 @@ LAYERS = [
     ("base_models",),
     ("downloads",),
     ("settings",),
+    ("teacher",),
     ("training_memory", "meshes", "held_out"),
     ("run", "reports", "step_metrics", "model_card"),
     ("state", "estimator_inputs"),

@@ -125,6 +125,7 @@ MEASURED = "problems to evaluate on (data.val_files, num_heldout of a generated 
 VERIFIED = "a verifier (reward.function other than none)"
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.policy_loss.loss_mode"
 F, C = "algorithm.filter_groups", "algorithm.rollout_correction"
+D = "algorithm.distillation"
 
 # If several list a key, the first that fails is reported, so the outer ones come first.
 USES = (
@@ -225,6 +226,12 @@ USES = (
     _with("actor.kl_loss_coef", "actor.use_kl_loss", True, idle=0),
     _with("actor.kl_loss_type", "actor.use_kl_loss", True),
     _use("reference.path", "actor.use_kl_loss=True or algorithm.use_kl_in_reward=True", uses_reference),
+    _use(
+        f"{D}.weight|use_task_rewards|form|top_k|temperature",
+        f"{D}.path",
+        lambda config: bool(config.algorithm.distillation.path),
+    ),
+    _with(f"{D}.top_k", f"{D}.form", "top_k"),
     _with("critic. trainer.critic_warmup", ESTIMATOR, *_having("values", ESTIMATORS)),
     _with("actor.optim.min_lr_ratio", "actor.optim.lr_scheduler_type", "cosine"),
     _with("critic.optim.min_lr_ratio", "critic.optim.lr_scheduler_type", "cosine"),

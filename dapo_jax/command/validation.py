@@ -11,11 +11,19 @@ from operator import attrgetter
 from typing import Any
 
 from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
+from dapo_jax.algorithms.arguments import needs
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.command.option_uses import unread_problems
 from dapo_jax.command.reward_rules import metric_problems, reward_problems
 from dapo_jax.config.bounds import bounds_of, one_of
-from dapo_jax.config.derived import gen_batch_size, micro_batch_size, mini_batch_size, segment_steps
+from dapo_jax.config.derived import (
+    gen_batch_size,
+    keeps_some,
+    micro_batch_size,
+    mini_batch_size,
+    segment_steps,
+    trains_on_rewards,
+)
 from dapo_jax.config.sections import Config, EvaluateConfig
 from dapo_jax.config.values import PATHS, type_problems
 from dapo_jax.dynamic_sampling.group_filter import RULES
@@ -101,8 +109,11 @@ def _missing(config: Config, training: bool) -> Iterator[str]:
         yield "data.reasoning_gym.datasets is empty: name data sets of the library reasoning-gym"
     if training and task == "files" and not config.data.train_files:
         yield "data.train_files is empty: give parquet or JSONL files, or set data.task=arithmetic"
-    if given_function(config) == "none" and not config.reward.model.path:
-        yield "reward.function=none needs a reward model: give reward.model.path"
+    if given_function(config) == "none" and not config.reward.model.path and trains_on_rewards(config):
+        yield (
+            "reward.function=none needs a reward model or a teacher: give reward.model.path, or "
+            "algorithm.distillation.path with use_task_rewards=False"
+        )
     if config.trainer.total_training_steps == -1 and config.trainer.total_epochs is None:
         yield "trainer.total_training_steps=-1 needs trainer.total_epochs: give one of them"
 
@@ -215,10 +226,29 @@ def _algorithm_problems(config: Config) -> Iterator[str]:
         yield f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}"
     if actor.use_kl_loss and not actor.kl_loss_coef > 0:
         yield f"actor.kl_loss_coef={actor.kl_loss_coef} must be greater than 0 with use_kl_loss=True"
+    yield from _distillation_problems(config)
     if given_function(config) == "none" and groups.enable and groups.metric == "acc":
         yield (
             "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
             "set algorithm.filter_groups.enable=False"
+        )
+
+
+def _distillation_problems(config: Config) -> Iterator[str]:
+    """What would follow rewards that are not trained on."""
+    algorithm, estimator = config.algorithm, advantages.ESTIMATORS.get(config.algorithm.adv_estimator, advantages.grpo)
+    if trains_on_rewards(config):
+        return
+    found = {
+        "filter_groups.enable=False": algorithm.filter_groups.enable,
+        "use_kl_in_reward=False": algorithm.use_kl_in_reward,
+        "keep_pos_ratio=1 and keep_neg_ratio=1": keeps_some(algorithm),
+        "adv_estimator=grpo": any(needs(estimator, name) for name in ("values", "hint_logprobs", "reward_baselines")),
+    }
+    if wrong := [cure for cure, is_wrong in found.items() if is_wrong]:
+        yield (
+            "algorithm.distillation.use_task_rewards=False trains on the teacher alone, so nothing may depend on the "
+            f"reward: set algorithm.{', algorithm.'.join(wrong)}, or use_task_rewards=True"
         )
 
 

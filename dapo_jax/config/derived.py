@@ -63,6 +63,12 @@ def uses_reference(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
 
 
+def trains_on_rewards(config: Config) -> bool:
+    """Whether advantages follow rewards, and not a teacher alone."""
+    distillation = config.algorithm.distillation
+    return distillation.use_task_rewards or not distillation.path
+
+
 def keeps_some(algorithm: AlgorithmConfig) -> bool:
     """Whether some samples of a group are left out of training."""
     return min(algorithm.keep_pos_ratio, algorithm.keep_neg_ratio) < 1

@@ -49,6 +49,7 @@ MomentsDtype = Literal["float32", "bfloat16"]
 OldLogprob = Literal["auto", "rollout", "recompute"]
 Engine = Literal["auto", "waves", "slots"]
 BestMode = Literal["max", "min"]
+DistillationForm = Literal["sampled", "top_k"]
 ResumeMode = Literal["auto", "disable"]
 
 
@@ -285,6 +286,18 @@ class CPOConfig:
 
 
 @dataclass(frozen=True)
+class DistillationConfig:
+    """On-policy distillation: a frozen teacher judges each token that the policy samples (docs/algorithms.md)."""
+
+    path: str = ""  # the teacher, as model.path; its tokens must be the policy's; "" = none
+    weight: Positive[float] = 1.0  # of the divergence from the teacher
+    use_task_rewards: bool = True  # False: train on the teacher alone, not on the reward
+    form: DistillationForm = "sampled"  # sampled: part of the advantage of each token | top_k: a loss of its own
+    top_k: Positive[int] = 32  # top_k: the policy's most likely tokens in each place, which are compared one by one
+    temperature: PositiveOrNull[float] = None  # of the teacher's probabilities; null = rollout.temperature
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # a name of ESTIMATORS in dapo_jax/algorithms/advantages.py (verl: gae)
     norm_adv_by_std_in_grpo: bool = True  # False: Dr. GRPO (arXiv:2503.20783)
@@ -299,6 +312,7 @@ class AlgorithmConfig:
     kl_ctrl: KLControllerConfig = field(default_factory=KLControllerConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     cpo: CPOConfig = field(default_factory=CPOConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     # Aliases (aliases.py); null = not given.
     use_dynamic_sample: bool | None = None  # filter_groups as in EasyR1's "dynamic sampling" forks

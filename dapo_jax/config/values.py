@@ -21,9 +21,10 @@ MAY_BE_INFINITE = (  # limits; infinity switches them off
     *("actor.clip_ratio_high", "actor.clip_ratio_c", "actor.policy_loss.clip_cov_ub"),
     *("actor.grad_clip", "critic.grad_clip", "critic.cliprange_value"),
 )
+MODEL_PATHS = "model.path", "reference.path", "critic.model.path", "reward.model.path", "algorithm.distillation.path"
 PATHS = (  # of files and directories, or gs:// addresses
     *("workdir", "trainer.checkpoint_dir", "trainer.resume_from_path", "data.train_files", "data.val_files"),
-    *("model.path", "reference.path", "critic.model.path", "reward.model.path"),
+    *MODEL_PATHS,
 )
 
 

@@ -57,6 +57,8 @@ class Tokens:
     loss_weights: Array = None  # float32, each token's share in the loss of its mini-batch
     importance_weights: Array = None  # float32, from rollout correction
     ref_logprobs: Array = None  # float32, under the reference policy
+    candidates: Array = None  # int32 [..., K], the student's most likely tokens, if a teacher's are compared
+    teacher_logprobs: Array = None  # float32 [..., K], of the candidates under the teacher
     noise: Array = None  # float32 uniform, for losses that draw tokens
     selected: Array = None  # bool, tokens that such a loss has drawn in its mini-batch
     values: Array = None  # float32, the critic's before the update

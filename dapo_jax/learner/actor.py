@@ -1,5 +1,6 @@
 """Device: the policy's loss and its compiled functions. Splitting a mini-batch changes nothing: each piece is a sum."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from dapo_jax.algorithms.aggregation import weighted_sum
 from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.distillation import coarse_reverse_kl
 from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import OUTLIER
@@ -18,7 +20,7 @@ from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.learner.optimizer import OptimizerSettings
-from dapo_jax.learner.token_logprobs import response_logprobs
+from dapo_jax.learner.token_logprobs import most_likely_tokens, response_logprobs
 from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention
@@ -47,6 +49,8 @@ class ActorSettings:
     kl_loss_coef: float  # 0: no KL divergence in the loss
     kl_loss_type: str
     optimizer: OptimizerSettings
+    candidates: int = 0  # tokens whose probabilities a teacher's are compared with in the loss; 0: no such loss
+    distillation_weight: float = 0.0  # of that loss
     lora: Lora | None = None  # None: all weights are trained
     compiler_options: Mapping[str, Any] = field(default_factory=dict)  # XLA's, of passes over the layers
 
@@ -58,6 +62,7 @@ class Actor:
     trainable: Trainable  # of all weights, or of the adapters
     decode_weights: WithFrozen  # params -> weights for rollout/, cast and resharded
     logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [S, U], replicated
+    most_likely: WithFrozen  # (params, micro-batch) -> the candidates [S, U, K], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
     experts_per_token: int = 0  # 0: no layer has experts
 
@@ -71,8 +76,8 @@ def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
 
 def logprobs_and_entropy(
     params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings, *, remat: str
-) -> tuple[jax.Array, jax.Array, RoutingCounts | None]:
-    """Log-probability and entropy [S, U] of each response token and counts, as `response_logprobs` gives them."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None, RoutingCounts | None]:
+    """Log-probability and entropy [S, U] of each response token, those of the candidates, and counts."""
     return response_logprobs(
         operands(params, frozen, settings),
         batch,
@@ -90,7 +95,9 @@ def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings
 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
     """
-    logprobs, entropy, routing = logprobs_and_entropy(params, frozen, batch, settings, remat=settings.remat)
+    logprobs, entropy, of_candidates, routing = logprobs_and_entropy(
+        params, frozen, batch, settings, remat=settings.remat
+    )
     token_loss, metrics = policy_token_loss(logprobs, batch, settings)
     total = weighted_sum(token_loss, batch.loss_weights, batch.loss_mask)
     metrics["pg_loss"] = Mean(total, jnp.float32(0))
@@ -98,6 +105,11 @@ def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings
         kl = kl_penalty(logprobs, batch.ref_logprobs, settings.kl_loss_type)
         metrics["kl_loss"] = Mean.of(kl, batch.loss_mask)
         total += settings.kl_loss_coef * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
+    if settings.candidates:
+        assert of_candidates is not None
+        kl = coarse_reverse_kl(of_candidates, batch.teacher_logprobs)
+        metrics["distillation_loss"] = Mean.of(kl, batch.loss_mask)
+        total += settings.distillation_weight * weighted_sum(kl, batch.loss_weights, batch.loss_mask)
     if settings.entropy_coeff:
         entropy_loss = weighted_sum(entropy, batch.loss_weights, batch.loss_mask)
         metrics["entropy_loss"] = Mean(entropy_loss, jnp.float32(0))
@@ -176,16 +188,27 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
     def logprobs(params, frozen, batch):
         return logprobs_and_entropy(params, frozen, batch, settings, remat="none")[:2]
 
+    def most_likely(params, frozen, batch):
+        return most_likely_tokens(
+            operands(params, frozen, settings),
+            batch,
+            arch=arch,
+            attention=settings.attention,
+            chunk_size=settings.chunk_size,
+            count=settings.candidates,
+        )
+
     def select(batch, logprobs):
         function = SELECTIONS[settings.loss_mode]
         arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.noise
         return function(*arrays, **chosen(function, settings.loss_options))
 
-    jitted_logprobs = jax.jit(logprobs, out_shardings=whole, compiler_options=dict(settings.compiler_options))
+    compiled = functools.partial(jax.jit, out_shardings=whole, compiler_options=dict(settings.compiler_options))
     return Actor(
         trainable=trainable,
         decode_weights=build_decode_weights(arch, settings.dtype, decode_mesh or mesh, lora, frozen),
-        logprobs=WithFrozen(jitted_logprobs, frozen),
+        logprobs=WithFrozen(compiled(logprobs), frozen),
+        most_likely=WithFrozen(compiled(most_likely), frozen),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
         experts_per_token=arch.experts.per_token if arch.experts is not None else 0,
     )

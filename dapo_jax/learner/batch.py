@@ -25,7 +25,8 @@ from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import choosing_experts, expert_records
-from dapo_jax.learner.update import compute_logprobs, compute_values
+from dapo_jax.learner.teacher import Teacher, judged
+from dapo_jax.learner.update import compute_logprobs, compute_values, in_pieces
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
@@ -73,6 +74,9 @@ def make_batch(
         finished = rows_like(batch, experience.finished)
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
         found["actor/overlong_filtered"] = float(np.mean(~experience.finished))
+    if learner.teacher is not None:
+        batch, distilled = ask_teacher(learner, learner.teacher, batch, models.actor.params)
+        found |= distilled
     if learner.actor.select is not None:
         batch = dataclasses.replace(batch, noise=selection_noise(learner, experience, batch))
     return batch, metrics | found
@@ -183,6 +187,20 @@ def policy_logprobs(learner: Learner, params: Any, batch: Batch) -> tuple[np.nda
 def reference_logprobs(learner: Learner, batch: Batch) -> np.ndarray:
     """Log-probabilities [B, R] under the reference policy."""
     return policy_logprobs(learner, learner.reference, choosing_experts(batch))[0]
+
+
+def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -> tuple[Batch, Metrics]:
+    """Adds the teacher's judgement of each token (algorithms/distillation.py) to the advantages, or as probabilities of
+    the tokens that the policy finds most likely before the update.
+    """
+    options = learner.algorithm.distillation
+    with learner.stage("teacher"):
+        if options.form == "top_k":
+            pieces = learner.micro_batches["actor"]
+            candidates = in_pieces(learner.actor.most_likely, params, batch, pieces, learner.mesh, learner.pace)
+            batch = dataclasses.replace(batch, candidates=candidates)
+        scored = in_pieces(teacher.scores, teacher.params, batch, teacher.micro_batches, learner.mesh, learner.pace)
+        return judged(batch, *scored, weight=options.weight, use_task_rewards=options.use_task_rewards)
 
 
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:

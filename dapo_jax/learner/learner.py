@@ -18,6 +18,7 @@ from dapo_jax.learner.critic import Critic
 from dapo_jax.learner.decode_weights import LatestWeights
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import Models
+from dapo_jax.learner.teacher import Teacher
 from dapo_jax.learner.update import Finish, OnMicroBatch, UpdateSettings, update_critic, update_policy
 from dapo_jax.monitor.tensorboard import Histograms
 from dapo_jax.monitor.timers import Stage
@@ -32,6 +33,7 @@ class Learner:
     actor: Actor
     critic: Critic | None  # for an estimator that needs values
     reference: Any  # weights for actor.logprobs, with a KL divergence; else None
+    teacher: Teacher | None  # of on-policy distillation
     decode_weights: LatestWeights  # of the policy's parameters, for the sampler
     estimator: Callable[..., Any]  # see `build_estimator`
     init_models: Callable[[], Models]  # the models before the first step

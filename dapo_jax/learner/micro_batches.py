@@ -128,7 +128,8 @@ class _Packer:
         rows, columns = targets.pop("rows"), targets.pop("columns")
 
         def packed(array: np.ndarray) -> np.ndarray:
-            return np.where(rows >= 0, array[rows, columns], np.zeros((), array.dtype))
+            real = (rows >= 0).reshape(rows.shape + (1,) * (array.ndim - 2))
+            return np.where(real, array[rows, columns], np.zeros((), array.dtype))
 
         fields = {name: getattr(self.batch, name) for name in PER_TOKEN}
         tokens = {name: packed(array) for name, array in fields.items() if array is not None}

@@ -1,5 +1,8 @@
 """Device: log-probability and entropy of response tokens under the training forward pass."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,7 +11,7 @@ from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.experts import RoutingCounts
-from dapo_jax.parallel.sharding import shards_left
+from dapo_jax.parallel.sharding import shards_left, vocabulary_shards
 
 
 def response_logprobs(
@@ -21,10 +24,11 @@ def response_logprobs(
     attention: BinAttention,
     chunk_size: int,
     entropy_gradient: bool,
-) -> tuple[jax.Array, jax.Array, RoutingCounts | None]:
-    """Log-probability [S, U] of each response token, entropy [S, U] of its distribution, and what the routers did.
+) -> tuple[jax.Array, jax.Array, jax.Array | None, RoutingCounts | None]:
+    """Log-probability [S, U] of each response token, entropy [S, U] of its distribution, log-probabilities [S, U, K] of
+    the batch's candidates if it has some, and what the routers did.
 
-    The first two are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
+    All but the last are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
     tokens at a time on each device, in the backward pass too.
 
     Args:
@@ -36,7 +40,7 @@ def response_logprobs(
     hidden, counts = response_hidden(params, batch, arch=arch, remat=remat, attention=attention)
 
     def chunk_logprobs(chunk):
-        hidden, tokens = chunk
+        hidden, tokens, candidates = chunk
         logits = transformer.logits(params, hidden, arch) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         is_chosen = tokens[..., None] == jnp.arange(logits.shape[-1])  # a gather would not keep the vocabulary sharded
@@ -45,14 +49,68 @@ def response_logprobs(
         if not entropy_gradient:
             log_probabilities = jax.lax.stop_gradient(log_probabilities)
         entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
-        return chosen - normalizer, entropy
+        of_candidates = None if candidates is None else logits_of(logits, candidates) - normalizer[..., None]
+        return chosen - normalizer, entropy, of_candidates
 
-    rows, length = batch.responses.shape
+    arrays = hidden, batch.responses, batch.candidates
+    return *_in_chunks(chunk_logprobs, arrays, chunk_size), counts
+
+
+def most_likely_tokens(
+    params: transformer.Params,
+    batch: MicroBatch,
+    *,
+    arch: Architecture,
+    attention: BinAttention,
+    chunk_size: int,
+    count: int,
+) -> jax.Array:
+    """The `count` most likely tokens [S, U, K] in the place of each response token, the likeliest first.
+
+    Args:
+        params, attention, chunk_size: as for `response_logprobs`.
+    """
+    hidden, _ = response_hidden(params, batch, arch=arch, remat="none", attention=attention)
+    return _in_chunks(lambda chunk: highest(transformer.logits(params, chunk, arch), count), hidden, chunk_size)
+
+
+def highest(logits: jax.Array, count: int) -> jax.Array:
+    """Indices of the `count` highest logits, [..., V] -> [..., K] int32, the highest first and of equal ones the first.
+
+    Each shard of the vocabulary finds its own, so no device needs all logits.
+    """
+    parts = _by_shard(logits)
+    values, places = jax.lax.top_k(parts, min(count, parts.shape[-1]))
+    numbers = places + parts.shape[-1] * jnp.arange(parts.shape[-2])[:, None]
+    _, best = jax.lax.top_k(values.reshape(*logits.shape[:-1], -1), count)
+    return jnp.take_along_axis(numbers.reshape(*logits.shape[:-1], -1), best, axis=-1).astype(jnp.int32)
+
+
+def logits_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The logits of some tokens, [..., V] and [..., K] -> [..., K]; 0 of a token beyond V.
+
+    Each shard of the vocabulary picks its own, and the sum over the shards has them all.
+    """
+    parts = _by_shard(logits)
+    size = parts.shape[-1]
+    places = tokens[..., None, :] - size * jnp.arange(parts.shape[-2])[:, None]
+    picked = jnp.take_along_axis(parts, jnp.clip(places, 0, size - 1), axis=-1)
+    return jnp.sum(picked, axis=-2, where=(places >= 0) & (places < size))
+
+
+def _by_shard(logits: jax.Array) -> jax.Array:
+    """[..., V] -> [..., shards, V / shards], each shard on its devices."""
+    shards = vocabulary_shards()
+    return logits.reshape(*logits.shape[:-1], shards, logits.shape[-1] // shards)
+
+
+def _in_chunks(function: Callable[[Any], Any], arrays: Any, chunk_size: int) -> Any:
+    """`function` of arrays [S, U, ...], for about `chunk_size` tokens at a time on each device."""
+    rows, length = jax.tree.leaves(arrays)[0].shape[:2]
     widest = min(max(chunk_size * shards_left() // rows, 1), length)
     columns = -(-length // -(-length // widest))  # as many chunks, with the least padding
-    chunks = jax.tree.map(lambda x: _split_columns(x, columns), (hidden, batch.responses))
-    logprobs, entropy = jax.lax.map(jax.checkpoint(chunk_logprobs), chunks)
-    return _join_columns(logprobs, length), _join_columns(entropy, length), counts
+    results = jax.lax.map(jax.checkpoint(function), jax.tree.map(lambda x: _split_columns(x, columns), arrays))
+    return jax.tree.map(lambda x: _join_columns(x, length), results)
 
 
 def response_hidden(
@@ -76,5 +134,5 @@ def _split_columns(x: jax.Array, columns: int) -> jax.Array:
 
 
 def _join_columns(x: jax.Array, length: int) -> jax.Array:
-    """The inverse of `_split_columns` for [chunks, B, columns]."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :length]
+    """The inverse of `_split_columns`: [chunks, B, columns, ...] -> [B, R, ...]."""
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]

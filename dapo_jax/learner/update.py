@@ -95,14 +95,14 @@ def compute_logprobs(
     actor: Actor, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and entropies [B, R] of `batch` under `params`, by the training forward pass."""
-    return _in_pieces(actor.logprobs, params, batch, micro_batches, mesh, pace)
+    return in_pieces(actor.logprobs, params, batch, micro_batches, mesh, pace)
 
 
 def compute_values(
     critic: Critic, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh, pace: OnMicroBatch = unpaced
 ) -> np.ndarray:
     """Values [B, R] of `batch`."""
-    return _in_pieces(critic.values, params, batch, micro_batches, mesh, pace)
+    return in_pieces(critic.values, params, batch, micro_batches, mesh, pace)
 
 
 def mini_batches(batch: Batch, rows: int) -> Iterator[Batch]:
@@ -130,7 +130,7 @@ def tokens_of_devices(batch: Batch, settings: UpdateSettings) -> np.ndarray:
     return totals
 
 
-def _in_pieces(
+def in_pieces(
     function: Callable[[Any, MicroBatch], Any],
     params: Any,
     batch: Batch,
@@ -138,7 +138,7 @@ def _in_pieces(
     mesh: Mesh,
     pace: OnMicroBatch,
 ) -> Any:
-    """The result of `function`, arrays [S, U] of each micro-batch, as arrays [B, R], 0 where there is no token."""
+    """The result of `function`, arrays [S, U, ...] of each micro-batch, as [B, R, ...], 0 where there is no token."""
     pieces, results = [], []
     for piece in micro_batches.split(batch):
         pieces.append(piece)
@@ -147,7 +147,7 @@ def _in_pieces(
         pace(results[-1])
 
     def assemble(*parts: np.ndarray) -> np.ndarray:
-        whole = np.zeros(batch.mask.shape, parts[0].dtype)
+        whole = np.zeros(batch.mask.shape + parts[0].shape[2:], parts[0].dtype)
         for piece, part in zip(pieces, parts, strict=True):
             piece.write(part, whole)
         return whole

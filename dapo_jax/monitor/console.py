@@ -40,6 +40,7 @@ _STAGES = {  # timer name -> what the bar says
     "old_log_prob": "computing log-probabilities",
     "ref": "computing the reference's log-probabilities",
     "values": "computing values",
+    "teacher": "asking the teacher",
     "adv": "computing advantages",
     "update_actor": "updating the policy",
     "update_critic": "updating the critic",
@@ -50,7 +51,9 @@ _STAGES = {  # timer name -> what the bar says
 }
 _TOKENS = {  # stage -> metric that counts the tokens it processes
     "gen": "dynamic_sampling/generated_tokens",
-    **dict.fromkeys(("old_log_prob", "ref", "values", "update_critic", "update_actor"), "perf/total_num_tokens"),
+    **dict.fromkeys(
+        ("old_log_prob", "ref", "values", "teacher", "update_critic", "update_actor"), "perf/total_num_tokens"
+    ),
 }
 
 

@@ -141,6 +141,12 @@ actor/entropy_loss  nats  entropy, aggregated like the loss
 [verl | actor.use_kl_loss]
 actor/kl_loss  nats  mean over tokens of the KL divergence to the reference
 actor/kl_coef  1     actor.kl_loss_coef
+[own | algorithm.distillation.form=top_k]
+actor/distillation_loss  nats  mean over tokens of the reverse KL divergence to the teacher, of the tokens that the policy
+    found most likely and one bucket for all others
+[own | algorithm.distillation.path, and a token is left in the loss]
+distillation/reverse_kl  nats  mean over trained tokens of log p - log q, of the policy and the teacher: an estimate of
+    the divergence
 [verl | algorithm.use_kl_in_reward]
 actor/reward_kl_penalty        nats  mean over responses of their mean KL divergence
 actor/reward_kl_penalty_coeff  1     its coefficient in the step
@@ -253,7 +259,7 @@ timing_s/step  s  as perf/time_per_step
 [verl | groups were sampled]
 timing_s/{gen|reward}  s  sampling, and waiting for verdicts
 [verl | the step has the stage]
-timing_s/{old_log_prob|ref|values|adv|update_critic|update_actor}  s  stages of training
+timing_s/{old_log_prob|ref|values|adv|teacher|update_critic|update_actor}  s  stages of training
 [verl | they have changed since the last sampling]
 timing_s/update_weights  s  laying out the policy's weights for decoding
 [own | groups were sampled]
@@ -270,7 +276,8 @@ timing_s/save_checkpoint  s  saving the last checkpoint, outside the step; logge
 [verl | a batch was trained on]
 timing_per_token_ms/gen  ms  timing_s/gen / all sampled tokens (verl: those of the batch)
 [verl | the step has the stage]
-timing_per_token_ms/{old_log_prob|ref|values|adv|update_critic|update_actor}  ms  timing_s / perf/total_num_tokens
+timing_per_token_ms/{old_log_prob|ref|values|adv|teacher|update_critic|update_actor}  ms  timing_s /
+    perf/total_num_tokens
 
 [Trinity-RFT | groups were sampled]
 time/wait_explore_step  s  timing_s/gen + timing_s/reward

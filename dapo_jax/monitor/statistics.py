@@ -16,7 +16,16 @@ OPERATORS = {  # Trinity-RFT's names, in its order, for the stages between sampl
 HELD_OUT = re.compile(r"eval/(.+)/acc/mean@(\d+)")  # a held-out accuracy: its task set, its samples per problem
 LENGTH_PERCENTILES = (10, 25, 50, 75, 90, 99)
 MIN_COMPARED = 16  # answers that a meaningful correlation needs
-TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # as verl names them
+# verl's names, where it has them
+TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "teacher", "update_critic", "update_actor")
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "teacher",
+    "update_critic",
+    "update_actor",
+)  # verl's names, where it has them
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -128,6 +128,11 @@ def shards_left() -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis in BATCH_AXES and axis not in mesh.manual_axes)
 
 
+def vocabulary_shards() -> int:
+    """Inside jit: the number of devices over which the vocabulary is divided."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get("tensor", 1)
+
+
 def constrain_rows(x: jax.Array) -> jax.Array:
     """Inside jit: shards the first dimension of `x` over the batch axes."""
     return constrain(x, PartitionSpec(BATCH_AXES))

@@ -20,6 +20,7 @@ from dapo_jax.data.work import Work
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.choices import uses_critic
 from dapo_jax.learner.critic import build_critic
+from dapo_jax.learner.teacher import build_scores
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
@@ -30,6 +31,7 @@ from dapo_jax.preflight.step_batch import StepBatch
 from dapo_jax.rollout.engines import plan_round
 from dapo_jax.rollout.round_plan import RoundPlan
 from dapo_jax.settings import actor_settings, critic_settings, engine_settings
+from dapo_jax.teacher import read_teacher, teacher_micro_batches, teacher_settings
 
 # What lies in a device's memory for longer than a call.
 KINDS = ("parameters", "optimizer", "gradients", "decoding weights", "KV cache")
@@ -140,10 +142,18 @@ class _Builder:
         if uses_reference(config):
             self.reference = {} if settings.lora is not None else frozen
         self.actor = build_actor(settings, mesh, self.frozen, decode_mesh=meshes.sampling)
-        self.batch = StepBatch(config, arch, mesh, lengths, draws=self.actor.select is not None)
+        self.teacher, self.scores, splits = None, self.actor.logprobs, {}
+        if config.algorithm.distillation.path:
+            of_teacher, _ = read_teacher(config)
+            teaching = teacher_settings(config, of_teacher, mesh)
+            freeze = build_freeze(of_teacher, teaching.dtype, mesh)
+            self.teacher = freeze.lower(_shapes(weight_table(of_teacher), mesh)).out_info
+            self.scores = build_scores(teaching, mesh)
+            splits = {"teacher": teacher_micro_batches(config, of_teacher, mesh)}
+        self.batch = StepBatch(config, arch, mesh, lengths, draws=self.actor.select is not None, others=splits)
         self.critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
         states = [self.actor.trainable.state_shape] + ([self.critic.trainable.state_shape] if self.critic else [])
-        weights = [state.params for state in states] + [self.frozen, self.reference]
+        weights = [state.params for state in states] + [self.frozen, self.reference, self.teacher]
         moments = [state.moments for state in states]
         self.host_bytes = device_bytes(moments, kind=HOST)
         self.state = {PARAMETERS: device_bytes(weights), OPTIMIZER: device_bytes(moments)}
@@ -199,6 +209,8 @@ class _Builder:
                     {**state, PARAMETERS: state[PARAMETERS] - device_bytes([params, self.frozen])},
                     pairs=shape.pairs,
                 )
+        if self.teacher is not None:
+            yield from self._teaching(state)
         yield from self._update("actor", self.actor.trainable)
         if self.critic is not None:
             critic = self.critic
@@ -214,6 +226,25 @@ class _Builder:
                     pairs=shape.pairs,
                 )
             yield from self._update("critic", critic.trainable)
+
+    def _teaching(self, state: Sizes) -> Iterator[Program]:
+        """The policy's most likely tokens, with algorithm.distillation.form=top_k, and the teacher's scores."""
+        functions = {"teacher": (self.scores, self.teacher)}
+        if self.config.algorithm.distillation.form == "top_k":
+            functions = {"actor": (self.actor.most_likely, self.params), **functions}
+        names = {"actor": "most likely tokens", "teacher": "teacher's scores"}
+        for name, (function, params) in functions.items():
+            read = device_bytes([params, self.frozen if name == "actor" else None])
+            for shape in self.batch.passes(name):
+                yield Program(
+                    "log-probabilities",
+                    f"{names[name]}, {shape}",
+                    shape.count,
+                    lambda function=function, params=params, shape=shape: function.lower(params, shape.micro_batch),
+                    {PARAMETERS: read},
+                    {**state, PARAMETERS: state[PARAMETERS] - read},
+                    pairs=shape.pairs,
+                )
 
     def _update(self, name: str, trainable: Trainable) -> Iterator[Program]:
         """The optimizer steps of the "actor" or the "critic"."""

@@ -1,7 +1,8 @@
 """Host: the micro-batches of a training step as shapes, from the lengths of its prompts and responses."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from dapo_jax.data.containers import Batch, MicroBatch
 from dapo_jax.data.padding import bucket
 from dapo_jax.data.work import Work
 from dapo_jax.learner.choices import trained, uses_critic
+from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.sharding import batch_sharding
 from dapo_jax.preflight.lengths import Lengths
@@ -47,24 +49,35 @@ class StepBatch:
 
     Args:
         draws: the policy's loss selects tokens by random draws.
+        others: how rows are split for models that are not trained, by name.
     """
 
-    def __init__(self, config: Config, arch: Architecture, mesh: Mesh, lengths: Lengths, *, draws: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        arch: Architecture,
+        mesh: Mesh,
+        lengths: Lengths,
+        *,
+        draws: bool,
+        others: Mapping[str, MicroBatches],
+    ) -> None:
         self.config, self.draws = config, draws
         self.responses, self.prompts = lengths.sample(config.data.train_batch_size, config.rollout.n)
-        self.splits = {name: micro_batches(config, arch, mesh, name) for name in trained(config)}
+        self.splits = {name: micro_batches(config, arch, mesh, name) for name in trained(config)} | dict(others)
         self.sharding = batch_sharding(mesh)
 
     def passes(self, name: str) -> list[Shape]:
-        """The micro-batches of forward passes of the "actor" or the "critic" over the whole batch."""
-        return self._shapes(name, self.config.data.train_batch_size, lambda batch: batch)
+        """The micro-batches of forward passes of the "actor", the "critic" or the "teacher" over the whole batch."""
+        change = self._with_candidates if name == "teacher" else lambda batch: batch
+        return self._shapes(name, self.config.data.train_batch_size, change)
 
     @functools.cached_property
     def updates(self) -> dict[str, list[Shape]]:
         """The micro-batches of an update, by mini-batches, of each model that is trained."""
         return {
             name: self._shapes(name, mini_batch_size(self.config, name), functools.partial(self._updated, name=name))
-            for name in self.splits
+            for name in trained(self.config)
         }
 
     def _shapes(self, name: str, size: int, change: Callable[[Batch], Batch]) -> list[Shape]:
@@ -124,6 +137,13 @@ class StepBatch:
             advantages=_zeros(mask.shape, np.float32),
         )
 
+    def _with_candidates(self, batch: Batch) -> Batch:
+        """`batch` with the tokens that a teacher scores besides the sampled ones."""
+        options = self.config.algorithm.distillation
+        if not options.path or options.form != "top_k":
+            return batch
+        return dataclasses.replace(batch, candidates=_zeros((*batch.mask.shape, options.top_k), np.int32))
+
     def _updated(self, batch: Batch, name: str) -> Batch:
         """`batch` with what `make_batch` and the update add to it."""
         config = self.config
@@ -134,7 +154,10 @@ class StepBatch:
         added = {extra: _zeros(batch.mask.shape, np.float32) for extra in names}
         if self.draws and name == "actor":
             added["selected"] = _zeros(batch.mask.shape, np.bool_)
-        return batch.replace(**added)  # pyright: ignore[reportAttributeAccessIssue]
+        batch = self._with_candidates(dataclasses.replace(batch, **added))
+        if batch.candidates is None:
+            return batch
+        return dataclasses.replace(batch, teacher_logprobs=_zeros(batch.candidates.shape, np.float32))
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:

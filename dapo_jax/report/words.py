@@ -134,6 +134,7 @@ STAGES = {
     "ref": "log-probabilities of the reference",
     "values": "values of the critic",
     "adv": "advantages",
+    "teacher": "scores of the teacher",
     "update_critic": "updating the critic",
     "update_actor": "updating the policy",
     "update_weights": "laying out weights for the sampler",

@@ -28,7 +28,7 @@ ALWAYS_READ = set(
     actor.optim.betas actor.optim.eps actor.optim.lr actor.optim.lr_scheduler_type actor.optim.lr_warmup_steps
     actor.optim.moments_dtype actor.optim.offload actor.optim.weight_decay actor.policy_loss.loss_mode actor.ppo_epochs
     actor.ppo_mini_batch_size actor.use_dynamic_bsz actor.use_kl_loss
-    algorithm.adv_estimator algorithm.filter_groups.enable algorithm.overlong_filtering
+    algorithm.adv_estimator algorithm.distillation.path algorithm.filter_groups.enable algorithm.overlong_filtering
     algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_rs algorithm.use_kl_in_reward
         data.chat_template_kwargs data.curriculum.enable data.filter_overlong_prompts data.max_prompt_length
     data.max_response_length data.shuffle     data.system_prompt data.task data.train_batch_size evaluate.tasks
@@ -63,6 +63,7 @@ SEGMENTS = {
     f"{FILTER}.leftover": "carry",
     f"{FILTER}.leftover_max_staleness": 2,
 }
+DISTILLED = {"algorithm.distillation.path": "models/teacher"}
 CPO = {"algorithm.adv_estimator": "cpo"}
 WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
 # For each setting of USES: changes of the config with which the options are not read, and with which they are.
@@ -111,6 +112,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a loss_agg_mode of sequences (seq-mean-...)": ({}, {"actor.loss_agg_mode": "seq-mean-token-sum"}),
     "actor.use_kl_loss=True": ({}, {"actor.use_kl_loss": True}),
     "actor.use_kl_loss=True or algorithm.use_kl_in_reward=True": ({}, {"actor.use_kl_loss": True}),
+    "algorithm.distillation.path": ({}, DISTILLED),
+    "algorithm.distillation.form=top_k": (DISTILLED, {"algorithm.distillation.form": "top_k"}),
     "actor.optim.lr_scheduler_type=cosine": ({}, {"actor.optim.lr_scheduler_type": "cosine"}),
     "critic.optim.lr_scheduler_type=cosine": ({}, {"critic.optim.lr_scheduler_type": "cosine"}),
     MEASURED: (NOTHING_MEASURED, {}),
