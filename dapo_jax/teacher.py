@@ -81,7 +81,6 @@ def check_vocabulary(config: Config, policy: Tokenizer, teacher: Tokenizer) -> N
         text = min(different)
         raise InputError(
             f"{OPTION}={config.algorithm.distillation.path} must have the tokens of model.path={config.model.path}, "
-            f"but {len(different)} differ, such as {text!r}: it is {policy.backend.token_to_id(text)} for the policy and "
-            f"{of_teacher.get(text)} for the teacher; choose a teacher with the policy's vocabulary, usually of its "
-            "family"
+            f"but {len(different)} differ, such as {text!r} (policy: {policy.backend.token_to_id(text)}, teacher: "
+            f"{of_teacher.get(text)}): choose a teacher with the policy's vocabulary, usually one of its family"
         )

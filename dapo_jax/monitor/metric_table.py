@@ -142,8 +142,8 @@ actor/entropy_loss  nats  entropy, aggregated like the loss
 actor/kl_loss  nats  mean over tokens of the KL divergence to the reference
 actor/kl_coef  1     actor.kl_loss_coef
 [own | algorithm.distillation.form=top_k]
-actor/distillation_loss  nats  mean over tokens of the reverse KL divergence to the teacher, of the tokens that the policy
-    found most likely and one bucket for all others
+actor/distillation_loss  nats  mean over tokens of the reverse KL divergence to the teacher, over the policy's
+    most likely tokens and one bucket for all others
 [own | algorithm.distillation.path, and a token is left in the loss]
 distillation/reverse_kl  nats  mean over trained tokens of log p - log q, of the policy and the teacher: an estimate of
     the divergence

@@ -18,14 +18,6 @@ LENGTH_PERCENTILES = (10, 25, 50, 75, 90, 99)
 MIN_COMPARED = 16  # answers that a meaningful correlation needs
 # verl's names, where it has them
 TRAINING_STAGES = ("old_log_prob", "ref", "values", "adv", "teacher", "update_critic", "update_actor")
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "teacher",
-    "update_critic",
-    "update_actor",
-)  # verl's names, where it has them
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:

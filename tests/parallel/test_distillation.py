@@ -1,0 +1,137 @@
+"""Laws of a teacher: its scores, candidates and their loss do not depend on the mesh or on packing."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from shapes import ARCH, mesh_of, one_device_mesh
+from small_policy import (
+    SAMPLES,
+    actor_on,
+    actor_settings,
+    assert_close,
+    batch_of,
+    bins,
+    gradient_of,
+    reference,
+    rows,
+)
+
+from dapo_jax.learner.teacher import build_scores, judged
+from dapo_jax.learner.token_logprobs import highest, logits_of
+from dapo_jax.learner.update import compute_logprobs, in_pieces
+from dapo_jax.models.weights import init_params, weight_shardings, weight_table
+from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, put, replicated
+from dapo_jax.parallel.stopping import unpaced
+
+TOP_K = {"candidates": 5, "distillation_weight": 0.7}
+WIDER = dataclasses.replace(ARCH, num_layers=3, intermediate_size=96, vocab_size=72)  # more padding, too
+
+
+def teacher_on(mesh, arch=WIDER, seed=3):
+    shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
+    params = jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(seed)
+    return build_scores(actor_settings(arch=arch, temperature=0.9), mesh), params
+
+
+def scored(mesh, split, **teacher):
+    """The reference's batch with candidates and the teacher's log-probabilities of both kinds."""
+    batch = batch_of(reference()[0])
+    with jax.set_mesh(mesh):
+        actor = actor_on(mesh, **TOP_K)
+        params = actor.trainable.init_random(0).params
+        candidates = in_pieces(actor.most_likely, params, batch, split, mesh, unpaced)
+        batch = batch.replace(candidates=candidates)
+        scores, params = teacher_on(mesh, **teacher)
+        logprobs, of_candidates = in_pieces(scores, params, batch, split, mesh, unpaced)
+    return batch.replace(teacher_logprobs=of_candidates), logprobs
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
+def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape):
+    whole, logprobs = scored(one_device_mesh(), rows(32))
+    gradient, metrics = gradient_of(whole, micro=32, **TOP_K)
+    mesh = mesh_of(shape)
+    split = bins(shape[0] * shape[1], 30)
+    batch, found = scored(mesh, split)
+    np.testing.assert_array_equal(batch.candidates, whole.candidates)
+    np.testing.assert_allclose(found, logprobs, atol=1e-5)
+    np.testing.assert_allclose(batch.teacher_logprobs, whole.teacher_logprobs, atol=1e-5)
+    divided, divided_metrics = gradient_of(batch, micro=split, mesh=mesh, chunk_size=7, **TOP_K)
+    assert_close(divided, gradient, 1e-5)
+    for name in ("actor/distillation_loss", "actor/loss", "actor/grad_norm"):
+        np.testing.assert_allclose(divided_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+    assert metrics["actor/distillation_loss"] > 0.1
+
+
+def test_the_candidates_are_the_most_likely_tokens_and_the_sampled_one_has_its_log_probability():
+    batch, logprobs = scored(one_device_mesh(), bins(1, 40))
+    assert batch.candidates.shape == (*batch.mask.shape, 5) and not batch.candidates[~batch.mask].any()
+    same = (batch.candidates == batch.responses[..., None]) & batch.mask[..., None]
+    assert same.any(axis=-1).sum() > 10
+    sampled = np.broadcast_to(logprobs[..., None], same.shape)
+    np.testing.assert_allclose(batch.teacher_logprobs[same], sampled[same], atol=1e-5)
+
+
+def test_a_vocabulary_in_parts_is_picked_and_sorted_as_a_whole():
+    logits = np.random.default_rng(0).normal(size=(4, 6, 64)).astype(np.float32).round(1)  # with ties
+    tokens = np.arange(4 * 6 * 3).reshape(4, 6, 3) % 70
+    mesh = mesh_of((1, 4, 2))
+    with jax.set_mesh(mesh):
+        arrays = put((logits, tokens), replicated(mesh))
+        best, picked = jax.jit(lambda x, t: (highest(x, 20), logits_of(x, t)))(*arrays)
+    np.testing.assert_array_equal(best, jax.lax.top_k(logits, 20)[1])
+    expected = np.take_along_axis(np.pad(logits, ((0, 0), (0, 0), (0, 6))), tokens, axis=-1)
+    np.testing.assert_array_equal(picked, expected)
+
+
+def test_no_device_has_the_logits_of_the_whole_vocabulary():
+    mesh = mesh_of((1, 4, 2))
+    with jax.set_mesh(mesh):
+        actor = actor_on(mesh, **TOP_K)
+        batch = batch_of(reference()[0])
+        candidates = np.zeros((*batch.mask.shape, 5), np.int32)
+        zeros = np.zeros(batch.mask.shape, np.float32)
+        batch = batch.replace(candidates=candidates, teacher_logprobs=candidates * zeros[..., None], loss_weights=zeros)
+        (piece,) = rows(32).split(batch)
+        micro = put(piece.micro_batch, batch_sharding(mesh))
+        params = actor.trainable.init_random(0).params
+        gradients = actor.trainable.zero_gradients(params)
+        lowered = [
+            actor.most_likely.lower(params, micro),
+            actor.trainable.accumulate.lower(params, gradients, micro),
+        ]
+    for program in lowered:
+        shapes = set(re.findall(r"f32\[[\d,]+\]", program.compile().as_text()))
+        vocabulary = ARCH.vocab_size
+        assert any(shape.endswith(f",{vocabulary // 2}]") for shape in shapes)
+        assert not [shape for shape in shapes if shape.endswith(f",{vocabulary}]")]
+
+
+def test_a_teacher_that_is_the_policy_changes_nothing():
+    mesh = one_device_mesh()
+    batch = batch_of(reference()[0])
+    with jax.set_mesh(mesh):
+        actor = actor_on(mesh)
+        params = actor.trainable.init_random(0).params
+        own, _ = compute_logprobs(actor, params, batch, rows(32), mesh)
+        scores = build_scores(actor_settings(), mesh)
+        logprobs, _ = in_pieces(scores, params, batch, rows(32), mesh, unpaced)
+    batch = batch.replace(old_logprobs=own)
+    judgement, metrics = judged(batch, logprobs, None, weight=2.0, use_task_rewards=True)
+    np.testing.assert_array_equal(judgement.advantages, batch.advantages)
+    assert metrics == {"distillation/reverse_kl": 0.0}
+    alone, _ = judged(batch, logprobs, None, weight=2.0, use_task_rewards=False)
+    assert not alone.advantages.any()
+
+
+def test_the_sampled_form_adds_the_weighted_difference_of_log_probabilities():
+    batch, logprobs = scored(one_device_mesh(), rows(32))
+    found, metrics = judged(batch, logprobs, None, weight=2.0, use_task_rewards=True)
+    difference = np.where(batch.mask, logprobs - batch.old_logprobs, 0)
+    np.testing.assert_allclose(found.advantages, batch.advantages + 2 * difference, atol=1e-5)
+    np.testing.assert_allclose(metrics["distillation/reverse_kl"], -difference[batch.loss_mask].mean(), rtol=1e-4)
+    assert len(batch.mask) % SAMPLES == 0 and jnp.isfinite(found.advantages).all()

@@ -1,0 +1,85 @@
+"""Whole runs with a teacher, and what is refused."""
+
+import jax
+import numpy as np
+import pytest
+from config_problems import assert_one, config_with
+from small_families import with_tokenizer
+from small_run import assert_same_policy, resumed, small_config
+
+from dapo_jax.data.tokenizer import character_tokenizer
+from dapo_jax.errors import InputError
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.teacher import check_vocabulary
+from dapo_jax.training import train
+
+NAME = "algorithm.distillation"
+QUIET = {"trainer.test_freq": -1, "trainer.val_before_train": False, "trainer.save_freq": -1}
+ALONE = {  # no verdict on any response
+    **QUIET,
+    f"{NAME}.use_task_rewards": False,
+    "algorithm.filter_groups.enable": False,
+    "data.gen_batch_size": 4,
+    "reward.function": "none",
+}
+TOP_K = {f"{NAME}.form": "top_k", f"{NAME}.top_k": 6}
+
+
+def teacher_of(tmp_path, **changes):
+    """The workdir of a run of a model with other random weights."""
+    folder = tmp_path / "teacher"
+    changes = {"trainer.total_training_steps": 1, "actor.optim.lr": 0.0, "seed": 5, **changes}
+    train(small_config(folder, **{**ALONE, f"{NAME}.use_task_rewards": True, "reward.function": "auto", **changes}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("form", [{}, TOP_K], ids=["sampled", "top_k"])
+def test_a_student_comes_closer_to_its_teacher_without_any_verdict(tmp_path, form):
+    teacher = teacher_of(tmp_path, **QUIET, **{"trainer.save_freq": 1})
+    changes = {**ALONE, **form, f"{NAME}.path": teacher, "trainer.total_training_steps": 12, "actor.optim.lr": 1e-2}
+    train(small_config(tmp_path / "student", **changes))
+    divergence = [row["distillation/reverse_kl"] for row in read_metrics(tmp_path / "student")]
+    assert len(divergence) == 12 and np.mean(divergence[-3:]) < 0.5 * np.mean(divergence[:3])
+
+
+@pytest.mark.parametrize("form", [{}, TOP_K], ids=["sampled", "top_k"])
+def test_a_run_with_a_teacher_resumes_as_if_not_stopped(tmp_path, monkeypatch, form):
+    resumed(tmp_path, monkeypatch, {f"{NAME}.path": "random", **form})
+
+
+@pytest.mark.parametrize("old", ["rollout", "recompute", "auto"])
+def test_a_policy_with_adapters_and_a_teacher_of_another_architecture(tmp_path, old):
+    changes = {f"{NAME}.path": with_tokenizer("qwen3", tmp_path), "model.lora.rank": 2, "actor.old_logprob": old}
+    train(small_config(tmp_path / "run", **ALONE, **TOP_K, **changes, **{"trainer.total_training_steps": 1}))
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["distillation/reverse_kl"] > 0 and row["actor/distillation_loss"] > 0
+
+
+def test_a_policy_that_is_its_teacher_trains_as_without_one(tmp_path):
+    changes = {"trainer.total_training_steps": 1, "actor.old_logprob": "recompute", **QUIET}
+    expected = train(small_config(tmp_path / "a", **changes, **{"actor.ppo_mini_batch_size": 4}))
+    found = train(small_config(tmp_path / "b", **changes, **{"actor.ppo_mini_batch_size": 4, f"{NAME}.path": "random"}))
+    assert_same_policy(found, jax.device_get(expected.actor.params), 1e-6)
+
+
+def test_another_vocabulary_is_refused():
+    own = character_tokenizer()
+    config = config_with(**{f"{NAME}.path": "models/teacher", "model.path": "models/student"})
+    check_vocabulary(config, own, own)
+    richer = character_tokenizer()
+    richer.backend.add_tokens(["<new>"])
+    check_vocabulary(config, own, richer)
+    with pytest.raises(InputError, match=r"distillation.path=models/teacher must .* model.path=models/student, but 1 "):
+        check_vocabulary(config, richer, own)
+
+
+def test_what_does_not_go_with_a_teacher_is_refused():
+    teacher = {f"{NAME}.path": "models/teacher"}
+    alone = {**teacher, f"{NAME}.use_task_rewards": False}
+    assert_one(alone, "filter_groups.enable=False")
+    off = {**alone, "algorithm.filter_groups.enable": False}
+    assert_one({**off, "algorithm.keep_neg_ratio": 0.5}, "keep_pos_ratio=1")
+    assert_one({**off, "algorithm.use_kl_in_reward": True}, "use_kl_in_reward=False")
+    assert_one({**off, "algorithm.adv_estimator": "gae"}, "adv_estimator=grpo")
+    assert_one({"reward.function": "none", "algorithm.filter_groups.enable": False}, "a reward model or a teacher")
+    assert_one({**teacher, f"{NAME}.weight": 0.0}, "weight")
