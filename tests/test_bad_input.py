@@ -481,6 +481,7 @@ for key, others in {
     "reward.model.path": {},
     "reference.path": {"actor.use_kl_loss": True},
     "critic.model.path": {"algorithm.adv_estimator": "gae"},
+    "algorithm.distillation.path": {},
 }.items():
     CASES[f"{key}_is_a_hub_name"] = Case(
         (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import pytest
 from dapo_jax.checkpoint import Checkpoints, Origin
 from dapo_jax.config.derived import checkpoint_dir
 from dapo_jax.config.sections import Config
+from dapo_jax.config.values import with_values
 from dapo_jax.learner.optimizer import Models, OptimizerSettings, init_state
 from dapo_jax.monitor.records import write_config
-from dapo_jax.other_runs import find_checkpoint, find_trained, pinned
+from dapo_jax.other_runs import PINNED, find_checkpoint, find_trained, pinned
 from dapo_jax.progress import Progress
 
 STREAM = {"next_prompt": np.array(0)}
@@ -72,18 +74,16 @@ def test_checkpoints_alone_are_found_but_belong_to_no_run(tmp_path):
             find_trained(path)
 
 
-@pytest.mark.parametrize(
-    ("section", "key"), [("model", "path"), ("reference", "path"), ("trainer", "resume_from_path")]
-)
+@pytest.mark.parametrize("key", PINNED)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_restart_begins_with_the_same_checkpoint(tmp_path, monkeypatch, section, key, elsewhere):
+def test_a_restart_begins_with_the_same_checkpoint(tmp_path, monkeypatch, key, elsewhere):
     """It read the other run's newest one, if that had a trainer.checkpoint_dir or was named to resume from."""
     place = tmp_path / "elsewhere" if elsewhere else None
     other = run_in(tmp_path / "other", 1, elsewhere=place)
-    config = changed(Config(workdir=str(tmp_path / "run")), section, **{key: str(other)})
+    config = with_values(Config(workdir=str(tmp_path / "run")), {key: str(other)})
 
     def chosen(config: Config) -> str:
-        return getattr(getattr(pinned(config), section), key)
+        return attrgetter(key)(pinned(config))
 
     first = pinned(config)
     write_config(config.workdir, dataclasses.asdict(first))
@@ -91,8 +91,8 @@ def test_a_restart_begins_with_the_same_checkpoint(tmp_path, monkeypatch, sectio
     assert chosen(config) == f"{other}/checkpoints/1"
     assert find_checkpoint(chosen(config)).step == 1
     monkeypatch.chdir(tmp_path)
-    assert chosen(changed(config, section, **{key: "other"})) == f"{other}/checkpoints/1"  # the same, said otherwise
-    assert chosen(changed(config, section, **{key: f"{other}/checkpoints/2"})) == f"{other}/checkpoints/2"
+    assert chosen(with_values(config, {key: "other"})) == f"{other}/checkpoints/1"  # the same, said otherwise
+    assert chosen(with_values(config, {key: f"{other}/checkpoints/2"})) == f"{other}/checkpoints/2"
     assert chosen(dataclasses.replace(config, workdir=str(tmp_path / "new"))) == f"{other}/checkpoints/2"
     assert pinned(first) == first
 

@@ -70,8 +70,21 @@ GRPO_24_STEPS = {  # a constant learning rate, so that a longer run begins like 
     "actor.optim.lr_scheduler_type": "constant",
     "trainer.total_training_steps": "24",
 }
+TEACHER = {"algorithm.distillation.path": "runs/quickstart"}  # bash scripts/quickstart.sh trains it
 COMPARISONS = {
     "quickstart": Comparison("configs/quickstart.py", {"DAPO": {}}),
+    "distillation": Comparison(  # accuracy against tokens: a teacher's word on each token, or a verdict on each answer
+        "configs/quickstart.py",
+        {
+            "DAPO": {},
+            "teacher alone": {
+                **TEACHER,
+                "algorithm.distillation.use_task_rewards": "False",
+                "algorithm.filter_groups.enable": "False",
+            },
+            "DAPO and teacher": TEACHER,
+        },
+    ),
     "dapo": Comparison(
         "configs/sums.py",
         dict(zip(PARTS, accumulate(PARTS.values(), lambda above, part: {**above, **part}), strict=True)),

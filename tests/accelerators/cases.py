@@ -131,6 +131,7 @@ DECODE = r"decode \d+ rows a shard, window 64"
 UPDATE, OPTIMIZER, CRITIC = step("actor, gradients"), step("actor, optimizer"), step("values", "critic")
 GAE = {"algorithm.adv_estimator": "gae"}
 KL = {"actor.use_kl_loss": True}
+TEACHER = {"algorithm.distillation.path": "random"}
 XLA, FLOAT32 = {"model.attention": "xla"}, {"model.dtype": "float32"}
 BUDGET = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 512}
 HALF = {"mesh.data": 1}  # of the mesh
@@ -181,6 +182,12 @@ CASES = [
     Case("entropy in the loss", UPDATE, {"actor.entropy_coeff": 0.01}),
     *(Case(f"KL loss {name}", UPDATE, {**KL, "actor.kl_loss_type": name}) for name in PENALTIES),
     Case("reference", step("reference"), KL),
+    Case("teacher", step("teacher's scores"), TEACHER),
+    Case(
+        "teacher's most likely tokens",
+        step("most likely tokens", "teacher's scores", "actor, gradients"),
+        {**TEACHER, "algorithm.distillation.form": "top_k"},
+    ),
     Case(
         "importance weights",
         UPDATE,

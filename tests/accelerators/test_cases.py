@@ -26,6 +26,7 @@ COMPILED = {
     "learner/critic.py": 2,
     "learner/update.py": 1,
     "learner/actor.py": 2,
+    "learner/teacher.py": 1,
     "learner/trainable.py": 5,
     "models/weights.py": 1,
     "models/grouped_products_gpu.py": 2,

@@ -63,7 +63,7 @@ SEGMENTS = {
     f"{FILTER}.leftover": "carry",
     f"{FILTER}.leftover_max_staleness": 2,
 }
-DISTILLED = {"algorithm.distillation.path": "models/teacher"}
+DISTILLED = {"algorithm.distillation.path": "models/teacher", f"{FILTER}.enable": False}
 CPO = {"algorithm.adv_estimator": "cpo"}
 WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
 # For each setting of USES: changes of the config with which the options are not read, and with which they are.
@@ -113,7 +113,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "actor.use_kl_loss=True": ({}, {"actor.use_kl_loss": True}),
     "actor.use_kl_loss=True or algorithm.use_kl_in_reward=True": ({}, {"actor.use_kl_loss": True}),
     "algorithm.distillation.path": ({}, DISTILLED),
-    "algorithm.distillation.form=top_k": (DISTILLED, {"algorithm.distillation.form": "top_k"}),
+    "algorithm.distillation.form=top_k": (DISTILLED, {**DISTILLED, "algorithm.distillation.form": "top_k"}),
     "actor.optim.lr_scheduler_type=cosine": ({}, {"actor.optim.lr_scheduler_type": "cosine"}),
     "critic.optim.lr_scheduler_type=cosine": ({}, {"critic.optim.lr_scheduler_type": "cosine"}),
     MEASURED: (NOTHING_MEASURED, {}),

@@ -36,6 +36,8 @@ GROUPED = {
     "algorithm.keep_pos_ratio": 0.5,
     "data.curriculum.enable": True,
     "actor.use_kl_loss": True,
+    "algorithm.distillation.path": "random",
+    "algorithm.distillation.form": "top_k",
     "reward.overlong_buffer.enable": True,
     "reward.overlong_buffer.len": 4,
 }

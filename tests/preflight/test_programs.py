@@ -75,8 +75,9 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
             {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2}, marks=pytest.mark.slow
         ),
         pytest.param({"actor.policy_loss.loss_mode": "kl_cov"}, marks=pytest.mark.slow),
+        {"algorithm.distillation.path": "random", "algorithm.distillation.form": "top_k"},
     ],
-    ids=["full", "slots", "adapters", "drawn_tokens"],
+    ids=["full", "slots", "adapters", "drawn_tokens", "teacher"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
     config = small_config(tmp_path, **ONE_STEP, **changes)
