@@ -51,6 +51,7 @@ from dapo_jax.rollout.engines import build_engine
 from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.settings import (
     actor_settings,
+    algorithm_settings,
     compute_dtype,
     critic_settings,
     engine_settings,
@@ -218,7 +219,7 @@ def build_learner(
     config: Config, arch: Architecture, sampler: Sampler, mesh: Mesh, stage: Stage, check: Check = lambda: None
 ) -> Learner:
     """The compiled functions of what is trained on `mesh`, with the weights that are not trained."""
-    settings = actor_settings(config, arch, mesh)
+    settings, algorithm = actor_settings(config, arch, mesh), algorithm_settings(config)
     freeze = build_freeze(arch, settings.dtype, mesh)
     frozen = freeze(load_base(config, arch, mesh)) if settings.lora is not None else None
     decode_mesh = with_tensor(mesh, sampler.mesh.shape["tensor"])
@@ -237,9 +238,9 @@ def build_learner(
         reference=load_reference(config, arch, freeze, mesh) if uses_reference(config) else None,
         teacher=load_teacher(config, sampler.tokenizer, mesh) if config.algorithm.distillation.path else None,
         decode_weights=LatestWeights(decode_weights, stage),
-        estimator=build_estimator(config.algorithm, arch.vocab_size, mesh),
+        estimator=build_estimator(algorithm, arch.vocab_size, mesh),
         init_models=lambda: init_models(config, arch, actor, critic, mesh),
-        algorithm=config.algorithm,
+        algorithm=algorithm,
         options=config.actor,
         num_groups=config.data.train_batch_size,
         micro_batches={name: micro_batches(config, arch, mesh, name) for name in trained(config)},

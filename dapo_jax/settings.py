@@ -13,7 +13,7 @@ from dapo_jax.algorithms.arguments import needs
 from dapo_jax.base_models import lora_of
 from dapo_jax.command.warnings import NO_POLICY_STEP
 from dapo_jax.config.derived import micro_batch_size, mini_batch_size, token_budget
-from dapo_jax.config.sections import ActorConfig, Config, CriticConfig, ModelConfig, TrainerConfig
+from dapo_jax.config.sections import ActorConfig, AlgorithmConfig, Config, CriticConfig, ModelConfig, TrainerConfig
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.choices import trained
@@ -28,6 +28,8 @@ from dapo_jax.models.fused_attention import bin_attention, kernels, unfit
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.devices import multiplies_bfloat16
 from dapo_jax.parallel.mesh import num_batch_shards, platform
+from dapo_jax.problems import given_function
+from dapo_jax.rewards.weighted import parse_parts
 from dapo_jax.rollout.engine_settings import EngineSettings
 from dapo_jax.rollout.shapes import ROW_MULTIPLE
 
@@ -85,11 +87,25 @@ def actor_settings(config: Config, arch: Architecture, mesh: Mesh) -> ActorSetti
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_loss_type=actor.kl_loss_type,
         optimizer=optimizer_settings(actor),
+        off_policy_mask_threshold=actor.off_policy_mask_threshold,
         candidates=distillation.top_k if distillation.path and distillation.form == "top_k" else 0,
         distillation_weight=distillation.weight,
         lora=lora_of(config, arch),
         compiler_options=compiler_options(config.trainer, mesh),
     )
+
+
+def algorithm_settings(config: Config) -> AlgorithmConfig:
+    """The options of the algorithm, with the name and the weight of each reward that GDPO normalises."""
+    algorithm = config.algorithm
+    if algorithm.adv_estimator != "gdpo":
+        return algorithm
+    keys = algorithm.gdpo_reward_keys
+    weights = algorithm.gdpo_reward_weights or (1.0,) * len(keys)
+    if not keys:
+        parts = parse_parts(given_function(config))
+        keys, weights = tuple(part.name for part in parts), tuple(part.weight for part in parts)
+    return dataclasses.replace(algorithm, gdpo_reward_keys=keys, gdpo_reward_weights=weights)
 
 
 def loss_options(actor: ActorConfig) -> dict[str, float]:

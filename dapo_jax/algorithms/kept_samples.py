@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.algorithms.advantages import EPSILON
+from dapo_jax.algorithms.group_relative import EPSILON
 from dapo_jax.algorithms.groups import Groups
 
 

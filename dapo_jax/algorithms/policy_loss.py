@@ -27,12 +27,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from dapo_jax.algorithms.dppo import dppo_kl, dppo_tv
 from dapo_jax.algorithms.kl import magnitude
+from dapo_jax.algorithms.ratios import TokenLoss, bounded_log_ratio, sequence_mean
 from dapo_jax.data.containers import Mean
 
-MAX_LOG_RATIO = 20.0  # beyond it the ratio is constant, so that exp cannot overflow
 MAX_SEQUENCE_LOG_RATIO = 10.0
-TokenLoss = tuple[jax.Array, dict[str, Mean]]
 
 
 def vanilla(
@@ -54,7 +54,7 @@ def vanilla(
     the dual clip acts) and `ppo_kl` (mean of old_logprobs - logprobs).
     """
     advantages = jax.lax.stop_gradient(advantages)
-    log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     ratio = jnp.exp(log_ratio)
     plain = -advantages * ratio
     clipped = -advantages * jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -85,7 +85,7 @@ def gspo(
     """
     advantages = jax.lax.stop_gradient(advantages)
     log_ratio = logprobs - old_logprobs
-    sequence = jax.lax.stop_gradient(_sequence_mean(log_ratio, mask, sequences))
+    sequence = jax.lax.stop_gradient(sequence_mean(log_ratio, mask, sequences))
     ratio = jnp.exp(jnp.minimum(logprobs - jax.lax.stop_gradient(logprobs) + sequence, MAX_SEQUENCE_LOG_RATIO))
     plain = -advantages * ratio
     clipped = -advantages * jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -112,7 +112,7 @@ def cispo(
 
     MiniMax-M1, arXiv:2506.13585, equation 4. No token loses its gradient.
     """
-    log_ratio = jax.lax.stop_gradient(jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    log_ratio = jax.lax.stop_gradient(bounded_log_ratio(logprobs, old_logprobs))
     ratio = jnp.exp(log_ratio)
     weight = jnp.clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     metrics = {"pg_clipfrac": Mean.of(weight != ratio, mask), "ppo_kl": Mean.of(-log_ratio, mask)}
@@ -134,7 +134,7 @@ def sapo(
         tau_pos, tau_neg: temperature of the gate where A > 0, and elsewhere.
     """
     advantages = jax.lax.stop_gradient(advantages)
-    log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     tau = jnp.where(advantages > 0, tau_pos, tau_neg)
     gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1)) * 4 / tau
     return -advantages * gate, jax.lax.stop_gradient({"ppo_kl": Mean.of(-log_ratio, mask)})
@@ -161,13 +161,13 @@ def geo_mean(
     Args:
         importance_weights: [B, R]; a sequence is weighted by their geometric mean.
     """
-    log_ratio = jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     sign = jnp.sign(jax.lax.stop_gradient(advantages))
     clipped = jnp.clip(log_ratio, -clip_ratio_low, clip_ratio_high)
     pessimistic = sign * jnp.minimum(sign * log_ratio, sign * clipped)
-    ratio = jnp.exp(_sequence_mean(pessimistic, mask, sequences))
-    advantage = jax.lax.stop_gradient(_sequence_mean(advantages, mask, sequences))
-    weight = jnp.exp(_sequence_mean(jnp.log(jnp.maximum(importance_weights, 1e-20)), mask, sequences))
+    ratio = jnp.exp(sequence_mean(pessimistic, mask, sequences))
+    advantage = jax.lax.stop_gradient(sequence_mean(advantages, mask, sequences))
+    weight = jnp.exp(sequence_mean(jnp.log(jnp.maximum(importance_weights, 1e-20)), mask, sequences))
     loss = -advantage * ratio * weight
     outside = log_ratio != clipped
     metrics = {
@@ -228,8 +228,28 @@ def kl_cov(
     return jnp.where(selected, loss + ppo_kl_coef * magnitude(log_ratio), loss), jax.lax.stop_gradient(metrics)
 
 
+def dro(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    dro_beta: float = 0.1,
+) -> TokenLoss:
+    """The policy gradient with a quadratic pull to the old policy, -A log p + dro_beta / 2 (log r)^2.
+
+    Direct reward optimisation, arXiv:2405.19107, equation 4, with the advantage in place of reward less value. The pull
+    also acts on tokens without an advantage.
+    """
+    log_ratio = logprobs - old_logprobs
+    loss = -jax.lax.stop_gradient(advantages) * logprobs + dro_beta / 2 * jnp.square(log_ratio)
+    return loss, jax.lax.stop_gradient({"ppo_kl": Mean.of(-log_ratio, mask)})
+
+
 LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "vanilla": vanilla,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "gspo": gspo,
     "gpg": gpg,
     "cispo": cispo,
@@ -237,17 +257,5 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "geo_mean": geo_mean,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "dro": dro,
 }
-
-
-def _sequence_mean(values: jax.Array, mask: jax.Array, sequences: jax.Array | None) -> jax.Array:
-    """At each token [B, R], the mean over the tokens of its sequence that `mask` marks; 0 if there are none."""
-    counts, values = mask.astype(values.dtype), jnp.where(mask, values, 0.0)
-
-    def total(x: jax.Array) -> jax.Array:
-        if sequences is None:
-            return jnp.broadcast_to(jnp.sum(x, axis=-1, keepdims=True), x.shape)
-        sums = jax.vmap(lambda x, numbers: jax.ops.segment_sum(x, numbers, x.shape[0] + 1)[numbers])
-        return sums(x, sequences)
-
-    return total(values) / jnp.maximum(total(counts), 1)

@@ -301,11 +301,14 @@ class DistillationConfig:
 class AlgorithmConfig:
     adv_estimator: str = "grpo"  # a name of ESTIMATORS in dapo_jax/algorithms/advantages.py (verl: gae)
     norm_adv_by_std_in_grpo: bool = True  # False: Dr. GRPO (arXiv:2503.20783)
+    gdpo_reward_keys: tuple[str, ...] = ()  # gdpo: rewards to normalise, numbers of a verdict; () = reward.functions
+    gdpo_reward_weights: tuple[float, ...] = ()  # gdpo: their weights; () = 1 each, or those of reward.functions
     gamma: Share = 1.0  # discount per token, of gae and reinforce_plus_plus
     lam: Share = 1.0  # lambda of gae
     keep_pos_ratio: Share = 1.0  # train on this share of a group's good samples, the best; grpo only
     keep_neg_ratio: Share = 1.0  # and on this share of its bad samples, the worst
     compute_new_adv: bool = False  # normalise the advantages again, over the kept samples
+    top_entropy_quantile: PositiveShare = 1.0  # policy gradient only at this share of the tokens, of highest entropy
     overlong_filtering: bool = False  # leave responses that were cut off out of the loss (DAPO, section 3.4)
     use_kl_in_reward: bool = False  # subtract the KL divergence to the reference from the reward of each token
     kl_penalty: str = "kl"  # its estimator: a name of PENALTIES in dapo_jax/algorithms/kl.py
@@ -350,6 +353,7 @@ class PolicyLossConfig:
     ppo_kl_coef: float = 0.1  # kl_cov: the penalty's coefficient
     tau_pos: Positive[float] = 1.0  # sapo: temperature of the gate for positive advantages
     tau_neg: Positive[float] = 1.05  # sapo: and for the others
+    dro_beta: Positive[float] = 0.1  # dro: coefficient of the quadratic pull to the old policy (verl: null, an error)
 
 
 @dataclass(frozen=True)
@@ -361,9 +365,10 @@ class ActorConfig:
     share_prompts: bool = True  # compute a prompt once for the responses packed with it; not with cuDNN's attention
     ppo_epochs: Positive[int] = 1  # passes over a training batch
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    clip_ratio_low: LowerClip = 0.2  # the ratio is clipped below 1 - clip_ratio_low
+    clip_ratio_low: LowerClip = 0.2  # the ratio is clipped below 1 - clip_ratio_low; dppo: bound of the divergence
     clip_ratio_high: Positive[float] = 0.28  # clip-higher (DAPO, section 3.1); verl's framework: 0.2
     clip_ratio_c: AboveOne = 10.0  # dual clip: bound of a token's |loss|, as a multiple of |advantage|
+    off_policy_mask_threshold: PositiveOrNull[float] = None  # drops sequences of A < 0 that drifted (nats per token)
     loss_agg_mode: str = "token-mean"  # a name of MODES in dapo_jax/algorithms/aggregation.py
     loss_scale_factor: PositiveOrNull[float] = None  # of seq-mean-token-sum-norm; null = max_response_length
     count_empty_sequences: bool = False  # True: sequence means divide by the configured size, as in verl

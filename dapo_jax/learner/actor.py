@@ -15,6 +15,7 @@ from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.distillation import coarse_reverse_kl
 from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.ratios import off_policy_sequences
 from dapo_jax.algorithms.rollout_correction import OUTLIER
 from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
@@ -49,6 +50,7 @@ class ActorSettings:
     kl_loss_coef: float  # 0: no KL divergence in the loss
     kl_loss_type: str
     optimizer: OptimizerSettings
+    off_policy_mask_threshold: float | None = None  # nats per token; None: no sequence is left out
     candidates: int = 0  # tokens whose probabilities a teacher's are compared with in the loss; 0: no such loss
     distillation_weight: float = 0.0  # of that loss
     lora: Lora | None = None  # None: all weights are trained
@@ -163,7 +165,12 @@ def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSet
     )
     if weights is not None and not weighs_itself:
         token_loss = token_loss * weights
-    return token_loss, dict(metrics)
+    threshold = settings.off_policy_mask_threshold
+    if threshold is None:
+        return token_loss, dict(metrics)
+    arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask
+    left_out = off_policy_sequences(*arrays, threshold=threshold, sequences=batch.sequences)
+    return jnp.where(left_out, 0.0, token_loss), {**metrics, "off_policy_masked": Mean.of(left_out, batch.loss_mask)}
 
 
 def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, decode_mesh: Mesh | None = None) -> Actor:

@@ -1,7 +1,6 @@
 """Host: from accepted groups to the rows that the learner is given: rewards, advantages, masks, log-probabilities."""
 
 import dataclasses
-from itertools import chain
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.arguments import chosen, needs
-from dapo_jax.algorithms.kept_samples import keep_samples
 from dapo_jax.algorithms.kl import kl_penalty
 from dapo_jax.algorithms.rollout_correction import (
     importance_weights,
@@ -19,26 +17,25 @@ from dapo_jax.algorithms.rollout_correction import (
     rejection_mask,
 )
 from dapo_jax.config.derived import keeps_some
+from dapo_jax.config.sections import AlgorithmConfig
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
-from dapo_jax.data.padding import bucket, pad_prompts
+from dapo_jax.errors import InputError
 from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.optimizer import Models
-from dapo_jax.learner.router_replay import choosing_experts, expert_records
+from dapo_jax.learner.router_replay import choosing_experts
+from dapo_jax.learner.rows import padded_prompts, rows_like, rows_of
 from dapo_jax.learner.teacher import Teacher, judged
+from dapo_jax.learner.trained_tokens import keep_some, only_high_entropy, selection_noise
 from dapo_jax.learner.update import compute_logprobs, compute_values, in_pieces
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
 from dapo_jax.rewards.shaping import place_rewards
-from dapo_jax.rollout.sampling import SELECT, position_noise
 
 FALLBACK_THRESHOLD = "2.0"
 Metrics = dict[str, float]
 jitted_kl_penalty = jax.jit(kl_penalty, static_argnames="estimator")
-jitted_keep_samples = jax.jit(
-    keep_samples, static_argnames=("num_groups", "compute_new_adv", "norm_adv_by_std_in_grpo")
-)
 jitted_mismatch_metrics = jax.jit(mismatch_metrics)
 jitted_probability_metrics = jax.jit(probability_metrics)
 jitted_importance_weights = jax.jit(importance_weights, static_argnames=("rollout_is", "threshold", "batch_normalize"))
@@ -68,8 +65,12 @@ def make_batch(
     batch, extra, metrics = add_forward_passes(learner, batch, models, recompute=recompute, hinted=hinted)
     if baselines is not None:
         extra["reward_baselines"] = rows_like(batch, baselines)
+    extra |= verdicts_of_rows(learner.algorithm, experience, batch)
     with learner.stage("adv"):
         batch, found = add_advantages(learner, experience, batch, extra, kl_coef=kl_coef)
+    if learner.algorithm.top_entropy_quantile < 1:
+        batch, chosen_tokens = only_high_entropy(batch, extra["entropy"], learner.algorithm.top_entropy_quantile)
+        found |= chosen_tokens
     if learner.algorithm.overlong_filtering:
         finished = rows_like(batch, experience.finished)
         batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & finished[:, None])
@@ -92,7 +93,8 @@ def add_forward_passes(
     metrics = {"actor/recomputed_logprobs": float(recompute)}
     estimator = ESTIMATORS[learner.algorithm.adv_estimator]
     extra: dict[str, np.ndarray] = {}
-    if recompute or needs(estimator, "entropy") or needs(estimator, "hint_logprobs"):
+    by_entropy = needs(estimator, "entropy") or learner.algorithm.top_entropy_quantile < 1
+    if recompute or by_entropy or needs(estimator, "hint_logprobs"):
         with learner.stage("old_log_prob"):
             extra["logprobs"], extra["entropy"] = policy_logprobs(learner, models.actor.params, batch)
     if recompute:
@@ -136,47 +138,6 @@ def add_advantages(
         batch, kept = keep_some(learner, experience, batch)
         metrics |= kept
     return batch, metrics
-
-
-def rows_of(learner: Learner, experience: Experience, *, num_groups: int) -> Batch:
-    """The responses as rows with what is known when they were sampled; advantages are 0.
-
-    Args:
-        num_groups: at least those of `experience`; rows of padding, with this group id, stand in for the others, so
-            that every step has the same shapes.
-    """
-    given, num_samples = experience.finished.shape
-    missing = num_groups - given
-    longest = int(experience.mask.sum(axis=-1).max())
-    length = min(bucket(longest), experience.mask.shape[-1])
-    prompts, prompt_mask = _padded(learner, experience.prompts + [[]] * missing)
-
-    def flat(array: np.ndarray) -> np.ndarray:
-        return np.pad(array[..., :length], ((0, missing), (0, 0), (0, 0))).reshape(num_groups * num_samples, length)
-
-    group_ids = np.pad(np.arange(given, dtype=np.int32), (0, missing), constant_values=num_groups)
-    return Batch(
-        prompts=prompts,
-        prompt_mask=prompt_mask,
-        responses=flat(experience.responses),
-        mask=flat(experience.mask),
-        loss_mask=flat(experience.policy_mask),
-        group_ids=np.repeat(group_ids, num_samples),
-        old_logprobs=flat(experience.logprobs),
-        advantages=np.zeros((num_groups * num_samples, length), np.float32),
-        experts=expert_records(list(chain.from_iterable(experience.experts or [])), num_groups * num_samples),
-        prompt_experts=expert_records(experience.prompt_experts, num_groups),
-    )
-
-
-def rows_like(batch: Batch, values: np.ndarray) -> np.ndarray:
-    """Values [Q, G] of responses by the rows of `batch` [B], 0 in those of padding."""
-    return np.pad(values.reshape(-1), (0, len(batch.mask) - values.size))
-
-
-def _padded(learner: Learner, prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as tokens and mask [Q, P]."""
-    return pad_prompts(prompts, bucket(max(len(prompt) for prompt in prompts)), learner.pad_id)
 
 
 def policy_logprobs(learner: Learner, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -242,28 +203,26 @@ def estimate_advantages(
     return advantages[:rows], returns[:rows]
 
 
-def keep_some(learner: Learner, experience: Experience, batch: Batch) -> tuple[Batch, Metrics]:
-    """Advantages and loss mask after algorithm.keep_pos_ratio and keep_neg_ratio."""
-    algorithm = learner.algorithm
-    scores = rows_like(batch, experience.final_rewards).astype(np.float32)
-    first = batch.advantages[:, 0]  # the same at all tokens of a response
-    advantages, kept = fetch(
-        jitted_keep_samples(
-            *put((first, scores, batch.group_ids), replicated(learner.mesh)),
-            num_groups=learner.num_groups,
-            keep_pos_ratio=algorithm.keep_pos_ratio,
-            keep_neg_ratio=algorithm.keep_neg_ratio,
-            compute_new_adv=algorithm.compute_new_adv,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        )
-    )
-    loss_mask = batch.loss_mask & kept[:, None]
-    processed = np.where(batch.mask, advantages[:, None], 0.0).astype(np.float32)
-    values = processed[loss_mask]
-    metrics = statistics.advantage_metrics("advantages_processed", values)
-    metrics["critic/advantages_processed/std"] = float(np.std(values)) if values.size else 0.0
-    metrics["actor/kept_samples"] = float(np.mean(kept[: experience.finished.size]))
-    return dataclasses.replace(batch, advantages=processed, loss_mask=loss_mask), metrics
+def verdicts_of_rows(algorithm: AlgorithmConfig, experience: Experience, batch: Batch) -> dict[str, np.ndarray]:
+    """What the estimator needs of the verdicts besides the reward: `accuracy` [B], `reward_parts` [B, K].
+
+    A verification that failed counts as 0 in each part.
+
+    Raises:
+        InputError: the verifier returns no number of a name in algorithm.gdpo_reward_keys.
+    """
+    estimator, found = ESTIMATORS[algorithm.adv_estimator], {}
+    if needs(estimator, "accuracy"):
+        found["accuracy"] = rows_like(batch, experience.scores["acc"]).astype(np.float32)
+    if needs(estimator, "reward_parts"):
+        if missing := set(algorithm.gdpo_reward_keys) - set(experience.scores):
+            raise InputError(
+                f"algorithm.gdpo_reward_keys has {', '.join(sorted(missing))}, which the verifier does not return: it "
+                f"must be among {', '.join(sorted(experience.scores))}; correct it"
+            )
+        parts = [rows_like(batch, np.nan_to_num(experience.scores[key])) for key in algorithm.gdpo_reward_keys]
+        found["reward_parts"] = np.stack(parts, axis=-1).astype(np.float32)
+    return found
 
 
 def correct_rollout(learner: Learner, batch: Batch, sampled: np.ndarray) -> tuple[Batch, Metrics]:
@@ -303,18 +262,6 @@ def hint_logprobs(learner: Learner, params: Any, batch: Batch, hinted: list[list
 
     The solution comes on top of data.max_prompt_length; nothing of a hinted prompt is cut.
     """
-    tokens, mask = _padded(learner, hinted + [[]] * (learner.num_groups - len(hinted)))
+    tokens, mask = padded_prompts(learner, hinted + [[]] * (learner.num_groups - len(hinted)))
     hinted_batch = dataclasses.replace(choosing_experts(batch), prompts=tokens, prompt_mask=mask)
     return policy_logprobs(learner, params, hinted_batch)[0]
-
-
-def selection_noise(learner: Learner, experience: Experience, batch: Batch) -> np.ndarray:
-    """Uniform draws [B, R] for losses that draw tokens, addressed by prompt number, sample and position.
-
-    Every epoch over the batch has the same draws.
-    """
-    num_samples = experience.finished.shape[1]
-    numbers = np.zeros(len(batch.mask) // num_samples, np.int32)
-    numbers[: len(experience)] = experience.numbers
-    numbers = put(numbers, replicated(learner.mesh))
-    return fetch(position_noise(learner.seed, SELECT, numbers, num_samples, batch.mask.shape[1]))

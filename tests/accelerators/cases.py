@@ -10,7 +10,8 @@ import accelerators.programs as of
 from accelerators.kernels import windows_and_caps
 from accelerators.programs import Parts, Program, step
 
-from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.kl import PENALTIES
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
@@ -131,6 +132,7 @@ DECODE = r"decode \d+ rows a shard, window 64"
 UPDATE, OPTIMIZER, CRITIC = step("actor, gradients"), step("actor, optimizer"), step("values", "critic")
 GAE = {"algorithm.adv_estimator": "gae"}
 KL = {"actor.use_kl_loss": True}
+REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score"), "algorithm.gdpo_reward_weights": (1.0, 0.5)}}
 TEACHER = {"algorithm.distillation.path": "random"}
 XLA, FLOAT32 = {"model.attention": "xla"}, {"model.dtype": "float32"}
 BUDGET = {"actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_device": 512}
@@ -178,6 +180,7 @@ CASES = [
     Case("logits in several chunks", UPDATE, {"actor.logprob_chunk_size": 64}),
     # losses
     *(Case(f"loss {name}", UPDATE, {"actor.policy_loss.loss_mode": name}) for name in LOSSES),
+    Case("off-policy sequence mask", UPDATE, {"actor.off_policy_mask_threshold": 0.1}),
     *(Case(f"tokens drawn by {name}", of.drawn_tokens, {"actor.policy_loss.loss_mode": name}) for name in SELECTIONS),
     Case("entropy in the loss", UPDATE, {"actor.entropy_coeff": 0.01}),
     *(Case(f"KL loss {name}", UPDATE, {**KL, "actor.kl_loss_type": name}) for name in PENALTIES),
@@ -196,7 +199,10 @@ CASES = [
     Case("functions of a batch", of.batch_functions),
     Case("rewards and filter", of.rewards_and_filter),
     # estimators
-    *(Case(f"estimator {name}", of.estimator, {"algorithm.adv_estimator": name}) for name in ESTIMATORS),
+    *(
+        Case(f"estimator {name}", of.estimator, {"algorithm.adv_estimator": name, **REWARDS.get(name, {})})
+        for name in ESTIMATORS
+    ),
     *(
         Case(
             f"estimator cpo, {name}",

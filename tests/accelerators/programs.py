@@ -23,7 +23,6 @@ from dapo_jax.dynamic_sampling.group_filter import group_statistics
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.batch import (
     jitted_importance_weights,
-    jitted_keep_samples,
     jitted_kl_penalty,
     jitted_mismatch_metrics,
     jitted_probability_metrics,
@@ -31,6 +30,7 @@ from dapo_jax.learner.batch import (
 )
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.learner import build_estimator
+from dapo_jax.learner.trained_tokens import jitted_keep_samples
 from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import queries_at_once
@@ -245,7 +245,8 @@ def estimator(parts: Parts) -> Iterator[Program]:
     """The advantages of algorithm.adv_estimator."""
     name = parts.config.algorithm.adv_estimator
     function = advantages.ESTIMATORS[name]
-    arrays = {"reward_baselines": parts.rows(ROWS)} | {
+    of_rows = {"reward_baselines": (ROWS,), "accuracy": (ROWS,), "reward_parts": (ROWS, 2)}
+    arrays = {extra: parts.rows(*shape) for extra, shape in of_rows.items()} | {
         extra: parts.rows(ROWS, TOKENS) for extra in ("values", "logprobs", "hint_logprobs", "entropy")
     }
     sizes = {"num_groups": GROUPS} if needs(function, "num_groups") else {}

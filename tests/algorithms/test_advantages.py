@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS, cpo, gae, grpo
+from dapo_jax.algorithms.advantages import ESTIMATORS, cpo, gae, grpo
+from dapo_jax.algorithms.cpo import CPO_METHODS
 
 CASES = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())
 REFERENCE = {  # the estimators that verl has, by our names
-    *("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae")
+    *("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae"),
 }
 REQUIRED = {  # parameters without a default
     name: {key for key, value in inspect.signature(function).parameters.items() if value.default is value.empty}
@@ -44,7 +46,7 @@ def test_advantages_and_returns_equal_the_reference(case):
     mask = jnp.array(inputs["response_mask"]) > 0
     names = {name: index for index, name in enumerate(dict.fromkeys(inputs.get("group_ids", [0] * len(mask))))}
     group_ids = jnp.array([names[name] for name in inputs.get("group_ids", [0] * len(mask))])
-    for name in ("values", "reward_baselines"):
+    for name in ("values", "reward_baselines", "reward_parts"):
         if name in inputs:
             options[name] = jnp.array(inputs[name])
     if case["name"] in GROUPED:
@@ -107,6 +109,30 @@ def test_rows_and_tokens_of_padding_change_nothing(name):
     np.testing.assert_allclose(more[0][:6, :4], values, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(more[1][:6, :4], returns, rtol=1e-5, atol=1e-6)
     assert (more[0][:6, 4:] == 0).all() and (more[0][6:] == 0).all()
+
+
+def test_maxrl_weighs_a_right_answer_by_how_rare_it_is():
+    """(1 - p) / p for right answers, -1 for wrong ones; nothing without a right answer, or without a wrong one."""
+    scores = np.array([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1.0])
+    groups = np.repeat([0, 1, 2, 3], 4)
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0, 0, 0, 0]
+    np.testing.assert_allclose(run("maxrl", scores, groups, accuracy=jnp.array(scores)), expected, atol=1e-6)
+    penalised = run("maxrl", scores - 0.5 * np.eye(16)[1], groups, accuracy=jnp.array(scores))
+    np.testing.assert_allclose(penalised[:4], (np.array([1, -0.5, 0, 0]) - 0.125) / 0.25, atol=1e-6)
+
+
+def test_gdpo_counts_each_reward_alike_whatever_its_scale():
+    rng, groups = np.random.default_rng(0), np.repeat([0, 1, 2], 4)
+    parts = rng.normal(size=(12, 2)).astype(np.float32)
+    weights = (1.0, 0.5)
+    found = [
+        run("gdpo", np.zeros(12), groups, reward_parts=jnp.array(parts * scale), gdpo_reward_weights=weights)
+        for scale in ([1.0, 1.0], [1.0, 100.0])
+    ]
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+    alone = run("gdpo", np.zeros(12), groups, reward_parts=jnp.array(parts), gdpo_reward_weights=(1.0, 0.0))
+    scores = run("grpo", parts[:, 0], groups)
+    np.testing.assert_allclose(alone, (scores - scores.mean()) / np.repeat(scores, 3).std(ddof=1), atol=1e-4)
 
 
 def test_gae_without_discount_is_the_reward_minus_the_value():

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from dapo_jax.algorithms.aggregation import MODES, token_weights, weighted_sum
-from dapo_jax.algorithms.policy_loss import LOSSES, vanilla
+from dapo_jax.algorithms.policy_loss import LOSSES, dro, vanilla
+from dapo_jax.algorithms.ratios import off_policy_sequences
 from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config import Config
 
 CASES = json.loads((Path(__file__).parent / "data" / "policy_losses.json").read_text())
-REFERENCE = {"vanilla", "gspo", "gpg", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov"}  # the losses that verl has
+REFERENCE = {  # the losses that verl has
+    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "gpg", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dro"),
+}
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0}
 OPTIONS = {  # a new option has its default here
     **vars(Config().actor.policy_loss),
@@ -137,7 +140,7 @@ def test_what_is_masked_does_not_leak_even_if_it_is_not_a_number(mode):
         np.testing.assert_allclose(mean.total, expected_metrics[name].total, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize("mode", sorted(LOSSES.keys() - {"dro"}))
 def test_without_an_advantage_there_is_no_gradient(mode):
     logprobs, old, _, mask = batch(np.random.default_rng(2))
 
@@ -161,6 +164,50 @@ def test_a_step_against_the_gradient_favours_the_better_tokens(mode):
 
     gradient = jax.grad(loss_fn)(logprobs)
     assert (gradient[0] < 0).all() and (gradient[1] > 0).all()
+
+
+def test_dro_pulls_every_token_back_to_the_old_policy():
+    logprobs, old, advantages, mask = batch(np.random.default_rng(3))
+    gradient = jax.grad(lambda x: jnp.sum(dro(x, old, advantages, mask, dro_beta=0.4)[0], where=mask))(logprobs)
+    np.testing.assert_allclose(gradient, jnp.where(mask, 0.4 * (logprobs - old) - advantages, 0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "old", "new", "advantage", "trains"),
+    [  # thresholds 0.2 and 0.28
+        ("dppo_tv", 0.01, 0.1, 1.0, True),  # ten times as likely, and yet near: a ratio's clip would stop it
+        ("dppo_tv", 0.5, 0.77, 1.0, True),
+        ("dppo_tv", 0.5, 0.79, 1.0, False),
+        ("dppo_tv", 0.5, 0.31, -1.0, True),
+        ("dppo_tv", 0.5, 0.29, -1.0, False),
+        ("dppo_tv", 0.5, 0.29, 1.0, True),  # it comes back
+        ("dppo_kl", 0.5, 0.8, 1.0, True),  # 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.22
+        ("dppo_kl", 0.5, 0.85, 1.0, False),  # 0.34
+        ("dppo_kl", 0.5, 0.2, -1.0, False),  # 0.22
+        ("dppo_kl", 0.5, 0.85, -1.0, True),
+    ],
+)
+def test_dppo_stops_where_the_probability_has_moved_too_far(mode, old, new, advantage, trains):
+    logprobs, before = jnp.log(jnp.full((1, 1), new)), jnp.log(jnp.full((1, 1), old))
+    arrays = before, jnp.full((1, 1), advantage), jnp.ones((1, 1), bool)
+    gradient = jax.grad(lambda x: call(LOSSES[mode], x, *arrays, **CLIP)[0].sum())(logprobs)
+    np.testing.assert_allclose(gradient, -advantage * min(new / old, 10.0) if trains else 0.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bad_sequences_that_drifted_are_left_out(packed):
+    """Means of old - new: 0.3 and 0.1 nats; the token outside of the mask does not count."""
+    old = jnp.array([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    logprobs = old - jnp.array([[0.2, 0.4, 9.0], [0.1, 0.1, 0.1]])
+    mask, sequences = jnp.array([[True, True, False], [True, True, True]]), None
+    advantages = -jnp.ones_like(old)
+    expected = np.array([[True, True, False], [False, False, False]])
+    if packed:
+        old, logprobs, mask, advantages = (x.reshape(1, 6) for x in (old, logprobs, mask, advantages))
+        sequences, expected = jnp.array([[0, 0, 0, 1, 1, 1]]), expected.reshape(1, 6)
+    for sign in (1, -1):
+        left_out = off_policy_sequences(logprobs, old, sign * advantages, mask, threshold=0.2, sequences=sequences)
+        np.testing.assert_array_equal(left_out, expected & (sign == 1))
 
 
 def token(ratio, advantage, **changes):

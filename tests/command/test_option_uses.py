@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from config_problems import assert_one, config_with, problems
 
-from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS, cpo
+from dapo_jax.algorithms.advantages import ESTIMATORS, cpo
 from dapo_jax.algorithms.aggregation import MODES, token_weights
+from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.command.option_uses import CPO_READS, MEASURED, USES, VERIFIED, put_back, unread, without_switched_off

@@ -10,11 +10,12 @@ from small_run import assert_same_policy, rows_without_clock, small_config
 from dapo_jax import estimator_inputs as inputs_module
 from dapo_jax import run as run_module
 from dapo_jax import training as train_module
-from dapo_jax.algorithms.advantages import CPO_METHODS, ESTIMATORS
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.estimator_inputs import estimator_inputs
-from dapo_jax.learner.batch import make_batch
+from dapo_jax.learner.batch import make_batch, policy_logprobs
 from dapo_jax.learner.learner import update
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
@@ -29,8 +30,12 @@ OPTIONS = {  # of losses
 }
 
 
+REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score")}}  # of estimators
+
+
 def changes_of(estimator: str, loss: str) -> dict:
     return {
+        **REWARDS.get(estimator, {}),
         "algorithm.adv_estimator": estimator,
         "actor.policy_loss.loss_mode": loss,
         **OPTIONS.get(loss, {}),
@@ -365,6 +370,33 @@ def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
     _, batch, _ = batch_with((config, sampled, models), **{"algorithm.adv_estimator": "cpo"})
     _, plain, _ = batch_with(accepted)
     np.testing.assert_allclose(batch.advantages, plain.advantages, atol=1e-6)
+
+
+def test_only_the_tokens_of_highest_entropy_have_advantages(accepted):
+    _, plain, _ = batch_with(accepted)
+    _, batch, metrics = batch_with(accepted, **{"algorithm.top_entropy_quantile": 0.25})
+    has = (batch.advantages != 0) & batch.loss_mask
+    assert has.sum() == pytest.approx(0.25 * batch.loss_mask.sum(), abs=2)
+    np.testing.assert_array_equal(batch.advantages[has], plain.advantages[has])
+    with open_run(accepted[0]) as run:
+        _, entropy = policy_logprobs(run.learner, accepted[2].actor.params, plain)
+    assert entropy[has].min() >= metrics["actor/entropy_threshold"] - 1e-6
+    assert entropy[batch.loss_mask & ~has].max() <= metrics["actor/entropy_threshold"] + 1e-6
+
+
+@pytest.mark.slow
+def test_gdpo_without_names_takes_the_parts_of_the_reward(accepted):
+    """Two parts of which one never differs: the other's advantages, whitened."""
+    config, experience, models = accepted
+    constant = experience.with_scores(right=experience.scores["acc"], same=np.ones_like(experience.scores["acc"]))
+    parts = '{"right": "arithmetic", "same": {"function": "arithmetic", "weight": 0.5}}'
+    options = {"algorithm.adv_estimator": "gdpo", "reward.functions": parts}
+    _, batch, _ = batch_with((config, constant, models), **options)
+    _, plain, _ = batch_with(accepted)
+    real = plain.advantages[plain.mask]
+    np.testing.assert_allclose(batch.advantages[batch.mask], (real - real.mean()) / real.std(ddof=1), atol=1e-4)
+    with pytest.raises(ValueError, match="gdpo_reward_keys has nothing, which the verifier does not return"):
+        batch_with(accepted, **{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ("nothing",)})
 
 
 @pytest.mark.slow

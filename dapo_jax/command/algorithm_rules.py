@@ -1,0 +1,117 @@
+"""Host: what relates the options of the algorithm, the filter and the order of prompts to each other."""
+
+from collections.abc import Iterator
+
+from dapo_jax.algorithms.advantages import ESTIMATORS
+from dapo_jax.algorithms.arguments import needs
+from dapo_jax.algorithms.rollout_correction import CRITERIA, parse_threshold
+from dapo_jax.config.derived import gen_batch_size, keeps_some, trains_on_rewards
+from dapo_jax.config.sections import Config
+from dapo_jax.problems import given_function
+from dapo_jax.rewards.weighted import is_weighted
+
+
+def algorithm_problems(config: Config) -> Iterator[str]:
+    """One message per problem of `algorithm`, data.curriculum and the losses."""
+    yield from _algorithm_problems(config)
+    yield from _correction_problems(config)
+    yield from _filter_problems(config)
+    yield from _curriculum_problems(config)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    algorithm, groups, actor = config.algorithm, config.algorithm.filter_groups, config.actor
+    if algorithm.adv_estimator == "grpo_passk" and config.rollout.n < 2:
+        yield f"algorithm.adv_estimator=grpo_passk needs rollout.n of at least 2, not {config.rollout.n}"
+    if actor.use_kl_loss and not actor.kl_loss_coef > 0:
+        yield f"actor.kl_loss_coef={actor.kl_loss_coef} must be greater than 0 with use_kl_loss=True"
+    yield from _distillation_problems(config)
+    if algorithm.adv_estimator == "gdpo":
+        yield from _gdpo_problems(config)
+    if given_function(config) == "none" and groups.enable and groups.metric == "acc":
+        yield (
+            "algorithm.filter_groups.metric=acc is the verifier's, and reward.function is none: choose score, or "
+            "set algorithm.filter_groups.enable=False"
+        )
+
+
+def _gdpo_problems(config: Config) -> Iterator[str]:
+    """Which rewards GDPO normalises: those of reward.functions, or those that are named."""
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if not keys and not is_weighted(given_function(config)):
+        yield (
+            "algorithm.adv_estimator=gdpo needs several rewards: give them in reward.functions, or name numbers that "
+            "your reward function returns in algorithm.gdpo_reward_keys"
+        )
+    if weights and len(weights) != len(keys):
+        yield (
+            f"algorithm.gdpo_reward_weights={weights} must have a weight for each of gdpo_reward_keys={keys}: "
+            "give as many, or none"
+        )
+
+
+def _distillation_problems(config: Config) -> Iterator[str]:
+    """What would follow rewards that are not trained on."""
+    algorithm, estimator = config.algorithm, ESTIMATORS.get(config.algorithm.adv_estimator, ESTIMATORS["grpo"])
+    if trains_on_rewards(config):
+        return
+    found = {
+        "filter_groups.enable=False": algorithm.filter_groups.enable,
+        "use_kl_in_reward=False": algorithm.use_kl_in_reward,
+        "keep_pos_ratio=1 and keep_neg_ratio=1": keeps_some(algorithm),
+        "adv_estimator=grpo": any(needs(estimator, name) for name in ("values", "hint_logprobs", "reward_baselines")),
+    }
+    if wrong := [cure for cure, is_wrong in found.items() if is_wrong]:
+        yield (
+            "algorithm.distillation.use_task_rewards=False trains on the teacher alone, so nothing may depend on the "
+            f"reward: set algorithm.{', algorithm.'.join(wrong)}, or use_task_rewards=True"
+        )
+
+
+def _correction_problems(config: Config) -> Iterator[str]:
+    name, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    criteria, thresholds = correction.rollout_rs, correction.rollout_rs_threshold
+    if (correction.rollout_is != "none" or criteria) and config.actor.old_logprob != "recompute":
+        yield (
+            f"{name} compares the sampler with the training pass: set actor.old_logprob=recompute, "
+            f"not {config.actor.old_logprob}"
+        )
+    if len(criteria) != len(thresholds):
+        yield f"{name}.rollout_rs={criteria} needs as many rollout_rs_threshold, not {thresholds}"
+    for criterion in criteria:
+        if criterion not in CRITERIA:
+            yield f"{name}.rollout_rs={criterion!r} must be one of {', '.join(CRITERIA)}"
+    for threshold in (correction.rollout_is_threshold, *thresholds):
+        try:
+            parse_threshold(threshold)
+        except ValueError as error:
+            yield f"{name}: {error}"
+
+
+def _filter_problems(config: Config) -> Iterator[str]:
+    name, groups = "algorithm.filter_groups", config.algorithm.filter_groups
+    if not groups.filter_low < groups.filter_high:
+        yield f"{name}.filter_low={groups.filter_low} must be less than filter_high={groups.filter_high}"
+    target, rounds, size = config.data.train_batch_size, groups.max_num_gen_batches, gen_batch_size(config)
+    must_be_full = groups.enable and groups.on_limit == "error" and groups.on_exhausted != "partial"
+    if must_be_full and 0 < rounds * size < target:
+        yield (
+            f"data.train_batch_size={target} groups cannot be kept of the {rounds} x {size} = {rounds * size} prompts "
+            f"that {name}.max_num_gen_batches={rounds} rounds of data.gen_batch_size={size} sample: raise one of them, "
+            f"or set {name}.on_limit=partial"
+        )
+
+
+def _curriculum_problems(config: Config) -> Iterator[str]:
+    if not config.data.curriculum.enable:
+        return
+    on = "data.curriculum.enable=True"
+    if config.rollout.n < 2:
+        yield f"{on} needs groups that can be mixed, not rollout.n={config.rollout.n}: set 2 or more"
+    if given_function(config) == "none":
+        yield f"{on} needs the verifier's acc, and reward.function is none: give one, or set it to False"
+    if config.algorithm.filter_groups.enable and config.algorithm.filter_groups.skip_uniform.enable:
+        yield (
+            f"{on} and algorithm.filter_groups.skip_uniform.enable=True both leave out prompts by their past groups: "
+            "set one of them to False"
+        )
