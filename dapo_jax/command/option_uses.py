@@ -233,7 +233,7 @@ USES = (
     _with("actor.kl_loss_type", "actor.use_kl_loss", True),
     _use("reference.path", "actor.use_kl_loss=True or algorithm.use_kl_in_reward=True", uses_reference),
     _use(
-        f"{D}.weight|use_task_rewards|form|top_k|temperature",
+        f"{D}.weight|use_task_rewards|form|temperature",
         f"{D}.path",
         lambda config: bool(config.algorithm.distillation.path),
     ),

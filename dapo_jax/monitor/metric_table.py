@@ -144,9 +144,6 @@ actor/kl_coef  1     actor.kl_loss_coef
 [own | algorithm.distillation.form=top_k]
 actor/distillation_loss  nats  mean over tokens of the reverse KL divergence to the teacher, over the policy's
     most likely tokens and one bucket for all others
-[own | algorithm.distillation.path, and a token is left in the loss]
-distillation/reverse_kl  nats  mean over trained tokens of log p - log q, of the policy and the teacher: an estimate of
-    the divergence
 [verl | algorithm.use_kl_in_reward]
 actor/reward_kl_penalty        nats  mean over responses of their mean KL divergence
 actor/reward_kl_penalty_coeff  1     its coefficient in the step
@@ -161,6 +158,12 @@ actor/recomputed_logprobs  0 or 1  1 if old log-probabilities are those of the t
 actor/kept_samples  share  samples that are trained on
 [own | algorithm.overlong_filtering]
 actor/overlong_filtered  share  responses left out of the loss because they were truncated
+
+# On-policy distillation.
+
+[own | algorithm.distillation.path, and a token is left in the loss]
+distillation/reverse_kl  nats  mean over trained tokens of log p - log q, of the policy and the teacher: an estimate of
+    the divergence
 
 # Mixtures of experts in the update.
 

@@ -167,6 +167,7 @@ VALUES = {  # valid ones, where the rule below does not give one
     f"{FILTER}.on_limit": "partial",
     f"{FILTER}.on_empty": "skip_step",
     f"{FILTER}.metric": "score",
+    "algorithm.distillation.temperature": 0.5,
     "algorithm.gamma": 0.9,
     "algorithm.lam": 0.9,
     f"{FILTER}.filter_high": 0.9,
