@@ -35,12 +35,19 @@ def load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
         tokenizer: the policy's.
 
     Raises:
-        InputError: the teacher is no language model, its tokens are others, or the mesh does not divide its weights.
+        InputError: the teacher is no language model, its tokens are others or too few, or the mesh does not divide
+            its weights.
     """
     arch, own = read_teacher(config)
     check_vocabulary(config, tokenizer, own)
+    options = config.algorithm.distillation
+    if options.form == "top_k" and options.top_k > tokenizer.vocab_size:
+        raise InputError(
+            f"algorithm.distillation.top_k={options.top_k} must be at most the {tokenizer.vocab_size} tokens of the "
+            "policy: lower it"
+        )
     if problems := indivisible_weights(weight_table(arch), dict(mesh.shape), TRAIN_RULES):
-        raise InputError(f"the mesh does not fit {OPTION}={config.algorithm.distillation.path}: " + "; ".join(problems))
+        raise InputError(f"the mesh does not fit {OPTION}={options.path}: " + "; ".join(problems))
     settings = teacher_settings(config, arch, mesh)
     freeze = build_freeze(arch, settings.dtype, mesh)
     return Teacher(

@@ -4,13 +4,14 @@ import jax
 import numpy as np
 import pytest
 from config_problems import assert_one, config_with, problems
+from shapes import mesh_of, one_device_mesh
 from small_families import with_tokenizer
 from small_run import assert_same_policy, resumed, small_config
 
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.teacher import check_vocabulary
+from dapo_jax.teacher import check_vocabulary, load_teacher
 from dapo_jax.training import train
 
 NAME = "algorithm.distillation"
@@ -70,6 +71,15 @@ def test_another_vocabulary_is_refused():
     check_vocabulary(config, own, richer)
     with pytest.raises(InputError, match=r"distillation.path=models/teacher must .* model.path=models/student, but 1 "):
         check_vocabulary(config, richer, own)
+
+
+def test_a_teacher_that_the_mesh_or_the_candidates_do_not_fit_is_refused(tmp_path):
+    config = config_with({f"{NAME}.path": "random", f"{NAME}.form": "top_k", f"{NAME}.top_k": 99})
+    with pytest.raises(InputError, match="top_k=99 must be at most the 49 tokens"):
+        load_teacher(config, character_tokenizer(), one_device_mesh())
+    config = config_with({f"{NAME}.path": with_tokenizer("qwen3_qknorm", tmp_path)})
+    with pytest.raises(InputError, match=rf"the mesh does not fit {NAME}.path=.*qwen3_qknorm: mesh.tensor=8 must"):
+        load_teacher(config, character_tokenizer(), mesh_of((1, 1, 8)))
 
 
 def test_what_does_not_go_with_a_teacher_is_refused():
