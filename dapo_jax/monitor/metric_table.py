@@ -157,6 +157,8 @@ actor/recomputed_logprobs  0 or 1  1 if old log-probabilities are those of the t
 [own | algorithm.keep_pos_ratio or keep_neg_ratio below 1]
 actor/kept_samples  share  samples that are trained on
 [own | algorithm.overlong_filtering]
+actor/off_policy_masked  share  tokens of bad responses that drifted too far to be trained on
+actor/entropy_threshold  nats  lowest entropy of a token with an advantage (algorithm.top_entropy_quantile)
 actor/overlong_filtered  share  responses left out of the loss because they were truncated
 
 # On-policy distillation.

@@ -165,7 +165,7 @@ HERE = (
         "verl always aggregates gspo and sapo by seq-mean-token-mean: set actor.loss_agg_mode too",
         policy_loss,
     ),
-    _actor("policy_loss.{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef}"),
+    _actor("policy_loss.{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef,dro_beta}"),
     _actor("loss_agg_mode", "exact over the mini-batch, for any micro-batch size", unless_by_sequence),
     _actor("{use_kl_loss,kl_loss_coef,kl_loss_type}"),
     _actor(f"optim.{{{OPTIMIZER}}}"),

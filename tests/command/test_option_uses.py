@@ -31,8 +31,9 @@ ALWAYS_READ = set(
     actor.ppo_mini_batch_size actor.use_dynamic_bsz actor.use_kl_loss
     algorithm.adv_estimator algorithm.distillation.path algorithm.filter_groups.enable algorithm.overlong_filtering
     algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_rs algorithm.use_kl_in_reward
-        data.chat_template_kwargs data.curriculum.enable data.filter_overlong_prompts data.max_prompt_length
-    data.max_response_length data.shuffle     data.system_prompt data.task data.train_batch_size evaluate.tasks
+    algorithm.top_entropy_quantile actor.off_policy_mask_threshold
+    data.chat_template_kwargs data.curriculum.enable data.filter_overlong_prompts data.max_prompt_length
+    data.max_response_length data.shuffle data.system_prompt data.task data.train_batch_size evaluate.tasks
     mesh.data mesh.fsdp mesh.tensor mesh.train_tensor model.attention model.dtype
     model.enable_gradient_checkpointing model.lora.rank model.router_replay
     model.path monitor.alarms.entropy_collapse monitor.alarms.entropy_explosion monitor.alarms.kl_jump

@@ -21,6 +21,8 @@ WITH_CRITIC = {
     "algorithm.adv_estimator": "gae",
     "algorithm.use_kl_in_reward": True,
     "algorithm.overlong_filtering": True,
+    "algorithm.top_entropy_quantile": 0.5,
+    "actor.off_policy_mask_threshold": 0.1,
     "actor.old_logprob": "recompute",
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_is_threshold": "0.5_2.0",
