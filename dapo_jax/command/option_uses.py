@@ -168,11 +168,6 @@ USES = (
         for name in ("norm_adv_by_std_in_grpo", "gamma", "lam")
     ),
     _with("algorithm.gdpo_reward_keys|gdpo_reward_weights", ESTIMATOR, "gdpo"),
-    _use(
-        "algorithm.gdpo_reward_weights",
-        "algorithm.gdpo_reward_keys",
-        lambda config: bool(config.algorithm.gdpo_reward_keys),
-    ),
     _with("algorithm.keep_pos_ratio|keep_neg_ratio", ESTIMATOR, "grpo", "dapo"),
     _use(
         "algorithm.compute_new_adv",

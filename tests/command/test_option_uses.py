@@ -67,6 +67,7 @@ SEGMENTS = {
 }
 DISTILLED = {"algorithm.distillation.path": "models/teacher", f"{FILTER}.enable": False}
 CPO = {"algorithm.adv_estimator": "cpo"}
+GDPO = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ("score",)}
 WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
 # For each setting of USES: changes of the config with which the options are not read, and with which they are.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -85,7 +86,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     VERIFIED: ({"reward.function": "none", "reward.model.path": "a", f"{FILTER}.metric": "score"}, {}),
     "reward.model.path": ({}, {"reward.model.path": "models/reward"}),
     "reward.overlong_buffer.enable=True": ({}, {"reward.overlong_buffer.enable": True}),
-    "algorithm.adv_estimator=grpo or dapo or grpo_passk or cpo": ({"algorithm.adv_estimator": "rloo"}, {}),
+    "algorithm.adv_estimator=gdpo": ({}, GDPO),
+    "algorithm.adv_estimator=grpo or dapo or grpo_passk or gdpo or cpo": ({"algorithm.adv_estimator": "rloo"}, {}),
     "algorithm.adv_estimator=reinforce_plus_plus or gae": ({}, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "algorithm.adv_estimator=gae": ({}, GAE),
     "algorithm.adv_estimator=grpo or dapo": ({"algorithm.adv_estimator": "rloo"}, {}),
@@ -169,6 +171,8 @@ VALUES = {  # valid ones, where the rule below does not give one
     f"{FILTER}.on_empty": "skip_step",
     f"{FILTER}.metric": "score",
     "algorithm.distillation.temperature": 0.5,
+    "algorithm.gdpo_reward_keys": ("acc",),
+    "algorithm.gdpo_reward_weights": (2.0,),
     "algorithm.gamma": 0.9,
     "algorithm.lam": 0.9,
     f"{FILTER}.filter_high": 0.9,
