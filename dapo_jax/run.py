@@ -182,6 +182,7 @@ def open_rewards(
             function=problems.function,
             scorer=load_scorer(config, compute_dtype(config.model, mesh), mesh) if reward.model.path else None,
             overlong_buffer=reward.overlong_buffer,
+            length=reward.length,
             max_response_length=config.data.max_response_length,
             mesh=mesh,
             stage=stage,
@@ -192,13 +193,14 @@ def open_rewards(
 def _verifiers(function: str, reward: RewardConfig, own: Own) -> Verifiers:
     """Worker processes for a reward function, or a thread for one that only this session has."""
     if is_of_session(function):
-        return InProcessVerifiers(function, own, error_score=reward.error_score)
+        return InProcessVerifiers(function, own, error_score=reward.error_score, pattern=reward.format.pattern)
     return VerifierPool(
         function,
         num_workers=reward.num_workers,
         timeout_s=reward.timeout_s,
         memory_limit_mb=reward.memory_limit_mb,
         error_score=reward.error_score,
+        pattern=reward.format.pattern,
     )
 
 

@@ -6,6 +6,7 @@ anyway, such as a coefficient of 0 for a term that is off, is allowed.
 
 import operator
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,11 @@ from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.config.derived import gen_batch_size, keeps_some, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, flat, type_problems, with_values
+from dapo_jax.errors import InputError
 from dapo_jax.learner.choices import trained
 from dapo_jax.monitor.trackers import is_own
 from dapo_jax.problems import NO_FUNCTIONS, TaskOptions, given_function, held_out_options, parse_tasks
+from dapo_jax.rewards.weighted import functions_of
 
 PUT_BACK: ContextVar[tuple[str, ...]] = ContextVar("PUT_BACK", default=())  # `put_back` of this command's config
 
@@ -80,6 +83,18 @@ def _chooses_best(config: Config) -> bool:
 def _verifies(config: Config) -> bool:
     functions = {given_function(config), *(task.reward_function for task in _measured_sets(config))}
     return functions != {"none"}
+
+
+def _uses_verifier(name: str) -> Callable[[Config], bool]:
+    """Whether a verifier of this name scores training or held-out problems, alone or as one of several."""
+
+    def used(config: Config) -> bool:
+        given = {given_function(config), *(task.reward_function for task in _measured_sets(config))}
+        with suppress(InputError):  # validate reports it
+            return any(name in functions_of(function) for function in given)
+        return True
+
+    return used
 
 
 def _normalizes_weights(config: Config) -> bool:
@@ -162,6 +177,13 @@ USES = (
         lambda config: bool(config.reward.model.path),
     ),
     _use("reward.model.function_weight", VERIFIED, _verifies),
+    _use("reward.format.pattern", "the verifier format in reward.function or functions", _uses_verifier("format")),
+    _use(
+        "reward.length.weight",
+        "reward.length.form other than none",
+        lambda config: config.reward.length.form != "none",
+    ),
+    _with("reward.length.right_short|right_long|wrong_short|wrong_long|at_limit", "reward.length.form", "cosine"),
     _with("reward.overlong_buffer.len|penalty_factor|log", "reward.overlong_buffer.enable", True),
     *(
         _with(f"algorithm.{name}", ESTIMATOR, *_having(name, ESTIMATORS))

@@ -8,6 +8,7 @@ from dapo_jax.config.sections import Config
 from dapo_jax.data.experience import OWN_SCORES
 from dapo_jax.errors import InputError
 from dapo_jax.problems import NO_FUNCTIONS, given_function
+from dapo_jax.rewards.response_format import compiled_pattern
 from dapo_jax.rewards.verifiers import OF_SESSION, VERIFIERS, session_problem
 from dapo_jax.rewards.weighted import functions_of, is_weighted, parse_parts
 
@@ -27,6 +28,15 @@ def reward_problems(config: Config, own: Collection[str]) -> Iterator[str]:
     for function in [part.function for part in parts] or [config.reward.function]:
         if function.startswith(OF_SESSION) and function.removeprefix(OF_SESSION) not in own:
             yield session_problem(function)
+    try:
+        compiled_pattern(config.reward.format.pattern)
+    except InputError as error:
+        yield str(error)
+    if given_function(config) == "none" and config.reward.length.form != "none":
+        yield (
+            f"reward.length.form={config.reward.length.form} needs a verifier that says which responses are right, but "
+            "reward.function=none: choose one, or set form=none"
+        )
     if taken := sorted({part.name for part in parts} & {*OWN_SCORES}):
         yield f"reward.functions, {', '.join(taken)}: these numbers are computed from the score: rename the functions"
 
@@ -39,6 +49,7 @@ def metric_problems(config: Config) -> Iterator[str]:
         return
     measured = {
         "reward_model": bool(reward.model.path),
+        "length_reward": reward.length.form != "none",
         "overlong": reward.overlong_buffer.enable and reward.overlong_buffer.log,
     }
     known = [*returned, *(name for name in OWN_SCORES if measured.get(name, True))]

@@ -64,12 +64,14 @@ def _of_filter(config: Config) -> Iterator[str]:
             "are all right or all wrong, which the group filter drops; the filter is normally off with it"
         )
     shaped = groups.metric in ("seq_reward", *FINAL_REWARD)
+    by_length = reward.length.form != "none" and (shaped or groups.metric == "length_reward")
     contains = ["the overlong penalty"] * (shaped and reward.overlong_buffer.enable)
+    contains += ["the length reward"] * by_length
     contains += ["the KL divergence"] * (groups.metric in FINAL_REWARD and algorithm.use_kl_in_reward)
     if contains:
         yield (
             f"algorithm.filter_groups.metric={groups.metric} contains {' and '.join(contains)}, so groups whose "
-            "answers are all wrong can pass the filter; the paper's metric is acc"
+            f"answers are all wrong{' or all right' * by_length} can pass the filter; the paper's metric is acc"
         )
     function = given_function(config)
     if (groups.metric == "score" or shaped) and is_weighted(function) and len(functions_of(function)) > 1:

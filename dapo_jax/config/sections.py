@@ -43,6 +43,7 @@ OnExhausted = Literal["next_epoch", "partial", "error"]
 OnEmpty = Literal["error", "skip_step", "train_unfiltered"]
 Leftover = Literal["requeue", "carry", "discard"]
 Backfill = Literal["batch", "stream"]
+LengthForm = Literal["none", "group", "cosine"]
 ControllerType = Literal["fixed", "adaptive"]
 Schedule = Literal["constant", "cosine"]
 MomentsDtype = Literal["float32", "bfloat16"]
@@ -172,6 +173,26 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True)
+class LengthRewardConfig:
+    """A reward for short right responses, added to the score (docs/rewards.md). `acc` stays as it is."""
+
+    form: LengthForm = "none"  # none | group (Kimi k1.5, arXiv:2501.12599) | cosine (arXiv:2502.03373)
+    weight: float = 1.0  # of the length reward in seq_reward
+    right_short: float = 1.0  # cosine: of a right response without a token
+    right_long: float = 0.5  # and of one that is nearly max_response_length tokens long
+    wrong_short: float = -1.0  # the same of a wrong response
+    wrong_long: float = -0.5
+    at_limit: float = -1.0  # cosine: of a response of max_response_length tokens, right or wrong
+
+
+@dataclass(frozen=True)
+class FormatConfig:
+    """The verifier `format`."""
+
+    pattern: str = ""  # a regular expression that the whole response must match; empty = <think> and <answer>
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A transformer with a scalar head that scores the chat of prompt and response, with or without a verifier."""
 
@@ -192,6 +213,8 @@ class RewardConfig:
     error_score: float | None = None  # of a failed verification; null = the verifier's lowest, 0 for your own function
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    length: LengthRewardConfig = field(default_factory=LengthRewardConfig)
+    format: FormatConfig = field(default_factory=FormatConfig)
 
 
 @dataclass(frozen=True)

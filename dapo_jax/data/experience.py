@@ -12,7 +12,10 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.data.work import Work
 from dapo_jax.errors import InputError
 
-OWN_SCORES = ("seq_reward", "overlong_reward", "overlong", "seq_final_reward", "token_level_rewards", "reward_model")
+OWN_SCORES = (
+    *("seq_reward", "overlong_reward", "overlong", "length_reward", "seq_final_reward", "token_level_rewards"),
+    "reward_model",
+)
 SCORE = "score "  # precedes the name of a score in a checkpoint
 # In a checkpoint: records of experts of each group's prompt and then of its responses, one after the other, and tokens
 # [Q, 1 + G] of each.

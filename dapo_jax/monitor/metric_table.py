@@ -10,7 +10,8 @@ Lines that begin with one name part must be together. `always`: in every row of 
 METRICS = """
 # Samples, before and after the group filter.
 
-[Trinity-RFT | groups were sampled; one for each number that the verifier returns, overlong_reward and seq_reward]
+[Trinity-RFT | groups were sampled; one for each number that the verifier returns, overlong_reward,
+    length_reward (reward.length) and seq_reward]
 rollout/{score}/{mean|max|min}  the score's  over all sampled groups, of the mean over a group's samples
 [verl | reward.overlong_buffer.enable and reward.overlong_buffer.log]
 rollout/overlong/{mean|max|min}  share  sampled responses with an overlong penalty
@@ -108,7 +109,8 @@ global_seqlen/balanced_{min|max}     tokens  of what each of these devices is gi
 global_seqlen/mean                   tokens  tokens of the batch with its prompts / number of shares
 
 [verl | a batch was trained on]
-critic/score/{mean|max|min}    reward  the verifier's or reward model's score with the overlong penalty
+critic/score/{mean|max|min}    reward  the verifier's or reward model's score with overlong penalty and length
+    reward
 critic/rewards/{mean|max|min}  reward  score minus the KL divergence in the reward
 critic/{advantages|returns}/{mean|max|min}  1  over response tokens
 [verl | adv_estimator=gae]
@@ -268,7 +270,7 @@ timing_s/{old_log_prob|ref|values|adv|teacher|update_critic|update_actor}  s  st
 [verl | they have changed since the last sampling]
 timing_s/update_weights  s  laying out the policy's weights for decoding
 [own | groups were sampled]
-timing_s/{shape|filter}  s  overlong penalty and group filter of all sampled groups
+timing_s/{shape|filter}  s  overlong penalty with length reward, and group filter, of all sampled groups
 [own | a batch was trained on]
 timing_s/batch  s  turning accepted groups into padded rows
 [own | always]
@@ -329,7 +331,7 @@ time/bench  s  loading and measuring a model
 # Of the trained batch, only for TensorBoard and Weights & Biases.
 HISTOGRAMS = """
 [own | a batch was trained on]
-critic/score       reward  score of each response, with the overlong penalty
+critic/score       reward  score of each response, with overlong penalty and length reward
 critic/advantages  1       of each token that is trained on
 response_length    tokens  of each response
 rollout/logprob    nats    the sampler's, of each token

@@ -144,6 +144,8 @@ def _penalties(run: RunFiles) -> str:
         if option("reward.overlong_buffer.enable")
         else "Long responses are not penalised"
     )
+    if (form := option("reward.length.form")) not in (None, "none"):
+        overlong += f", a length reward ({form}, weight {option('reward.length.weight')}) is added"
     return f"{overlong}, and there is {f'a KL penalty {kl}' if kl else 'no KL penalty'}"
 
 

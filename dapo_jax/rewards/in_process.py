@@ -20,13 +20,21 @@ class InProcessVerifiers(Verifiers):
         InputError: the verifier cannot be loaded.
     """
 
-    def __init__(self, name: str, own: Mapping[str, Callable[..., Any]], *, error_score: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        own: Mapping[str, Callable[..., Any]],
+        *,
+        error_score: float | None = None,
+        pattern: str = "",
+    ) -> None:
         """
         Args:
             own: the functions behind python:NAME, by NAME.
+            pattern: of the verifier `format`.
         """
         super().__init__(name, error_score)
-        self._verifier = load_verifier(name, own)
+        self._verifier = load_verifier(name, own, pattern=pattern)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="verifier")
         _log.warning(
             "%s runs in this process, because no other can find it: without a limit of time or memory, though a "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from dapo_jax.config.sections import OverlongBufferConfig
+from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ class RewardPipeline:
     function: str  # for the training problems
     scorer: ModelScorer | None  # None without a reward model
     overlong_buffer: OverlongBufferConfig
+    length: LengthRewardConfig
     max_response_length: int  # tokens
     mesh: Mesh  # of the sampler
     stage: Stage
@@ -68,7 +69,11 @@ class RewardPipeline:
                 experience = self.add_model_scores(experience, prompts)
         with self.stage("shape"):
             return add_rewards(
-                experience, self.overlong_buffer, max_response_length=self.max_response_length, mesh=self.mesh
+                experience,
+                self.overlong_buffer,
+                self.length,
+                max_response_length=self.max_response_length,
+                mesh=self.mesh,
             )
 
     def workers_replaced(self) -> int:

@@ -1,4 +1,4 @@
-"""Host: from the verifiers' scores to rewards: adds the reward model's score and the overlong penalty."""
+"""Host: from the verifiers' scores to rewards: adds the reward model's score, overlong penalty and length reward."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from dapo_jax.config.sections import Config, OverlongBufferConfig
+from dapo_jax.config.sections import Config, LengthRewardConfig, OverlongBufferConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.padding import bucket, pad_prompts
 from dapo_jax.data.prompts import PromptSet
@@ -30,7 +30,7 @@ from dapo_jax.parallel.sharding import (
     put_rows,
 )
 from dapo_jax.rewards.reward_model import RewardModel, build_reward_model
-from dapo_jax.rewards.shaping import shape_rewards
+from dapo_jax.rewards.shaping import length_rewards, shape_rewards
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,17 @@ def add_model_scores(experience: Experience, prompts: PromptSet, scorer: ModelSc
 
 
 def add_rewards(
-    experience: Experience, buffer: OverlongBufferConfig, *, max_response_length: int, mesh: Mesh
+    experience: Experience,
+    buffer: OverlongBufferConfig,
+    length: LengthRewardConfig,
+    *,
+    max_response_length: int,
+    mesh: Mesh,
 ) -> Experience:
-    """Adds the scores `overlong_reward` (the penalty) and `seq_reward` (score + penalty: the response's reward).
+    """Adds the scores `overlong_reward` (the penalty) and `seq_reward`, the response's reward.
 
-    If the buffer is enabled and logged, also `overlong`: 1 where the penalty is not 0, else 0.
+    The latter is score + penalty + length reward. With a length reward, also `length_reward`. If the buffer is enabled
+    and logged, also `overlong`: 1 where the penalty is not 0, else 0.
     """
     shape = experience.finished.shape
     rows = experience.scores["score"].astype(np.float32).ravel(), experience.mask.sum(axis=-1, dtype=np.int32).ravel()
@@ -170,6 +176,12 @@ def add_rewards(
         penalty_factor=buffer.penalty_factor,
     )
     reward, penalty = (values[: experience.finished.size].reshape(shape) for values in fetch(shaped))
+    if length.form != "none":
+        groups = experience.mask.sum(axis=-1, dtype=np.int32), experience.scores["acc"] > 0
+        found = length_rewards(*put_rows(groups, mesh), max_response_length=max_response_length, settings=length)
+        length_reward = fetch(found)[: len(experience)]
+        reward = reward + length_reward
+        experience = experience.with_scores(length_reward=length_reward)
     experience = experience.with_scores(seq_reward=reward, overlong_reward=penalty)
     if not (buffer.enable and buffer.log):
         return experience

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dapo_jax.errors import InputError
-from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym
+from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym, response_format
 from dapo_jax.rewards.own_function import called_with_four, load_function
 from dapo_jax.rewards.weighted import Part, functions_of, is_weighted, parse_parts, weighted
 
@@ -79,15 +79,17 @@ VERIFIERS = {
     "gsm8k_flexible": BuiltIn(gsm8k.score_flexible, ("{}",)),
     "math_verify": BuiltIn(math_verifier.score, (r"\boxed{{{}}}",)),
     "reasoning_gym": BuiltIn(reasoning_gym.score),  # generates its own ground truths
+    "format": BuiltIn(response_format.score),
     "auto": BuiltIn(auto),  # each problem's verifier is checked
 }
 
 
-def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN) -> Verifier:
+def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN, *, pattern: str = "") -> Verifier:
     """The verifier with this name, path (`own_function`) or text of several (`weighted`), with its library loaded.
 
     Args:
         own: the functions of this Python session behind python:NAME, by NAME.
+        pattern: of the verifier `format`.
 
     Raises:
         InputError: it does not exist, its module does not load, or it does not take the four arguments.
@@ -95,7 +97,9 @@ def load_verifier(name: str, own: Mapping[str, Callable[..., Any]] = NO_OWN) -> 
     """
     if is_weighted(name):
         parts = parse_parts(name)
-        return weighted(parts, [_load_part(part, own) for part in parts])
+        return weighted(parts, [_load_part(part, own, pattern) for part in parts])
+    if name == "format":
+        return response_format.matching(pattern)
     if name in ("auto", "math_verify"):
         math_verifier.load()
     if name == "reasoning_gym":
@@ -127,9 +131,9 @@ def session_problem(name: str) -> str:
     )
 
 
-def _load_part(part: Part, own: Mapping[str, Callable[..., Any]]) -> Verifier:
+def _load_part(part: Part, own: Mapping[str, Callable[..., Any]], pattern: str) -> Verifier:
     try:
-        return load_verifier(part.function, own)
+        return load_verifier(part.function, own, pattern=pattern)
     except InputError as error:
         raise InputError(f"reward.functions, {part.name!r}: {error}") from error
 

@@ -1,7 +1,7 @@
-"""Host: one verifier process: `python -m dapo_jax.rewards.worker FD VERIFIER MEMORY_LIMIT_MB`. The pool starts it.
+"""Host: one verifier process: `python -m dapo_jax.rewards.worker FD VERIFIER MEMORY_LIMIT_MB PATTERN`.
 
-FD is an inherited socket. The worker first reports whether the verifier loaded (null, or the error). It then answers
-requests until the pool closes the socket (`messages`).
+The pool starts it. FD is an inherited socket, PATTERN that of the verifier `format`. The worker first reports whether
+the verifier loaded (null, or the error). It then answers requests until the pool closes the socket (`messages`).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 def main() -> None:
-    descriptor, name, memory_limit_mb = sys.argv[1:]
+    descriptor, name, memory_limit_mb, pattern = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)  # processes that the verifier starts must not keep the pool waiting
     os.dup2(2, 1)  # what the verifier prints goes to stderr
@@ -38,7 +38,7 @@ def main() -> None:
             os._exit(0)
         send(connection, message)
 
-    verifier, error = _load(name)
+    verifier, error = _load(name, pattern)
     try:
         reply(json.dumps(error).encode())
         while verifier is not None:
@@ -58,10 +58,10 @@ def answer(verifier: Verifier, request: bytes) -> Answer:
     return Answer({}, None, _error_text(raised), exhausted=_is_exhaustion(raised))
 
 
-def _load(name: str) -> tuple[Verifier | None, str | None]:
+def _load(name: str, pattern: str) -> tuple[Verifier | None, str | None]:
     """The verifier, or the reason why it cannot be loaded."""
     try:
-        return load_verifier(name), None
+        return load_verifier(name, pattern=pattern), None
     except ValueError as error:
         return None, str(error)
     except MemoryError:

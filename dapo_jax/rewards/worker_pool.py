@@ -29,6 +29,7 @@ class VerifierPool(Verifiers):
         timeout_s: float,
         memory_limit_mb: int = 0,
         error_score: float | None = None,
+        pattern: str = "",
     ) -> None:
         """Starts the workers and waits until the first is ready.
 
@@ -38,6 +39,7 @@ class VerifierPool(Verifiers):
             memory_limit_mb: MiB that a worker may write to (enforced on Linux); a sample that needs more counts as
                 wrong, and its worker is replaced. 0 = no limit.
             error_score: the score of a sample on which the verifier fails; None = `verifiers.wrong_score`.
+            pattern: of the verifier `format`.
         """
         if num_workers < 1:
             raise InputError(f"reward.num_workers={num_workers} must be at least 1: raise it")
@@ -48,6 +50,7 @@ class VerifierPool(Verifiers):
         super().__init__(verifier, error_score)
         self._timeout_s = timeout_s
         self._memory_limit_mb = memory_limit_mb
+        self._pattern = pattern
         self._num_replaced = self._taken = 0
         self._counting = threading.Lock()
         self._workers: set[Worker] = set()
@@ -125,7 +128,7 @@ class VerifierPool(Verifiers):
         return self._start_worker(), exit_code
 
     def _start_worker(self) -> Worker:
-        worker = Worker(self.name, self._memory_limit_mb)
+        worker = Worker(self.name, self._memory_limit_mb, self._pattern)
         self._workers.add(worker)
         return worker
 

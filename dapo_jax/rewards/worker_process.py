@@ -26,7 +26,7 @@ _MARK = "DAPO_JAX_WORKER"  # environment variable that marks every process a wor
 class Worker:
     """One worker process and the pool's end of its connection. Only one thread may use it at a time."""
 
-    def __init__(self, verifier: str, memory_limit_mb: int) -> None:
+    def __init__(self, verifier: str, memory_limit_mb: int, pattern: str) -> None:
         self._verifier = verifier
         self._ready = False
         self._mark = str(uuid.uuid4())
@@ -34,7 +34,7 @@ class Worker:
         # A worker finds the same modules as this process; a verifier that uses JAX leaves the accelerator alone.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
         environment[_MARK] = self._mark
-        arguments = [str(inherited.fileno()), verifier, str(memory_limit_mb)]
+        arguments = [str(inherited.fileno()), verifier, str(memory_limit_mb), pattern]
         with inherited:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "dapo_jax.rewards.worker", *arguments],

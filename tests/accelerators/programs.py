@@ -17,7 +17,7 @@ from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import PENALTIES
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.command.validation import validate
-from dapo_jax.config.sections import Config
+from dapo_jax.config.sections import Config, LengthRewardConfig
 from dapo_jax.data.containers import Batch
 from dapo_jax.dynamic_sampling.group_filter import group_statistics
 from dapo_jax.learner.actor import build_actor
@@ -42,7 +42,7 @@ from dapo_jax.preflight.lengths import all_longest
 from dapo_jax.preflight.programs import step_programs
 from dapo_jax.preflight.report import read_shape
 from dapo_jax.rewards.reward_model import build_reward_model
-from dapo_jax.rewards.shaping import place_rewards, shape_rewards
+from dapo_jax.rewards.shaping import length_rewards, place_rewards, shape_rewards
 from dapo_jax.rollout.decoding import keep_rows, resize_cache
 from dapo_jax.rollout.engines import page_attention
 from dapo_jax.rollout.sampling import SELECT, Sampling, keys_of, position_noise
@@ -261,6 +261,10 @@ def rewards_and_filter(parts: Parts) -> Iterator[Program]:
     scores, mask = parts.rows(ROWS), parts.rows(ROWS, TOKENS, dtype=jnp.bool_)
     ids = parts.rows(ROWS, dtype=jnp.int32)
     yield "rewards", lambda: shape_rewards.lower(scores, ids, max_response_length=TOKENS, buffer_length=16)
+    lengths, right = (parts.rows(ROWS, GROUPS, dtype=dtype) for dtype in (jnp.int32, jnp.bool_))
+    for settings in (LengthRewardConfig(form="group"), LengthRewardConfig(form="cosine")):
+        lower = functools.partial(length_rewards.lower, max_response_length=TOKENS, settings=settings)
+        yield f"length rewards, {settings.form}", functools.partial(lower, lengths, right)
     yield "token rewards", lambda: place_rewards.lower(scores, mask)
     yield "group filter", lambda: group_statistics.lower(scores, ids, num_groups=GROUPS)
 

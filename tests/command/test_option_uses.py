@@ -39,7 +39,7 @@ ALWAYS_READ = set(
     model.path monitor.alarms.entropy_collapse monitor.alarms.entropy_explosion monitor.alarms.kl_jump
     monitor.alarms.mismatch_growth monitor.alarms.reward_errors monitor.alarms.truncation monitor.console
     monitor.alarms.score_by_length monitor.num_samples
-    reward.functions reward.memory_limit_mb reward.model.path reward.num_workers
+    reward.functions reward.length.form reward.memory_limit_mb reward.model.path reward.num_workers
     reward.overlong_buffer.enable reward.timeout_s rollout.decode_chunk_length rollout.engine rollout.max_num_seqs
     rollout.min_response_length rollout.n rollout.segment_length rollout.stop rollout.temperature rollout.top_k
     rollout.top_p seed
@@ -85,6 +85,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rollout.segment_length=0": (SEGMENTS, {}),
     VERIFIED: ({"reward.function": "none", "reward.model.path": "a", f"{FILTER}.metric": "score"}, {}),
     "reward.model.path": ({}, {"reward.model.path": "models/reward"}),
+    "the verifier format in reward.function or functions": ({}, {"reward.functions": '{"a": "gsm8k", "b": "format"}'}),
+    "reward.length.form other than none": ({}, {"reward.length.form": "group"}),
+    "reward.length.form=cosine": ({"reward.length.form": "group"}, {"reward.length.form": "cosine"}),
     "reward.overlong_buffer.enable=True": ({}, {"reward.overlong_buffer.enable": True}),
     "algorithm.adv_estimator=gdpo": ({}, GDPO),
     "algorithm.adv_estimator=grpo or dapo or grpo_passk or gdpo or cpo": ({"algorithm.adv_estimator": "rloo"}, {}),
@@ -157,6 +160,7 @@ VALUES = {  # valid ones, where the rule below does not give one
     "trainer.project_name": "math",
     "trainer.experiment_name": "first",
     "reward.error_score": -2.0,
+    "reward.format.pattern": "Answer: .*",
     "reward.function": "gsm8k",
     "data.truncation": "left",
     "data.prompt_key": "question",

@@ -385,6 +385,17 @@ def test_what_reward_functions_must_be(functions, message):
 SEVERAL = {"reward.functions": '{"correct": "math_dapo", "spelling": {"function": "gsm8k", "weight": 0.5}}'}
 
 
+def test_a_pattern_of_the_format_must_be_a_regular_expression():
+    changes = {"reward.functions": '{"a": "gsm8k", "b": "format"}'}
+    message = "reward.format.pattern='.a' must be a regular expression .*correct it"
+    assert_one(problems({**changes, "reward.format.pattern": "(a"}), message)
+
+
+def test_a_length_reward_needs_to_know_what_is_right():
+    changes = {"reward.length.form": "group", f"{FILTER}.metric": "score", **UNJUDGED}
+    assert_one(problems(changes), "reward.length.form=group needs a verifier")
+
+
 def test_each_of_several_rewards_can_be_the_filter_metric():
     for metric in ("acc", "score", "correct", "spelling", "seq_reward"):
         assert problems({**SEVERAL, f"{FILTER}.metric": metric}) == []
@@ -421,6 +432,16 @@ MEAN_OF_SCORES = {f"{FILTER}.rule": "mean_range", f"{FILTER}.metric": "score", "
         ({"algorithm.adv_estimator": "cpo"}, "cpo has its own contrast", {f"{FILTER}.enable": False}),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.metric": "acc"}),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {f"{FILTER}.enable": False}),
+        (
+            {f"{FILTER}.metric": "seq_reward", "reward.length.form": "group"},
+            "contains the length reward, so groups whose answers are all wrong or all right can pass the filter",
+            {f"{FILTER}.metric": "acc"},
+        ),
+        (
+            {f"{FILTER}.metric": "length_reward", "reward.length.form": "cosine"},
+            "metric=length_reward contains the length reward",
+            {f"{FILTER}.metric": "score"},
+        ),
         (SHAPED, "metric=seq_reward contains the overlong penalty", {"reward.overlong_buffer.enable": False}),
         (
             {**SHAPED, f"{FILTER}.metric": "seq_final_reward", "algorithm.use_kl_in_reward": True},

@@ -42,6 +42,7 @@ GROUPED = {
     "algorithm.distillation.form": "top_k",
     "reward.overlong_buffer.enable": True,
     "reward.overlong_buffer.len": 4,
+    "reward.length.form": "group",
 }
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from shapes import mesh_of
 from small_run import small_config
 
-from dapo_jax.config.sections import OverlongBufferConfig
+from dapo_jax.config.sections import LengthRewardConfig, OverlongBufferConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.rows import PromptRow
@@ -206,6 +206,7 @@ class LengthScorer:
         return np.array([10 * len(prompt) + len(text) for prompt, text in pairs], "f4"), Work(4.0, 3.0)
 
 
+NO_LENGTH = LengthRewardConfig()
 PROMPT_SET = PromptSet([PromptRow("a" * length, "task", "1", {}) for length in range(4)], [[1]] * 4)
 EXPERIENCE = Experience(
     numbers=np.array([8, 9]),
@@ -246,7 +247,7 @@ def test_without_a_verifier_there_is_no_accuracy():
 @pytest.mark.parametrize(("enable", "penalty"), [(True, [[0, 0], [-0.25, -0.5]]), (False, [[0, 0], [0, 0]])])
 def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
     buffer = OverlongBufferConfig(enable=enable, len=2, penalty_factor=0.5)
-    found = add_rewards(EXPERIENCE, buffer, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
+    found = add_rewards(EXPERIENCE, buffer, NO_LENGTH, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
     np.testing.assert_allclose(found["overlong_reward"], penalty)
     np.testing.assert_allclose(found["seq_reward"], EXPERIENCE.scores["score"] + penalty)
     np.testing.assert_array_equal(found["score"], EXPERIENCE.scores["score"])
@@ -255,10 +256,24 @@ def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
 @pytest.mark.parametrize(("enable", "log"), [(True, True), (True, False), (False, True)])
 def test_the_share_of_overlong_responses_is_logged_if_asked(enable, log):
     buffer = OverlongBufferConfig(enable=enable, len=2, log=log)
-    found = add_rewards(EXPERIENCE, buffer, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
+    found = add_rewards(EXPERIENCE, buffer, NO_LENGTH, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
     assert ("overlong" in found) == (enable and log)
     if "overlong" in found:
         np.testing.assert_array_equal(found["overlong"], [[0, 0], [1, 1]])
+
+
+@pytest.mark.parametrize(("form", "expected"), [("group", [[1.0, -1.0], [-1.0, -1.0]]), ("cosine", [])])
+def test_a_length_reward_is_a_score_of_its_own_and_changes_no_other(form, expected):
+    settings, mesh = LengthRewardConfig(form=form, weight=2.0), mesh_of((8, 1, 1))
+    buffer = OverlongBufferConfig(enable=True, len=2, penalty_factor=0.5)
+    plain = add_rewards(EXPERIENCE, buffer, NO_LENGTH, max_response_length=4, mesh=mesh).scores
+    found = add_rewards(EXPERIENCE, buffer, settings, max_response_length=4, mesh=mesh).scores
+    assert "length_reward" not in plain
+    np.testing.assert_allclose(found["seq_reward"], plain["seq_reward"] + found["length_reward"], rtol=1e-6)
+    for name, values in EXPERIENCE.scores.items():
+        np.testing.assert_array_equal(found[name], values)
+    if expected:  # the group's lengths are 1, 2 and 3, 4; the first of each pair is right, or the second
+        np.testing.assert_allclose(found["length_reward"], [[1.0, -1.0], [0.0, -1.0]])
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from dapo_jax.rewards import verifiers
 
 
 def test_every_name_loads_and_scores():
-    for name in verifiers.VERIFIERS.keys() - {"none", "reasoning_gym"}:  # the latter scores only its own problems
+    for name in verifiers.VERIFIERS.keys() - {"none", "reasoning_gym", "format"}:  # the latter two see no truth here
         result = verifiers.load_verifier(name)("arithmetic", "Answer: 34\n#### 34", "34", {})
         assert result["acc"], name
 
