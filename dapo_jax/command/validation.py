@@ -14,6 +14,7 @@ from dapo_jax.algorithms import advantages, aggregation, kl, policy_loss
 from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.rollout_correction import WEIGHTS
 from dapo_jax.command.algorithm_rules import algorithm_problems
+from dapo_jax.command.judge_rules import judge_problems
 from dapo_jax.command.option_uses import unread_problems
 from dapo_jax.command.reward_rules import metric_problems, reward_problems
 from dapo_jax.config.bounds import bounds_of, one_of
@@ -86,6 +87,7 @@ def _problems(config: Config, training: bool, own: Collection[str]) -> Iterator[
     yield from _segment_problems(config)
     yield from algorithm_problems(config)
     yield from reward_problems(config, own)
+    yield from judge_problems(config)
     yield from _evaluation_problems(config)
     yield from _address_problems(config)
     if training:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from dapo_jax.config.sections import AlgorithmConfig, Config
-from dapo_jax.places import is_address, place_of
+from dapo_jax.places import copy_of, is_address, place_of
 
 
 def gen_batch_size(config: Config) -> int:
@@ -30,6 +30,12 @@ def in_folder(config: Config, folder: Path) -> Config:
         return config
     trainer = dataclasses.replace(config.trainer, checkpoint_dir=checkpoint_dir(config))
     return dataclasses.replace(config, workdir=str(folder), trainer=trainer)
+
+
+def judge_folder(config: Config) -> Path:
+    """Where a judge's answers are kept: in the workdir, or on this machine if that is an address."""
+    workdir = config.workdir
+    return copy_of(workdir, "judges") if is_address(workdir) else Path(workdir) / "judge"
 
 
 def mini_batch_size(config: Config, name: str) -> int:

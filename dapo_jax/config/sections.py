@@ -193,6 +193,28 @@ class FormatConfig:
 
 
 @dataclass(frozen=True)
+class JudgeConfig:
+    """The verifier `judge`: a language model behind an OpenAI-compatible endpoint (docs/rewards.md)."""
+
+    base_url: str = ""  # of the endpoint, such as http://localhost:8000/v1
+    model: str = ""  # its name there
+    api_key_env: str = ""  # environment variable that holds the key; empty = no key
+    template: str = ""  # the prompt, a text or the path of a file; empty = DEFAULT_TEMPLATE of rewards/judge_prompt.py
+    extra_body: str = "{}"  # further fields of a request, a JSON object; null leaves a field out
+    max_score: Positive[float] = 10.0  # that the judge may give; score is its share of that
+    threshold: PositiveShare = 0.5  # acc is 1 from this score, 0 to 1
+    max_tokens: Positive[int] = 512  # of the judge's answer, its thoughts included
+    timeout_s: Positive[float] = 60.0  # seconds for one request
+    retries: NotNegative[int] = 5  # after time-outs, lost connections and statuses 408, 429, 500 and above
+    backoff_s: Positive[float] = 1.0  # seconds before the first retry; each further wait is twice as long
+    max_concurrency: Annotated[Positive[int], at_most(1024)] = 32  # requests at a time, of each training process
+    max_requests: ZeroIsNone = 0  # of the work directory, retries included: then the run ends; 0 = none
+    max_cost: NotNegative[float] = 0.0  # of the work directory, in the currency of the prices; 0 = none
+    price_per_million_input_tokens: NotNegative[float] = 0.0  # for costs
+    price_per_million_output_tokens: NotNegative[float] = 0.0
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """A transformer with a scalar head that scores the chat of prompt and response, with or without a verifier."""
 
@@ -215,6 +237,7 @@ class RewardConfig:
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     length: LengthRewardConfig = field(default_factory=LengthRewardConfig)
     format: FormatConfig = field(default_factory=FormatConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,18 @@ class PromptRow:
         return self.ground_truth if isinstance(self.ground_truth, str) else json.dumps(self.ground_truth)
 
     @property
+    def question(self) -> str:
+        """The prompt as text: that of a single message, else each message with its role."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        texts = [
+            content if isinstance(content := one.get("content"), str) else json.dumps(content) for one in self.prompt
+        ]
+        if len(texts) == 1:
+            return texts[0]
+        return "\n\n".join(f"{one.get('role')}: {text}" for one, text in zip(self.prompt, texts, strict=True))
+
+    @property
     def identity(self) -> tuple[str, str]:
         """Equal only for rows with the same prompt and ground truth."""
         return prompt_identity(self.prompt), json.dumps(self.ground_truth, sort_keys=True)

@@ -87,6 +87,14 @@ reward/length_correlation  -1 to 1  correlation of score and length among equall
 [own | always]
 reward/num_errors        responses  responses whose verification failed: they count as wrong
 reward/workers_replaced  processes  verifier processes that died or hung in the step
+[own | the judge scores; since the last step, evaluations included, over all processes | an endpoint for reward.judge]
+reward/judge/requests  responses  that the judge was asked about
+reward/judge/retries   requests   further attempts
+reward/judge/cached    responses  whose verdict was known: from an equal response, or kept in the work directory
+reward/judge/failures  responses  without a verdict: they are among reward/num_errors
+reward/judge/{input_tokens|output_tokens}  tokens  of the judge, as the endpoint counts them
+reward/judge/seconds   s          spent on requests and the waits before retries, summed over concurrent ones
+reward/judge/{cost|total_cost}  currency  of the tokens, and of all tokens of the work directory so far
 
 # The batch.
 

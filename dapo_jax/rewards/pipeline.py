@@ -11,6 +11,7 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.monitor.timers import Stage
 from dapo_jax.parallel.processes import gather
+from dapo_jax.rewards.judge import Judge
 from dapo_jax.rewards.scoring import ModelScorer, add_model_scores, add_rewards
 from dapo_jax.rewards.verdicts import Verifiers
 from dapo_jax.rewards.verification import Verification
@@ -30,6 +31,7 @@ class RewardPipeline:
     mesh: Mesh  # of the sampler
     stage: Stage
     check: Callable[[], None]  # called while waiting for verdicts; may raise
+    judge: Judge | None = None  # None if no function asks one
 
     def verify(
         self,
@@ -75,6 +77,13 @@ class RewardPipeline:
                 max_response_length=self.max_response_length,
                 mesh=self.mesh,
             )
+
+    def judge_metrics(self) -> dict[str, float]:
+        """What the judge was asked since the last call, and its cost so far, over all hosts; {} without one."""
+        if self.judge is None:
+            return {}
+        counts = gather(self.judge.take_counts())
+        return {f"reward/judge/{name}": sum(part[name] for part in counts) for name in counts[0]}
 
     def workers_replaced(self) -> int:
         """Verifier processes replaced since the last call, over all hosts."""

@@ -8,11 +8,12 @@ from dapo_jax.data.experience import OWN_SCORES, check_score_names
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.errors import InputError
 from dapo_jax.rewards.ground_truths import check_ground_truths
+from dapo_jax.rewards.judged import JudgedVerifiers
 from dapo_jax.rewards.messages import WRONG_RESULT
 from dapo_jax.rewards.own_function import RULE
 from dapo_jax.rewards.verdicts import ScoreRequest, Verdict, Verifiers
 from dapo_jax.rewards.verifiers import VERIFIERS
-from dapo_jax.rewards.weighted import described, functions_of
+from dapo_jax.rewards.weighted import JUDGE, described, functions_of, is_weighted, parse_parts, without_judge
 
 _RESPONSES = (  # the ground truth in forms that reward functions often look for
     *("{}", "Answer: {}", "#### {}", "\\boxed{{{}}}", "<think>So it is.</think>\n<answer>{}</answer>"),
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 def check_rewards(
     sets: Sequence[tuple[Sequence[PromptRow], str]], verifiers: Mapping[str, Verifiers], metric: str | None
 ) -> None:
-    """Tries each function on its rows: a built-in verifier on all ground truths, the user's own on one row.
+    """Tries each function on its rows: a built-in verifier on all ground truths, the user's own and the judge on one.
 
     Args:
         sets: rows with the name of their reward function; the training set first.
@@ -36,16 +37,27 @@ def check_rewards(
 
     Raises:
         InputError: ground truths that no response can match, or a function that cannot work.
+        RuntimeError: the judge cannot be reached.
     """
     tried = set()  # functions with the data sources they were tried on, in any set
     for index, (rows, name) in enumerate(sets):
-        check_ground_truths(rows, name, verifiers[name])
-        if VERIFIERS.keys() >= {*functions_of(name)} or not rows or (name, rows[0].data_source) in tried:
+        verifier, others = verifiers[name], without_judge(name)
+        if isinstance(verifier, JudgedVerifiers):
+            if rows and JUDGE not in tried:
+                tried.add(JUDGE)
+                verifier.judge.try_on(rows[0])
+            if verifier.rest is None:
+                continue
+            verifier = verifier.rest
+        if functions_of(name)[0] != JUDGE:
+            check_ground_truths(rows, others, verifier)
+        if VERIFIERS.keys() >= {*functions_of(others)} or not rows or (others, rows[0].data_source) in tried:
             continue
-        tried.add((name, rows[0].data_source))
-        for verdict in try_function(rows[0], name, verifiers[name]):
+        tried.add((others, rows[0].data_source))
+        of_judge = [part.name for part in parse_parts(name) if part.function == JUDGE] if is_weighted(name) else []
+        for verdict in try_function(rows[0], others, verifier):
             check_score_names(verdict.numbers)
-            if index == 0 and metric is not None:
+            if index == 0 and metric is not None and metric not in of_judge:
                 _check_metric(metric, name, rows[0], verdict)
 
 

@@ -18,12 +18,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """The arguments of one call to the verifier."""
+    """The arguments of one call to the verifier, and the question, which only a judge reads."""
 
     data_source: str
     solution: str
     ground_truth: Any  # text or plain JSON
     extra_info: dict[str, Any]
+    question: str = ""  # the prompt as text
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from dapo_jax.errors import InputError
 from dapo_jax.rewards import arithmetic, gsm8k, math_dapo, math_verifier, reasoning_gym, response_format
 from dapo_jax.rewards.own_function import called_with_four, load_function
-from dapo_jax.rewards.weighted import Part, functions_of, is_weighted, parse_parts, weighted
+from dapo_jax.rewards.weighted import JUDGE, Part, functions_of, is_weighted, parse_parts, weighted
 
 Verifier = Callable[[str, str, str, dict[str, Any]], Any]
 
@@ -57,6 +57,11 @@ def none(data_source: str, solution: str, ground_truth: str, extra_info: dict[st
     return {"score": 0.0}
 
 
+def judge(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
+    """InputError: the trainer's process asks the judge (judge.py)."""
+    raise InputError("the judge is asked by a run, not in a verifier process: use it as reward.function")
+
+
 @dataclass(frozen=True)
 class BuiltIn:
     """One verifier of this package."""
@@ -80,6 +85,7 @@ VERIFIERS = {
     "math_verify": BuiltIn(math_verifier.score, (r"\boxed{{{}}}",)),
     "reasoning_gym": BuiltIn(reasoning_gym.score),  # generates its own ground truths
     "format": BuiltIn(response_format.score),
+    JUDGE: BuiltIn(judge),
     "auto": BuiltIn(auto),  # each problem's verifier is checked
 }
 

@@ -16,6 +16,7 @@ from dapo_jax.rewards.results import normalize_result
 EXAMPLE = '{"correct": "math_dapo", "format": {"function": "FILE.py:format_score", "weight": 0.2}}'
 MAX_PARTS = MAX_NUMBERS // 2  # a verdict also has their sum, acc and further numbers of the functions
 RESERVED = ("score", "acc", "pred")
+JUDGE = "judge"  # the verifier that the trainer's process asks over HTTP (judge.py)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,20 @@ def is_weighted(function: str) -> bool:
 def functions_of(function: str) -> tuple[str, ...]:
     """The functions behind the name of a verifier: itself, or its parts. The first one's acc counts."""
     return tuple(part.function for part in parse_parts(function)) if is_weighted(function) else (function,)
+
+
+def has_judge(function: str) -> bool:
+    """Whether the verifier, or a part of it, is the judge."""
+    return JUDGE in functions_of(function)
+
+
+def without_judge(function: str) -> str:
+    """The text of a verifier's other parts; "" if there are none, the name itself if it has no judge."""
+    if not has_judge(function):
+        return function
+    others = [part for part in parse_parts(function) if part.function != JUDGE] if is_weighted(function) else []
+    parts = {part.name: {"function": part.function, "weight": part.weight} for part in others}
+    return json.dumps(parts) if parts else ""
 
 
 def described(function: str) -> str:

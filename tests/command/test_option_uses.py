@@ -69,6 +69,12 @@ DISTILLED = {"algorithm.distillation.path": "models/teacher", f"{FILTER}.enable"
 CPO = {"algorithm.adv_estimator": "cpo"}
 GDPO = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ("score",)}
 WEIGHTED = {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}
+JUDGED = {
+    "reward.functions": '{"a": "gsm8k", "b": "judge"}',
+    "reward.judge.base_url": "http://localhost:8000/v1",
+    "reward.judge.model": "grader",
+    "reward.judge.price_per_million_input_tokens": 1.0,
+}
 # For each setting of USES: changes of the config with which the options are not read, and with which they are.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reward.functions={}": ({"reward.functions": '{"a": "gsm8k"}'}, {}),
@@ -86,6 +92,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     VERIFIED: ({"reward.function": "none", "reward.model.path": "a", f"{FILTER}.metric": "score"}, {}),
     "reward.model.path": ({}, {"reward.model.path": "models/reward"}),
     "the verifier format in reward.function or functions": ({}, {"reward.functions": '{"a": "gsm8k", "b": "format"}'}),
+    "the verifier judge in reward.function or functions": ({}, JUDGED),
     "reward.length.form other than none": ({}, {"reward.length.form": "group"}),
     "reward.length.form=cosine": ({"reward.length.form": "group"}, {"reward.length.form": "cosine"}),
     "reward.overlong_buffer.enable=True": ({}, {"reward.overlong_buffer.enable": True}),
@@ -161,6 +168,11 @@ VALUES = {  # valid ones, where the rule below does not give one
     "trainer.experiment_name": "first",
     "reward.error_score": -2.0,
     "reward.format.pattern": "Answer: .*",
+    "reward.judge.base_url": "https://example.org/v1",
+    "reward.judge.model": "other",
+    "reward.judge.api_key_env": "KEY",
+    "reward.judge.template": "Grade {response}",
+    "reward.judge.extra_body": '{"top_p": 1}',
     "reward.function": "gsm8k",
     "data.truncation": "left",
     "data.prompt_key": "question",

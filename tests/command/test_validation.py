@@ -396,6 +396,43 @@ def test_a_length_reward_needs_to_know_what_is_right():
     assert_one(problems(changes), "reward.length.form=group needs a verifier")
 
 
+JUDGED = {
+    "reward.function": "judge",
+    "reward.judge.base_url": "http://localhost:8000/v1",
+    "reward.judge.model": "grader",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_url": ""}, "reward.judge.base_url='' must be the address of an OpenAI-compatible endpoint"),
+        ({"base_url": "localhost:8000"}, "base_url='localhost:8000' must be the address"),
+        ({"base_url": "http://host:port/v1"}, "base_url must be the address"),
+        ({"base_url": "http://me:secret@host/v1"}, "base_url must .* without user, password and parameters"),
+        ({"base_url": "http://host/v1?key=secret"}, "base_url must .* without user, password and parameters"),
+        ({"model": ""}, "reward.judge.model is empty: give the name"),
+        ({"extra_body": "[]"}, "extra_body='..' must be a JSON object"),
+        ({"extra_body": "{"}, "extra_body='.' must be a JSON object .*correct it"),
+        ({"extra_body": '{"model": "x"}'}, "extra_body=.* without model, which the run sets"),
+        ({"max_cost": 1.0}, "reward.judge.max_cost=1.0 needs prices"),
+        ({"template": "Grade it\n"}, "template='Grade it..' must have the placeholder {response}"),
+    ],
+)
+def test_what_a_judge_must_be(changes, message):
+    assert problems(JUDGED) == []
+    found = problems(JUDGED | {f"reward.judge.{name}": value for name, value in changes.items()})
+    assert_one(found, message)
+    assert "secret" not in str(found)
+
+
+def test_a_judge_of_a_task_set_needs_its_options_too():
+    tasks = {"evaluate.tasks": '{"a": {"files": "a.parquet", "reward_function": "judge"}}'}
+    found = problems(tasks)
+    assert len(found) == 2 and all("reward.judge." in line for line in found)
+    assert problems({**JUDGED, "reward.function": "gsm8k", **tasks}) == []
+
+
 def test_each_of_several_rewards_can_be_the_filter_metric():
     for metric in ("acc", "score", "correct", "spelling", "seq_reward"):
         assert problems({**SEVERAL, f"{FILTER}.metric": metric}) == []

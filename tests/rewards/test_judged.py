@@ -1,0 +1,192 @@
+"""The judge as a verifier: alone, as one of several rewards, and in a whole run."""
+
+import json
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+
+import pytest
+from ends_within import ends_within
+from judge_server import Answer, judge_server
+from small_run import Killed, at_call, kill, rows_without_clock, small_config
+
+from dapo_jax import step as step_module
+from dapo_jax.config.sections import JudgeConfig, RewardConfig
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.evaluate import bench
+from dapo_jax.monitor.catalogue import find
+from dapo_jax.monitor.records import read_metrics
+from dapo_jax.rewards.opening import open_verifiers
+from dapo_jax.rewards.trial import check_rewards
+from dapo_jax.rewards.verdicts import ScoreRequest
+from dapo_jax.rewards.verifiers import NO_OWN, wrong_score
+from dapo_jax.rewards.weighted import without_judge
+from dapo_jax.training import train
+
+SEVERAL = json.dumps(
+    {
+        "correct": "arithmetic",
+        "helpful": {"function": "judge", "weight": 0.5},
+        "form": {"function": "format", "weight": 0.25},
+    }
+)
+ROW = PromptRow("3 + 4?", "sums", "7", {}, "a.jsonl row 1")
+
+
+@pytest.fixture
+def server():
+    with judge_server() as one, ends_within(120):
+        yield one
+
+
+@contextmanager
+def opened(server, folder, name, **changes):
+    settings = JudgeConfig(base_url=server.base_url, model="grader", backoff_s=0.01, **changes)
+    reward = RewardConfig(judge=settings, num_workers=1)
+    with open_verifiers([name, name], reward, NO_OWN, folder) as (verifiers, judge):
+        assert judge is not None
+        yield verifiers[name]
+
+
+def request(text):
+    return ScoreRequest("sums", text, "7", {}, "3 + 4?")
+
+
+def test_the_judge_is_summed_with_what_runs_in_processes(server, tmp_path):
+    server.rule = lambda prompt: Answer("Score: 6")
+    with opened(server, tmp_path, SEVERAL) as verifiers:
+        right, wrong = verifiers.score([request("<think>a</think><answer>7</answer>"), request("8")])
+    assert right.numbers == {"score": 1.55, "acc": 1.0, "correct": 1.0, "helpful": 0.6, "form": 1.0}
+    assert wrong.numbers == {"score": 0.3, "acc": 0.0, "correct": 0.0, "helpful": 0.6, "form": 0.0}
+    assert (right.pred, wrong.pred) == ("7", "8")
+
+
+def test_the_first_part_says_what_is_right(server, tmp_path):
+    server.rule = lambda prompt: Answer("Score: 6")
+    name = '{"helpful": "judge", "correct": {"function": "arithmetic", "weight": 2}}'
+    with opened(server, tmp_path, name) as verifiers:
+        [verdict] = verifiers.score([request("8")])
+    assert verdict.numbers == {"score": 0.6, "acc": 1.0, "helpful": 0.6, "correct": 0.0} and verdict.pred is None
+
+
+@pytest.mark.parametrize("name", ["judge", '{"helpful": {"function": "judge", "weight": -2}}'])
+def test_the_judge_alone_needs_no_process(server, tmp_path, name):
+    with opened(server, tmp_path, name) as verifiers:
+        [verdict] = verifiers.score([request("8")])
+        assert verifiers.rest is None and verifiers.take_replaced() == 0
+    expected = {"score": 0.7, "acc": 1.0} if name == "judge" else {"score": -1.4, "acc": 1.0, "helpful": 0.7}
+    assert verdict.numbers == expected
+
+
+def test_a_judge_that_fails_fails_the_sum(server, tmp_path):
+    server.rule = lambda prompt: Answer("no verdict")
+    name = '{"correct": "math_dapo", "helpful": "judge"}'
+    with opened(server, tmp_path, name) as verifiers:
+        [verdict] = verifiers.score([request("Answer: 7")])
+    assert verdict.numbers == {"score": -1.0, "acc": 0.0} and "judge: " in str(verdict.error)
+    assert wrong_score(name, "any") == -1.0
+
+
+def test_a_function_that_fails_fails_the_sum(server, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def fails(*arguments):\n    return arguments[3]['absent']\n")
+    name = SEVERAL.replace('"format"', json.dumps(f"{own}:fails"))
+    with opened(server, tmp_path, name) as verifiers:
+        [verdict] = verifiers.score([request("7")])
+    assert verdict.numbers == {"score": 0.0, "acc": 0.0} and "'form' of reward.functions" in str(verdict.error)
+
+
+def test_taking_a_request_back_takes_back_its_parts(server, tmp_path):
+    server.rule = lambda prompt: Answer(wait_s=0.5)
+    with opened(server, tmp_path, SEVERAL, max_concurrency=1) as verifiers:
+        first, second = verifiers.submit(request("a")), verifiers.submit(request("b"))
+        assert second.cancel()
+        with pytest.raises(CancelledError):
+            second.result()
+        assert first.result().error is None
+    assert server.responses == ["a"]
+
+
+def test_a_limit_ends_the_sum_with_its_error(server, tmp_path):
+    with opened(server, tmp_path, SEVERAL, max_requests=1) as verifiers:
+        with pytest.raises(RuntimeError, match="reward.judge.max_requests=1"):
+            verifiers.score([request("a"), request("b")])
+
+
+def test_the_parts_without_the_judge():
+    assert without_judge("judge") == without_judge('{"a": "judge"}') == ""
+    assert without_judge("gsm8k") == "gsm8k" and without_judge('{"a": "gsm8k"}') == '{"a": "gsm8k"}'
+    assert json.loads(without_judge(SEVERAL)).keys() == {"correct", "form"}
+
+
+def test_the_trial_asks_the_judge_once_and_checks_the_other_parts(server, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("def brief(*arguments):\n    return {'score': -len(arguments[1]), 'words': 1}\n")
+    name = json.dumps({"correct": "arithmetic", "helpful": "judge", "brief": f"{own}:brief"})
+    with opened(server, tmp_path, name) as verifiers:
+        for metric in (None, "helpful", "brief.words", "acc"):
+            check_rewards([([ROW], name), ([ROW], name)], {name: verifiers}, metric)
+        with pytest.raises(ValueError, match="metric='words' is not among the numbers"):
+            check_rewards([([ROW], name)], {name: verifiers}, "words")
+        bad = PromptRow("3 + 4?", "sums", "seven", {}, "a.jsonl row 2")
+        with pytest.raises(ValueError, match="'seven' is not an answer that arithmetic accepts"):
+            check_rewards([([ROW, bad], name)], {name: verifiers}, None)
+    assert server.responses == ["7"]
+
+
+def test_ground_truths_need_not_suit_the_parts_after_a_judge(server, tmp_path):
+    name = '{"helpful": "judge", "correct": "arithmetic"}'
+    row = PromptRow("Write a poem", "poems", "", {}, "a.jsonl row 1")
+    with opened(server, tmp_path, name) as verifiers:
+        check_rewards([([row], name)], {name: verifiers}, "acc")
+
+
+def judged(server, workdir, **changes):
+    functions = {"correct": "arithmetic", "helpful": {"function": "judge", "weight": 0.5}}
+    options = {
+        "reward.functions": functions,
+        "reward.judge.base_url": server.base_url,
+        "reward.judge.model": "grader",
+        "reward.judge.price_per_million_input_tokens": 1.0,
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1,
+    }
+    return small_config(workdir, **options | changes)
+
+
+def test_a_killed_run_resumes_without_asking_twice(server, tmp_path, monkeypatch):
+    server.rule = lambda prompt: Answer(f"Score: {len(prompt) % 11}")
+    train(judged(server, tmp_path / "a"))
+    asked = sorted(server.responses)
+    server.asked.clear()
+    with monkeypatch.context() as patch:
+        at_call(patch, step_module, "update", 2, kill)
+        with pytest.raises(Killed):
+            train(judged(server, tmp_path / "b"))
+    train(judged(server, tmp_path / "b"))
+    assert sorted(server.responses) == asked and len(asked) > 20
+    rows, killed = (read_metrics(tmp_path / name) for name in "ab")
+    assert {find(name) is not None for row in rows for name in row if name != "step"} == {True}
+    assert rows[-1]["reward/judge/total_cost"] == pytest.approx(sum(row["reward/judge/cost"] for row in rows[1:]))
+    assert killed[-1]["reward/judge/total_cost"] == pytest.approx(rows[-1]["reward/judge/total_cost"])
+    for row in rows[1:]:
+        assert row["reward/judge/requests"] + row["reward/judge/cached"] > 0
+        assert row["rollout/score/mean"] == pytest.approx(row["rollout/correct/mean"] + row["rollout/helpful/mean"] / 2)
+
+    def without_judge_counts(name):
+        return [{key: row[key] for key in row if "judge/" not in key} for row in rows_without_clock(tmp_path / name)]
+
+    assert without_judge_counts("a") == without_judge_counts("b") and len(killed) == len(rows)
+
+
+def test_an_evaluation_asks_the_judge(server, tmp_path):
+    config = judged(server, tmp_path / "run", **{"reward.functions": "{}", "reward.function": "judge"})
+    [result] = bench(config, tmp_path / "bench")
+    assert result["metrics"]["bench/arithmetic/score/mean@4"] == pytest.approx(0.7)
+    assert (tmp_path / "run/judge/answers_0.sqlite").exists()
+
+
+def test_a_run_whose_judge_refuses_the_key_does_not_start(server, tmp_path):
+    server.rule = lambda prompt: Answer(status=401, body="who are you?")
+    with pytest.raises(ValueError, match="refuses a request .*who are you"):
+        train(judged(server, tmp_path / "run"))
+    assert len(server.asked) == 1
