@@ -33,6 +33,7 @@ TPU_VM = f"{LAUNCHERS}test_the_way_to_a_tpu_vm_is_as_the_page_says"
 GKE, SLURM = (f"{LAUNCHERS}test_the_way_to_{name}_is_as_the_page_says" for name in ("gke", "slurm"))
 TENSORBOARD = "tests/monitor/test_tensorboard_browser.py::test_the_overview_shows_every_chart"
 GUIDE = "tests/test_data_guide.py::"
+JUDGED = "tests/rewards/test_judged.py::"
 SLICE = "tests/preflight/test_preflight.py::test_the_report_for_a_slice_that_is_not_here"
 
 # Beginnings of commands, and where they are run; the longest that fits counts. HERE: by this file.
@@ -67,6 +68,13 @@ RUN_BY = {
     "python -m dapo_jax.train --config configs/gsm8k.py '--config.reward.functions": (
         "tests/test_data_guide.py::test_several_rewards"
     ),
+    'python -m dapo_jax.train --config configs/gsm8k.py \'--config.reward.functions={"correct": "gsm8k_flexible': (
+        f"{JUDGED}test_the_judge_is_summed_with_what_runs_in_processes"
+    ),
+    "python -m dapo_jax.train --config configs/gsm8k.py --config.reward.function=judge": (
+        f"{JUDGED}test_a_killed_run_resumes_without_asking_twice"
+    ),
+    "export JUDGE_KEY=": "tests/rewards/test_judge.py::test_the_key_is_sent_and_shown_nowhere",
     "python -m dapo_jax.train --config FILE --config.data.task=reasoning_gym": (
         "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier"
     ),

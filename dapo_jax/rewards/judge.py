@@ -47,6 +47,11 @@ class Judge:
         """
         self._settings, self._num_processes = settings, num_processes
         self._template = read_template(settings.template)
+        if "{tag}" not in self._template:
+            _log.warning(
+                "reward.judge.template has no {tag}: a response can imitate the end of its part of the prompt; name "
+                "the parts by a tag, which changes with every request (docs/rewards.md)"
+            )
         self._endpoint = open_endpoint(settings)
         self._store = JudgeStore(folder / f"answers_{process}.sqlite")
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)

@@ -362,6 +362,12 @@ def test_a_request_that_has_not_begun_can_be_taken_back(server, opened):
     assert server.responses == ["a", "c"]
 
 
+@pytest.mark.parametrize(("template", "warnings"), [("<{tag}>{response}</{tag}>", 0), ("<a>{response}</a>", 1)])
+def test_a_template_without_tags_warns(opened, caplog, template, warnings):
+    opened(template=template)
+    assert len([one for one in caplog.records if "has no {tag}" in one.getMessage()]) == warnings
+
+
 def test_the_question_is_the_prompt():
     assert ROW.question == "3 + 4?"
     assert replace(ROW, prompt="3 + 4 =").question == "3 + 4 ="
