@@ -181,7 +181,7 @@ class LengthRewardConfig:
     right_short: float = 1.0  # cosine: of a right response without a token
     right_long: float = 0.5  # and of one that is nearly max_response_length tokens long
     wrong_short: float = -1.0  # the same of a wrong response
-    wrong_long: float = -0.5
+    wrong_long: float = -0.5  # and of one that is nearly max_response_length tokens long
     at_limit: float = -1.0  # cosine: of a response of max_response_length tokens, right or wrong
 
 
@@ -211,7 +211,7 @@ class JudgeConfig:
     max_requests: ZeroIsNone = 0  # of the work directory, retries included: then the run ends; 0 = none
     max_cost: NotNegative[float] = 0.0  # of the work directory, in the currency of the prices; 0 = none
     price_per_million_input_tokens: NotNegative[float] = 0.0  # for costs
-    price_per_million_output_tokens: NotNegative[float] = 0.0
+    price_per_million_output_tokens: NotNegative[float] = 0.0  # the same of output tokens
 
 
 @dataclass(frozen=True)

@@ -360,8 +360,8 @@ NOT_NEEDED = (
 NOT_HERE = (  # an option that changes a run, followed by options that are read only with it
     _missing(f"{ACTOR}.shuffle", "mini-batches follow the order of the batch"),
     _missing(
-        f"{ACTOR}.{{calculate_sum_pi_squared,policy_loss.dro_beta}}",
-        "for an estimator or a loss that does not exist here",
+        f"{ACTOR}.calculate_sum_pi_squared",
+        "for an estimator that does not exist here",
     ),
     _missing(f"{ACTOR}.policy_loss.*", "for a policy loss that does not exist here"),
     _missing(f"{{{ARR}.ref,critic}}.router_replay.mode", REPLAY, "disabled"),
@@ -408,8 +408,8 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
     Entry(f"{SANDBOX}.*", note="for the sandbox"),
     _missing("reward_model.model.{input_tokenizer,external_lib,override_config}", "it has its own tokenizer"),
     _missing("reward_model.{reward_loop_source,reward_loop_module_path,reward_loop_class_name}", MANAGER, "register"),
-    _missing("distillation.enabled", "no teacher model"),
-    Entry("distillation.*", note="no teacher model"),
+    _missing("distillation.enabled", "set algorithm.distillation.path to the teacher"),
+    Entry("distillation.*", note="algorithm.distillation has other options (algorithms.md)"),
     _missing("trainer.val_only", "use python -m dapo_jax.evaluate"),
     _missing("async_training.*", "trainer.rollout_ahead=1 samples while training"),
     _missing(

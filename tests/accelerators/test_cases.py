@@ -20,7 +20,7 @@ COMPILED = {
     "rollout/decoding.py": 5,
     "rollout/slot_decoding.py": 3,
     "rewards/reward_model.py": 1,
-    "rewards/shaping.py": 2,
+    "rewards/shaping.py": 3,
     "dynamic_sampling/group_filter.py": 1,
     "base_models.py": 1,
     "learner/critic.py": 2,

@@ -252,6 +252,8 @@ def test_only_grpo_keeps_some_samples():
     for estimator in ESTIMATORS:
         for name in ("keep_pos_ratio", "keep_neg_ratio"):
             changes = {"algorithm.adv_estimator": estimator, f"algorithm.{name}": 0.5}
+            if estimator == "gdpo":
+                changes["algorithm.gdpo_reward_keys"] = ("score",)
             assert keeps_some(config_with(changes).algorithm)
             found = problems(changes)
             if found:
@@ -313,7 +315,7 @@ UNJUDGED = {"reward.function": "none", "reward.model.path": "somewhere"}
         ),
         (
             {"reward.function": "none", f"{FILTER}.metric": "score"},
-            "reward.function=none needs a reward model: give reward.model.path",
+            "reward.function=none needs a reward model or a teacher: give reward.model.path, or",
             {"reward.model.path": "somewhere"},
         ),
         (UNJUDGED, "metric=acc is the verifier's.* none: choose score", {f"{FILTER}.metric": "score"}),

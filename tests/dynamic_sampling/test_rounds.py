@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from dapo_jax.config.sections import FilterGroupsConfig, OverlongBufferConfig
+from dapo_jax.config.sections import FilterGroupsConfig, LengthRewardConfig, OverlongBufferConfig
 from dapo_jax.data.experience import Experience
 from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts
 from dapo_jax.parallel.mesh import make_mesh
@@ -84,7 +84,7 @@ def test_a_failed_verification_counts_like_the_lowest_of_its_group(mesh):
 def test_shaping_adds_the_penalty_to_the_score_but_not_to_acc(mesh):
     groups = experience([[1, 1], [0, 0], [0, 1]], lengths=[[2, 4], [3, 3], [1, 4]])
     buffer = OverlongBufferConfig(enable=True, len=2, penalty_factor=1.0)
-    shaped = add_rewards(groups, buffer, max_response_length=4, mesh=mesh)
+    shaped = add_rewards(groups, buffer, LengthRewardConfig(), max_response_length=4, mesh=mesh)
     np.testing.assert_allclose(shaped.scores["seq_reward"], [[1.0, 0.0], [-0.5, -0.5], [0.0, 0.0]])
     np.testing.assert_allclose(shaped.scores["overlong_reward"], [[0.0, -1.0], [-0.5, -0.5], [0.0, -1.0]])
     assert filter_groups(shaped, by("acc"), mesh).keep.tolist() == [False, False, True]

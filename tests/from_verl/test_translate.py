@@ -249,8 +249,8 @@ def test_a_share_of_the_steps_becomes_steps():
 
 
 def test_refused_options_are_listed(tmp_path):
-    result = translate({**given(PUBLISHED[0]), "actor_rollout_ref.actor.policy_loss.loss_mode": "dppo_tv"})
-    assert any("actor.policy_loss.loss_mode='dppo_tv' must be one of" in line for line in result.problems)
+    result = translate({**given(PUBLISHED[0]), "actor_rollout_ref.actor.policy_loss.loss_mode": "bypass_mode"})
+    assert any("actor.policy_loss.loss_mode='bypass_mode' must be one of" in line for line in result.problems)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
