@@ -158,7 +158,7 @@ def test_pairs_are_those_of_a_bin():
     config = small_config("unused", **{**ONE_STEP, "actor.use_dynamic_bsz": False})
     arch = read_model(config)[0]
     mesh = make_meshes(config, arch).training
-    (shape,) = StepBatch(config, arch, mesh, all_longest(config.data), draws=False).updates["actor"]
+    (shape,) = StepBatch(config, arch, mesh, all_longest(config.data), draws=False, others={}).updates["actor"]
     bins, slots = shape.micro_batch.bins.tokens.shape
     assert bins > num_batch_shards(mesh) and shape.pairs == slots**2
 
