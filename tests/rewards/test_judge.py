@@ -245,9 +245,10 @@ def test_the_limit_of_requests_ends_the_run_and_holds_after_a_restart(server, op
     assert verdicts(opened(max_requests=4), ["c"])[0].error is None
 
 
-def test_the_limit_of_requests_holds_for_threads_together(server, opened):
-    server.rule = lambda prompt: Answer(wait_s=0.05)
+def test_the_limit_of_requests_holds_for_threads_together(server, opened, monkeypatch):
     judge = opened(max_requests=5)
+    spent = judge._store.spent
+    monkeypatch.setattr(judge._store, "spent", lambda: (spent(), time.sleep(0.02))[0])  # threads that check meet
     futures = [judge.submit(request(str(index))) for index in range(20)]
     failed = [future for future in futures if future.exception(timeout=30) is not None]
     assert len(server.asked) == 5 and len(failed) == 15
