@@ -10,6 +10,12 @@ def needs(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
+def required(function: Callable[..., Any]) -> set[str]:
+    """The parameters without a default."""
+    parameters = inspect.signature(function).parameters
+    return {name for name, one in parameters.items() if one.default is one.empty}
+
+
 def chosen(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `available` that `function` has a parameter for."""
     return {name: value for name, value in available.items() if needs(function, name)}

@@ -12,14 +12,12 @@ import numpy as np
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.aggregation import token_weights, weighted_sum
-from dapo_jax.algorithms.arguments import chosen, needs
+from dapo_jax.algorithms.arguments import chosen, needs, required
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.config.sections import ActorConfig, AlgorithmConfig, FilterGroupsConfig
 from dapo_jax.dynamic_sampling import group_filter
 from dapo_jax.errors import InputError
 from dapo_jax.settings import loss_options
-
-FURTHER = ("values", "logprobs", "reward_baselines")  # what estimators of tokens need besides rewards
 
 
 def keep_groups(scores: Any, **options: Any) -> np.ndarray:
@@ -53,15 +51,16 @@ def group_advantages(rewards: Any, *, estimator: str = "grpo", **options: Any) -
         [Q, G] float32.
     """
     rewards = _by_group("rewards", rewards)
-    fitting = [name for name, one in ESTIMATORS.items() if not any(needs(one, array) for array in FURTHER)]
-    if estimator not in fitting:
-        raise InputError(f"estimator={estimator!r} must be one of {', '.join(fitting)}: choose another")
     num_groups, num_samples = rewards.shape
     group_ids = jnp.repeat(jnp.arange(num_groups), num_samples)
     settings = vars(_options(AlgorithmConfig, options)) | {"num_groups": num_groups}
     column = rewards.reshape(-1, 1)
-    function, mask = ESTIMATORS[estimator], jnp.ones(column.shape, bool)
-    found, _ = function(column, mask, group_ids, **chosen(function, settings))
+    arrays = {"rewards": column, "mask": jnp.ones(column.shape, bool), "group_ids": group_ids}
+    fitting = [name for name, one in ESTIMATORS.items() if required(one) <= settings.keys() | arrays.keys()]
+    if estimator not in fitting:
+        raise InputError(f"estimator={estimator!r} must be one of {', '.join(fitting)}: choose another")
+    function = ESTIMATORS[estimator]
+    found, _ = function(**arrays, **chosen(function, settings))
     return np.asarray(found).reshape(rewards.shape)
 
 

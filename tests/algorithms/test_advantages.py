@@ -1,4 +1,3 @@
-import inspect
 import itertools
 import json
 from pathlib import Path
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 from dapo_jax.algorithms.advantages import ESTIMATORS, cpo, gae, grpo
+from dapo_jax.algorithms.arguments import required
 from dapo_jax.algorithms.cpo import CPO_METHODS
 
 CASES = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())
@@ -15,10 +15,7 @@ REFERENCE = {  # the estimators that verl has, by our names
     *("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae"),
 }
-REQUIRED = {  # parameters without a default
-    name: {key for key, value in inspect.signature(function).parameters.items() if value.default is value.empty}
-    for name, function in ESTIMATORS.items()
-}
+REQUIRED = {name: required(function) for name, function in ESTIMATORS.items()}
 GROUPED = [name for name, required in REQUIRED.items() if "num_groups" in required]
 SCORES_ALONE = sorted(
     name for name, required in REQUIRED.items() if required == {"rewards", "mask", "group_ids", "num_groups"}

@@ -77,6 +77,8 @@ def test_the_losses_have_the_defaults_of_the_config():
         (lambda: dx.keep_groups([1.0, 0.0]), "one row per prompt"),
         (lambda: dx.keep_groups([[1.0]], rules="std"), "unknown options rules"),
         (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gae"), "must be one of grpo"),
+        (lambda: dx.group_advantages([[1.0, 0.0]], estimator="maxrl"), "must be one of grpo"),
+        (lambda: dx.group_advantages([[1.0, 0.0]], estimator="gdpo"), "must be one of grpo"),
         (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, loss="kl_cov"), "must be one of vanilla"),
         (lambda: dx.policy_loss(*[jnp.zeros((1, 2))] * 4, clip_low=0.1), "its options are clip_ratio_low"),
     ],
