@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dapo_jax.algorithms.group_relative import Estimates, grpo, scores_of
+from dapo_jax.algorithms.group_relative import Estimates, normalised, same_for_every_token, scores_of
 from dapo_jax.algorithms.groups import Groups
 from dapo_jax.errors import InputError
 
@@ -52,10 +52,8 @@ def cpo(
     Raises:
         ValueError: an unknown method.
     """
-    advantages, _ = grpo(
-        rewards, mask, group_ids, num_groups=num_groups, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
-    )
     groups, scores = Groups(group_ids, num_groups), scores_of(rewards, mask)
+    advantages, _ = same_for_every_token(normalised(scores, groups, by_deviation=norm_adv_by_std_in_grpo), mask)
     all_positive = (groups.lowest(scores) > 0)[:, None]
     none_positive = (groups.highest(scores) <= 0)[:, None]
     difference = jnp.where(mask, hint_logprobs - logprobs, 0.0)

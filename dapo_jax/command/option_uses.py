@@ -79,15 +79,18 @@ def _chooses_best(config: Config) -> bool:
     return bool(config.trainer.best_metric) or _measures(config)
 
 
+def _reward_functions(config: Config) -> set[str]:
+    """Those of training and held-out problems."""
+    return {given_function(config), *(task.reward_function for task in _measured_sets(config))}
+
+
 def _verifies(config: Config) -> bool:
-    functions = {given_function(config), *(task.reward_function for task in _measured_sets(config))}
-    return functions != {"none"}
+    return _reward_functions(config) != {"none"}
 
 
 def verifiers_of(config: Config) -> set[str]:
     """The verifiers that score training and held-out problems. InputError if reward.functions cannot be read."""
-    given = {given_function(config), *(task.reward_function for task in _measured_sets(config))}
-    return {name for function in given for name in functions_of(function)}
+    return {name for function in _reward_functions(config) for name in functions_of(function)}
 
 
 def _reads_verifier(name: str) -> Callable[[Config], bool]:

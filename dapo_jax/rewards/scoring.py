@@ -168,7 +168,8 @@ def add_rewards(
     and logged, also `overlong`: 1 where the penalty is not 0, else 0.
     """
     shape = experience.finished.shape
-    rows = experience.scores["score"].astype(np.float32).ravel(), experience.mask.sum(axis=-1, dtype=np.int32).ravel()
+    lengths = experience.mask.sum(axis=-1, dtype=np.int32)
+    rows = experience.scores["score"].astype(np.float32).ravel(), lengths.ravel()
     shaped = shape_rewards(
         *put_rows(rows, mesh),
         max_response_length=max_response_length,
@@ -177,7 +178,7 @@ def add_rewards(
     )
     reward, penalty = (values[: experience.finished.size].reshape(shape) for values in fetch(shaped))
     if length.form != "none":
-        groups = experience.mask.sum(axis=-1, dtype=np.int32), experience.scores["acc"] > 0
+        groups = lengths, experience.scores["acc"] > 0
         found = length_rewards(*put_rows(groups, mesh), max_response_length=max_response_length, settings=length)
         length_reward = fetch(found)[: len(experience)]
         reward = reward + length_reward
