@@ -174,7 +174,7 @@ def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
 
 
 def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:
-    """The reference policy for `actor.logprobs`: its weights in the dtype of products or, with LoRA, no adapters."""
+    """The reference policy for `actor.statistics`: its weights in the dtype of products or, with LoRA, no adapters."""
     if config.model.lora.rank:
         return {}
     path = config.reference.path or config.model.path

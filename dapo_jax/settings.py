@@ -128,7 +128,7 @@ def critic_settings(config: Config, arch: Architecture, mesh: Mesh) -> CriticSet
 
 
 def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings:
-    """AdamW's settings, apart from the learning rate."""
+    """The optimizer's settings, apart from the learning rate."""
     optim = section.optim
     return OptimizerSettings(
         betas=optim.betas,
@@ -137,6 +137,7 @@ def optimizer_settings(section: ActorConfig | CriticConfig) -> OptimizerSettings
         grad_clip=section.grad_clip,
         moments_dtype=jnp.dtype(optim.moments_dtype),
         offload=optim.offload,
+        muon=optim.optimizer == "muon",
     )
 
 

@@ -10,7 +10,7 @@ from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.learner.actor import ActorSettings
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.teacher import Teacher, build_scores
+from dapo_jax.learner.teacher import Teacher, build_statistics
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
@@ -51,7 +51,7 @@ def load_teacher(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher:
     settings = teacher_settings(config, arch, mesh)
     freeze = build_freeze(arch, settings.dtype, mesh)
     return Teacher(
-        scores=build_scores(settings, mesh),
+        statistics=build_statistics(settings, mesh),
         params=freeze(load_base(as_policy(config), arch, mesh)),
         micro_batches=teacher_micro_batches(config, arch, mesh),
     )

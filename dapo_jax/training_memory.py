@@ -39,7 +39,8 @@ def _state_bytes(config: Config, arch: Architecture) -> float:
     total = 0.0
     for name in trained(config):
         optim = getattr(config, name).optim
-        moments = 0 if optim.offload else 2 * jnp.dtype(optim.moments_dtype).itemsize
+        kept = 1 if optim.optimizer == "muon" else 2  # of a matrix of Muon only the first moment
+        moments = 0 if optim.offload else kept * jnp.dtype(optim.moments_dtype).itemsize
         total += 2 if name == "actor" and config.model.lora.rank else 4 + 4 + moments
     if uses_reference(config) and not config.model.lora.rank:
         total += 2

@@ -42,7 +42,7 @@ def of_frozen(actor, frozen):
 
     trainable = dataclasses.replace(actor.trainable, accumulate=bound(actor.trainable.accumulate))
     return dataclasses.replace(
-        actor, trainable=trainable, decode_weights=bound(actor.decode_weights), logprobs=bound(actor.logprobs)
+        actor, trainable=trainable, decode_weights=bound(actor.decode_weights), statistics=bound(actor.statistics)
     )
 
 

@@ -8,10 +8,10 @@ ESTIMATORS names every estimator. All of them take
 
 and return (advantages, returns), [B, R] each: returns are what a value function would be fitted to. Whatever else an
 estimator needs, arrays (`values`, `reward_baselines`, ...) or options of config.algorithm, is a parameter of that name.
-To add one: write the function, and its line in ESTIMATORS. Those that compare within a group are in group_relative.py.
+To add one: write the function, and its line in ESTIMATORS. Most that compare within a group are in group_relative.py.
 
-Difference from verl: estimators that compare within a group and do not whiten give exactly 0 to a group of several
-equal scores. In verl a rounding error of the mean can remain, which grpo then divides by a tiny deviation.
+Difference from verl: estimators that compare within a group and neither whiten nor weigh tokens give exactly 0 to a
+group of several equal scores. In verl a rounding error of the mean can remain, which grpo divides by a tiny deviation.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,16 @@ from dapo_jax.algorithms.group_relative import (
     maxrl,
     opo,
     reinforce_plus_plus_baseline,
+    reward_to_go,
     rloo,
     whiten,
 )
+from dapo_jax.algorithms.optimal_token_baseline import optimal_token_baseline
 
 
 def reinforce_plus_plus(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, gamma: float) -> Estimates:
     """Discounted reward to go, whitened over all tokens of the batch (REINFORCE++, arXiv:2501.03262, equation 6)."""
-    returns = _reward_to_go(rewards, mask, gamma)
+    returns = reward_to_go(rewards, mask, gamma)
     return jnp.where(mask, whiten(returns, mask), 0.0), returns
 
 
@@ -46,7 +48,7 @@ def remax(rewards: jax.Array, mask: jax.Array, group_ids: jax.Array, *, reward_b
     Args:
         reward_baselines: [B] score of the greedy response to the row's prompt.
     """
-    returns = _reward_to_go(rewards, mask, 1.0)
+    returns = reward_to_go(rewards, mask, 1.0)
     return jnp.where(mask, returns - reward_baselines[:, None], 0.0), returns
 
 
@@ -85,21 +87,10 @@ ESTIMATORS: dict[str, Callable[..., Estimates]] = {
     "gpg": gpg,
     "maxrl": maxrl,
     "gdpo": gdpo,
+    "optimal_token_baseline": optimal_token_baseline,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "gae": gae,
     "cpo": cpo,
 }
-
-
-def _reward_to_go(rewards: jax.Array, mask: jax.Array, gamma: float) -> jax.Array:
-    """r_t + gamma r_{t+1} + ...; tokens outside the mask are passed over."""
-
-    def step(following, column):
-        reward, real = column
-        following = jnp.where(real, reward + gamma * following, following)
-        return following, following
-
-    _, columns = jax.lax.scan(step, jnp.zeros_like(rewards[:, 0]), (rewards.T, mask.T), reverse=True)
-    return jnp.where(mask, columns.T, 0.0)

@@ -164,3 +164,15 @@ def scores_of(rewards: jax.Array, mask: jax.Array) -> jax.Array:
 def same_for_every_token(values: jax.Array, mask: jax.Array) -> Estimates:
     advantages = jnp.where(mask, values[:, None], 0.0)
     return advantages, advantages
+
+
+def reward_to_go(rewards: jax.Array, mask: jax.Array, gamma: float) -> jax.Array:
+    """r_t + gamma r_{t+1} + ...; tokens outside the mask are passed over."""
+
+    def step(following, column):
+        reward, real = column
+        following = jnp.where(real, reward + gamma * following, following)
+        return following, following
+
+    _, columns = jax.lax.scan(step, jnp.zeros_like(rewards[:, 0]), (rewards.T, mask.T), reverse=True)
+    return jnp.where(mask, columns.T, 0.0)

@@ -47,6 +47,7 @@ LengthForm = Literal["none", "group", "cosine"]
 ControllerType = Literal["fixed", "adaptive"]
 Schedule = Literal["constant", "cosine"]
 MomentsDtype = Literal["float32", "bfloat16"]
+Optimizer = Literal["adamw", "muon"]
 OldLogprob = Literal["auto", "rollout", "recompute"]
 Engine = Literal["auto", "waves", "slots"]
 BestMode = Literal["max", "min"]
@@ -374,16 +375,17 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (arXiv:1711.05101)."""
+    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982)."""
 
+    optimizer: Optimizer = "adamw"  # adamw | muon: for the matrices of layers, with updates as large as AdamW's
     lr: NotNegative[float] = 1e-6  # learning rate after the warm-up
     lr_warmup_steps: NotNegative[int] = 20  # training steps; the first has lr / lr_warmup_steps (verl: 0)
     lr_scheduler_type: Schedule = "constant"  # after the warm-up: constant | cosine, down to lr * min_lr_ratio
     min_lr_ratio: Share = 0.0  # cosine: last learning rate, as a multiple of lr
     weight_decay: NotNegative[float] = 0.1  # verl's framework: 0.01; its DAPO scripts: 0.1
-    betas: Betas = (0.9, 0.999)  # decay of the two running moments, per update
+    betas: Betas = (0.9, 0.999)  # decay of Adam's two running moments, per update
     eps: Positive[float] = 1e-8  # added to the root of the second moment
-    moments_dtype: MomentsDtype = "float32"  # of Adam's moments: float32 | bfloat16 (half the memory, random rounding)
+    moments_dtype: MomentsDtype = "float32"  # of the moments: float32 | bfloat16 (half the memory, random rounding)
     offload: bool = False  # keep the moments in host memory between updates (GPUs and TPUs)
 
 

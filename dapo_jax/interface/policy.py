@@ -20,7 +20,7 @@ from dapo_jax.downloads import with_downloads
 from dapo_jax.errors import InputError
 from dapo_jax.export import write_policy
 from dapo_jax.interface.configs import AnyConfig, as_config
-from dapo_jax.learner.batch import make_batch, policy_logprobs, rows_of
+from dapo_jax.learner.batch import make_batch, policy_statistics, rows_of
 from dapo_jax.learner.learner import update
 from dapo_jax.meshes import check_memory, make_meshes
 from dapo_jax.other_runs import find_trained
@@ -174,7 +174,7 @@ class Policy:
             return np.zeros(samples.logprobs.shape, np.float32)
         with jax.set_mesh(self._learner.mesh):
             rows = rows_of(self._learner, samples.experience, num_groups=len(samples))
-            found, _ = policy_logprobs(self._learner, self._models.actor.params, rows)
+            found = policy_statistics(self._learner, self._models.actor.params, rows).logprobs
         found = np.where(rows.mask, found, 0.0).reshape(*samples.finished.shape, -1)
         return np.pad(found, ((0, 0), (0, 0), (0, samples.mask.shape[-1] - found.shape[-1])))
 

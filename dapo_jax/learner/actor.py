@@ -21,7 +21,7 @@ from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.data.containers import Batch, Max, Mean, MicroBatch
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.learner.optimizer import OptimizerSettings
-from dapo_jax.learner.token_logprobs import most_likely_tokens, response_logprobs
+from dapo_jax.learner.token_logprobs import TokenStatistics, most_likely_tokens, response_statistics
 from dapo_jax.learner.trainable import Metrics, Trainable, WithFrozen, build_trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention
@@ -63,7 +63,7 @@ class Actor:
 
     trainable: Trainable  # of all weights, or of the adapters
     decode_weights: WithFrozen  # params -> weights for rollout/, cast and resharded
-    logprobs: WithFrozen  # (params, micro-batch) -> log-probabilities, entropy [S, U], replicated
+    statistics: WithFrozen  # (params, micro-batch) -> TokenStatistics, replicated
     most_likely: WithFrozen  # (params, micro-batch) -> the candidates [S, U, K], replicated
     select: Callable[[Batch, jax.Array], jax.Array] | None  # (mini-batch, logprobs) -> `selected` for its loss
     experts_per_token: int = 0  # 0: no layer has experts
@@ -76,11 +76,11 @@ def operands(params: Any, frozen: Any, settings: ActorSettings) -> Any:
     return with_adapters(frozen, params, settings.lora, settings.dtype)
 
 
-def logprobs_and_entropy(
+def token_statistics(
     params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings, *, remat: str
-) -> tuple[jax.Array, jax.Array, jax.Array | None, RoutingCounts | None]:
-    """Log-probability and entropy [S, U] of each response token, those of the candidates, and counts."""
-    return response_logprobs(
+) -> tuple[TokenStatistics, RoutingCounts | None]:
+    """`response_statistics` of trained parameters, which may be adapters."""
+    return response_statistics(
         operands(params, frozen, settings),
         batch,
         arch=settings.arch,
@@ -97,7 +97,7 @@ def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings
 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
     """
-    logprobs, entropy, of_candidates, routing = logprobs_and_entropy(
+    (logprobs, entropy, _, of_candidates), routing = token_statistics(
         params, frozen, batch, settings, remat=settings.remat
     )
     token_loss, metrics = policy_token_loss(logprobs, batch, settings)
@@ -192,8 +192,8 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
     )
     whole = replicated(mesh)
 
-    def logprobs(params, frozen, batch):
-        return logprobs_and_entropy(params, frozen, batch, settings, remat="none")[:2]
+    def statistics(params, frozen, batch):
+        return token_statistics(params, frozen, batch, settings, remat="none")[0]
 
     def most_likely(params, frozen, batch):
         return most_likely_tokens(
@@ -214,7 +214,7 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
     return Actor(
         trainable=trainable,
         decode_weights=build_decode_weights(arch, settings.dtype, decode_mesh or mesh, lora, frozen),
-        logprobs=WithFrozen(compiled(logprobs), frozen),
+        statistics=WithFrozen(compiled(statistics), frozen),
         most_likely=WithFrozen(compiled(most_likely), frozen),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
         experts_per_token=arch.experts.per_token if arch.experts is not None else 0,

@@ -21,13 +21,15 @@ from dapo_jax.config.sections import AlgorithmConfig
 from dapo_jax.data.containers import Batch
 from dapo_jax.data.experience import Experience
 from dapo_jax.errors import InputError
+from dapo_jax.learner.choices import FOR_ESTIMATORS, needs_statistics
 from dapo_jax.learner.learner import Learner
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.learner.router_replay import choosing_experts
 from dapo_jax.learner.rows import padded_prompts, rows_like, rows_of
 from dapo_jax.learner.teacher import Teacher, judged
+from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trained_tokens import keep_some, only_high_entropy, selection_noise
-from dapo_jax.learner.update import compute_logprobs, compute_values, in_pieces
+from dapo_jax.learner.update import compute_statistics, compute_values, in_pieces
 from dapo_jax.monitor import statistics
 from dapo_jax.parallel.mesh import num_batch_shards
 from dapo_jax.parallel.sharding import fetch, put, put_rows, replicated
@@ -91,15 +93,15 @@ def add_forward_passes(
     The second result holds the arrays [B, R] that advantage estimators may need, by the name of their parameter.
     """
     metrics = {"actor/recomputed_logprobs": float(recompute)}
-    estimator = ESTIMATORS[learner.algorithm.adv_estimator]
-    extra: dict[str, np.ndarray] = {}
-    by_entropy = needs(estimator, "entropy") or learner.algorithm.top_entropy_quantile < 1
-    if recompute or by_entropy or needs(estimator, "hint_logprobs"):
+    extra: dict[str, Any] = {}
+    if recompute or needs_statistics(learner.algorithm):
         with learner.stage("old_log_prob"):
-            extra["logprobs"], extra["entropy"] = policy_logprobs(learner, models.actor.params, batch)
+            found = policy_statistics(learner, models.actor.params, batch)
+            extra = {name: getattr(found, name) for name in FOR_ESTIMATORS}
     if recompute:
         sampled, batch = batch.old_logprobs, dataclasses.replace(batch, old_logprobs=extra["logprobs"])
         batch, correction = correct_rollout(learner, batch, sampled)
+        extra["importance_weights"] = batch.importance_weights
         metrics |= correction
     if hinted is not None:
         with learner.stage("old_log_prob"):
@@ -140,14 +142,14 @@ def add_advantages(
     return batch, metrics
 
 
-def policy_logprobs(learner: Learner, params: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities and entropies [B, R] by the training forward pass."""
-    return compute_logprobs(learner.actor, params, batch, learner.micro_batches["actor"], learner.mesh, learner.pace)
+def policy_statistics(learner: Learner, params: Any, batch: Batch) -> TokenStatistics:
+    """Statistics [B, R] of each token by the training forward pass."""
+    return compute_statistics(learner.actor, params, batch, learner.micro_batches["actor"], learner.mesh, learner.pace)
 
 
 def reference_logprobs(learner: Learner, batch: Batch) -> np.ndarray:
     """Log-probabilities [B, R] under the reference policy."""
-    return policy_logprobs(learner, learner.reference, choosing_experts(batch))[0]
+    return policy_statistics(learner, learner.reference, choosing_experts(batch)).logprobs
 
 
 def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -> tuple[Batch, Metrics]:
@@ -160,8 +162,9 @@ def ask_teacher(learner: Learner, teacher: Teacher, batch: Batch, params: Any) -
             pieces = learner.micro_batches["actor"]
             candidates = in_pieces(learner.actor.most_likely, params, batch, pieces, learner.mesh, learner.pace)
             batch = dataclasses.replace(batch, candidates=candidates)
-        scored = in_pieces(teacher.scores, teacher.params, batch, teacher.micro_batches, learner.mesh, learner.pace)
-        return judged(batch, *scored, weight=options.weight, use_task_rewards=options.use_task_rewards)
+        pieces = teacher.micro_batches
+        found = in_pieces(teacher.statistics, teacher.params, batch, pieces, learner.mesh, learner.pace)
+        return judged(batch, found, weight=options.weight, use_task_rewards=options.use_task_rewards)
 
 
 def penalize_kl(learner: Learner, experience: Experience, kl_coef: float) -> Experience:
@@ -264,4 +267,4 @@ def hint_logprobs(learner: Learner, params: Any, batch: Batch, hinted: list[list
     """
     tokens, mask = padded_prompts(learner, hinted + [[]] * (learner.num_groups - len(hinted)))
     hinted_batch = dataclasses.replace(choosing_experts(batch), prompts=tokens, prompt_mask=mask)
-    return policy_logprobs(learner, params, hinted_batch)[0]
+    return policy_statistics(learner, params, hinted_batch).logprobs

@@ -32,7 +32,7 @@ class Learner:
     mesh: Mesh
     actor: Actor
     critic: Critic | None  # for an estimator that needs values
-    reference: Any  # weights for actor.logprobs, with a KL divergence; else None
+    reference: Any  # weights for actor.statistics, with a KL divergence; else None
     teacher: Teacher | None  # of on-policy distillation
     decode_weights: LatestWeights  # of the policy's parameters, for the sampler
     estimator: Callable[..., Any]  # see `build_estimator`

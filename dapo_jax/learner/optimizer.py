@@ -1,6 +1,7 @@
-"""Device: AdamW with global-norm clipping; an update with a gradient that is not finite is skipped."""
+"""Device: AdamW or Muon with global-norm clipping; an update with a gradient that is not finite is skipped."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,14 @@ import numpy as np
 import optax
 from flax import struct
 
+from dapo_jax.models.weights import Weight
+
+MUON_RMS = 0.2  # of an update of Muon: as large as AdamW's, so that rates and decay can be the same (arXiv:2502.16982)
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW (arXiv:1711.05101); every parameter decays, as in PyTorch and verl."""
+    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982); every parameter decays, as in PyTorch and verl."""
 
     betas: tuple[float, float]
     eps: float
@@ -21,6 +26,7 @@ class OptimizerSettings:
     grad_clip: float  # global norm
     moments_dtype: Any = jnp.float32  # of the stored moments
     offload: bool = False  # keep the moments in host memory between updates
+    muon: bool = False  # for the matrices of layers; tables, norms and biases have AdamW
 
 
 @struct.dataclass
@@ -41,35 +47,27 @@ class Models:
     critic: TrainState | None = None
 
 
-def _transformation(settings: OptimizerSettings) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.scale_by_adam(*settings.betas, eps=settings.eps), optax.add_decayed_weights(settings.weight_decay)
-    )
+def init_state(params: Any, settings: OptimizerSettings, table: Sequence[Weight] = ()) -> TrainState:
+    """A state with zero moments around `params`.
 
-
-def init_state(params: Any, settings: OptimizerSettings) -> TrainState:
-    """A state with zero moments around `params`."""
-    moments = jax.tree.map(
-        lambda x: x.astype(settings.moments_dtype) if _is_moment(x) else x, _transformation(settings).init(params)
-    )
+    Args:
+        table: the weights of `params`, which says to Muon what a matrix is.
+    """
+    moments = _in_dtype(_transformation(settings, table).init(params), params, settings.moments_dtype)
     return TrainState(params, moments, jnp.int32(0), jnp.int32(0))
 
 
-def _is_moment(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def apply_gradients(
-    state: TrainState, gradients: Any, learning_rate: Any, settings: OptimizerSettings
+    state: TrainState, gradients: Any, learning_rate: Any, settings: OptimizerSettings, table: Sequence[Weight] = ()
 ) -> tuple[TrainState, jax.Array]:
-    """One AdamW step, and the gradients' global norm before clipping. Not finite: only `skipped` changes."""
+    """One optimizer step, and the gradients' global norm before clipping. Not finite: only `skipped` changes."""
     norm = optax.global_norm(gradients)
     scale = jnp.minimum(1.0, settings.grad_clip / jnp.maximum(norm, 1e-30))
     clipped = jax.tree.map(lambda gradient: gradient * scale, gradients)
-    old = jax.tree.map(lambda x: x.astype(jnp.float32) if _is_moment(x) else x, state.moments)
-    directions, moments = _transformation(settings).update(clipped, old, state.params)
+    old = _in_dtype(state.moments, state.params, jnp.float32)
+    directions, moments = _transformation(settings, table).update(clipped, old, state.params)
     if settings.moments_dtype == jnp.bfloat16:
-        moments = _rounded(moments, state.updates)
+        moments = _rounded(moments, state.params, state.updates)
     params = jax.tree.map(lambda param, direction: param - learning_rate * direction, state.params, directions)
     updated = TrainState(params, moments, state.updates + 1, state.skipped)
     refused = dataclasses.replace(state, skipped=state.skipped + 1)
@@ -77,24 +75,69 @@ def apply_gradients(
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, refused), norm
 
 
-def _rounded(moments: Any, updates: jax.Array) -> Any:
+def for_moments(moments: Any, params: Any, default: Any) -> Any:
+    """For each leaf of `moments` the leaf of `params` that it belongs to; `default` for counts and constants.
+
+    Args:
+        params: a tree with the parameters' structure.
+    """
+    leaves = dict(jax.tree_util.tree_leaves_with_path(params))
+
+    def found(path: tuple, _: Any) -> Any:
+        return next((leaves[path[start:]] for start in range(len(path)) if path[start:] in leaves), default)
+
+    return jax.tree_util.tree_map_with_path(found, moments)
+
+
+def _transformation(settings: OptimizerSettings, table: Sequence[Weight]) -> optax.GradientTransformation:
+    """Turns gradients into what is subtracted from the parameters, times the learning rate."""
+    directions = optax.scale_by_adam(*settings.betas, eps=settings.eps)
+    if settings.muon:
+        directions = _with_muon(directions, table)
+    return optax.chain(directions, optax.add_decayed_weights(settings.weight_decay))
+
+
+def _with_muon(adam: optax.GradientTransformation, table: Sequence[Weight]) -> optax.GradientTransformation:
+    """Muon for the matrices of layers, `adam` for all else (arXiv:2502.16982, equation 4)."""
+    matrices = {weight.path: weight for weight in table if weight.matrix_axes is not None}
+
+    def for_each(function: Callable[[Any, jax.Array], Any]) -> Callable[..., Any]:
+        """A function of a tree: `function` of the matrix, or None, and the leaf at each place."""
+
+        def at(path: tuple, leaf: jax.Array) -> Any:
+            return function(matrices.get(tuple(key.key for key in path)), leaf)
+
+        return lambda tree, _=None: jax.tree_util.tree_map_with_path(at, tree)
+
+    axes = for_each(lambda matrix, _: optax.contrib.MuonDimensionNumbers(*matrix.matrix_axes))
+    scaled = for_each(lambda matrix, update: MUON_RMS * max(matrix.hf_shape) ** 0.5 * update)
+    muon = optax.chain(optax.contrib.scale_by_muon(weight_dimension_numbers=axes), optax.stateless(scaled))
+    return optax.partition({"muon": muon, "adam": adam}, for_each(lambda matrix, _: "muon" if matrix else "adam"))
+
+
+def _in_dtype(moments: Any, params: Any, dtype: Any) -> Any:
+    is_moment = for_moments(moments, jax.tree.map(lambda _: True, params), False)
+    return jax.tree.map(lambda x, cast: x.astype(dtype) if cast else x, moments, is_moment)
+
+
+def _rounded(moments: Any, params: Any, updates: jax.Array) -> Any:
     """The moments in bfloat16, each rounded up or down at random so that its expectation is exact.
 
     Rounded to nearest, the second moment would stop moving: a step changes it by a thousandth, less than half the gap
     between neighbouring bfloat16 values.
     """
     leaves, structure = jax.tree.flatten(moments)
+    is_moment = jax.tree.leaves(for_moments(moments, jax.tree.map(lambda _: True, params), False))
     key = jax.random.fold_in(jax.random.key(0), updates)
 
     def rounded(index: int, x: jax.Array) -> jax.Array:
-        if not _is_moment(x):
-            return x
         noise = jax.random.bits(jax.random.fold_in(key, index), x.shape, jnp.uint16).astype(jnp.uint32)
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
         upper = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
         return jnp.where(jnp.isfinite(x), upper, x).astype(jnp.bfloat16)
 
-    return jax.tree.unflatten(structure, [rounded(index, leaf) for index, leaf in enumerate(leaves)])
+    of_both = enumerate(zip(leaves, is_moment, strict=True))
+    return jax.tree.unflatten(structure, [rounded(index, x) if one else x for index, (x, one) in of_both])
 
 
 def learning_rate(

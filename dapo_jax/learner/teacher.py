@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dapo_jax.data.containers import Batch, MicroBatch
-from dapo_jax.learner.actor import ActorSettings, logprobs_and_entropy
+from dapo_jax.learner.actor import ActorSettings, token_statistics
 from dapo_jax.learner.micro_batches import MicroBatches
+from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trainable import WithFrozen
 from dapo_jax.parallel.sharding import replicated
 
@@ -19,39 +20,37 @@ from dapo_jax.parallel.sharding import replicated
 class Teacher:
     """A frozen language model that scores the policy's tokens. Its architecture may be another."""
 
-    scores: WithFrozen  # (params, micro-batch) -> log-probabilities [S, U], those of the candidates [S, U, K] or None
+    statistics: WithFrozen  # (params, micro-batch) -> TokenStatistics, replicated
     params: Any  # in the dtype of matrix products
     micro_batches: MicroBatches
 
 
-def build_scores(settings: ActorSettings, mesh: Mesh) -> WithFrozen:
-    """`scores` of a `Teacher`; its results are replicated."""
+def build_statistics(settings: ActorSettings, mesh: Mesh) -> WithFrozen:
+    """`statistics` of a `Teacher`."""
 
-    def scores(params: Any, frozen: None, batch: MicroBatch) -> tuple[jax.Array, jax.Array | None]:
-        logprobs, _, of_candidates, _ = logprobs_and_entropy(params, frozen, batch, settings, remat="none")
-        return logprobs, of_candidates
+    def statistics(params: Any, frozen: None, batch: MicroBatch) -> TokenStatistics:
+        return token_statistics(params, frozen, batch, settings, remat="none")[0]
 
     options = dict(settings.compiler_options)
-    return WithFrozen(jax.jit(scores, out_shardings=replicated(mesh), compiler_options=options), None)
+    return WithFrozen(jax.jit(statistics, out_shardings=replicated(mesh), compiler_options=options), None)
 
 
 def judged(
-    batch: Batch, logprobs: np.ndarray, of_candidates: np.ndarray | None, *, weight: float, use_task_rewards: bool
+    batch: Batch, found: TokenStatistics, *, weight: float, use_task_rewards: bool
 ) -> tuple[Batch, dict[str, float]]:
     """`batch` with what the teacher says of its tokens, and metrics.
 
     Without candidates, less the divergence of each token is added to its advantage; it is not normalised within groups.
 
     Args:
-        logprobs: [B, R] of the teacher.
-        of_candidates: [B, R, K] of the teacher, for the batch's candidates.
+        found: the teacher's, [B, R], and for the batch's candidates [B, R, K].
         weight: of the divergence in the advantage.
         use_task_rewards: False: advantages are the teacher's alone.
     """
-    log_ratio = np.where(batch.mask, batch.old_logprobs - logprobs, 0.0).astype(np.float32)
+    log_ratio = np.where(batch.mask, batch.old_logprobs - found.logprobs, 0.0).astype(np.float32)
     advantages = batch.advantages if use_task_rewards else np.zeros_like(batch.advantages)
-    if of_candidates is None:
+    if found.of_candidates is None:
         advantages = advantages - np.float32(weight) * log_ratio
     trained = log_ratio[batch.loss_mask]
     metrics = {"distillation/reverse_kl": float(trained.mean())} if trained.size else {}
-    return dataclasses.replace(batch, advantages=advantages, teacher_logprobs=of_candidates), metrics
+    return dataclasses.replace(batch, advantages=advantages, teacher_logprobs=found.of_candidates), metrics

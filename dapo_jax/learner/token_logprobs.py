@@ -1,7 +1,7 @@
-"""Device: log-probability and entropy of response tokens under the training forward pass."""
+"""Device: log-probabilities of response tokens, and more of their distributions, by the training forward pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,16 @@ from dapo_jax.models.experts import RoutingCounts
 from dapo_jax.parallel.sharding import shards_left, vocabulary_shards
 
 
-def response_logprobs(
+class TokenStatistics(NamedTuple):
+    """Of each response token and the distribution softmax(logits / temperature) that it was drawn from; all [S, U]."""
+
+    logprobs: Any
+    entropy: Any
+    sum_pi_squared: Any  # sum over the vocabulary of the squared probabilities
+    of_candidates: Any = None  # [S, U, K] log-probabilities of the batch's candidates, if it has some
+
+
+def response_statistics(
     params: transformer.Params,
     batch: MicroBatch,
     *,
@@ -24,22 +33,20 @@ def response_logprobs(
     attention: BinAttention,
     chunk_size: int,
     entropy_gradient: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, RoutingCounts | None]:
-    """Log-probability [S, U] of each response token, entropy [S, U] of its distribution, log-probabilities [S, U, K] of
-    the batch's candidates if it has some, and what the routers did.
+) -> tuple[TokenStatistics, RoutingCounts | None]:
+    """The statistics of each response token, and what the routers did.
 
-    All but the last are of softmax(logits / temperature) over the whole vocabulary. Logits exist for about `chunk_size`
-    tokens at a time on each device, in the backward pass too.
+    Logits exist for about `chunk_size` tokens at a time on each device, in the backward pass too.
 
     Args:
         params: weights in the dtype of the matrix products.
         remat, attention: as for `response_hidden`.
         chunk_size: tokens on one device.
-        entropy_gradient: whether the entropy is differentiated, or only reported.
+        entropy_gradient: whether the entropy and the squares are differentiated, or only reported.
     """
     hidden, counts = response_hidden(params, batch, arch=arch, remat=remat, attention=attention)
 
-    def chunk_logprobs(chunk):
+    def chunk_statistics(chunk):
         hidden, tokens, candidates = chunk
         logits = transformer.logits(params, hidden, arch) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -48,12 +55,14 @@ def response_logprobs(
         log_probabilities = logits - normalizer[..., None]
         if not entropy_gradient:
             log_probabilities = jax.lax.stop_gradient(log_probabilities)
-        entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
+        probabilities = jnp.exp(log_probabilities)
+        entropy = -jnp.sum(probabilities * log_probabilities, axis=-1)
+        squares = jnp.sum(jnp.square(probabilities), axis=-1)
         of_candidates = None if candidates is None else logits_of(logits, candidates) - normalizer[..., None]
-        return chosen - normalizer, entropy, of_candidates
+        return TokenStatistics(chosen - normalizer, entropy, squares, of_candidates)
 
     arrays = hidden, batch.responses, batch.candidates
-    return *_in_chunks(chunk_logprobs, arrays, chunk_size), counts
+    return _in_chunks(chunk_statistics, arrays, chunk_size), counts
 
 
 def most_likely_tokens(
@@ -68,7 +77,7 @@ def most_likely_tokens(
     """The `count` most likely tokens [S, U, K] in the place of each response token, the likeliest first.
 
     Args:
-        params, attention, chunk_size: as for `response_logprobs`.
+        params, attention, chunk_size: as for `response_statistics`.
     """
     hidden, _ = response_hidden(params, batch, arch=arch, remat="none", attention=attention)
     return _in_chunks(lambda chunk: highest(transformer.logits(params, chunk, arch), count), hidden, chunk_size)

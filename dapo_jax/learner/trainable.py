@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dapo_jax.data.containers import MicroBatch
-from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, init_state
+from dapo_jax.learner.optimizer import OptimizerSettings, TrainState, apply_gradients, for_moments, init_state
 from dapo_jax.models.weights import Weight, unflatten, weight_shardings
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, replicated
 
@@ -69,7 +68,7 @@ def build_trainable(
     """
     shardings, whole = weight_shardings(table, mesh, TRAIN_RULES), replicated(mesh)
     abstract_params = unflatten((weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32)) for weight in table)
-    abstract_state = jax.eval_shape(lambda params: init_state(params, optimizer), abstract_params)
+    abstract_state = jax.eval_shape(lambda params: init_state(params, optimizer, table), abstract_params)
     state_shardings, moment_shardings = _state_shardings(abstract_state, shardings, optimizer, mesh)
     gradient_shardings = jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("data", *x.spec)), shardings)
     copies = mesh.shape["data"]
@@ -77,13 +76,13 @@ def build_trainable(
     def apply(state, gradients, rate):
         if optimizer.offload:
             state = dataclasses.replace(state, moments=jax.device_put(state.moments, moment_shardings))
-        return apply_gradients(state, jax.tree.map(lambda x: jnp.sum(x, axis=0), gradients), rate, optimizer)
+        return apply_gradients(state, jax.tree.map(lambda x: jnp.sum(x, axis=0), gradients), rate, optimizer, table)
 
     return Trainable(
         shardings=shardings,
-        init_random=jax.jit(lambda seed: init_state(init(seed), optimizer), out_shardings=state_shardings),
+        init_random=jax.jit(lambda seed: init_state(init(seed), optimizer, table), out_shardings=state_shardings),
         init_from=jax.jit(
-            lambda params: init_state(params, optimizer), out_shardings=state_shardings, donate_argnums=0
+            lambda params: init_state(params, optimizer, table), out_shardings=state_shardings, donate_argnums=0
         ),
         zero_gradients=jax.jit(
             lambda params: jax.tree.map(lambda x: jnp.zeros((copies, *x.shape), x.dtype), params),
@@ -118,13 +117,7 @@ def _state_shardings(
 ) -> tuple[TrainState, Any]:
     """Where the state lies between updates, and where its moments lie during one."""
     whole = replicated(mesh)
-    moments = optax.tree_map_params(
-        lambda params: init_state(params, optimizer).moments,
-        lambda _, sharding: sharding,
-        abstract_state.moments,
-        shardings,
-        transform_non_params=lambda _: whole,
-    )
+    moments = for_moments(abstract_state.moments, shardings, whole)
     kept = jax.tree.map(lambda x: x.with_memory_kind(HOST) if optimizer.offload and x is not whole else x, moments)
     return TrainState(params=shardings, moments=kept, updates=whole, skipped=whole), moments
 

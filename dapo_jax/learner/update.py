@@ -19,6 +19,7 @@ from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import TrainState
 from dapo_jax.learner.router_metrics import router_metrics
 from dapo_jax.learner.router_replay import choosing_experts
+from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trainable import Metrics, Trainable
 from dapo_jax.monitor.tensorboard import Histograms, counted
 from dapo_jax.parallel.processes import settle
@@ -60,7 +61,7 @@ def update_policy(
 
     def select(state: TrainState, mini_batch: Batch) -> Batch:
         assert actor.select is not None
-        logprobs, _ = compute_logprobs(actor, state.params, mini_batch, settings.micro_batches, mesh, pace)
+        logprobs = compute_statistics(actor, state.params, mini_batch, settings.micro_batches, mesh, pace).logprobs
         whole = put((choosing_experts(mini_batch), logprobs), replicated(mesh))  # no device takes the records
         return dataclasses.replace(mini_batch, selected=fetch(actor.select(*whole)))
 
@@ -91,11 +92,11 @@ def update_critic(
     return state, lambda: (_summary("critic", fetch(steps)), {})
 
 
-def compute_logprobs(
+def compute_statistics(
     actor: Actor, params: Any, batch: Batch, micro_batches: MicroBatches, mesh: Mesh, pace: OnMicroBatch = unpaced
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities and entropies [B, R] of `batch` under `params`, by the training forward pass."""
-    return in_pieces(actor.logprobs, params, batch, micro_batches, mesh, pace)
+) -> TokenStatistics:
+    """Statistics [B, R] of the tokens of `batch` under `params`, by the training forward pass."""
+    return in_pieces(actor.statistics, params, batch, micro_batches, mesh, pace)
 
 
 def compute_values(

@@ -3,7 +3,6 @@
 Sizes: L layers, r rank. A and B are leaves next to their matrix: `query_lora_a` [L, D, r], `query_lora_b` [L, r, N, H].
 """
 
-import math
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,14 +58,9 @@ def _targets(arch: Architecture, lora: Lora) -> Iterator[Weight]:
     return (weight for weight in weight_table(arch) if weight.stacked and weight.path[1] in names)
 
 
-def _inputs(weight: Weight) -> int:
-    """How many of a matrix's dimensions, after that of the layers, are inputs."""
-    outputs, inputs = weight.hf_shape
-    return next(i for i in range(1, len(weight.shape)) if math.prod(weight.shape[1 : i + 1]) == inputs)
-
-
 def _adapters(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    (layers, *shape), (_, *axes), split = weight.shape, weight.axes, _inputs(weight)
+    assert weight.matrix_axes is not None
+    (layers, *shape), (_, *axes), split = weight.shape, weight.axes, len(weight.matrix_axes[0])
     outputs, inputs = weight.hf_shape
     stem = "base_model.model." + weight.hf_name.removesuffix(".weight")
     first = Weight(

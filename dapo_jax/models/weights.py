@@ -48,6 +48,15 @@ class Weight:
         return self.shape[1] if "expert" in self.axes and self.path[-1] != "router" else 0
 
     @property
+    def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """A layer's matrix: its dimensions that are inputs, and those that are outputs. None: it is no such matrix."""
+        if not self.stacked or len(self.hf_shape) != 2:
+            return None
+        first, inputs = (2 if self.num_experts else 1), self.hf_shape[1]
+        split = next(i for i in range(first + 1, len(self.shape)) if math.prod(self.shape[first:i]) == inputs)
+        return tuple(range(first, split)), tuple(range(split, len(self.shape)))
+
+    @property
     def of_tokens(self) -> bool:
         """True for the two tables with a row for each token."""
         return "vocab" in self.axes

@@ -18,9 +18,9 @@ from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_refere
 from dapo_jax.config.sections import Config
 from dapo_jax.data.work import Work
 from dapo_jax.learner.actor import build_actor
-from dapo_jax.learner.choices import uses_critic
+from dapo_jax.learner.choices import needs_statistics, uses_critic
 from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.teacher import build_scores
+from dapo_jax.learner.teacher import build_statistics
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table
@@ -142,13 +142,13 @@ class _Builder:
         if uses_reference(config):
             self.reference = {} if settings.lora is not None else frozen
         self.actor = build_actor(settings, mesh, self.frozen, decode_mesh=meshes.sampling)
-        self.teacher, self.scores, splits = None, self.actor.logprobs, {}
+        self.teacher, self.teaching, splits = None, self.actor.statistics, {}
         if config.algorithm.distillation.path:
             of_teacher, _ = read_teacher(config)
             teaching = teacher_settings(config, of_teacher, mesh)
             freeze = build_freeze(of_teacher, teaching.dtype, mesh)
             self.teacher = freeze.lower(_shapes(weight_table(of_teacher), mesh)).out_info
-            self.scores = build_scores(teaching, mesh)
+            self.teaching = build_statistics(teaching, mesh)
             splits = {"teacher": teacher_micro_batches(config, of_teacher, mesh)}
         self.batch = StepBatch(config, arch, mesh, lengths, draws=self.actor.select is not None, others=splits)
         self.critic = build_critic(critic_settings(config, arch, mesh), mesh) if uses_critic(config) else None
@@ -194,7 +194,7 @@ class _Builder:
         """Log-probabilities and the optimizer steps of the policy, and of the critic if there is one."""
         config = self.config
         state = {**self.state, **self.decoding_bytes}
-        recomputed = config.actor.old_logprob == "recompute"
+        recomputed = config.actor.old_logprob == "recompute" or needs_statistics(config.algorithm)
         passes = {"log-probabilities": (self.params, float(recomputed))}
         if self.reference is not None:
             passes["reference's log-probabilities"] = (self.reference, 1.0)
@@ -204,7 +204,7 @@ class _Builder:
                     "log-probabilities",
                     f"{name}, {shape}",
                     shape.count * times,
-                    lambda params=params, shape=shape: self.actor.logprobs.lower(params, shape.micro_batch),
+                    lambda params=params, shape=shape: self.actor.statistics.lower(params, shape.micro_batch),
                     {PARAMETERS: device_bytes([params, self.frozen])},
                     {**state, PARAMETERS: state[PARAMETERS] - device_bytes([params, self.frozen])},
                     pairs=shape.pairs,
@@ -229,7 +229,7 @@ class _Builder:
 
     def _teaching(self, state: Sizes) -> Iterator[Program]:
         """The policy's most likely tokens, with algorithm.distillation.form=top_k, and the teacher's scores."""
-        functions = {"teacher": (self.scores, self.teacher)}
+        functions = {"teacher": (self.teaching, self.teacher)}
         if self.config.algorithm.distillation.form == "top_k":
             functions = {"actor": (self.actor.most_likely, self.params), **functions}
         names = {"actor": "most likely tokens", "teacher": "teacher's scores"}

@@ -39,6 +39,7 @@ from dapo_jax.verl.values import (
 )
 
 Convert = Callable[[Any, Values], dict[str, Any]]
+OPTIMIZERS = "actor.optim.optimizer is adamw or muon"
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,7 @@ NOT_NEEDED = (
     Entry(f"{{{ACTOR},{ARR}.ref,critic}}.rollout_n", note="rollout.n"),
     Entry(f"{{{ACTOR},critic}}.optim.{{total_training_steps,num_cycles,zero_indexed_step}}", note="the trainer's own"),
     Entry(f"{{{ACTOR},critic}}.optim.optimizer_impl", note="optax"),
+    Entry(f"{ACTOR}.calculate_sum_pi_squared", note="computed if adv_estimator=optimal_token_baseline"),
     Entry(f"{{{ACTOR},critic}}.checkpoint.*", note="a checkpoint holds everything that a run needs to resume"),
     Entry(f"{{{ARR}.{{actor,ref,rollout}},critic,reward_model}}.profiler.*", note="trainer.profile_steps"),
     Entry("global_profiler.*", note="trainer.profile_steps"),
@@ -359,10 +361,6 @@ NOT_NEEDED = (
 
 NOT_HERE = (  # an option that changes a run, followed by options that are read only with it
     _missing(f"{ACTOR}.shuffle", "mini-batches follow the order of the batch"),
-    _missing(
-        f"{ACTOR}.calculate_sum_pi_squared",
-        "for an estimator that does not exist here",
-    ),
     _missing(f"{ACTOR}.policy_loss.*", "for a policy loss that does not exist here"),
     _missing(f"{{{ARR}.ref,critic}}.router_replay.mode", REPLAY, "disabled"),
     _missing(f"{{{ACTOR},{ACTOR}.fsdp_config,{ARR}.ref.fsdp_config,critic.fsdp}}.qat.enable", DENSE),
@@ -383,9 +381,7 @@ NOT_HERE = (  # an option that changes a run, followed by options that are read 
     Entry(f"{ARR}.model.lora.*", note=ADAPTERS),
     _missing(f"{ARR}.model.override_config", "change config.json of model.path"),
     _missing(f"{ARR}.model.override_config.*", "change config.json of model.path"),
-    _missing(
-        f"{{{ACTOR},critic}}.optim.{{optimizer,override_optimizer_config}}", "AdamW is the only optimizer", "AdamW"
-    ),
+    _missing(f"{{{ACTOR},critic}}.optim.{{optimizer,override_optimizer_config}}", OPTIMIZERS, "AdamW"),
     _missing(f"{ACTOR}.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_key,video_key,audio_key}", TEXT_ONLY, "images", "videos", "audios"),
     Entry("data.{image_patch_size,mm_processor_kwargs}", note=TEXT_ONLY),
@@ -453,7 +449,7 @@ EASYR1 = (
     Entry("trainer.val_generations_to_log", note="monitor.num_samples responses are recorded per step"),
     _missing(
         "worker.actor.optim.strategy",
-        "AdamW is the only optimizer; actor.optim.moments_dtype=bfloat16 halves its memory",
+        f"{OPTIMIZERS}; actor.optim.moments_dtype=bfloat16 halves its memory",
     ),
     _missing("worker.actor.model.freeze_vision_tower", TEXT_ONLY),
     _missing("data.{image_dir,video_fps,min_pixels,max_pixels}", TEXT_ONLY),

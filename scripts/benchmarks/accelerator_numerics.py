@@ -264,7 +264,7 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         [B, R] arrays: greedy `tokens`; log-probabilities `sampled` of them by the sampler, `of own` of them and
         `trained` of the given tokens by the training pass.
     """
-    from dapo_jax.learner.batch import policy_logprobs
+    from dapo_jax.learner.batch import policy_statistics
     from dapo_jax.rollout.sampling import EVALUATE, Sampling
 
     rows, prompt, length = (8, 4, 12) if small else (64, 24, 128)
@@ -290,7 +290,7 @@ def policy_outputs(dtype: str, given: np.ndarray | None, *, small: bool) -> dict
         sampled = np.asarray(rollout.responses)
 
         def trained(responses: np.ndarray) -> np.ndarray:
-            return policy_logprobs(run.learner, params, batch_of(run, prompts, responses))[0]
+            return policy_statistics(run.learner, params, batch_of(run, prompts, responses)).logprobs
 
         of_own = trained(sampled)
         return {

@@ -253,6 +253,13 @@ CASES = [
     Case("token budget, XLA's attention", UPDATE, {**BUDGET, **XLA}),
     # the optimizer
     Case("moments in bfloat16", OPTIMIZER, {MOMENTS: "bfloat16"}),
+    Case("Muon", OPTIMIZER, {"actor.optim.optimizer": "muon"}),
+    Case(
+        "Muon, Qwen3-MoE, bfloat16",
+        OPTIMIZER,
+        {"actor.optim.optimizer": "muon", MOMENTS: "bfloat16"},
+        family="qwen3_moe",
+    ),
     Case("moments offloaded", OPTIMIZER, {"actor.optim.offload": True}, platforms=(V5E,)),  # JAX knows no host of GPUs
     Case("offloaded in bfloat16", OPTIMIZER, {"actor.optim.offload": True, MOMENTS: "bfloat16"}, platforms=(V5E,)),
     # adapters, other models, the end

@@ -247,7 +247,8 @@ def estimator(parts: Parts) -> Iterator[Program]:
     function = advantages.ESTIMATORS[name]
     of_rows = {"reward_baselines": (ROWS,), "accuracy": (ROWS,), "reward_parts": (ROWS, 2)}
     arrays = {extra: parts.rows(*shape) for extra, shape in of_rows.items()} | {
-        extra: parts.rows(ROWS, TOKENS) for extra in ("values", "logprobs", "hint_logprobs", "entropy")
+        extra: parts.rows(ROWS, TOKENS)
+        for extra in ("values", "logprobs", "hint_logprobs", "entropy", "sum_pi_squared", "importance_weights")
     }
     sizes = {"num_groups": GROUPS} if needs(function, "num_groups") else {}
     jitted = build_estimator(parts.config.algorithm, parts.arch.vocab_size, parts.mesh)

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -12,9 +13,10 @@ from dapo_jax.algorithms.cpo import CPO_METHODS
 
 CASES = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())
 REFERENCE = {  # the estimators that verl has, by our names
-    *("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo"),
+    *("grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "optimal_token_baseline"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae"),
 }
+ARRAYS = {"values", "reward_baselines", "reward_parts", "logprobs", "sum_pi_squared", "importance_weights"}
 REQUIRED = {name: required(function) for name, function in ESTIMATORS.items()}
 GROUPED = [name for name, required in REQUIRED.items() if "num_groups" in required]
 SCORES_ALONE = sorted(
@@ -43,9 +45,8 @@ def test_advantages_and_returns_equal_the_reference(case):
     mask = jnp.array(inputs["response_mask"]) > 0
     names = {name: index for index, name in enumerate(dict.fromkeys(inputs.get("group_ids", [0] * len(mask))))}
     group_ids = jnp.array([names[name] for name in inputs.get("group_ids", [0] * len(mask))])
-    for name in ("values", "reward_baselines", "reward_parts"):
-        if name in inputs:
-            options[name] = jnp.array(inputs[name])
+    for name in ARRAYS & set(inputs):
+        options[name] = jnp.array(inputs[name])
     if case["name"] in GROUPED:
         options["num_groups"] = len(names)
     advantages, returns = ESTIMATORS[case["name"]](jnp.array(inputs["token_level_rewards"]), mask, group_ids, **options)
@@ -130,6 +131,42 @@ def test_gdpo_counts_each_reward_alike_whatever_its_scale():
     alone = run("gdpo", np.zeros(12), groups, reward_parts=jnp.array(parts), gdpo_reward_weights=(1.0, 0.0))
     scores = run("grpo", parts[:, 0], groups)
     np.testing.assert_allclose(alone, (scores - scores.mean()) / np.repeat(scores, 3).std(ddof=1), atol=1e-4)
+
+
+def test_the_optimal_baseline_is_the_mean_where_all_tokens_are_as_sure():
+    """And a token that only one response has keeps its reward to go; a sure token weighs nothing."""
+    mask = jnp.arange(4) < jnp.array([[2], [3], [4]])
+    rewards = jnp.zeros((3, 4)).at[jnp.arange(3), jnp.array([1, 2, 3])].set(jnp.array([1.0, 0.0, 4.0]))
+    estimate = functools.partial(ESTIMATORS["optimal_token_baseline"], rewards, mask, jnp.zeros(3, int), num_groups=1)
+    unsure = {"logprobs": jnp.full((3, 4), jnp.log(0.5)), "sum_pi_squared": jnp.full((3, 4), 0.5)}
+    expected = [[1 - 5 / 3] * 2 + [0, 0], [-5 / 3] * 2 + [-2, 0], [4 - 5 / 3] * 2 + [2, 4]]
+    np.testing.assert_allclose(estimate(**unsure)[0], expected, atol=1e-6)
+    sure = {"logprobs": unsure["logprobs"].at[2].set(0.0), "sum_pi_squared": unsure["sum_pi_squared"].at[2].set(1.0)}
+    expected = [[0.5] * 2 + [0, 0], [-0.5] * 2 + [0, 0], [3.5] * 2 + [4, 4]]
+    np.testing.assert_allclose(estimate(**sure)[0], expected, atol=1e-6)
+
+
+def test_the_optimal_baseline_lowers_the_variance_of_the_gradient():
+    """Of one softmax that all tokens share; the group's mean is the other baseline."""
+    rng, groups, size, tokens, words = np.random.default_rng(0), 4000, 4, 3, 3
+    logits = np.array([[2.0, 0.0, -1.0], [0.0, 0.5, 0.0], [3.0, 0.0, 0.0]])
+    pi = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    drawn = np.stack([rng.choice(words, size=(groups, size), p=row) for row in pi], axis=-1).reshape(-1, tokens)
+    mask, ids = np.ones(drawn.shape, bool), np.repeat(np.arange(groups), size)
+    rewards = np.zeros(drawn.shape) + np.where(np.arange(tokens) == tokens - 1, (drawn == 0).all(-1)[:, None], 0)
+    scores = np.eye(words)[drawn] - pi  # the gradient of a token's log-probability by its logits
+    arrays = {
+        "logprobs": np.log(pi[np.arange(tokens), drawn]),
+        "sum_pi_squared": np.tile((pi**2).sum(-1), (len(ids), 1)),
+    }
+
+    def variance(name, **arrays):
+        advantages, _ = ESTIMATORS[name](*map(jnp.array, (rewards, mask, ids)), num_groups=groups, **arrays)
+        gradients = (np.asarray(advantages)[..., None] * scores).reshape(groups, size, tokens, words).mean(axis=1)
+        return gradients.var(axis=0).sum()
+
+    optimal = variance("optimal_token_baseline", **{name: jnp.array(value) for name, value in arrays.items()})
+    assert optimal < variance("grpo", norm_adv_by_std_in_grpo=False)
 
 
 def test_gae_without_discount_is_the_reward_minus_the_value():

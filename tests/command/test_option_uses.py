@@ -27,8 +27,8 @@ ALWAYS_READ = set(
     """
     actor.entropy_coeff actor.grad_clip actor.logprob_chunk_size actor.loss_agg_mode actor.old_logprob
     actor.optim.betas actor.optim.eps actor.optim.lr actor.optim.lr_scheduler_type actor.optim.lr_warmup_steps
-    actor.optim.moments_dtype actor.optim.offload actor.optim.weight_decay actor.policy_loss.loss_mode actor.ppo_epochs
-    actor.ppo_mini_batch_size actor.use_dynamic_bsz actor.use_kl_loss
+    actor.optim.moments_dtype actor.optim.offload actor.optim.optimizer actor.optim.weight_decay
+    actor.policy_loss.loss_mode actor.ppo_epochs actor.ppo_mini_batch_size actor.use_dynamic_bsz actor.use_kl_loss
     algorithm.adv_estimator algorithm.distillation.path algorithm.filter_groups.enable algorithm.overlong_filtering
     algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_rs algorithm.use_kl_in_reward
     algorithm.top_entropy_quantile actor.off_policy_mask_threshold

@@ -15,7 +15,7 @@ from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.estimator_inputs import estimator_inputs
-from dapo_jax.learner.batch import make_batch, policy_logprobs
+from dapo_jax.learner.batch import make_batch, policy_statistics
 from dapo_jax.learner.learner import update
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
@@ -379,7 +379,7 @@ def test_only_the_tokens_of_highest_entropy_have_advantages(accepted):
     assert has.sum() == pytest.approx(0.25 * batch.loss_mask.sum(), abs=2)
     np.testing.assert_array_equal(batch.advantages[has], plain.advantages[has])
     with open_run(accepted[0]) as run:
-        _, entropy = policy_logprobs(run.learner, accepted[2].actor.params, plain)
+        entropy = policy_statistics(run.learner, accepted[2].actor.params, plain).entropy
     assert entropy[has].min() >= metrics["actor/entropy_threshold"] - 1e-6
     assert entropy[batch.loss_mask & ~has].max() <= metrics["actor/entropy_threshold"] + 1e-6
 

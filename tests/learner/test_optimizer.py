@@ -1,10 +1,16 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
+from shapes import ARCH
 
 from dapo_jax.learner.optimizer import OptimizerSettings, apply_gradients, init_state, learning_rate
+from dapo_jax.models.architecture import Experts, Layer
+from dapo_jax.models.weights import init_params, weight_table
 
 SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
 
@@ -24,6 +30,47 @@ def test_updates_are_clipped_adamw():
         np.testing.assert_allclose(norm, optax.global_norm(gradients), rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, expected)
     assert state.updates == 3 and state.skipped == 0
+
+
+def orthogonal(matrix):
+    """Five Newton-Schulz steps of a matrix [inputs, outputs] (arXiv:2502.16982, equation 3)."""
+    x = matrix / (np.linalg.norm(matrix) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+@pytest.mark.parametrize("moments", [jnp.float32, jnp.bfloat16])
+def test_muon_orthogonalises_each_matrix_of_a_layer_and_leaves_the_rest_to_adam(moments):
+    """Of projections to heads and from heads, and of each expert; tables, norms and biases are Adam's."""
+    settings = dataclasses.replace(SETTINGS, muon=True, moments_dtype=moments, grad_clip=1e9)
+    experts = Experts(number=3, per_token=2, intermediate_size=6, normalized=True)
+    arch = dataclasses.replace(ARCH, qkv_bias=True, experts=experts, pattern=(Layer(experts=True),))
+    table = weight_table(arch)
+    params, first, second = (init_params(arch, seed) for seed in range(3))
+    state, _ = apply_gradients(init_state(params, settings, table), first, jnp.float32(0.0), settings, table)
+    after, _ = apply_gradients(state, second, jnp.float32(1.0), settings, table)
+    params, first, second, new = map(traverse_util.flatten_dict, (params, first, second, after.params))
+    matrices = [weight for weight in table if weight.matrix_axes is not None]
+    names = {"query", "key", "value", "output", "router", "expert_gate", "expert_up", "expert_down"}
+    assert {weight.path[-1] for weight in matrices} == names
+    for weight in matrices:
+        outputs, inputs = weight.hf_shape
+        arrays = [np.asarray(tree[weight.path], np.float64) for tree in (params, first, second, new)]
+        for param, old, gradient, found in zip(*(x.reshape(-1, inputs, outputs) for x in arrays), strict=True):
+            momentum = 0.95 * (0.95 * 0.05 * old + 0.05 * gradient) / (1 - 0.95**3) + 0.05 * gradient / (1 - 0.95**2)
+            step = 0.2 * max(inputs, outputs) ** 0.5 * orthogonal(momentum) + settings.weight_decay * param
+            np.testing.assert_allclose(param - found, step, atol=1e-4 if moments == jnp.float32 else 0.02)
+    kept = jax.tree.leaves(after.moments)
+    assert {x.dtype for x in kept if x.size > 3} == {jnp.dtype(moments)}
+    assert sum(x.size for x in kept if x.size > 3) == 2 * sum(x.size for x in params.values()) - sum(
+        params[weight.path].size for weight in matrices
+    )
+    others = dataclasses.replace(settings, muon=False)
+    plain, _ = apply_gradients(init_state({"a": jnp.ones(3)}, others), {"a": jnp.ones(3)}, jnp.float32(1.0), others)
+    alone, _ = apply_gradients(init_state({"a": jnp.ones(3)}, settings), {"a": jnp.ones(3)}, jnp.float32(1.0), settings)
+    np.testing.assert_array_equal(alone.params["a"], plain.params["a"])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -16,7 +16,7 @@ from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.router_metrics import router_metrics
 from dapo_jax.learner.router_replay import choosing_experts, expert_records, saved_fields
-from dapo_jax.learner.update import compute_logprobs, mini_batches, update_policy
+from dapo_jax.learner.update import compute_statistics, mini_batches, update_policy
 from dapo_jax.models.experts import RoutingCounts
 
 LAYERS, PER_TOKEN, TEMPERATURE = 4, 2, 1.0
@@ -57,7 +57,7 @@ def with_actor(mesh=None):
 def logprobs(batch, micro_batches, mesh=None):
     mesh, actor, state = with_actor(mesh)
     with jax.set_mesh(mesh):
-        return compute_logprobs(actor, state.params, batch, micro_batches, mesh)[0]
+        return compute_statistics(actor, state.params, batch, micro_batches, mesh).logprobs
 
 
 def update(batch, micro_batches, mesh=None, mini=32):

@@ -20,9 +20,9 @@ from small_policy import (
     rows,
 )
 
-from dapo_jax.learner.teacher import build_scores, judged
-from dapo_jax.learner.token_logprobs import highest, logits_of
-from dapo_jax.learner.update import compute_logprobs, in_pieces
+from dapo_jax.learner.teacher import build_statistics, judged
+from dapo_jax.learner.token_logprobs import TokenStatistics, highest, logits_of
+from dapo_jax.learner.update import compute_statistics, in_pieces
 from dapo_jax.models.weights import init_params, weight_shardings, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, batch_sharding, put, replicated
 from dapo_jax.parallel.stopping import unpaced
@@ -34,7 +34,7 @@ WIDER = dataclasses.replace(ARCH, num_layers=3, intermediate_size=96, vocab_size
 def teacher_on(mesh, arch=WIDER, seed=3):
     shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
     params = jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(seed)
-    return build_scores(actor_settings(arch=arch, temperature=0.9), mesh), params
+    return build_statistics(actor_settings(arch=arch, temperature=0.9), mesh), params
 
 
 def scored(mesh, split, **teacher):
@@ -46,8 +46,8 @@ def scored(mesh, split, **teacher):
         candidates = in_pieces(actor.most_likely, params, batch, split, mesh, unpaced)
         batch = batch.replace(candidates=candidates)
         scores, params = teacher_on(mesh, **teacher)
-        logprobs, of_candidates = in_pieces(scores, params, batch, split, mesh, unpaced)
-    return batch.replace(teacher_logprobs=of_candidates), logprobs
+        found = in_pieces(scores, params, batch, split, mesh, unpaced)
+    return batch.replace(teacher_logprobs=found.of_candidates), found.logprobs
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
@@ -117,20 +117,20 @@ def test_a_teacher_that_is_the_policy_changes_nothing():
     with jax.set_mesh(mesh):
         actor = actor_on(mesh)
         params = actor.trainable.init_random(0).params
-        own, _ = compute_logprobs(actor, params, batch, rows(32), mesh)
-        scores = build_scores(actor_settings(), mesh)
-        logprobs, _ = in_pieces(scores, params, batch, rows(32), mesh, unpaced)
+        own = compute_statistics(actor, params, batch, rows(32), mesh).logprobs
+        scores = build_statistics(actor_settings(), mesh)
+        found = in_pieces(scores, params, batch, rows(32), mesh, unpaced)
     batch = batch.replace(old_logprobs=own)
-    judgement, metrics = judged(batch, logprobs, None, weight=2.0, use_task_rewards=True)
+    judgement, metrics = judged(batch, found, weight=2.0, use_task_rewards=True)
     np.testing.assert_array_equal(judgement.advantages, batch.advantages)
     assert metrics == {"distillation/reverse_kl": 0.0}
-    alone, _ = judged(batch, logprobs, None, weight=2.0, use_task_rewards=False)
+    alone, _ = judged(batch, found, weight=2.0, use_task_rewards=False)
     assert not alone.advantages.any()
 
 
 def test_the_sampled_form_adds_the_weighted_difference_of_log_probabilities():
     batch, logprobs = scored(one_device_mesh(), rows(32))
-    found, metrics = judged(batch, logprobs, None, weight=2.0, use_task_rewards=True)
+    found, metrics = judged(batch, TokenStatistics(logprobs, None, None), weight=2.0, use_task_rewards=True)
     difference = np.where(batch.mask, logprobs - batch.old_logprobs, 0)
     np.testing.assert_allclose(found.advantages, batch.advantages + 2 * difference, atol=1e-5)
     np.testing.assert_allclose(metrics["distillation/reverse_kl"], -difference[batch.loss_mask].mean(), rtol=1e-4)

@@ -31,7 +31,7 @@ from dapo_jax.algorithms.aggregation import MODES
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.data.containers import Batch
 from dapo_jax.learner.update import (
-    compute_logprobs,
+    compute_statistics,
     compute_values,
     update_critic,
 )
@@ -159,7 +159,7 @@ def test_one_model_sampler_and_training_logprobs_agree():
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
         for split, width in ((rows(12), 8), (bins(1, 24), 12), (bins(1, 100), 8)):
-            trained, _ = compute_logprobs(actor, state.params, batch_of(rollout, width), split, mesh)
+            trained = compute_statistics(actor, state.params, batch_of(rollout, width), split, mesh).logprobs
             np.testing.assert_allclose(trained, rollout.logprobs, atol=1e-4)
 
 
@@ -271,7 +271,7 @@ def test_what_is_not_trained_on_is_still_read():
     with jax.set_mesh(mesh):
         actor = actor_on(mesh)
         state = actor.trainable.init_random(0)
-        logprobs, _ = compute_logprobs(actor, state.params, masked, rows(32), mesh)
+        logprobs = compute_statistics(actor, state.params, masked, rows(32), mesh).logprobs
         np.testing.assert_allclose(logprobs, rollout.logprobs, atol=1e-4)
         _, metrics = step(actor, state, masked, mesh, mini=32)
     expected = -np.mean(batch.advantages[masked.loss_mask])

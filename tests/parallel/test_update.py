@@ -28,8 +28,8 @@ from small_policy import (
 
 from dapo_jax.data.containers import Batch, Bins, MicroBatch
 from dapo_jax.learner.actor import RATIO_BUCKETS, build_actor, count_ratios, loss_fn
-from dapo_jax.learner.token_logprobs import response_logprobs
-from dapo_jax.learner.update import compute_logprobs, update_policy
+from dapo_jax.learner.token_logprobs import response_statistics
+from dapo_jax.learner.update import compute_statistics, update_policy
 from dapo_jax.models import fused_attention, splash, tree_attention
 from dapo_jax.models.attention import XLA
 from dapo_jax.models.fused_attention import on_each_device
@@ -129,7 +129,7 @@ def test_ratios_of_trained_tokens_are_counted_alike_in_every_piece_and_on_every_
         with jax.set_mesh(mesh):
             actor = actor_on(mesh, loss_mode=loss)
             state = actor.trainable.init_random(0)
-            logprobs, _ = compute_logprobs(actor, state.params, batch, rows(32), mesh)
+            logprobs = compute_statistics(actor, state.params, batch, rows(32), mesh).logprobs
             changed = batch.replace(old_logprobs=logprobs - np.log(drawn), loss_mask=trained)
             _, finish = update_policy(actor, state, changed, update_settings(mini=32, micro=micro), mesh)
             ratios = finish()[1]["actor/ratio"]
@@ -200,7 +200,7 @@ def test_logits_of_a_large_vocabulary_never_exist_whole():
     def temporaries(chunk_size):
         def loss(params, batch):
             return jnp.sum(
-                response_logprobs(
+                response_statistics(
                     params,
                     batch,
                     arch=arch,
@@ -209,7 +209,7 @@ def test_logits_of_a_large_vocabulary_never_exist_whole():
                     attention=XLA,
                     chunk_size=chunk_size,
                     entropy_gradient=False,
-                )[0]
+                )[0].logprobs
             )
 
         return jax.jit(jax.grad(loss)).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
@@ -246,9 +246,9 @@ def test_fresh_adapters_change_nothing_and_they_alone_are_trained():
         actor = lora_actor(mesh)
         state = actor.trainable.init_random(1)
         assert set(state.params["layers"]) == {weight.path[1] for weight in adapter_table(ARCH, LORA)}
-        logprobs, _ = compute_logprobs(actor, state.params, batch_of(rollout), rows(32), mesh)
+        logprobs = compute_statistics(actor, state.params, batch_of(rollout), rows(32), mesh).logprobs
         np.testing.assert_allclose(logprobs, rollout.logprobs, atol=1e-4)
-        without, _ = compute_logprobs(actor, {}, batch_of(rollout), rows(32), mesh)  # the reference policy
+        without = compute_statistics(actor, {}, batch_of(rollout), rows(32), mesh).logprobs  # the reference policy
         np.testing.assert_array_equal(without, logprobs)
         before = jax.device_get(state.params)
         state, _ = step(actor, state, batch_of(rollout), mesh, lr=1e-2)
@@ -256,7 +256,7 @@ def test_fresh_adapters_change_nothing_and_they_alone_are_trained():
         assert all(size > 0 for size in moved.values()), moved
         # Sampling with merged weights and training with separate adapters agree.
         sampled = roll_out(actor, state, mesh)
-        trained, _ = compute_logprobs(actor, state.params, batch_of(sampled), rows(32), mesh)
+        trained = compute_statistics(actor, state.params, batch_of(sampled), rows(32), mesh).logprobs
     np.testing.assert_allclose(trained, sampled.logprobs, atol=1e-4)
     assert np.abs(sampled.logprobs - rollout.logprobs).max() > 1e-3
 
@@ -325,6 +325,21 @@ def test_moments_in_bfloat16_follow_those_in_float32():
         exact, rounded = (np.asarray(state.params["layers"][path]) for state in found.values())
         change = exact - np.asarray(init_params(ARCH, 0)["layers"][path])
         assert np.abs(rounded - exact).mean() < 0.02 * np.abs(change).mean()
+
+
+def test_muon_does_not_depend_on_the_mesh_and_its_momentum_is_divided():
+    rollout, _, _ = reference()
+    muon, results = dataclasses.replace(actor_settings().optimizer, muon=True), []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        mesh = mesh_of(shape)
+        with jax.set_mesh(mesh):
+            actor = actor_on(mesh, optimizer=muon)
+            state, _ = step(actor, actor.trainable.init_random(0), batch_of(rollout), mesh, lr=1e-3)
+        results.append(jax.device_get(state.params))
+    assert_close(results[1], results[0], 1e-5)
+    momentum = state.moments[0].inner_states["muon"].inner_state[0].mu["layers"]
+    for name in ("query", "output", "gate", "down"):
+        assert momentum[name].addressable_shards[0].data.size * 4 == momentum[name].size, name
 
 
 def test_table_of_adapters_covers_inputs_and_outputs():
