@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles every program for NVIDIA GPUs and TPUs, without having one: tests/accelerators/cases.py is the table.
 #
-#   bash scripts/test_accelerators.sh [pytest arguments]
+#   bash scripts/test_accelerators.sh [pytest arguments]    such as -m "not slow", which CI runs: each case for a GPU or
+#                                                           a TPU in turn, and the most used ones for both
 #
 # The compilers (2 GB) and the compiled programs are kept in $DAPO_JAX_CACHE (default ~/.cache/dapo_jax): a second run
 # installs nothing, and compiles only what has changed.

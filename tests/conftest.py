@@ -1,6 +1,7 @@
 """Every test runs on eight fake CPU devices; the environment is set before JAX is first imported."""
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -10,6 +11,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Compiling is most of the tests' time: fewer passes, the same arithmetic.
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"  # the workers are parallel
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"  # the older emitters compile in half the time; gone since
 # A worker has it from the process that started it; compilers of accelerators know no flags of CPUs.
@@ -53,7 +55,10 @@ def _mappings_of_programs_are_returned():
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
         import jax
 
+        gc.unfreeze()
         jax.clear_caches()
+        gc.collect()
+    gc.freeze()  # a million objects of traced programs, which a collection would walk over again and again
 
 
 @pytest.fixture(scope="session", autouse=True)

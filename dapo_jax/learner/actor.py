@@ -93,13 +93,20 @@ def token_statistics(
 
 
 def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
-    """This micro-batch's share of the mini-batch's loss, and mergeable metrics.
+    """This micro-batch's share of the mini-batch's loss, and mergeable metrics."""
+    found, routing = token_statistics(params, frozen, batch, settings, remat=settings.remat)
+    total, metrics = loss_of(found, batch, settings)
+    if routing is not None:
+        metrics[ROUTING] = routing
+    return total, jax.lax.stop_gradient(metrics)
+
+
+def loss_of(found: TokenStatistics, batch: MicroBatch, settings: ActorSettings) -> tuple[jax.Array, Metrics]:
+    """The loss and the metrics of a micro-batch whose tokens have these statistics.
 
     A metric whose count is 0 is a sum: its shares add up over the mini-batch.
     """
-    (logprobs, entropy, _, of_candidates), routing = token_statistics(
-        params, frozen, batch, settings, remat=settings.remat
-    )
+    logprobs, entropy, _, of_candidates = found
     token_loss, metrics = policy_token_loss(logprobs, batch, settings)
     total = weighted_sum(token_loss, batch.loss_weights, batch.loss_mask)
     metrics["pg_loss"] = Mean(total, jnp.float32(0))
@@ -129,9 +136,7 @@ def loss_fn(params: Any, frozen: Any, batch: MicroBatch, settings: ActorSettings
         "squared_ratio": Mean.of(jnp.square(ratio), batch.mask),
         "ratio_counts": Mean(count_ratios(ratio, batch.loss_mask), jnp.float32(0)),
     }
-    if routing is not None:
-        metrics[ROUTING] = routing
-    return total, jax.lax.stop_gradient(metrics)
+    return total, metrics
 
 
 def count_ratios(ratio: jax.Array, mask: jax.Array) -> jax.Array:

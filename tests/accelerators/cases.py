@@ -12,8 +12,6 @@ from accelerators.programs import Parts, Program, step
 
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.cpo import CPO_METHODS
-from dapo_jax.algorithms.kl import PENALTIES
-from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.sections import Config
@@ -104,7 +102,10 @@ def small() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """What a user may set, and the programs that it changes."""
+    """What a user may set, and the programs that it changes.
+
+    The short form of the tests compiles those of `both` for all its platforms, and each other case for one of them.
+    """
 
     name: str
     programs: Callable[[Parts], Iterator[Program]]
@@ -112,6 +113,7 @@ class Case:
     family: str = ""  # of FAMILIES; empty: the random model
     platforms: tuple[str, ...] = (H100, V5E)
     devices: tuple[int, int] = (0, 8)  # those of the mesh, from and to
+    both: bool = False
 
 
 def config_of(case: Case, directory: Path) -> Config:
@@ -145,14 +147,14 @@ MOMENTS = "actor.optim.moments_dtype"
 WINDOWED = ("gemma2", "gemma3_text", "qwen3_moe")
 
 CASES = [
-    Case("a step with the defaults", step()),
-    Case("start of training", of.start_of_training),
+    Case("a step with the defaults", step(), both=True),
+    Case("start of training", of.start_of_training, both=True),
     # models
     *(Case(f"model {name}", step("prefill", DECODE, "actor, gradients"), family=name) for name in FAMILIES),
     Case("float32", step("prefill", DECODE, "actor, gradients", "log-probabilities"), FLOAT32),
     Case("bfloat16 by name", UPDATE, {"model.dtype": "bfloat16"}),
     # sampling: temperature, greedy, top-p, top-k are values; stop strings, and moving weights ahead, are the host's
-    Case("every rung and window", of.rungs_and_windows),
+    Case("every rung and window", of.rungs_and_windows, both=True),
     Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32),
     Case("slots and pages", of.slots_and_pages, platforms=(H100, V5E, "v5p:2x2x2", "v6e:2x4", "a100:8")),
     Case("slots and pages, heads of 128", of.slots_and_pages, family="qwen3"),
@@ -179,11 +181,18 @@ CASES = [
     Case("three layers", UPDATE, {"model.random.num_layers": 3}),
     Case("logits in several chunks", UPDATE, {"actor.logprob_chunk_size": 64}),
     # losses
-    *(Case(f"loss {name}", UPDATE, {"actor.policy_loss.loss_mode": name}) for name in LOSSES),
-    Case("off-policy sequence mask", UPDATE, {"actor.off_policy_mask_threshold": 0.1}),
+    Case("losses", of.losses, both=True),
+    Case(
+        "a loss of sequences with their mask, the entropy and a KL divergence",
+        UPDATE,
+        {
+            "actor.policy_loss.loss_mode": "gspo",
+            "actor.off_policy_mask_threshold": 0.1,
+            "actor.entropy_coeff": 0.01,
+            **KL,
+        },
+    ),
     *(Case(f"tokens drawn by {name}", of.drawn_tokens, {"actor.policy_loss.loss_mode": name}) for name in SELECTIONS),
-    Case("entropy in the loss", UPDATE, {"actor.entropy_coeff": 0.01}),
-    *(Case(f"KL loss {name}", UPDATE, {**KL, "actor.kl_loss_type": name}) for name in PENALTIES),
     Case("reference", step("reference"), KL),
     Case("teacher", step("teacher's scores"), TEACHER),
     Case(
@@ -196,8 +205,8 @@ CASES = [
         UPDATE,
         {"actor.old_logprob": "recompute", "algorithm.rollout_correction.rollout_is": "token"},
     ),
-    Case("functions of a batch", of.batch_functions),
-    Case("rewards and filter", of.rewards_and_filter),
+    Case("functions of a batch", of.batch_functions, both=True),
+    Case("rewards and filter", of.rewards_and_filter, both=True),
     # estimators
     *(
         Case(f"estimator {name}", of.estimator, {"algorithm.adv_estimator": name, **REWARDS.get(name, {})})
@@ -263,7 +272,7 @@ CASES = [
     Case("moments offloaded", OPTIMIZER, {"actor.optim.offload": True}, platforms=(V5E,)),  # JAX knows no host of GPUs
     Case("offloaded in bfloat16", OPTIMIZER, {"actor.optim.offload": True, MOMENTS: "bfloat16"}, platforms=(V5E,)),
     # adapters, other models, the end
-    Case("LoRA", step("decoding", "actor", "log-prob"), LORA),
+    Case("LoRA", step("decoding", "actor", "log-prob"), LORA, both=True),
     Case(
         "LoRA in float32 with a KL loss", step("decoding", "actor, gradients", "reference"), {**LORA, **KL, **FLOAT32}
     ),

@@ -15,12 +15,13 @@ from dapo_jax.algorithms import advantages
 from dapo_jax.algorithms.aggregation import MODES
 from dapo_jax.algorithms.arguments import chosen, needs
 from dapo_jax.algorithms.kl import PENALTIES
+from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.rollout_correction import CRITERIA, WEIGHTS, parse_threshold
 from dapo_jax.command.validation import validate
 from dapo_jax.config.sections import Config, LengthRewardConfig
-from dapo_jax.data.containers import Batch
+from dapo_jax.data.containers import Batch, Bins, MicroBatch
 from dapo_jax.dynamic_sampling.group_filter import group_statistics
-from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.actor import build_actor, loss_of
 from dapo_jax.learner.batch import (
     jitted_importance_weights,
     jitted_kl_penalty,
@@ -30,6 +31,7 @@ from dapo_jax.learner.batch import (
 )
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.learner.learner import build_estimator
+from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trained_tokens import jitted_keep_samples
 from dapo_jax.learner.update import jitted_token_weights
 from dapo_jax.models.architecture import Architecture
@@ -214,6 +216,36 @@ def start_of_training(parts: Parts) -> Iterator[Program]:
         lambda: build_freeze(parts.arch, compute_dtype(parts.config.model, parts.mesh), parts.mesh).lower(params),
     )
     yield "critic from policy", lambda: jax.jit(critic.init_from_policy).lower(params)
+
+
+def losses(parts: Parts) -> Iterator[Program]:
+    """The gradient of each loss, with each penalty and each mask, by the statistics of tokens."""
+    default = actor_settings(parts.config, parts.arch, parts.mesh)
+    variants = {f"loss {name}": replace(default, loss_mode=name) for name in LOSSES}
+    for name in PENALTIES:
+        variants[f"KL loss {name}"] = replace(default, kl_loss_coef=0.1, kl_loss_type=name)
+    variants["off-policy sequence mask"] = replace(default, off_policy_mask_threshold=0.1)
+    variants["entropy"] = replace(default, entropy_coeff=0.01)
+    values, mask = parts.rows(ROWS, TOKENS), parts.rows(ROWS, TOKENS, dtype=jnp.bool_)
+    whole_numbers = parts.rows(ROWS, TOKENS, dtype=jnp.int32)
+    batch = MicroBatch(
+        bins=Bins(*[whole_numbers] * 4),
+        sources=whole_numbers,
+        sequences=whole_numbers,
+        responses=whole_numbers,
+        mask=mask,
+        loss_mask=mask,
+        old_logprobs=values,
+        advantages=values,
+        loss_weights=values,
+        importance_weights=values,
+        ref_logprobs=values,
+        selected=mask,
+    )
+    for name, settings in variants.items():
+        loss = functools.partial(loss_of, settings=settings)
+        gradient = jax.jit(jax.grad(loss, has_aux=True))
+        yield name, functools.partial(gradient.lower, TokenStatistics(values, values, values), batch)
 
 
 def drawn_tokens(parts: Parts) -> Iterator[Program]:

@@ -12,7 +12,7 @@ from dapo_jax import run as run_module
 from dapo_jax import training as train_module
 from dapo_jax.algorithms.advantages import ESTIMATORS
 from dapo_jax.algorithms.cpo import CPO_METHODS
-from dapo_jax.algorithms.policy_loss import LOSSES
+from dapo_jax.algorithms.token_selection import SELECTIONS
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.estimator_inputs import estimator_inputs
 from dapo_jax.learner.batch import make_batch, policy_statistics
@@ -24,36 +24,33 @@ from dapo_jax.settings import updates_of_step
 from dapo_jax.step import train_on
 from dapo_jax.training import train
 
-OPTIONS = {  # of losses
-    "clip_cov": {"actor.policy_loss.clip_cov_lb": -9.0, "actor.policy_loss.clip_cov_ratio": 0.1},
-    "kl_cov": {"actor.policy_loss.kl_cov_ratio": 0.1},
+REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score")}}  # of estimators
+SHORT = {
+    "trainer.test_freq": -1,
+    "trainer.save_freq": -1,
+    "trainer.val_before_train": False,
+    "trainer.total_training_steps": 3,
 }
 
 
-REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score")}}  # of estimators
-
-
-def changes_of(estimator: str, loss: str) -> dict:
-    return {
-        **REWARDS.get(estimator, {}),
-        "algorithm.adv_estimator": estimator,
-        "actor.policy_loss.loss_mode": loss,
-        **OPTIONS.get(loss, {}),
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.val_before_train": False,
-        "trainer.total_training_steps": 3,
-    }
-
-
-LOSS_CYCLE = [*LOSSES] + ["vanilla"] * (len(ESTIMATORS) - len(LOSSES))
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_trains_with_finite_changing_losses(tmp_path, estimator):
+    train(small_config(tmp_path, **SHORT, **REWARDS.get(estimator, {}), **{"algorithm.adv_estimator": estimator}))
+    assert_learns(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "loss"), list(zip(ESTIMATORS, LOSS_CYCLE, strict=True)))
-def test_every_estimator_and_loss_trains_with_finite_changing_losses(tmp_path, estimator, loss):
-    train(small_config(tmp_path, **changes_of(estimator, loss)))
-    rows = read_metrics(tmp_path)
+@pytest.mark.parametrize("loss", SELECTIONS)
+def test_losses_that_draw_tokens_train(tmp_path, loss):
+    drawn = {"clip_cov_lb": -9.0, "clip_cov_ratio": 0.1} if loss == "clip_cov" else {"kl_cov_ratio": 0.1}
+    options = {f"actor.policy_loss.{name}": value for name, value in {"loss_mode": loss, **drawn}.items()}
+    train(small_config(tmp_path, **SHORT, **options))
+    assert_learns(tmp_path)
+
+
+def assert_learns(workdir):
+    rows = read_metrics(workdir)
     losses = [row["actor/pg_loss"] for row in rows]
     assert len(losses) == 3 and np.isfinite(losses).all() and len(set(losses)) == 3
     for row in rows:

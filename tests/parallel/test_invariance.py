@@ -30,6 +30,8 @@ from small_policy import (
 from dapo_jax.algorithms.aggregation import MODES
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.data.containers import Batch
+from dapo_jax.learner.actor import loss_of
+from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.update import (
     compute_statistics,
     compute_values,
@@ -224,11 +226,46 @@ def drifted(batch: Batch) -> Batch:
     return batch.replace(old_logprobs=batch.old_logprobs + rng.normal(0, 0.4, batch.mask.shape).astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(loss, marks=[] if loss == "clip_cov" else pytest.mark.slow) for loss in LOSSES]
-)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_pieces_of_a_loss_add_up(loss):
+    """And so do their metrics, and the gradients are those of the whole; with all terms, and tokens chosen before."""
+    batch, rng = drifted(batch_of(reference()[0])), np.random.default_rng(3)
+    shape = batch.mask.shape
+    batch = batch.replace(
+        importance_weights=rng.uniform(0.5, 2, shape).astype(np.float32),
+        loss_weights=(batch.mask / batch.mask.sum()).astype(np.float32),
+        selected=rng.uniform(size=shape) < 0.3,
+        values=rng.uniform(-3, 0, shape).astype(np.float32),  # log-probabilities
+    )
+    terms = {"entropy_coeff": 0.01, "kl_loss_coef": 0.1, "off_policy_mask_threshold": 0.05}
+    settings = actor_settings(loss_mode=loss, **terms)
+
+    @jax.jit
+    def found(piece):
+        def of_logprobs(logprobs):
+            return loss_of(TokenStatistics(logprobs, -logprobs, None), piece, settings)
+
+        return jax.value_and_grad(of_logprobs, has_aux=True)(piece.values)
+
+    results = []
+    for size in (32, 16, 6):
+        total, merged, gradient = 0.0, {}, np.zeros(shape, np.float32)
+        for piece in rows(size).split(batch):
+            (loss, metrics), part = found(jax.tree.map(jnp.asarray, piece.micro_batch))
+            piece.write(np.asarray(part), gradient)
+            merged = {name: merged[name].merge(metrics[name]) if merged else metrics[name] for name in metrics}
+            total += loss
+        results.append((total, merged, gradient))
+    for total, merged, gradient in results[1:]:
+        np.testing.assert_allclose(total, results[0][0], rtol=1e-5, atol=1e-6)
+        assert_close(merged, results[0][1], 1e-4)
+        np.testing.assert_allclose(gradient, results[0][2], rtol=1e-5, atol=1e-7)
+    assert np.abs(results[0][2]).max() > 0
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_no_loss_depends_on_micro_batches_or_mesh(loss):
-    """With the entropy bonus, the KL loss and importance weights; clip_cov and kl_cov choose from the mini-batch."""
+    """With the entropy bonus, the KL loss and importance weights; clip_cov chooses from the mini-batch."""
     rollout, _, _ = reference()
     weights = np.random.default_rng(3).uniform(0.5, 2, rollout.mask.shape).astype(np.float32)
     terms = {"loss_mode": loss, "entropy_coeff": 0.01, "kl_loss_coef": 0.1}
@@ -291,20 +328,22 @@ def test_entropy_bonus_and_kl_loss_have_the_gradient_of_what_they_say():
     batch = batch.replace(loss_weights=weights, advantages=0 * batch.advantages)
     params = init_params(ARCH, 0)
 
+    prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
+    tokens = np.zeros((len(prompts), max(map(len, prompts)) + LENGTH), np.int32)  # padded on the right
+    before = np.zeros(batch.responses.shape, np.int32)  # the place before each response token
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt) + LENGTH] = [*prompt, *batch.responses[row]]
+        before[row] = len(prompt) - 1 + np.arange(LENGTH)
+
     def expected(params):
-        total = 0.0
-        for row in np.flatnonzero(batch.mask.any(axis=1)):
-            length, prompt = int(batch.mask[row].sum()), PROMPTS[row // SAMPLES]
-            response = batch.responses[row, :length]
-            tokens = jnp.array([*prompt, *response])[None]
-            hidden = transformer.forward(params, tokens, jnp.arange(tokens.size)[None], tokens >= 0, ARCH)
-            scores = transformer.logits(params, hidden[0, len(prompt) - 1 : -1], ARCH) / 0.8
-            log_probabilities = jax.nn.log_softmax(scores)
-            entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
-            chosen = jnp.take_along_axis(log_probabilities, response[:, None], axis=-1)[:, 0]
-            kl = kl_penalty(chosen, batch.ref_logprobs[row, :length], "k2")
-            total += jnp.sum(weights[row, :length] * (0.2 * kl - 0.3 * entropy))
-        return total
+        places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        hidden = transformer.forward(params, tokens, places, tokens >= 0, ARCH)
+        hidden = jnp.take_along_axis(hidden, before[:, :, None], axis=1)
+        log_probabilities = jax.nn.log_softmax(transformer.logits(params, hidden, ARCH) / 0.8)
+        entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
+        chosen = jnp.take_along_axis(log_probabilities, batch.responses[:, :, None], axis=-1)[:, :, 0]
+        kl = kl_penalty(chosen, batch.ref_logprobs, "k2")
+        return jnp.sum(weights * (0.2 * kl - 0.3 * entropy))
 
     packed = jax.tree.map(jnp.asarray, micro_batch(batch))
     settings = actor_settings(entropy_coeff=0.3, kl_loss_coef=0.2, kl_loss_type="k2", chunk_size=50)
