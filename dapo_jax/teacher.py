@@ -8,9 +8,9 @@ from dapo_jax.base_models import load_base, read_model
 from dapo_jax.config.sections import Config
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.learner.actor import ActorSettings
+from dapo_jax.learner.actor import ActorSettings, build_statistics
 from dapo_jax.learner.micro_batches import MicroBatches
-from dapo_jax.learner.teacher import Teacher, build_statistics
+from dapo_jax.learner.teacher import Teacher
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights

@@ -2,7 +2,7 @@
 # Sets up a virtual environment and checks style, types and every law, on up to four cores.
 #
 #   bash scripts/test.sh                         the short form of each test
-#   bash scripts/test.sh --all                   the long forms, too (marked slow): 40 minutes on two cores
+#   bash scripts/test.sh --all                   the long forms, too (marked slow): 36 to 43 minutes on two cores
 #   bash scripts/test.sh [pytest arguments]      with arguments, only pytest runs
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"

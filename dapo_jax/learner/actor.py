@@ -1,6 +1,5 @@
 """Device: the policy's loss and its compiled functions. Splitting a mini-batch changes nothing: each piece is a sum."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -178,6 +177,16 @@ def policy_token_loss(logprobs: jax.Array, batch: MicroBatch, settings: ActorSet
     return jnp.where(left_out, 0.0, token_loss), {**metrics, "off_policy_masked": Mean.of(left_out, batch.loss_mask)}
 
 
+def build_statistics(settings: ActorSettings, mesh: Mesh, frozen: Any = None) -> WithFrozen:
+    """(params, micro-batch) -> `TokenStatistics`, replicated over `mesh`, of a policy or a teacher."""
+
+    def statistics(params, frozen, batch):
+        return token_statistics(params, frozen, batch, settings, remat="none")[0]
+
+    options = dict(settings.compiler_options)
+    return WithFrozen(jax.jit(statistics, out_shardings=replicated(mesh), compiler_options=options), frozen)
+
+
 def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, decode_mesh: Mesh | None = None) -> Actor:
     """Compiles (on first use) the functions of a policy sharded over `mesh`.
 
@@ -197,9 +206,6 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
     )
     whole = replicated(mesh)
 
-    def statistics(params, frozen, batch):
-        return token_statistics(params, frozen, batch, settings, remat="none")[0]
-
     def most_likely(params, frozen, batch):
         return most_likely_tokens(
             operands(params, frozen, settings),
@@ -215,12 +221,12 @@ def build_actor(settings: ActorSettings, mesh: Mesh, frozen: Any = None, *, deco
         arrays = logprobs, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.noise
         return function(*arrays, **chosen(function, settings.loss_options))
 
-    compiled = functools.partial(jax.jit, out_shardings=whole, compiler_options=dict(settings.compiler_options))
+    options = dict(settings.compiler_options)
     return Actor(
         trainable=trainable,
         decode_weights=build_decode_weights(arch, settings.dtype, decode_mesh or mesh, lora, frozen),
-        statistics=WithFrozen(compiled(statistics), frozen),
-        most_likely=WithFrozen(compiled(most_likely), frozen),
+        statistics=build_statistics(settings, mesh, frozen),
+        most_likely=WithFrozen(jax.jit(most_likely, out_shardings=whole, compiler_options=options), frozen),
         select=jax.jit(select, out_shardings=whole) if settings.loss_mode in SELECTIONS else None,
         experts_per_token=arch.experts.per_token if arch.experts is not None else 0,
     )

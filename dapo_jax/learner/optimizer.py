@@ -116,8 +116,12 @@ def _with_muon(adam: optax.GradientTransformation, table: Sequence[Weight]) -> o
 
 
 def _in_dtype(moments: Any, params: Any, dtype: Any) -> Any:
-    is_moment = for_moments(moments, jax.tree.map(lambda _: True, params), False)
-    return jax.tree.map(lambda x, cast: x.astype(dtype) if cast else x, moments, is_moment)
+    return jax.tree.map(lambda x, cast: x.astype(dtype) if cast else x, moments, _are_moments(moments, params))
+
+
+def _are_moments(moments: Any, params: Any) -> Any:
+    """Whether each leaf of `moments` belongs to a parameter."""
+    return for_moments(moments, jax.tree.map(lambda _: True, params), False)
 
 
 def _rounded(moments: Any, params: Any, updates: jax.Array) -> Any:
@@ -127,7 +131,7 @@ def _rounded(moments: Any, params: Any, updates: jax.Array) -> Any:
     between neighbouring bfloat16 values.
     """
     leaves, structure = jax.tree.flatten(moments)
-    is_moment = jax.tree.leaves(for_moments(moments, jax.tree.map(lambda _: True, params), False))
+    is_moment = jax.tree.leaves(_are_moments(moments, params))
     key = jax.random.fold_in(jax.random.key(0), updates)
 
     def rounded(index: int, x: jax.Array) -> jax.Array:

@@ -4,16 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from dapo_jax.data.containers import Batch, MicroBatch
-from dapo_jax.learner.actor import ActorSettings, token_statistics
+from dapo_jax.data.containers import Batch
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.trainable import WithFrozen
-from dapo_jax.parallel.sharding import replicated
 
 
 @dataclass(frozen=True)
@@ -23,16 +19,6 @@ class Teacher:
     statistics: WithFrozen  # (params, micro-batch) -> TokenStatistics, replicated
     params: Any  # in the dtype of matrix products
     micro_batches: MicroBatches
-
-
-def build_statistics(settings: ActorSettings, mesh: Mesh) -> WithFrozen:
-    """`statistics` of a `Teacher`."""
-
-    def statistics(params: Any, frozen: None, batch: MicroBatch) -> TokenStatistics:
-        return token_statistics(params, frozen, batch, settings, remat="none")[0]
-
-    options = dict(settings.compiler_options)
-    return WithFrozen(jax.jit(statistics, out_shardings=replicated(mesh), compiler_options=options), None)
 
 
 def judged(

@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 from dapo_jax.config.derived import gen_batch_size, mini_batch_size, uses_reference
 from dapo_jax.config.sections import Config
 from dapo_jax.data.work import Work
-from dapo_jax.learner.actor import build_actor
+from dapo_jax.learner.actor import build_actor, build_statistics
 from dapo_jax.learner.choices import needs_statistics, uses_critic
 from dapo_jax.learner.critic import build_critic
-from dapo_jax.learner.teacher import build_statistics
 from dapo_jax.learner.trainable import HOST, Trainable
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.weights import build_freeze, unflatten, weight_table

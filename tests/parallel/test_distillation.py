@@ -20,7 +20,8 @@ from small_policy import (
     rows,
 )
 
-from dapo_jax.learner.teacher import build_statistics, judged
+from dapo_jax.learner.actor import build_statistics
+from dapo_jax.learner.teacher import judged
 from dapo_jax.learner.token_logprobs import TokenStatistics, highest, logits_of
 from dapo_jax.learner.update import compute_statistics, in_pieces
 from dapo_jax.models.weights import init_params, weight_shardings, weight_table
