@@ -25,7 +25,7 @@ def test_a_run_replays_what_the_sampler_chose_and_logs_it(model, tmp_path):
 
 @pytest.mark.slow
 def test_partial_rollouts_resume_with_their_records(model, tmp_path, monkeypatch):
-    """A run that is killed while responses are begun ends as one that is not."""
+    """A run that is killed while responses are begun ends as one that is not, with a teacher that judges them."""
     changes = changes_of(
         model,
         **{
@@ -36,6 +36,9 @@ def test_partial_rollouts_resume_with_their_records(model, tmp_path, monkeypatch
             "trainer.total_training_steps": 4,
             "trainer.save_freq": 1,
             "actor.optim.lr": 1e-2,
+            "algorithm.distillation.path": model,  # whose experts the sampler does not choose
+            "algorithm.distillation.form": "top_k",
+            "algorithm.distillation.top_k": 6,
         },
     )
     resumed(tmp_path, monkeypatch, changes, killed_in=2)

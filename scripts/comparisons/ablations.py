@@ -45,9 +45,37 @@ FILTERS = {
     "filter on the shaped reward": {"algorithm.filter_groups.metric": "seq_reward"},
     "filter on accuracy": {"algorithm.filter_groups.metric": "acc"},
 }
+SMALL = {  # hundreds of updates in minutes: with the model of small_model.py and a constant learning rate
+    **{key: value for key, value in GRPO.items() if key not in NO_FILTER},
+    "model.path": "runs/small_model",
+    "data.max_prompt_length": "32",
+    "data.max_response_length": "28",
+    "data.train_batch_size": "12",
+    "data.gen_batch_size": "24",
+    "rollout.max_num_seqs": "256",
+    "actor.optim.lr": "5e-5",
+    "actor.optim.lr_scheduler_type": "constant",
+    "trainer.total_training_steps": "60",  # of six updates each
+    "trainer.test_freq": "10",
+    "trainer.save_freq": "60",
+}
+SMALL_SUMS = {  # prepare_sums.py --num-train 256 --num-heldout 256 --output 'data/sums256/{split}.parquet'
+    **SMALL,
+    "data.train_files": "data/sums256/train.parquet",
+    "data.val_files": "data/sums256/heldout.parquet",
+}
+SMALL_SPELLING = {  # needs pip install -e '.[reasoning-gym]'
+    **SMALL,
+    "data.task": "reasoning_gym",
+    "data.reasoning_gym.datasets": "spell_backward",
+    "data.reasoning_gym.template": "{question}",
+    "data.reasoning_gym.num_train": "256",
+    "data.reasoning_gym.num_heldout": "256",
+}
+SMALL_NO_FILTER = {"algorithm.filter_groups.enable": "False", "data.gen_batch_size": "12"}
 POOLS = {"data.curriculum.enable": "True"}
-WITHOUT_FILTER = {**NO_FILTER, "trainer.total_training_steps": "60"}  # about as many tokens as 24 steps with a filter
-SHOULD_YOU_FILTER = {  # on 48 problems, so that each comes up several times: in the first pass, pools skip none
+WITHOUT_FILTER = {**SMALL_NO_FILTER, "trainer.total_training_steps": "150"}  # about as many tokens as with a filter
+SHOULD_YOU_FILTER = {
     "naive GRPO": WITHOUT_FILTER,
     "pools": {**WITHOUT_FILTER, **POOLS},
     "filter": {},
@@ -55,20 +83,12 @@ SHOULD_YOU_FILTER = {  # on 48 problems, so that each comes up several times: in
     "filter, stream": {"algorithm.filter_groups.backfill": "stream"},
     "pools and filter": POOLS,
 }
-QUESTION = 'How many times does the letter "{}" appear in the text: "{}"?'
-LETTERS = "<|im_end|>\n".join(  # after two worked examples, in SmolLM2's format
-    (
-        QUESTION.format("a", "a banana"),
-        "<|im_start|>assistant\n4",
-        f"<|im_start|>user\n{QUESTION.format('t', 'the cat ran home')}",
-        "<|im_start|>assistant\n2",
-        "<|im_start|>user\n{question}",
-    )
-)
-GRPO_24_STEPS = {  # a constant learning rate, so that a longer run begins like a shorter one
-    **{key: value for key, value in GRPO.items() if key not in NO_FILTER},
-    "actor.optim.lr_scheduler_type": "constant",
-    "trainer.total_training_steps": "24",
+ACTING = {  # each on top of naive GRPO, beside the metric that it is meant to move
+    "naive GRPO": {},
+    "clip-higher": {"actor.clip_ratio_high": "0.28"},  # entropy
+    "token-level loss": {"actor.loss_agg_mode": "token-mean"},  # length
+    "overlong filtering": {"algorithm.overlong_filtering": "True"},  # truncation
+    "soft overlong punishment": PUNISHMENT,  # truncation
 }
 TEACHER = {"algorithm.distillation.path": "runs/quickstart"}  # bash scripts/quickstart.sh trains it
 COMPARISONS = {
@@ -89,6 +109,7 @@ COMPARISONS = {
         "configs/sums.py",
         dict(zip(PARTS, accumulate(PARTS.values(), lambda above, part: {**above, **part}), strict=True)),
     ),
+    "acting_parts": Comparison("configs/sums.py", ACTING, shared={**SMALL_SUMS, **SMALL_NO_FILTER}),
     "equal_tokens": Comparison(  # as many tokens as dynamic sampling takes, the schedule of the learning rate included
         "configs/sums.py",
         {
@@ -166,27 +187,6 @@ COMPARISONS = {
             "actor.ppo_micro_batch_size_per_device": "4",
         },
     ),
-    "filter_sums": Comparison(  # prepare_sums.py --num-train 48 --output 'data/sums48/{split}.parquet'
-        "configs/sums.py",
-        SHOULD_YOU_FILTER,
-        shared={
-            **GRPO_24_STEPS,
-            "data.train_files": "data/sums48/train.parquet",
-            "data.val_files": "data/sums48/heldout.parquet",
-        },
-    ),
-    "filter_letters": Comparison(  # needs pip install -e '.[reasoning-gym]'; at first, 9 % of the answers are right
-        "configs/sums.py",
-        SHOULD_YOU_FILTER,
-        shared={
-            **GRPO_24_STEPS,
-            "data.task": "reasoning_gym",
-            "data.reasoning_gym.datasets": "letter_counting",
-            "data.reasoning_gym.num_train": "48",
-            "data.reasoning_gym.num_heldout": "96",
-            "data.reasoning_gym.template": LETTERS,
-            "data.max_prompt_length": "256",
-            "data.max_response_length": "16",
-        },
-    ),
+    "filter_sums": Comparison("configs/sums.py", SHOULD_YOU_FILTER, shared=SMALL_SUMS),
+    "filter_spelling": Comparison("configs/sums.py", SHOULD_YOU_FILTER, shared=SMALL_SPELLING),
 }

@@ -165,14 +165,20 @@ def two(tmp_path_factory, logs):
 
 
 def test_two_processes_train_as_one(tmp_path, logs):
-    """Two steps, so that the second samples what the first has learnt; the one process has eight devices."""
+    """Two steps, so that the second samples what the first has learnt; the one process has eight devices.
+
+    The teacher is the first policy, so it has something to say in the second step.
+    """
     changes = {**OPTIONS, "trainer.total_training_steps": 2, "trainer.val_before_train": False, "trainer.test_freq": -1}
+    changes |= {"algorithm.distillation.path": "random", "algorithm.distillation.form": "top_k"}
+    changes |= {"algorithm.distillation.top_k": 6}
     outputs = trained(tmp_path / "two", logs, processes=2, devices=1, **changes)
     assert "step 2/2" in outputs[0] and words(outputs[1]) == ""
     models = train(small_config(tmp_path / "one", **changes))
     one, two = tmp_path / "one", tmp_path / "two"
     rows, expected = ([without_shares(row) for row in rows_without_clock(folder)] for folder in (two, one))
     assert rows == [pytest.approx(row, abs=1e-5, rel=1e-4) for row in expected] and len(rows) == 2
+    assert rows[1]["distillation/reverse_kl"] > 1e-3
     assert [samples(two, step) for step in (1, 2)] == [samples(one, step) for step in (1, 2)]
     assert_same_policy(models, policy(two, step=2), 1e-5)
 

@@ -1,0 +1,213 @@
+"""Host: a model of a million weights that adds up and spells backward with mistakes, for comparisons with many runs.
+
+    pip install -e '.[reasoning-gym]'
+    python scripts/comparisons/small_model.py --output runs/small_model
+
+It learns from demonstrations for minutes on two cores, and is then what RL begins with: an answer to `8 + 5 + 6 = ?`
+(prepare_sums.py) or to the problems of reasoning-gym's spell_backward is sometimes right, in several styles. The
+demonstrations hold what a run has to unlearn:
+
+- styles: only the result (mostly wrong), worked out, or worked out again and again (often beyond the limit of length)
+- habits: a carry is forgotten, a double letter is written once, so that some problems are nearly always wrong
+- slips: any sum or letter may be wrong
+
+No demonstration is of a problem held out by prepare_sums.py or by data.task=reasoning_gym with the seeds of
+ablations.py.
+"""
+
+if __name__ == "__main__":  # the imports below take seconds
+    from dapo_jax.command.interrupts import end_at_once
+
+    end_at_once("small_model")
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
+
+from dapo_jax.config.values import default_config, freeze
+from dapo_jax.data.reasoning_gym import reasoning_gym_rows
+from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.export import write_policy
+from dapo_jax.models import transformer
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.weights import init_params
+from dapo_jax.parallel.mesh import make_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+
+from prepare_sums import HIGH, LOW, NUM_TERMS, sum_row, sums
+
+Demonstration = tuple[list[Any], str]  # messages of the prompt, response
+SPELLING = "spell_backward"
+NUM_HELDOUT = 256  # of each task
+QUESTION = "Spell this word backward (example: sun -> nus): "  # reasoning-gym's
+NUMBERS = [str(number) for number in range(LOW + NUM_TERMS[-1] * HIGH + 20)]
+PIECES = [QUESTION, *(f" {operator} " for operator in "+="), ", ", "? ", *NUMBERS, *map(chr, range(32, 127)), "\n"]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+PROMPT_LENGTH, RESPONSE_LENGTH = 32, 40  # tokens
+
+
+def small_tokenizer() -> Tokenizer:
+    """A token per number, operator, letter or fixed question, so that texts are short. Messages end in a newline."""
+    special_tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*special_tokens.values(), *PIECES]))}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    longer = "|".join(map(re.escape, (piece for piece in PIECES if len(piece) > 1 and piece not in NUMBERS)))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{longer}|\d+|[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(list(special_tokens.values()))
+    return Tokenizer(backend, (vocab["<eos>"],), vocab["<pad>"], special_tokens, False, TEMPLATE)
+
+
+def architecture() -> Architecture:
+    """About 0.9 million weights."""
+    return Architecture(
+        family="llama",
+        vocab_size=192,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_embeddings=True,
+        initializer_range=0.05,
+    )
+
+
+def sum_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:
+    heldout = {tuple(sorted(terms)) for terms in sums(NUM_HELDOUT, NUM_HELDOUT, 0)["heldout"]}
+    while True:
+        terms = tuple(dice.integers(LOW, HIGH + 1, dice.choice(NUM_TERMS)).tolist())
+        if tuple(sorted(terms)) not in heldout:
+            yield sum_row(terms, "train")["prompt"], _sum_answer(terms, dice)
+
+
+def _sum_answer(terms: tuple[int, ...], dice: np.random.Generator) -> str:
+    style = dice.choice(["result", "worked out", "again and again"], p=[0.3, 0.4, 0.3])
+    if style == "result":
+        return str(sum(terms) if dice.random() < 0.15 else max(sum(terms) + dice.integers(-9, 10), 0))
+    passes = 1 if style == "worked out" else 1 + dice.geometric(0.3)
+    return "? ".join(_worked_out(terms, dice) for _ in range(passes))
+
+
+def _worked_out(terms: tuple[int, ...], dice: np.random.Generator) -> str:
+    total, parts = terms[0], []
+    for term in terms[1:]:
+        result, without_carry = total + term, total + term - 10
+        if total % 10 + term % 10 >= 10 and dice.random() < 0.7:
+            result = without_carry
+        elif dice.random() < 0.3:
+            result = max(result + dice.integers(-9, 10), 0)
+        parts.append(f"{total} + {term} = {result}")
+        total = result
+    return ", ".join(parts)
+
+
+def spelling_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:
+    _, heldout = reasoning_gym_rows([SPELLING], num_train=0, num_heldout=NUM_HELDOUT, seed=0, template="{question}")
+    rows, _ = reasoning_gym_rows([SPELLING], num_train=3000, num_heldout=1, seed=1, template="{question}")
+    excluded = {row.ground_truth for row in heldout}
+    rows = [row for row in rows if row.ground_truth not in excluded]
+    while True:
+        row = rows[dice.integers(len(rows))]
+        yield list(row.prompt), _spelled(row.ground_truth, dice)
+
+
+def _spelled(answer: str, dice: np.random.Generator) -> str:
+    style = dice.choice(["word", "again and again"], p=[0.7, 0.3])
+    passes = 1 if style == "word" else 1 + dice.geometric(0.3)
+    return "? ".join(_letters(answer, dice) for _ in range(passes))
+
+
+def _letters(word: str, dice: np.random.Generator) -> str:
+    letters: list[str] = []
+    for letter in word:
+        if letters and letters[-1] == letter and dice.random() < 0.7:
+            continue
+        letters.append(chr(dice.integers(97, 123)) if dice.random() < 0.08 else letter)
+    return "".join(letters)
+
+
+def batches(tokenizer: Tokenizer, size: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens [size, T] int32, padded on the right, and the mask of those in a response. Rows are of similar length."""
+    dice = np.random.default_rng(seed)
+    kinds = itertools.cycle([sum_demonstrations(dice), spelling_demonstrations(dice)])
+    while True:
+        texts = []
+        for messages, response in itertools.islice(map(next, kinds), 4 * size):
+            prompt = tokenizer.encode_prompt(tuple(messages), system_prompt=None, chat_template_kwargs={})
+            whole = [*prompt, *tokenizer.encode(response), tokenizer.eos_ids[0]]
+            texts.append((len(prompt), whole[: PROMPT_LENGTH + RESPONSE_LENGTH]))
+        texts.sort(key=lambda text: len(text[1]))
+        for group in dice.permutation(4):
+            chosen = texts[group * size : (group + 1) * size]
+            length = -(-len(chosen[-1][1]) // 24) * 24  # few lengths, so few compiled programs
+            tokens = np.full((size, length), tokenizer.pad_id, np.int32)
+            mask = np.zeros((size, length), bool)
+            for row, (start, whole) in enumerate(chosen):
+                tokens[row, : len(whole)] = whole
+                mask[row, start : len(whole)] = True
+            yield tokens, mask
+
+
+def build_step(arch: Architecture, optimizer: optax.GradientTransformation) -> Callable:
+    """One update by the mean cross-entropy of the tokens of responses."""
+
+    def loss_of(params, tokens, mask):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1), tokens[:, :-1].shape)
+        hidden = transformer.forward(params, tokens[:, :-1], positions, jnp.ones_like(mask[:, :-1]), arch)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            transformer.logits(params, hidden, arch), tokens[:, 1:]
+        )
+        return jnp.mean(losses, where=mask[:, 1:])
+
+    def step(params, state, tokens, mask):
+        loss, gradient = jax.value_and_grad(loss_of)(params, tokens, mask)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/small_model"), help="directory to write")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch-size", type=int, default=64)
+    given = parser.parse_args()
+    arch, tokenizer = architecture(), small_tokenizer()
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, given.steps // 30, given.steps, 1e-4)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+    mesh = make_mesh(1, 1, 1, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        params = init_params(arch, 0)
+        state, step = optimizer.init(params), build_step(arch, optimizer)
+        for number, (tokens, mask) in zip(
+            range(1, given.steps + 1), batches(tokenizer, given.batch_size, 0), strict=False
+        ):
+            params, state, loss = step(params, state, tokens, mask)
+            if number % 100 == 0:
+                print(f"step {number}/{given.steps}: cross-entropy {loss:.3f} nats per token", flush=True)
+        config = default_config()
+        config.model.path = "random"
+        config.data.max_prompt_length, config.data.max_response_length = PROMPT_LENGTH, RESPONSE_LENGTH
+        write_policy(freeze(config), arch, tokenizer, mesh, params, given.output, dtype="float32", adapter=False)
+    print(f"the model is in {given.output}")
+
+
+if __name__ == "__main__":
+    main()
