@@ -123,11 +123,21 @@ def within_rows(tokenizer: Tokenizer, num_rows: int) -> Tokenizer:
 
 def character_tokenizer() -> Tokenizer:
     """One token per character, for tiny models without files. Messages are joined by newlines."""
-    special_tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     alphabet = string.digits + "+-*= " + string.ascii_lowercase + "?.,:\n"
-    vocab = {token: index for index, token in enumerate([*special_tokens.values(), *alphabet])}
+    return piece_tokenizer(alphabet, r"[\s\S]", "{{ messages | map(attribute='content') | join('\\n') }}")
+
+
+def piece_tokenizer(pieces: Iterable[str], pattern: str, chat_template: str) -> Tokenizer:
+    """One token for each of `pieces`.
+
+    Args:
+        pieces: may repeat.
+        pattern: regular expression whose matches divide a text into pieces; a match that is none is unknown.
+    """
+    special_tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*special_tokens.values(), *pieces]))}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(list(special_tokens.values()))
     return Tokenizer(
@@ -136,7 +146,7 @@ def character_tokenizer() -> Tokenizer:
         pad_id=vocab["<pad>"],
         special_tokens=special_tokens,
         add_bos=False,
-        chat_template="{{ messages | map(attribute='content') | join('\\n') }}",
+        chat_template=chat_template,
     )
 
 

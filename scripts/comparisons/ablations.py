@@ -72,9 +72,9 @@ SMALL_SPELLING = {  # needs pip install -e '.[reasoning-gym]'
     "data.reasoning_gym.num_train": "256",
     "data.reasoning_gym.num_heldout": "256",
 }
-SMALL_NO_FILTER = {"algorithm.filter_groups.enable": "False", "data.gen_batch_size": "12"}
+SMALL_NO_FILTER = {**NO_FILTER, "data.gen_batch_size": "12"}
 POOLS = {"data.curriculum.enable": "True"}
-WITHOUT_FILTER = {**SMALL_NO_FILTER, "trainer.total_training_steps": "150"}  # about as many tokens as with a filter
+WITHOUT_FILTER = {**SMALL_NO_FILTER, "trainer.total_training_steps": "120"}  # about as many tokens as with a filter
 SHOULD_YOU_FILTER = {
     "naive GRPO": WITHOUT_FILTER,
     "pools": {**WITHOUT_FILTER, **POOLS},

@@ -11,8 +11,7 @@ demonstrations hold what a run has to unlearn:
 - habits: a carry is forgotten, a double letter is written once, so that some problems are nearly always wrong
 - slips: any sum or letter may be wrong
 
-No demonstration is of a problem held out by prepare_sums.py or by data.task=reasoning_gym with the seeds of
-ablations.py.
+No demonstration is of a problem that a run of ablations.py with one of the first five seeds holds out.
 """
 
 if __name__ == "__main__":  # the imports below take seconds
@@ -21,6 +20,7 @@ if __name__ == "__main__":  # the imports below take seconds
     end_at_once("small_model")
 
 import argparse
+import dataclasses
 import itertools
 import re
 import sys
@@ -32,12 +32,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from dapo_jax.base_models import read_model
+from dapo_jax.config.sections import Config
 from dapo_jax.config.values import default_config, freeze
 from dapo_jax.data.reasoning_gym import reasoning_gym_rows
-from dapo_jax.data.tokenizer import Tokenizer
+from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.tokenizer import Tokenizer, piece_tokenizer
 from dapo_jax.export import write_policy
 from dapo_jax.models import transformer
 from dapo_jax.models.architecture import Architecture
@@ -51,6 +52,7 @@ from prepare_sums import HIGH, LOW, NUM_TERMS, sum_row, sums
 Demonstration = tuple[list[Any], str]  # messages of the prompt, response
 SPELLING = "spell_backward"
 NUM_HELDOUT = 256  # of each task
+SEEDS = range(5)  # of runs; a run holds out the words of its seed
 QUESTION = "Spell this word backward (example: sun -> nus): "  # reasoning-gym's
 NUMBERS = [str(number) for number in range(LOW + NUM_TERMS[-1] * HIGH + 20)]
 PIECES = [QUESTION, *(f" {operator} " for operator in "+="), ", ", "? ", *NUMBERS, *map(chr, range(32, 127)), "\n"]
@@ -60,32 +62,30 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 32, 40  # tokens
 
 def small_tokenizer() -> Tokenizer:
     """A token per number, operator, letter or fixed question, so that texts are short. Messages end in a newline."""
-    special_tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    vocab = {token: index for index, token in enumerate(dict.fromkeys([*special_tokens.values(), *PIECES]))}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     longer = "|".join(map(re.escape, (piece for piece in PIECES if len(piece) > 1 and piece not in NUMBERS)))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{longer}|\d+|[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(list(special_tokens.values()))
-    return Tokenizer(backend, (vocab["<eos>"],), vocab["<pad>"], special_tokens, False, TEMPLATE)
+    return piece_tokenizer(PIECES, rf"{longer}|\d+|[\s\S]", TEMPLATE)
 
 
-def architecture() -> Architecture:
-    """About 0.9 million weights."""
-    return Architecture(
-        family="llama",
-        vocab_size=192,
+def small_config() -> Config:
+    """Of a random model of about 0.9 million weights."""
+    config = default_config()
+    config.model.path = "random"
+    config.model.random.update(
         hidden_size=128,
         intermediate_size=384,
         num_layers=4,
         num_heads=4,
         num_kv_heads=4,
         head_dim=32,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
-        tie_embeddings=True,
         initializer_range=0.05,
     )
+    config.data.max_prompt_length, config.data.max_response_length = PROMPT_LENGTH, RESPONSE_LENGTH
+    return freeze(config)
+
+
+def architecture() -> Architecture:
+    """The model's, for the tokens of `small_tokenizer`."""
+    return dataclasses.replace(read_model(small_config())[0], vocab_size=192)
 
 
 def sum_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:
@@ -118,13 +118,17 @@ def _worked_out(terms: tuple[int, ...], dice: np.random.Generator) -> str:
 
 
 def spelling_demonstrations(dice: np.random.Generator) -> Iterator[Demonstration]:
-    _, heldout = reasoning_gym_rows([SPELLING], num_train=0, num_heldout=NUM_HELDOUT, seed=0, template="{question}")
-    rows, _ = reasoning_gym_rows([SPELLING], num_train=3000, num_heldout=1, seed=1, template="{question}")
-    excluded = {row.ground_truth for row in heldout}
-    rows = [row for row in rows if row.ground_truth not in excluded]
+    heldout = {row.ground_truth for seed in SEEDS for row in _spelling_rows(seed, NUM_HELDOUT)[1]}
+    rows = [row for row in _spelling_rows(SEEDS.stop, 1, num_train=3000)[0] if row.ground_truth not in heldout]
     while True:
         row = rows[dice.integers(len(rows))]
         yield list(row.prompt), _spelled(row.ground_truth, dice)
+
+
+def _spelling_rows(seed: int, num_heldout: int, num_train: int = 0) -> tuple[list[PromptRow], list[PromptRow]]:
+    return reasoning_gym_rows(
+        [SPELLING], num_train=num_train, num_heldout=num_heldout, seed=seed, template="{question}"
+    )
 
 
 def _spelled(answer: str, dice: np.random.Generator) -> str:
@@ -196,16 +200,12 @@ def main() -> None:
     with jax.set_mesh(mesh):
         params = init_params(arch, 0)
         state, step = optimizer.init(params), build_step(arch, optimizer)
-        for number, (tokens, mask) in zip(
-            range(1, given.steps + 1), batches(tokenizer, given.batch_size, 0), strict=False
-        ):
+        drawn = itertools.islice(batches(tokenizer, given.batch_size, 0), given.steps)
+        for number, (tokens, mask) in enumerate(drawn, start=1):
             params, state, loss = step(params, state, tokens, mask)
             if number % 100 == 0:
                 print(f"step {number}/{given.steps}: cross-entropy {loss:.3f} nats per token", flush=True)
-        config = default_config()
-        config.model.path = "random"
-        config.data.max_prompt_length, config.data.max_response_length = PROMPT_LENGTH, RESPONSE_LENGTH
-        write_policy(freeze(config), arch, tokenizer, mesh, params, given.output, dtype="float32", adapter=False)
+        write_policy(small_config(), arch, tokenizer, mesh, params, given.output, dtype="float32", adapter=False)
     print(f"the model is in {given.output}")
 
 

@@ -1,26 +1,49 @@
 """The demonstrations that the small model of the comparisons learns from, and the model as a run reads it."""
 
 import itertools
+import re
 import sys
+from pathlib import Path
 
+import ablations
 import numpy as np
 import pytest
 import small_model
 from prepare_sums import sums
 
+from dapo_jax.command.command_line import read_config
+from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.models.load import read_model_architecture
 
-pytest.importorskip("reasoning_gym")
+ROOT = Path(__file__).parents[2]
 
 
 def test_no_demonstration_is_of_a_held_out_sum():
-    heldout = {" + ".join(map(str, terms)) + " = ?" for terms in sums(256, 256, 0)["heldout"]}
+    """In any order of its numbers."""
+    heldout = {tuple(sorted(terms)) for terms in sums(256, 256, 0)["heldout"]}
     drawn = itertools.islice(small_model.sum_demonstrations(np.random.default_rng(0)), 2000)
-    assert not {messages[-1]["content"] for messages, _ in drawn} & heldout
+    asked = {tuple(sorted(map(int, re.findall(r"\d+", messages[-1]["content"])))) for messages, _ in drawn}
+    assert len(asked) > 500 and not asked & heldout
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_demonstration_is_of_a_word_that_a_run_holds_out(seed):
+    pytest.importorskip("reasoning_gym")
+    arguments = [f"--config={ROOT / 'configs/sums.py'}", f"--config.seed={seed}"]
+    shared = ablations.COMPARISONS["filter_spelling"].shared
+    config = read_config(["train", *arguments, *(f"--config.{key}={value}" for key, value in shared.items())])
+    gym = config.data.reasoning_gym
+    _, heldout = reasoning_gym_rows(
+        gym.datasets, num_train=1, num_heldout=gym.num_heldout, seed=config.seed, template=gym.template
+    )
+    drawn = itertools.islice(small_model.spelling_demonstrations(np.random.default_rng(0)), 20_000)
+    asked = {messages[-1]["content"] for messages, _ in drawn}
+    assert len(asked) > 1000 and not asked & {row.prompt[-1]["content"] for row in heldout}
 
 
 def test_the_model_is_read_with_its_tokens(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("reasoning_gym")
     output = tmp_path / "model"
     monkeypatch.setattr(sys, "argv", ["small_model", f"--output={output}", "--steps=2", "--batch-size=4"])
     small_model.main()
