@@ -109,7 +109,16 @@ COMPARISONS = {
         "configs/sums.py",
         dict(zip(PARTS, accumulate(PARTS.values(), lambda above, part: {**above, **part}), strict=True)),
     ),
-    "acting_parts": Comparison("configs/sums.py", ACTING, shared={**SMALL_SUMS, **SMALL_NO_FILTER}),
+    "acting_parts": Comparison(  # so fast a learning rate that clips act, so low a limit that overlong forms do
+        "configs/sums.py",
+        ACTING,
+        shared={
+            **SMALL_SUMS,
+            **SMALL_NO_FILTER,
+            "actor.optim.lr": "2e-4",
+            "data.max_response_length": "20",
+        },
+    ),
     "equal_tokens": Comparison(  # as many tokens as dynamic sampling takes, the schedule of the learning rate included
         "configs/sums.py",
         {

@@ -56,7 +56,8 @@ SEEDS = range(5)  # of runs; a run holds out the words of its seed
 QUESTION = "Spell this word backward (example: sun -> nus): "  # reasoning-gym's
 NUMBERS = [str(number) for number in range(LOW + NUM_TERMS[-1] * HIGH + 20)]
 PIECES = [QUESTION, *(f" {operator} " for operator in "+="), ", ", "? ", *NUMBERS, *map(chr, range(32, 127)), "\n"]
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+# An empty message is none: recipes for models with a system prompt of their own begin with one.
+TEMPLATE = "{% for message in messages if message['content'] %}{{ message['content'] }}\n{% endfor %}"
 PROMPT_LENGTH, RESPONSE_LENGTH = 32, 40  # tokens
 
 

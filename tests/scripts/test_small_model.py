@@ -42,6 +42,15 @@ def test_no_demonstration_is_of_a_word_that_a_run_holds_out(seed):
     assert len(asked) > 1000 and not asked & {row.prompt[-1]["content"] for row in heldout}
 
 
+def test_a_run_asks_as_the_demonstrations_do():
+    """Its recipe begins every prompt with an empty system message."""
+    tokenizer, message = small_model.small_tokenizer(), {"role": "user", "content": "8 + 5 = ?"}
+    config = read_config(["train", f"--config={ROOT / 'configs/sums.py'}"])
+    assert config.data.system_prompt is not None
+    asked = tokenizer.encode_prompt((message,), system_prompt=config.data.system_prompt, chat_template_kwargs={})
+    assert asked == tokenizer.encode_prompt((message,), system_prompt=None, chat_template_kwargs={})
+
+
 def test_the_model_is_read_with_its_tokens(tmp_path, monkeypatch, capsys):
     pytest.importorskip("reasoning_gym")
     output = tmp_path / "model"
