@@ -82,6 +82,13 @@ SHOULD_YOU_FILTER = {
     "filter, carry": {"algorithm.filter_groups.leftover": "carry"},
     "filter, stream": {"algorithm.filter_groups.backfill": "stream"},
     "pools and filter": POOLS,
+    "filter, half the batch": {  # so as many updates with as many mixed groups as without a filter
+        "data.train_batch_size": "6",
+        "data.gen_batch_size": "12",
+        "actor.ppo_mini_batch_size": "1",
+        "actor.ppo_micro_batch_size_per_device": "8",
+        "trainer.total_training_steps": "120",
+    },
 }
 ACTING = {  # each on top of naive GRPO, beside the metric that it is meant to move
     "naive GRPO": {},

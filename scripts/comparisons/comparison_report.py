@@ -1,9 +1,9 @@
 """Host: reports on finished runs: curves from their metrics.jsonl, a table and pictures of several arms.
 
-Columns of the table, each a mean over the seeds, and "-" if nothing was measured:
+Columns of the table, each a mean over the seeds, from INTERVAL_SEEDS seeds on ± half its 95 % interval by Student's t,
+and "-" if nothing was measured:
 
-    before, after    accuracy on held-out problems before the first and after the last step (minimum to maximum). From
-                     INTERVAL_SEEDS seeds on, +- half the 95 % interval of the mean by Student's t
+    before, after    accuracy on held-out problems before the first and after the last step (minimum to maximum)
     equal steps      the same after as many steps as the shortest of all runs has (`step_budget`), if others
                      have more
     equal tokens     the same after as many sampled tokens as the shortest of all runs has in total (`token_budget`),
@@ -11,6 +11,7 @@ Columns of the table, each a mean over the seeds, and "-" if nothing was measure
     tokens           sampled
     seconds          of training steps, without evaluation, on the kind of machine that has run all arms
     length, cut off  of the answers to held-out problems after the last step: tokens, and share that hit the limit
+    clipped          share of trained tokens whose gradient the clip of the ratio removed, over all steps
     entropy, uniform    of the last quarter of the steps: nats per token, share of sampled groups that are all right or
                      all wrong
     mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps
@@ -35,6 +36,21 @@ from markdown_table import markdown_table
 from dapo_jax.tools.plot import AXES, empty_figure, points
 
 INTERVAL_SEEDS = 5  # with fewer, the interval is wide and says little
+FORMS = {  # columns that hold a measure of each run
+    "before": ".3f",
+    "after": ".3f",
+    "equal steps": ".3f",
+    "equal tokens": ".3f",
+    "tokens": ".0f",
+    "length": ".1f",
+    "cut off": ".3f",
+    "clipped": ".4f",
+    "entropy": ".3f",
+    "uniform": ".3f",
+    "mismatch": ".1e",
+}
+ACCURACIES = "before", "after", "equal steps", "equal tokens"
+DIFFERENCES = "after", "equal steps", "equal tokens", "length", "cut off", "clipped", "entropy"
 COLUMNS = 3  # of the picture
 ACCURACY_PANELS = 3  # the first ones
 PANELS = (  # title, metric (None: held-out accuracy), axis
@@ -67,6 +83,7 @@ def report(name: str, runs: Sequence[Run], output: Path | None, about: Mapping[s
     found = {
         **about,
         "table": lines,
+        "differences": differences(runs),
         "step_budget": step_budget(runs),
         "token_budget": token_budget(runs),
         "deviation_between_seeds": deviation_between_seeds(runs),
@@ -115,44 +132,86 @@ def deviation_between_seeds(runs: Sequence[Run]) -> float | None:
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row per arm; the docstring of this file explains the columns."""
-    steps, budget = step_budget(runs), token_budget(runs)
-    unequal = any(points(run.rows, None, "steps")[0][-1] > steps for run in runs)
     comparable = timed(runs)
     lines = []
-    for arm in dict.fromkeys(run.arm for run in runs):
-        of_arm = [run.rows for run in runs if run.arm == arm]
-        curves = [points(rows, None, "tokens") for rows in of_arm]
-        by_step = [points(rows, None, "steps") for rows in of_arm]
-        at_steps = {"equal steps": spread([float(np.interp(steps, *curve)) for curve in by_step])}
-        ends = [rows[-max(len(rows) // 4, 1) :] for rows in of_arm]
+    for arm, of_arm in measures(runs).items():
+        columns = {name: [measured[name] for measured in of_arm.values()] for name in FORMS}
         seconds = [total(run.rows, "timing_s/step") for run in comparable if run.arm == arm]
-        answers = [[last_answers(rows)] for rows in of_arm]
+        cells = {
+            name: spread(values) if name in ACCURACIES else with_interval(values, FORMS[name])
+            for name, values in columns.items()
+        }
         lines.append(
-            {
-                "arm": arm,
-                "seeds": len(of_arm),
-                "before": spread([values[0] for _, values in curves]),
-                "after": spread([values[-1] for _, values in curves]),
-                **(at_steps if unequal else {}),
-                "equal tokens": spread([float(np.interp(budget, *curve)) for curve in curves]),
-                "tokens": f"{np.mean([total(rows, 'dynamic_sampling/generated_tokens') for rows in of_arm]):.0f}",
-                "seconds": f"{np.mean(seconds):.0f}" if seconds else "-",
-                "length": measured(answers, "response_length/mean", ".1f"),
-                "cut off": measured(answers, "response_length/clip_ratio", ".3f"),
-                "entropy": measured(ends, "actor/entropy", ".3f"),
-                "uniform": measured(ends, "dynamic_sampling/uniform_share", ".3f"),
-                "mismatch": measured(of_arm, "rollout_corr/logprob_abs_diff", ".1e"),
-            }
+            {"arm": arm, "seeds": len(of_arm)} | cells | {"seconds": f"{np.mean(seconds):.0f}" if seconds else "-"}
         )
-    return lines
+    return lines if of_unequal_steps(runs) else [without_equal_steps(line) for line in lines]
+
+
+def differences(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """One row per arm but the first: what it has more than the first, mean over pairs of runs with the same seed.
+
+    Empty if an arm has fewer than INTERVAL_SEEDS pairs.
+    """
+    (_, first), *others = measures(runs).items()
+    lines = []
+    for arm, of_arm in others:
+        seeds = first.keys() & of_arm.keys()
+        if len(seeds) < INTERVAL_SEEDS:
+            return []
+        pairs = [(of_arm[seed], first[seed]) for seed in sorted(seeds)]
+        line = {"arm": arm}
+        for name in DIFFERENCES:
+            line[name] = with_interval([mine[name] - other[name] for mine, other in pairs], "+" + FORMS[name])
+        lines.append(line)
+    return lines if of_unequal_steps(runs) else [without_equal_steps(line) for line in lines]
+
+
+def of_unequal_steps(runs: Sequence[Run]) -> bool:
+    """Whether some runs have more steps than others."""
+    return any(points(run.rows, None, "steps")[0][-1] > step_budget(runs) for run in runs)
+
+
+def without_equal_steps(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: text for name, text in line.items() if name != "equal steps"}
+
+
+def measures(runs: Sequence[Run]) -> dict[str, dict[int, dict[str, float]]]:
+    """Arm -> seed -> column of the table -> value of the run; nan if nothing was measured."""
+    steps, tokens = step_budget(runs), token_budget(runs)
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for run in runs:
+        by_step, by_token = points(run.rows, None, "steps"), points(run.rows, None, "tokens")
+        end, answers = run.rows[-max(len(run.rows) // 4, 1) :], last_answers(run.rows)
+        found.setdefault(run.arm, {})[run.seed] = {
+            "before": by_step[1][0],
+            "after": by_step[1][-1],
+            "equal steps": float(np.interp(steps, *by_step)),
+            "equal tokens": float(np.interp(tokens, *by_token)),
+            "tokens": total(run.rows, "dynamic_sampling/generated_tokens"),
+            "length": answers.get("response_length/mean", np.nan),
+            "cut off": answers.get("response_length/clip_ratio", np.nan),
+            "clipped": mean(run.rows, "actor/pg_clipfrac"),
+            "entropy": mean(end, "actor/entropy"),
+            "uniform": mean(end, "dynamic_sampling/uniform_share"),
+            "mismatch": mean(run.rows, "rollout_corr/logprob_abs_diff"),
+        }
+    return found
 
 
 def spread(values: Sequence[float]) -> str:
     """The mean; with several values also the minimum and the maximum, with many also its interval."""
-    mean = f"{np.mean(values):.3f}"
-    if len(values) >= INTERVAL_SEEDS:
-        mean += f" ± {half_interval(values):.3f}"
-    return f"{mean} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else mean
+    text = with_interval(values, ".3f")
+    return f"{text} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else text
+
+
+def with_interval(values: Sequence[float], form: str) -> str:
+    """The mean of what was measured, with many values also its interval."""
+    found = [value for value in values if not np.isnan(value)]
+    if not found:
+        return "-"
+    text = format(float(np.mean(found)), form)
+    many = len(found) >= INTERVAL_SEEDS
+    return f"{text} ± {format(half_interval(found), form.removeprefix('+'))}" if many else text
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -175,10 +234,10 @@ def last_answers(rows: Sequence[Row]) -> Row:
     }
 
 
-def measured(runs: Sequence[Sequence[Row]], metric: str, form: str) -> str:
-    """Mean over all steps of all runs that have the metric; "-" without any."""
-    found = [row[metric] for rows in runs for row in rows if metric in row]
-    return format(float(np.mean(found)), form) if found else "-"
+def mean(rows: Sequence[Row], metric: str) -> float:
+    """Over the steps that have the metric; nan without any."""
+    found = [row[metric] for row in rows if metric in row]
+    return float(np.mean(found)) if found else np.nan
 
 
 def draw(name: str, runs: Sequence[Run], panels: Sequence[tuple[str, str | None, str]], path: Path) -> None:

@@ -72,10 +72,11 @@ def _section(name: str) -> str:
         if run.get("exit_code")
     ]
     facts.append(f"[numbers]({name}.json), [all curves]({name}.png)")
-    return (
-        f"{markdown_table(report['table'])}\n\n{'; '.join(facts)}.\n\n"
-        f"![{name}: held-out accuracy during training]({name}_accuracy.png)"
-    )
+    tables = markdown_table(report["table"])
+    if differences := report.get("differences"):
+        first = report["table"][0]["arm"]
+        tables += f"\n\nMore than {first}, over pairs of runs with the same seed:\n\n{markdown_table(differences)}"
+    return f"{tables}\n\n{'; '.join(facts)}.\n\n![{name}: held-out accuracy during training]({name}_accuracy.png)"
 
 
 if __name__ == "__main__":

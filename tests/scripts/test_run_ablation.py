@@ -139,6 +139,20 @@ def test_arms_of_unequal_length_are_compared_after_equal_steps(tmp_path):
     assert (long["after"], long["equal steps"], long["equal tokens"]) == ("1.000", "0.500", "1.000")
 
 
+def test_five_seeds_are_compared_in_pairs(tmp_path):
+    """The seeds differ by far more than the arms; the pairs do not."""
+    for seed, value in enumerate([0.1, 0.2, 0.3, 0.4, 0.5]):
+        write_run(tmp_path / "first", seed, [0.0, value], [100, 100])
+        write_run(tmp_path / "other", seed, [0.0, value + 0.25], [100, 100])
+    write_run(tmp_path / "other", 5, [0.0, 1.0], [100, 100])
+    runs = [run for arm in ("first", "other") for run in finished_runs.runs_of_folder(arm, tmp_path / arm)]
+    [line] = comparison_report.differences(runs)
+    assert (line["arm"], line["after"], line["length"]) == ("other", "+0.250 ± 0.000", "+0.0 ± 0.0")
+    assert line["clipped"] == "-", "was not measured"
+    assert comparison_report.differences([run for run in runs if run.seed != 3]) == []
+    assert comparison_report.table(runs)[0]["length"] == "20.0 ± 0.0"
+
+
 def test_five_seeds_have_an_interval():
     values = [0.1, 0.2, 0.3, 0.4, 0.5]
     # 2.776, Student's quantile of four degrees of freedom, times 0.1581 / 5^(1/2)
