@@ -11,7 +11,8 @@ from small_run import assert_same_policy, resumed, small_config
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.errors import InputError
 from dapo_jax.monitor.records import read_metrics
-from dapo_jax.teacher import check_vocabulary, load_teacher
+from dapo_jax.settings import micro_batches
+from dapo_jax.teacher import check_vocabulary, load_teacher, read_teacher, teacher_micro_batches
 from dapo_jax.training import train
 
 NAME = "algorithm.distillation"
@@ -80,6 +81,14 @@ def test_a_teacher_that_the_mesh_or_the_candidates_do_not_fit_is_refused(tmp_pat
     config = config_with({f"{NAME}.path": with_tokenizer("qwen3_qknorm", tmp_path)})
     with pytest.raises(InputError, match=rf"the mesh does not fit {NAME}.path=.*qwen3_qknorm: mesh.tensor=8 must"):
         load_teacher(config, character_tokenizer(), mesh_of((1, 1, 8)))
+
+
+def test_a_teacher_chooses_its_experts_itself(tmp_path):
+    path = with_tokenizer("qwen3_moe", tmp_path)
+    config = config_with({f"{NAME}.path": path, "model.path": path})
+    arch, mesh = read_teacher(config)[0], one_device_mesh()
+    assert micro_batches(config, arch, mesh).choices is not None, "the policy replays what the sampler chose"
+    assert teacher_micro_batches(config, arch, mesh).choices is None
 
 
 def test_what_does_not_go_with_a_teacher_is_refused():
