@@ -119,6 +119,9 @@ RUN_BY = {
     "python scripts/comparisons/run_ablation.py": (
         "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again"
     ),
+    "python scripts/comparisons/small_model.py": (
+        "tests/scripts/test_small_model.py::test_the_model_is_read_with_its_tokens"
+    ),
     "python scripts/comparisons/compare_trl.py": (
         "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported"
     ),

@@ -11,7 +11,8 @@ and "-" if nothing was measured:
     tokens           sampled
     seconds          of training steps, without evaluation, on the kind of machine that has run all arms
     length, cut off  of the answers to held-out problems after the last step: tokens, and share that hit the limit
-    clipped          share of trained tokens whose gradient the clip of the ratio removed, over all steps
+    trained ...      the same of trained answers, over all steps
+    clipped          share of trained tokens whose loss is clipped, over all steps
     entropy, uniform    of the last quarter of the steps: nats per token, share of sampled groups that are all right or
                      all wrong
     mismatch         mean over tokens of |log-probability of the training pass - sampler's|, nats, over all steps
@@ -44,13 +45,15 @@ FORMS = {  # columns that hold a measure of each run
     "tokens": ".0f",
     "length": ".1f",
     "cut off": ".3f",
+    "trained length": ".1f",
+    "trained cut off": ".3f",
     "clipped": ".4f",
     "entropy": ".3f",
     "uniform": ".3f",
     "mismatch": ".1e",
 }
 ACCURACIES = "before", "after", "equal steps", "equal tokens"
-DIFFERENCES = "after", "equal steps", "equal tokens", "length", "cut off", "clipped", "entropy"
+DIFFERENCES = "after", "equal steps", "equal tokens", "trained length", "trained cut off", "clipped", "entropy"
 COLUMNS = 3  # of the picture
 ACCURACY_PANELS = 3  # the first ones
 PANELS = (  # title, metric (None: held-out accuracy), axis
@@ -190,6 +193,8 @@ def measures(runs: Sequence[Run]) -> dict[str, dict[int, dict[str, float]]]:
             "tokens": total(run.rows, "dynamic_sampling/generated_tokens"),
             "length": answers.get("response_length/mean", np.nan),
             "cut off": answers.get("response_length/clip_ratio", np.nan),
+            "trained length": mean(run.rows, "response_length/mean"),
+            "trained cut off": mean(run.rows, "response_length/clip_ratio"),
             "clipped": mean(run.rows, "actor/pg_clipfrac"),
             "entropy": mean(end, "actor/entropy"),
             "uniform": mean(end, "dynamic_sampling/uniform_share"),

@@ -147,7 +147,7 @@ def test_five_seeds_are_compared_in_pairs(tmp_path):
     write_run(tmp_path / "other", 5, [0.0, 1.0], [100, 100])
     runs = [run for arm in ("first", "other") for run in finished_runs.runs_of_folder(arm, tmp_path / arm)]
     [line] = comparison_report.differences(runs)
-    assert (line["arm"], line["after"], line["length"]) == ("other", "+0.250 ± 0.000", "+0.0 ± 0.0")
+    assert (line["arm"], line["after"], line["trained length"]) == ("other", "+0.250 ± 0.000", "+0.0 ± 0.0")
     assert line["clipped"] == "-", "was not measured"
     assert comparison_report.differences([run for run in runs if run.seed != 3]) == []
     assert comparison_report.table(runs)[0]["length"] == "20.0 ± 0.0"
