@@ -75,7 +75,7 @@ def _section(name: str) -> str:
     tables = markdown_table(report["table"])
     if differences := report.get("differences"):
         first = report["table"][0]["arm"]
-        tables += f"\n\nDifferences from {first}, over pairs of runs with the same seed:\n\n{markdown_table(differences)}"
+        tables += f"\n\nDifferences from {first}, over pairs with the same seed:\n\n{markdown_table(differences)}"
     return f"{tables}\n\n{'; '.join(facts)}.\n\n![{name}: held-out accuracy during training]({name}_accuracy.png)"
 
 
