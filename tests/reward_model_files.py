@@ -21,6 +21,7 @@ def write_reward_model(directory: Path, **changes: Any) -> Path:
     """`changes` are to config.json; the weights depend on the sizes alone."""
     tokenizer = character_tokenizer()
     hf = {
+        "model_type": "llama",
         "architectures": ["LlamaForSequenceClassification"],
         "id2label": {"0": "LABEL_0"},
         "vocab_size": -(-tokenizer.vocab_size // 8) * 8,

@@ -27,20 +27,24 @@ class Compiled:
     bytes: float  # memory in use during a call: arguments, results, temporaries, code
 
 
-def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "") -> Compiled:
+def compile_ahead(
+    lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "", kernels: Path | None = None
+) -> Compiled:
     """Compiles `lowered` for the devices of `mesh`, or reads the cached result of the same compiler.
 
     JAX's own cache cannot read programs that were compiled for absent devices.
 
     Args:
         directory: the cache, unless the environment variable CACHE names another; "" = no cache.
+        kernels: for GPUs, a file of compiled kernels that other programs for the same GPU may share. Written in place:
+            one process at a time can use it.
     """
     directory = os.environ.get(CACHE, directory)
     path = Path(directory).expanduser() / "ahead_of_time" / _key(lowered, mesh) if directory else None
     if path is not None and path.exists():
         path.touch()  # scripts/test_accelerators.sh deletes files unused for 30 days
         return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
-    program = lowered.compile()
+    program = lowered.compile(compiler_options=_sharing(kernels) if kernels is not None else None)
     taken, text = program.memory_analysis(), program.as_text()
     assert taken is not None and text is not None
     total = taken.argument_size_in_bytes + taken.output_size_in_bytes - taken.alias_size_in_bytes
@@ -53,6 +57,10 @@ def compile_ahead(lowered: jax.stages.Lowered, mesh: Mesh, *, directory: str = "
     return compiled
 
 
+def _sharing(kernels: Path) -> dict[str, Any]:
+    return {"xla_gpu_kernel_cache_file": str(kernels), "xla_gpu_enable_llvm_module_compilation_parallelism": True}
+
+
 def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
     """A cache key that changes with everything that may change the compiled program."""
     devices = mesh.devices.flat
@@ -61,6 +69,7 @@ def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
         "program": lowered.as_text(),
         "options": dict(options._compiler_options_kvs),
         "flags": [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+        "effort": jax.config.values["jax_exec_time_optimization_effort"],
         "devices": [f"{device.device_kind} {device.process_index} {device.id}" for device in devices],
         "targets": [gpu.target_config for gpu in GPUS.values() if gpu.kind == devices[0].device_kind],
         "compilers": {name: _version(name) for name in COMPILERS},

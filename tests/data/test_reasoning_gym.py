@@ -91,7 +91,7 @@ def test_another_process_makes_the_same_problem(library):
 
 def test_a_row_of_another_problem_is_an_error(library):
     train, _ = rows(num_train=2)
-    with pytest.raises(ValueError, match="makes other problems"):
+    with pytest.raises(ValueError, match="generates different problems in each process"):
         verifier.score(train[0].data_source, "4", "", train[0].extra_info | {"index": train[1].extra_info["index"]})
     with pytest.raises(ValueError, match="lacks 'seed'"):
         verifier.score(train[0].data_source, "4", "", {})

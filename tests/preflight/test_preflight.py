@@ -44,8 +44,9 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
     assert report["device"]["name"] == "TPU v5e" and report["model"]["dtype"] == "bfloat16"
     assert "It fits" in done.stdout and "| update |" in done.stdout
     assert report["step_seconds"] > 0
-    # from fsdp 8 to tensor 2, then whole over fsdp
-    assert {one["kind"] for one in report["stages"]["weights"]["collectives"]} == {"all-to-all", "all-gather"}
+    # From fsdp 8 to tensor 2, then whole over fsdp: nothing is gathered by all eight. Some compilers swap one weight.
+    moved = {(one["kind"], one["devices"]) for one in report["stages"]["weights"]["collectives"]}
+    assert moved - {("collective-permute", 2)} == {("all-to-all", 2), ("all-gather", 4)}
 
 
 def test_the_report_for_a_cpu(monkeypatch, capsys):
