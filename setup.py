@@ -63,6 +63,7 @@ setup(
             "nbclient>=0.10",  # tests/notebooks
             "ipykernel>=6.29",
             "matplotlib>=3.8",
+            "wandb>=0.19",
         ],
         "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
         "browser": ["tensorboard>=2.19", "playwright>=1.50"],  # tests that look at TensorBoard

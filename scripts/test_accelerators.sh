@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Compiles every program for NVIDIA GPUs and TPUs, without having one: tests/accelerators/cases.py is the table.
 #
-#   bash scripts/test_accelerators.sh [pytest arguments]    such as -m "not slow", which CI runs: each case for a GPU or
-#                                                           a TPU in turn, and the most used ones for both
+#   bash scripts/test_accelerators.sh [pytest arguments]    such as -m "not slow", which CI runs: every program for a GPU
+#                                                           or a TPU in turn, the most used ones for both, without the
+#                                                           cases that combine what others have one by one
 #
 # The compilers (2 GB) and the compiled programs are kept in $DAPO_JAX_CACHE (default ~/.cache/dapo_jax): a second run
 # installs nothing, and compiles only what has changed.

@@ -104,7 +104,8 @@ def small() -> Any:
 class Case:
     """What a user may set, and the programs that it changes.
 
-    The short form of the tests compiles those of `both` for all its platforms, and each other case for one of them.
+    The short form of the tests compiles those of `both` for all its platforms, and each other case for one of them, but
+    none of `combined`.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Case:
     platforms: tuple[str, ...] = (H100, V5E)
     devices: tuple[int, int] = (0, 8)  # those of the mesh, from and to
     both: bool = False
+    combined: bool = False  # of options that other cases have one by one: for the long form alone
 
 
 def config_of(case: Case, directory: Path) -> Config:
@@ -155,7 +157,7 @@ CASES = [
     Case("bfloat16 by name", UPDATE, {"model.dtype": "bfloat16"}),
     # sampling: temperature, greedy, top-p, top-k are values; stop strings, and moving weights ahead, are the host's
     Case("every rung and window", of.rungs_and_windows, both=True),
-    Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32),
+    Case("float32 rungs and windows", of.rungs_and_windows, FLOAT32, combined=True),
     Case("slots and pages", of.slots_and_pages, platforms=(H100, V5E, "v5p:2x2x2", "v6e:2x4", "a100:8")),
     Case("slots and pages, heads of 128", of.slots_and_pages, family="qwen3"),
     *(
@@ -226,11 +228,13 @@ CASES = [
         "critic with Clip-Cov and KL",
         step("actor, gradients", "critic, gradients"),
         {**GAE, **KL, "actor.policy_loss.loss_mode": "clip_cov"},
+        combined=True,
     ),
     Case(
         "critic with a token budget and bfloat16 moments",
         CRITIC,
         {**GAE, **BUDGET, "critic.optim.moments_dtype": "bfloat16", "model.remat_policy": "attention"},
+        combined=True,
     ),
     # attention and what is kept for the backward pass
     *(Case(f"remat {name}, fused", UPDATE, {"model.remat_policy": name}) for name in ("attention", "dots")),
@@ -268,13 +272,17 @@ CASES = [
         OPTIMIZER,
         {"actor.optim.optimizer": "muon", MOMENTS: "bfloat16"},
         family="qwen3_moe",
+        combined=True,
     ),
     Case("moments offloaded", OPTIMIZER, {"actor.optim.offload": True}, platforms=(V5E,)),  # JAX knows no host of GPUs
     Case("offloaded in bfloat16", OPTIMIZER, {"actor.optim.offload": True, MOMENTS: "bfloat16"}, platforms=(V5E,)),
     # adapters, other models, the end
     Case("LoRA", step("decoding", "actor", "log-prob"), LORA, both=True),
     Case(
-        "LoRA in float32 with a KL loss", step("decoding", "actor, gradients", "reference"), {**LORA, **KL, **FLOAT32}
+        "LoRA in float32 with a KL loss",
+        step("decoding", "actor, gradients", "reference"),
+        {**LORA, **KL, **FLOAT32},
+        combined=True,
     ),
     Case("LoRA and remat attention", UPDATE, {**LORA, "model.remat_policy": "attention"}),
     Case(
@@ -284,11 +292,17 @@ CASES = [
         family="qwen2",
     ),
     Case("LoRA, Gemma 3", step("decoding", "actor", "log-prob"), LORA, family="gemma3_text"),
-    Case("LoRA of attention, Qwen3-MoE", step("decoding", "actor"), ATTENTION_LORA, family="qwen3_moe"),
-    *(Case(f"critic and KL, {name}", step("critic", "reference"), {**GAE, **KL}, family=name) for name in WINDOWED),
-    *(Case(f"XLA's attention, float32, {name}", UPDATE, {**XLA, **FLOAT32}, family=name) for name in WINDOWED),
+    Case("LoRA of attention, Qwen3-MoE", step("decoding", "actor"), ATTENTION_LORA, family="qwen3_moe", combined=True),
+    *(
+        Case(f"critic and KL, {name}", step("critic", "reference"), {**GAE, **KL}, family=name, combined=True)
+        for name in WINDOWED
+    ),
+    *(
+        Case(f"XLA's attention, float32, {name}", UPDATE, {**XLA, **FLOAT32}, family=name, combined=True)
+        for name in WINDOWED
+    ),
     Case("remat attention, Gemma 2", UPDATE, {"model.remat_policy": "attention"}, family="gemma2"),
-    Case("remat dots, Qwen3-MoE", UPDATE, {"model.remat_policy": "dots"}, family="qwen3_moe"),
+    Case("remat dots, Qwen3-MoE", UPDATE, {"model.remat_policy": "dots"}, family="qwen3_moe", combined=True),
     Case("token budget, Gemma 3", UPDATE, BUDGET, family="gemma3_text"),
     Case("start of training, Qwen3-MoE", of.start_of_training, family="qwen3_moe"),
     Case("cuDNN with windows", UPDATE, {"model.attention": "cudnn"}, family="mistral with a window", platforms=(H100,)),

@@ -43,13 +43,13 @@ def effort(value):
 
 
 def in_turn():
-    """Each case with each platform; one of them belongs to the short form, in turn, unless the case wants all.
+    """Each case with each platform; one of them belongs to the short form, in turn, unless the case wants all or none.
 
     What the short form compiles for a TPU in turn, the long form compiles once more with the usual effort.
     """
     for index, case in enumerate(CASES):
         for number, topology in enumerate(case.platforms):
-            short = case.both or number == index % min(len(case.platforms), 2)
+            short = case.both or (number == index % min(len(case.platforms), 2) and not case.combined)
             name = f"{topology} {case.name}"
             if short and not case.both and topology == V5E:
                 yield pytest.param(case, topology, -1.0, id=f"{name}, little effort")

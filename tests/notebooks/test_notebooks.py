@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import nbclient
@@ -69,6 +70,8 @@ def test_a_notebook_holds_no_traces_of_a_run(name):
 
 
 @pytest.mark.slow
+@pytest.mark.colab
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Colab's Python is newer: bash scripts/test_pythons.sh")
 def test_the_first_run_trains_compares_and_exports(tmp_path, monkeypatch):
     set_machine(monkeypatch, COLAB)
     notebook = executed("first_run", tmp_path)
