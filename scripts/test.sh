@@ -2,7 +2,7 @@
 # Sets up a virtual environment and checks style, types and every law, on up to four cores.
 #
 #   bash scripts/test.sh                         the short form of each test
-#   bash scripts/test.sh --all                   the long forms, too (marked slow): half an hour or more on two cores; and
+#   bash scripts/test.sh --all                   the long forms, too (marked slow): half an hour on two cores; and
 #                                                what needs the library reasoning-gym, which needs a C compiler
 #   bash scripts/test.sh [pytest arguments]      with arguments, only pytest runs
 set -euo pipefail

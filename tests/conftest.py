@@ -36,6 +36,15 @@ import pytest  # noqa: E402
 MAPPINGS = Path("/proc/self/maps")  # of memory, a line for each
 
 
+@pytest.hookimpl(tryfirst=True)  # before the choice by marks
+def pytest_collection_modifyitems(items):
+    """Gives the mark slow to the cases that a test's mark short does not name."""
+    for item in items:
+        short = item.get_closest_marker("short")
+        if short is not None and not any(text in item.callspec.id for text in short.args):
+            item.add_marker(pytest.mark.slow)
+
+
 def of_frozen(actor, frozen):
     """The same functions with other weights beside the adapters."""
 

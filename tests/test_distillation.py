@@ -34,6 +34,7 @@ def teacher_of(folder):
     return str(folder)
 
 
+@pytest.mark.short("sampled")
 @pytest.mark.parametrize("form", [{}, {**TOP_K, f"{NAME}.top_k": 40}], ids=["sampled", "top_k"])
 def test_a_student_comes_closer_to_its_teacher_without_any_verdict(tmp_path, form):
     teacher = teacher_of(tmp_path / "teacher")
@@ -43,11 +44,13 @@ def test_a_student_comes_closer_to_its_teacher_without_any_verdict(tmp_path, for
     assert len(divergence) == 12 and np.mean(divergence[-3:]) < 0.5 * np.mean(divergence[:3])
 
 
+@pytest.mark.short("sampled")
 @pytest.mark.parametrize("form", [{}, TOP_K], ids=["sampled", "top_k"])
 def test_a_run_with_a_teacher_resumes_as_if_not_stopped(tmp_path, monkeypatch, form):
     resumed(tmp_path, monkeypatch, {f"{NAME}.path": "random", **form})
 
 
+@pytest.mark.short("recompute")
 @pytest.mark.parametrize("old", ["rollout", "recompute", "auto"])
 def test_a_policy_with_adapters_and_a_teacher_of_another_architecture(tmp_path, old):
     changes = {f"{NAME}.path": with_tokenizer("qwen3_qknorm", tmp_path), "model.lora.rank": 2, "actor.old_logprob": old}

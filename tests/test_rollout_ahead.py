@@ -59,6 +59,7 @@ def one_after_the_other(config):
     return policies[-1], found
 
 
+@pytest.mark.slow
 def test_it_is_what_it_is_defined_to_be(tmp_path, ahead):
     folder, params = ahead
     expected, metrics = one_after_the_other(small_config(tmp_path, **AHEAD))

@@ -156,6 +156,7 @@ CURRICULUM = {"data.curriculum.enable": True, "data.arithmetic.num_train": 8, "t
 POOLS = {**CURRICULUM, f"{FILTER}.enable": False, "data.gen_batch_size": 4}
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_pools_alone_resumes_to_the_same_history(tmp_path, monkeypatch):
     resumed(tmp_path, monkeypatch, POOLS | {"trainer.total_training_steps": 6}, killed_in=6)
     rows = read_metrics(tmp_path / "a")[1:]

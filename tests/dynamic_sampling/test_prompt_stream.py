@@ -38,8 +38,7 @@ QUEUE = {f"{FILTER}.backfill": "stream", "rollout.engine": "slots", "rollout.max
     "schedule",
     [
         {f"{FILTER}.backfill": "stream", "rollout.max_num_seqs": 48, "data.gen_batch_size": 5},
-        QUEUE,
-        *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in SCHEDULES),
+        *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in (QUEUE, *SCHEDULES)),
     ],
 )
 def test_with_requeue_every_schedule_trains_on_the_same_batches(whole, tmp_path, schedule):

@@ -92,6 +92,7 @@ def flops_of(name):
     return token_flops(read_model_architecture(CONFIGS / "shapes" / name))
 
 
+@pytest.mark.short("triton")
 @pytest.mark.parametrize("attention", [SPLASH, TRITON, CUDNN], ids=["splash", "triton", "cudnn"])
 def test_long_tails_take_little_more_than_the_needed_work(attention):
     """Mini-batches of 32 prompts of DAPO's 7B recipe with responses of up to 20k tokens, on 16 devices."""

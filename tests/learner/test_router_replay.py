@@ -110,6 +110,7 @@ def test_each_slot_has_the_experts_of_its_token(split):
     assert found == np.sum(batch().mask.sum(axis=1) > 1)
 
 
+@pytest.mark.short("bins")
 @pytest.mark.parametrize("split", [ROWS, BINS], ids=["rows", "bins"])
 def test_replaying_what_training_would_choose_changes_nothing(split):
     mask, replayed = batch().mask, logprobs(batch(), split)
@@ -126,6 +127,7 @@ def test_other_experts_give_other_probabilities(which):
     np.testing.assert_allclose(logprobs(with_records(shifted, (which,)), ROWS), changed, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_mesh_and_the_split_change_nothing():
     changed = with_records(shifted, ("experts", "prompt_experts"))
     gradient, metrics = update(changed, ROWS)
@@ -138,6 +140,7 @@ def test_the_mesh_and_the_split_change_nothing():
         assert min(found["router/replay_differs"], metrics["router/replay_differs"]) > 0.3
 
 
+@pytest.mark.slow
 def test_the_share_of_choices_that_training_would_not_have_made():
     """One expert of each token of one response is replaced in the last layer, where no later choice can change."""
 

@@ -19,6 +19,7 @@ from dapo_jax.models.attention import (
 )
 
 
+@pytest.mark.short("31")
 @pytest.mark.parametrize("scores", [PLAIN, Scores(1), Scores(3), Scores(9, 0.5), Scores(40, 0.5)])
 @pytest.mark.parametrize("length", [16, 17, 24, 31])
 def test_blocks_of_queries_attend_like_all_at_once(length, scores, monkeypatch):

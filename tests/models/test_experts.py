@@ -171,6 +171,7 @@ def scanned(operands, cotangent, replayed):
     return results, gradients
 
 
+@pytest.mark.short("True-axes0", "False-axes4")
 @pytest.mark.parametrize("axes", [(2, 2, 2), (1, 4, 2), (4, 1, 2), (1, 1, 2), (2, 2, 1)])
 @pytest.mark.parametrize("replay", [False, True])
 def test_the_mesh_changes_nothing(axes, replay):

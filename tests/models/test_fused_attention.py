@@ -166,6 +166,7 @@ def check(found, case, scores=PLAIN):
         np.testing.assert_allclose(x.astype(jnp.float32)[real], y[real], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.short("two_blocks")
 @pytest.mark.parametrize("block", [128, 512], ids=["two_blocks", "one_block"])
 def test_equals_attention_whatever_stands_on_padding(case, block, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", block)
@@ -175,6 +176,7 @@ def test_equals_attention_whatever_stands_on_padding(case, block, monkeypatch):
     check(run(*arrays(DTYPES[implementation]), prepared(implementation, bins_of(name))), case)
 
 
+@pytest.mark.short("inside")
 @pytest.mark.parametrize("manual", [(), ("data",)], ids=["whole", "inside_a_shard_map_over_data"])
 def test_equals_attention_on_a_mesh(case, manual):
     implementation, name = case
@@ -196,6 +198,7 @@ TAKES = {  # which trees and scores each kernel takes
 }
 
 
+@pytest.mark.short("window 3 ", "window 128 ")
 @pytest.mark.parametrize(
     ("kernel", "trees", "scores"),
     [

@@ -46,6 +46,7 @@ def expected(x, y, weights, sizes):
     return results
 
 
+@pytest.mark.short("several blocks and tiles")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("case", CASES)

@@ -33,6 +33,7 @@ def case(*, groups, kv_heads, size, page_length):
     return tuple(map(jnp.asarray, (query, pages, table, starts, ends)))
 
 
+@pytest.mark.short("7-2-64-32", "8-2-128-32")
 @pytest.mark.parametrize("kernel", KERNELS, ids=["tpu", "gpu"])
 @pytest.mark.parametrize(
     ("groups", "kv_heads", "size", "page_length"),

@@ -117,6 +117,7 @@ def test_logits_equal_those_of_transformers(name, layers):
     np.testing.assert_allclose(scores[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
 
+@pytest.mark.short("gemma3", "qwen3_moe", "qwen2_bias_tied")
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_after_a_shared_prefill_equals_forward(name):
     arch, params = small_model(name)
@@ -126,6 +127,7 @@ def test_decoding_after_a_shared_prefill_equals_forward(name):
     np.testing.assert_allclose(decoded, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.short("gemma3")
 @pytest.mark.parametrize("name", ["gemma3", "gemma2_softcap", "olmo3", "mistral_sliding"])
 def test_decoding_passes_its_window_several_times(name):
     """Prompts are shorter and longer than the window, and its layers hold keys and values of no more than it."""

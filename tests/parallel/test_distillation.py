@@ -51,6 +51,7 @@ def scored(mesh, split, **teacher):
     return batch.replace(teacher_logprobs=found.of_candidates), found.logprobs
 
 
+@pytest.mark.short("shape1")
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
 def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape):
     whole, logprobs = scored(one_device_mesh(), rows(32))

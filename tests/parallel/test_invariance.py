@@ -226,6 +226,7 @@ def drifted(batch: Batch) -> Batch:
     return batch.replace(old_logprobs=batch.old_logprobs + rng.normal(0, 0.4, batch.mask.shape).astype(np.float32))
 
 
+@pytest.mark.short("vanilla", "gspo", "clip_cov")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_pieces_of_a_loss_add_up(loss):
     """And so do their metrics, and the gradients are those of the whole; with all terms, and tokens chosen before."""

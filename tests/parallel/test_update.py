@@ -308,6 +308,7 @@ def test_adapters_need_no_gradients_of_the_matrices():
     assert flops[1] < 0.85 * flops[0]
 
 
+@pytest.mark.slow
 def test_moments_in_bfloat16_follow_those_in_float32():
     rollout, _, _ = reference()
     mesh = one_device_mesh()
@@ -327,6 +328,7 @@ def test_moments_in_bfloat16_follow_those_in_float32():
         assert np.abs(rounded - exact).mean() < 0.02 * np.abs(change).mean()
 
 
+@pytest.mark.slow
 def test_muon_does_not_depend_on_the_mesh_and_its_momentum_is_divided():
     rollout, _, _ = reference()
     muon, results = dataclasses.replace(actor_settings().optimizer, muon=True), []

@@ -59,6 +59,7 @@ def test_the_report_for_a_cpu(monkeypatch, capsys):
     assert report["step_seconds"] is None and printed == tables(report).rstrip() and "s products" in printed
 
 
+@pytest.mark.slow
 def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkeypatch):
     monkeypatch.setattr(report, "limits_of", lambda device: Limits("device", 10 * GIB, 1e9, 1e9, 1e9))
     changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "data.max_prompt_length": 8, "data.max_response_length": 60}

@@ -66,6 +66,7 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
     return seen
 
 
+@pytest.mark.short("full")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -153,6 +153,7 @@ def judged(server, workdir, **changes):
     return small_config(workdir, **options | changes)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_without_asking_twice(server, tmp_path, monkeypatch):
     server.rule = lambda prompt: Answer(f"Score: {len(prompt) % 11}")
     train(judged(server, tmp_path / "a"))

@@ -112,6 +112,7 @@ def test_a_failure_is_one_wrong_sample_and_the_others_are_scored(pool, solution,
     assert_one_is_wrong(pool, solution, error)
 
 
+@pytest.mark.short("loop_in_c")
 @pytest.mark.parametrize("solution", ["sleep", "loop_in_c", "ignore_signals"])
 def test_a_verifier_without_end_is_one_wrong_sample_and_the_others_are_scored(hasty_pool, solution):
     assert_one_is_wrong(hasty_pool, solution, "timeout after 2 s")

@@ -55,6 +55,7 @@ def test_attention_to_pages_fits_the_devices(device, size, length, kernel, monke
         assert page_attention(settings) is kernel  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_a_run_with_slots_is_that_with_waves(tmp_path):
     """With evaluation, back-filling and a checkpoint, in float32."""
 

@@ -30,6 +30,7 @@ def assert_recorded(rollout: Rollout) -> None:
         np.testing.assert_array_equal(rollout.experts[row], response)
 
 
+@pytest.mark.short("-{}")
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -48,11 +49,13 @@ def test_records_are_the_choices_of_a_pass_over_the_sequence(kind, changes):
     assert_recorded(rollout)
 
 
+@pytest.mark.short("waves")
 @pytest.mark.parametrize("kind", ["waves", "slots"])
 def test_records_do_not_depend_on_the_devices(kind):
     assert_recorded(roll_out(engine(kind, mesh_of((2, 2, 2)), max_num_seqs=24)))
 
 
+@pytest.mark.short("slots")
 @pytest.mark.parametrize("kind", ["waves", "slots"])
 def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
     """The records of the first segment are marked, so that ones made again would show."""
@@ -76,6 +79,7 @@ def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
     assert all((before == 99).all() for before in marked)  # they were not written to
 
 
+@pytest.mark.short("waves")
 @pytest.mark.parametrize("kind", ["waves", "slots"])
 def test_nothing_is_recorded_for_evaluation_or_with_the_option_off(kind):
     recorded = roll_out(engine(kind, one_device_mesh()))

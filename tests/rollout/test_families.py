@@ -48,18 +48,13 @@ def sampled(name, engine, mesh, num_samples):
 
 
 CASES = [
-    pytest.param(
-        name,
-        engine,
-        shape,
-        marks=[] if (engine, shape) == ("waves", ONE) else pytest.mark.slow,
-        id=f"{name}-{engine}-{shape}",
-    )
+    pytest.param(name, engine, shape, id=f"{name}-{engine}-{shape}")
     for name, engine, shape in itertools.product(NAMES, ENGINES, (ONE, (2, 2, 2)))
     if name in EVERY_WAY or (engine == "waves") == (shape == ONE)
 ]
 
 
+@pytest.mark.short("qwen3_moe-waves-(1, 1, 1)", "gemma3-slots-(2, 2, 2)")
 @pytest.mark.parametrize(("name", "engine", "shape"), CASES)
 def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(name, engine, shape):
     mesh, num_samples = (one_device_mesh(), 1) if shape == ONE else (mesh_of(shape), 2)

@@ -36,6 +36,7 @@ def expected_probabilities(temperature, top_p, top_k):
     return probabilities / probabilities.sum()
 
 
+@pytest.mark.short("1.2-0.8-20", "1.3-1.0-7")
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.0, 0.7, -1), (1.3, 1.0, 7), (1.2, 0.8, 20)]
 )
@@ -89,6 +90,7 @@ def draw_plainly(logits, keys, position, sampling, eos_ids):
     return tokens, np.take_along_axis(np.asarray(jax.nn.log_softmax(scaled)), np.asarray(tokens)[:, None], 1)[:, 0]
 
 
+@pytest.mark.short("128")
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("vocabulary", [5, 128, 300])
 def test_draws_are_those_of_the_plain_formula(vocabulary, ties):

@@ -34,6 +34,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.short("7-slots, eight devices")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("length", [7, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_policy_that_does_not_change_draws_whole_responses(engine, length):
@@ -57,6 +58,7 @@ def test_a_policy_that_does_not_change_draws_whole_responses(engine, length):
     np.testing.assert_allclose(groups.logprobs.reshape(len(rows), -1), expected.logprobs[rows], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_in_segments_is_killed_and_resumes(tmp_path, monkeypatch):
     config = small_config(tmp_path / "parts", **SEGMENTED)
     whole = train(small_config(tmp_path / "whole", **SEGMENTED))

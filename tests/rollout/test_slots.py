@@ -75,6 +75,7 @@ def assert_same(found, expected):
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
 
 
+@pytest.mark.short("'chunk_length': 16", "'max_num_seqs': 7")
 @pytest.mark.parametrize(
     "changes",
     [

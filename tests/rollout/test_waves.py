@@ -307,6 +307,7 @@ def next_token_probabilities(tokens, *, temperature, top_p):
     return probabilities / probabilities.sum()
 
 
+@pytest.mark.short("1.0-1.0")
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
 def test_the_sampled_distribution_is_the_models(temperature, top_p):
     """Chi-square of the first token, and of the second one after the most frequent first."""
@@ -325,6 +326,7 @@ def test_the_sampled_distribution_is_the_models(temperature, top_p):
         assert square < often.sum() + 4 * np.sqrt(2 * often.sum()), prompt
 
 
+@pytest.mark.short("llama3_rope_scaled", "qwen3_qknorm")
 @pytest.mark.parametrize("name", ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"])
 def test_greedy_decoding_equals_transformers(name):
     """tests/rollout/data/greedy.npz: transformers' generate(do_sample=False) on the same weights and prompts."""
@@ -338,6 +340,7 @@ def test_greedy_decoding_equals_transformers(name):
     np.testing.assert_array_equal(found.responses, expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_matrices_keep_the_shape_of_things():
     rollout = sample(make_engine(max_response_length=9), params=host_params("bfloat16"))
     assert (rollout.responses == reference().responses[:, :9]).mean() > 0.8 and np.isfinite(rollout.logprobs).all()

@@ -100,6 +100,7 @@ def score(params, tokens, mask, arch):
     return jax.nn.log_softmax(logits(params, hidden, arch)[:, WIDTH - 1 : -1])
 
 
+@pytest.mark.short("gemma3")
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probabilities_are_those_of_forward(name):
     arch, params = model(name)
@@ -114,6 +115,7 @@ def test_log_probabilities_are_those_of_forward(name):
     np.testing.assert_allclose(rollout.logprobs[rollout.mask], expected[rollout.mask], atol=1e-4)
 
 
+@pytest.mark.short("[24, 48, 72]")
 @pytest.mark.parametrize(
     ("ladder", "changes"),
     [
@@ -129,11 +131,13 @@ def test_fewer_rows_and_wider_caches_change_no_token(ladder, changes, monkeypatc
     assert_same(sample(WaveEngine(settings_of("gemma2_softcap", **changes)), "gemma2_softcap"), waves("gemma2_softcap"))
 
 
+@pytest.mark.short("gemma3")
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_draw_the_tokens_of_waves(name):
     assert_same(sample(slot_engine(name), name), waves(name))
 
 
+@pytest.mark.short("{'chunk_length': 5}", "{'chunk_length': 64}")
 @pytest.mark.parametrize(
     "changes",
     [{"chunk_length": 4, "lookahead": 1}, {"chunk_length": 5}, {"chunk_length": 16, "max_num_seqs": 7}]
@@ -144,6 +148,7 @@ def test_chunks_shorter_and_longer_than_the_window(changes):
     assert_same(sample(slot_engine("gemma2_softcap", **changes), "gemma2_softcap"), waves("gemma2_softcap"))
 
 
+@pytest.mark.short("9")
 @pytest.mark.parametrize("window", [1, 2, 9, 17])
 def test_windows_that_end_anywhere_in_a_page(window, monkeypatch):
     arch, params = model("mistral_sliding")
@@ -153,6 +158,7 @@ def test_windows_that_end_anywhere_in_a_page(window, monkeypatch):
     assert_same(sample(slot_engine("mistral_sliding"), "mistral_sliding"), expected)
 
 
+@pytest.mark.short("mistral_sliding-waves")
 @pytest.mark.parametrize("engine", ["waves", "slots"])
 @pytest.mark.parametrize("name", ["gemma2_softcap", "mistral_sliding"])
 def test_devices_share_the_rows(name, engine, monkeypatch):

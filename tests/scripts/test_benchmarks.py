@@ -66,6 +66,7 @@ def tiny_architecture():
     return architecture_from_hf(peer_trainers.config_json("tiny"))
 
 
+@pytest.mark.slow
 def test_our_update_and_step_are_of_these_lengths():
     args = arguments(UNEVEN)
     ours = benchmark_step.OursStep(args, "float32", {"reward.num_workers": 1})

@@ -27,6 +27,7 @@ def test_no_demonstration_is_of_a_held_out_sum():
     assert len(asked) > 500 and not asked & heldout
 
 
+@pytest.mark.short("0")
 @pytest.mark.parametrize("seed", range(5))
 def test_no_demonstration_is_of_a_word_that_a_run_holds_out(seed):
     pytest.importorskip("reasoning_gym")
