@@ -77,7 +77,7 @@ class WeightsAndBiases:
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Adds responses as a table."""
-        columns = list(dict.fromkeys(name for sample in samples for name in sample))
+        columns: list[Any] = list(dict.fromkeys(name for sample in samples for name in sample))
         rows = [[sample.get(name) for name in columns] for sample in samples]
         self._log(step, {"samples": self._wandb.Table(columns=columns, data=rows)}, commit=False)
 
