@@ -18,7 +18,12 @@ def compilations(monkeypatch):
     """The number of compiled programs."""
     monkeypatch.delenv(CACHE, raising=False)
     count, compile_now = [], jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: (count.append(1), compile_now(self))[1])
+
+    def counted(self, **options):
+        count.append(options)
+        return compile_now(self, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counted)
     return count
 
 
@@ -36,8 +41,17 @@ def test_another_program_option_mesh_or_compiler_is_compiled(tmp_path, compilati
 
     assert [again(), again(size=32), again(xla_embed_ir_in_executable=True)] == [1, 2, 3]
     assert again(mesh=make_mesh(1, 1, 1, jax.devices()[:1])) == 4
-    monkeypatch.setattr(ahead_of_time, "_version", lambda package: "9.9")
+    before = jax.config.values["jax_exec_time_optimization_effort"]
+    jax.config.update("jax_exec_time_optimization_effort", -1.0)
     assert again() == 5
+    jax.config.update("jax_exec_time_optimization_effort", before)
+    monkeypatch.setattr(ahead_of_time, "_version", lambda package: "9.9")
+    assert again() == 6
+
+
+def test_kernels_are_shared_in_the_file_that_is_named(tmp_path, compilations):
+    compile_ahead(lowered(64), make_mesh(8, 1, 1), kernels=tmp_path / "kernels")
+    assert compilations[0]["compiler_options"]["xla_gpu_kernel_cache_file"] == str(tmp_path / "kernels")
 
 
 def test_nothing_is_kept_without_a_directory(tmp_path, compilations, monkeypatch):
