@@ -162,7 +162,7 @@ def serving():
     handler = type("Handler", (_Handler,), {})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     handler.hub = hub = Hub(f"http://127.0.0.1:{server.server_address[1]}")
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
         yield hub
     finally:

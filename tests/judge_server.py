@@ -97,7 +97,7 @@ def judge_server() -> Iterator[JudgeServer]:
     handler = type("Handler", (_Handler,), {"judge": judge})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
         yield judge

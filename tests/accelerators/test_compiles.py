@@ -3,12 +3,12 @@
 import functools
 import os
 import re
-from contextlib import contextmanager
 
 import jax
 import pytest
 from accelerators.cases import CASES, DECODE, H100, UPDATE, V5E, Case, config_of
 from accelerators.programs import parts_of, slots_and_pages, step, wide_types
+from compiler_effort import effort
 
 from dapo_jax.parallel.ahead_of_time import compile_ahead
 
@@ -31,15 +31,6 @@ def compiled(case, topology, directory):
             except Exception as error:
                 pytest.fail(f"{case.name}: {name} does not compile for {topology}: {error}")
     return found
-
-
-@contextmanager
-def effort(value):
-    """Of the TPU's compiler: with -1, it tries fewer optimisations and takes less time, for some programs a third."""
-    before = jax.config.values["jax_exec_time_optimization_effort"]
-    jax.config.update("jax_exec_time_optimization_effort", value)
-    yield
-    jax.config.update("jax_exec_time_optimization_effort", before)
 
 
 def in_turn():

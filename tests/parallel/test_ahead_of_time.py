@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from compiler_effort import effort
 
 from dapo_jax.parallel import ahead_of_time
 from dapo_jax.parallel.ahead_of_time import compile_ahead
@@ -41,10 +42,8 @@ def test_another_program_option_mesh_or_compiler_is_compiled(tmp_path, compilati
 
     assert [again(), again(size=32), again(xla_embed_ir_in_executable=True)] == [1, 2, 3]
     assert again(mesh=make_mesh(1, 1, 1, jax.devices()[:1])) == 4
-    before = jax.config.values["jax_exec_time_optimization_effort"]
-    jax.config.update("jax_exec_time_optimization_effort", -1.0)
-    assert again() == 5
-    jax.config.update("jax_exec_time_optimization_effort", before)
+    with effort(-1.0):
+        assert again() == 5
     monkeypatch.setattr(ahead_of_time, "_version", lambda package: "9.9")
     assert again() == 6
 

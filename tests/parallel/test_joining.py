@@ -190,7 +190,7 @@ def metadata(monkeypatch):
 
     monkeypatch.setattr(cluster, "METADATA_PAUSE_S", 0)
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         set_environment(monkeypatch, {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"})
         monkeypatch.delenv("TPU_SKIP_MDS_QUERY")
         yield attributes, failures

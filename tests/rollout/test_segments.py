@@ -36,7 +36,7 @@ ENGINES = {
 
 @pytest.mark.short("7-slots, eight devices")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("length", [7, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [7, 25])
 def test_a_policy_that_does_not_change_draws_whole_responses(engine, length):
     built, segments, expected = ENGINES[engine](), Segments(length, LENGTH), waves()
     sampler = Sampler(None, built, built.settings.mesh, (), lambda _: nullcontext())

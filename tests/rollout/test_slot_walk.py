@@ -40,8 +40,8 @@ def walked(model, mesh, free, seed):
     return layout, *walk_slots(settings.arch, layout, responses, prompts, limit=LIMIT, lookahead=1)
 
 
-@pytest.mark.short("7B v5p")
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.short("7B v5p:2x2x4-0")
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     ("model", "mesh", "free"),
     [
