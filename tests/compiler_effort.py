@@ -5,15 +5,16 @@ from contextlib import contextmanager
 
 import jax
 
-NAME = "jax_exec_time_optimization_effort"
-
 
 @contextmanager
 def effort(value: float) -> Iterator[None]:
     """With -1, a TPU's compiler tries fewer optimisations and takes less time, for some programs a third."""
-    before = jax.config.values[NAME]
-    jax.config.update(NAME, value)
+    name, setting = "jax_exec_time_optimization_effort", value
+    if name not in jax.config.values:  # since JAX 0.11
+        name, setting = "jax_optimization_level", "O1" if value < 0 else "UNKNOWN"
+    before = jax.config.values[name]
+    jax.config.update(name, setting)
     try:
         yield
     finally:
-        jax.config.update(NAME, before)
+        jax.config.update(name, before)

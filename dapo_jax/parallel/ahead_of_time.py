@@ -17,6 +17,7 @@ from dapo_jax.parallel.compilation import CACHE
 from dapo_jax.parallel.gpus import GPUS
 
 COMPILERS = "jax jaxlib libtpu jax-cuda12-pjrt jax-cuda13-pjrt nvidia-cudnn-cu12 nvidia-cudnn-cu13".split()
+EFFORTS = "jax_exec_time_optimization_effort", "jax_optimization_level"  # JAX's settings: up to 0.10, and since
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,10 @@ def compile_ahead(
 
 
 def _sharing(kernels: Path) -> dict[str, Any]:
-    return {"xla_gpu_kernel_cache_file": str(kernels), "xla_gpu_enable_llvm_module_compilation_parallelism": True}
+    options: dict[str, Any] = {"xla_gpu_kernel_cache_file": str(kernels)}
+    if jax.__version_info__ < (0, 11):  # later releases always do
+        options["xla_gpu_enable_llvm_module_compilation_parallelism"] = True
+    return options
 
 
 def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
@@ -69,7 +73,7 @@ def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
         "program": lowered.as_text(),
         "options": dict(options._compiler_options_kvs),
         "flags": [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
-        "effort": jax.config.values["jax_exec_time_optimization_effort"],
+        "effort": [str(jax.config.values.get(name)) for name in EFFORTS],
         "devices": [f"{device.device_kind} {device.process_index} {device.id}" for device in devices],
         "targets": [gpu.target_config for gpu in GPUS.values() if gpu.kind == devices[0].device_kind],
         "compilers": {name: _version(name) for name in COMPILERS},

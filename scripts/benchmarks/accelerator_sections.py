@@ -112,6 +112,7 @@ def training(findings: Findings, folder: Path, *, small: bool) -> None:
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": STEPS,
         "trainer.compilation_cache_dir": "",
+        "algorithm.filter_groups.leftover": "requeue",  # groups of older weights would add to k3
         **micro_batches(devices),
     }
     if config == QUICKSTART:
