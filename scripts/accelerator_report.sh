@@ -5,8 +5,8 @@
 #
 #   --output DIR      new or empty folder for report.json and report.md (default: runs/accelerator_report)
 #   --minutes N       most that all sections take together (default: 9)
-#   --sections A,B    only these of attention, tokens, training, rollout_0.5b, update_0.5b, rollout_1.5b, update_1.5b
-#                     and memory, which needs the updates
+#   --sections A,B    only these of attention, tokens, training, rollout_0.5b, update_0.5b, rollout_1.5b, update_1.5b,
+#                     memory, which needs the updates, and long_tail
 #   --small           tiny sizes, as on a machine without an accelerator
 #
 # Uses the first interpreter that can import dapo_jax and what it needs ($PYTHON, the active one, .venv); if there

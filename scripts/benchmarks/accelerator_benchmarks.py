@@ -1,6 +1,6 @@
-"""Host: the sections of the accelerator report that measure speed and memory: rollout, update, forecast.
+"""Host: the sections of the accelerator report that measure the update, its memory and the memory's forecast.
 
-They measure like benchmark_rollout.py and benchmark_update.py, with random weights in bfloat16, on all devices.
+They measure like benchmark_update.py, with random weights in bfloat16, on all devices.
 """
 
 import argparse
@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import benchmark_rollout
 import benchmark_update
 import contenders
 import numpy as np
@@ -38,85 +37,11 @@ contenders.SHAPES |= {
 }
 
 
-def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
-    """Sampling all rows to their full length: tokens per second, and the share of what reading memory allows."""
-    import jax
-
-    from dapo_jax.models.weights import count_params
-
-    shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
-    prompt, length, chunk = (8, 16, 8) if small else (512, 512, 128)
-    arch = architecture(shape)
-    per_device = rows_that_fit(arch, prompt, length, most=16 if small else 256)
-    if not per_device:
-        findings.keep(skipped=f"{shape} does not fit {_gib(memory_limit())}")
-        return
-    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
-    ours, case = benchmark_rollout.Ours(args, DTYPE), str(length)
-    first = seconds_of(lambda: ours(case))
-    results = [ours(case) for _ in range(REPEATS)]
-    seconds = statistics.median(taken for _, taken in results)
-    sampled = results[0][0]
-    least = reading_seconds(arch, args, length, devices)
-    findings.note(
-        f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} and responses "
-        f"of {length} tokens, all rows to the end. Seconds are those of prefill and decoding, the median of {REPEATS} "
-        "after a first call. The limit is reading the weights and the filled cache once per decoding step at the "
-        "bandwidth of the data sheet; a group's prompt is read once."
-    )
-    findings.row(
-        "Rollout",
-        devices=devices,
-        parameters=count_params(arch),
-        **{"first call, s": first},
-        seconds=seconds,
-        **{
-            "tokens/s": sampled / seconds,
-            "ms per decoding step": 1000 * seconds / length,
-            "limit, tokens/s": sampled / least if least is not None else None,
-            "share of the limit": least / seconds if least is not None else None,
-            "peak GiB": _peak_gib(),
-        },
-    )
-    findings.check(f"{shape}: sampled tokens", sampled, str(args.batch * length), sampled == args.batch * length)
-
-
 def architecture(shape: str) -> Any:
     """The architecture of a name in contenders.SHAPES."""
     from dapo_jax.models.hf_architecture import architecture_from_hf
 
     return architecture_from_hf(contenders.config_json(shape))
-
-
-def rows_that_fit(arch: Any, prompt: int, length: int, *, most: int) -> int:
-    """Rows per device for the rollout: `most`, or the next power of two below whose weights and caches fit; 0: none."""
-    from dapo_jax.models.weights import count_params
-
-    limit, params = memory_limit(), count_params(arch)
-    rows = most
-    while limit is not None and rows >= GROUP:
-        cache = rows * (prompt / GROUP + length) * cache_bytes(arch)
-        if max(6 * params, 2 * params + 2 * cache) <= 0.9 * limit:  # float32 at the start; a cache is copied to grow
-            break
-        rows //= 2
-    return rows if rows >= GROUP else 0
-
-
-def cache_bytes(arch: Any) -> int:
-    """Bytes of the keys and values of a token, in 16 bits."""
-    return 2 * 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
-
-
-def reading_seconds(arch: Any, args: argparse.Namespace, length: int, devices: int) -> float | None:
-    """Seconds of reading weights and cache in all decoding steps; None where the bandwidth is not known."""
-    from dapo_jax.models.weights import count_params
-
-    bandwidth = device_limits().bandwidth
-    if bandwidth is None:
-        return None
-    prompts = args.batch / GROUP * args.prompt_length * cache_bytes(arch) * (length - 1)
-    own = args.batch * cache_bytes(arch) * (length - 1) * length / 2
-    return (2 * count_params(arch) * (length - 1) + (prompts + own) / devices) / bandwidth
 
 
 def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
@@ -131,7 +56,7 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
     chunk = logits_chunk()
     micro = micro_batch_that_fits(arch, prompt + length, devices, chunk)
     if not micro:
-        findings.keep(skipped=f"{shape} does not fit {devices} x {_gib(memory_limit())}")
+        findings.keep(skipped=f"{shape} does not fit {devices} x {gib(memory_limit())}")
         return
     batch = math.lcm(micro * devices * (2 if small else 4), GROUP)
     given = {
@@ -175,7 +100,7 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
             "tokens/s": tokens / seconds,
             "TFLOP/s of a device": flops / seconds / devices / 1e12,
             "share of the peak (MFU)": flops / (seconds * devices * peak_flops) if peak_flops is not None else None,
-            "peak GiB": _peak_gib(),
+            "peak GiB": peak_gib(),
         },
     )
     findings.keep(update={"args": given, "options": options, "peak": peak_bytes()})
@@ -296,7 +221,7 @@ def peak_bytes() -> float | None:
     return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
 
-def _peak_gib() -> float | None:
+def peak_gib() -> float | None:
     peak = peak_bytes()
     return None if peak is None else peak / GIB
 
@@ -307,5 +232,5 @@ def _memory_stats() -> dict[str, float]:
     return jax.local_devices()[0].memory_stats() or {}
 
 
-def _gib(size: float | None) -> str:
+def gib(size: float | None) -> str:
     return "unknown size" if size is None else f"{size / GIB:.1f} GiB"

@@ -3,7 +3,7 @@
     python scripts/benchmarks/accelerator_sections.py NAME --folder DIR [--small]
 
 Writes DIR/NAME.json. This file describes the machine and runs a short training; accelerator_numerics.py checks whether
-it computes correctly, and accelerator_benchmarks.py measures speed and memory.
+it computes correctly, and accelerator_rollouts.py and accelerator_benchmarks.py measure speed and memory.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 
 import accelerator_benchmarks
 import accelerator_numerics
+import accelerator_rollouts
 import contenders
 import numpy as np
 from accelerator_findings import Findings
@@ -197,9 +198,10 @@ SECTIONS: dict[str, Callable[..., None]] = {
     "tokens_on_cpu": accelerator_numerics.tokens_on_cpu,
     "training": training,
     "memory": accelerator_benchmarks.memory,
+    "long_tail": accelerator_rollouts.long_tail,
 } | {
     f"{part.__name__}_{size}": functools.partial(part, size=size)
-    for part in (accelerator_benchmarks.rollout, accelerator_benchmarks.update)
+    for part in (accelerator_rollouts.rollout, accelerator_benchmarks.update)
     for size in accelerator_benchmarks.SIZES
 }
 

@@ -14,6 +14,7 @@ import accelerator_findings
 import accelerator_numerics
 import accelerator_page
 import accelerator_report
+import accelerator_rollouts
 import accelerator_sections
 import pytest
 from waiting import LIMIT_S, wait_until
@@ -200,21 +201,22 @@ def test_cells(value, column, text):
 def test_limits_of_the_benchmarks(monkeypatch):
     """By hand, for a model whose sizes are round numbers."""
     arch = accelerator_benchmarks.architecture("qwen2.5-0.5b")
-    assert accelerator_benchmarks.cache_bytes(arch) == 2 * 2 * 24 * 2 * 64
+    assert accelerator_rollouts.cache_bytes(arch) == 2 * 2 * 24 * 2 * 64
     limits = type("Limits", (), {"bandwidth": 1e12})
-    monkeypatch.setattr(accelerator_benchmarks, "device_limits", lambda: limits)
+    monkeypatch.setattr(accelerator_rollouts, "device_limits", lambda: limits)
     args = type("Args", (), {"batch": 16, "prompt_length": 10})
     # Two decoding steps of three tokens: the weights twice, two prompts twice, one and two own tokens of 16 rows.
     expected = (2 * 494032768 * 2 + (2 * 10 * 2 + 16 * (1 + 2)) * 12288) / 1e12
-    assert accelerator_benchmarks.reading_seconds(arch, args, 3, 1) == pytest.approx(expected)
+    assert accelerator_rollouts.reading_seconds(arch, args, 3, 1) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("limit, rollout, update", [(None, 256, 2), (72, 256, 8), (14, 256, 4), (2, 0, 0)])
 def test_sizes_follow_the_memory(limit, rollout, update, monkeypatch):
     size = limit and limit * 2**30
-    monkeypatch.setattr(accelerator_benchmarks, "memory_limit", lambda: size)
+    for module in (accelerator_benchmarks, accelerator_rollouts):
+        monkeypatch.setattr(module, "memory_limit", lambda: size)
     arch = accelerator_benchmarks.architecture("qwen2.5-0.5b")
-    assert accelerator_benchmarks.rows_that_fit(arch, 512, 512, most=256) == rollout
+    assert accelerator_rollouts.rows_that_fit(arch, 512, 512, most=256) == rollout
     chunk = accelerator_benchmarks.logits_chunk()
     assert accelerator_benchmarks.micro_batch_that_fits(arch, 2048, 1, chunk) == update
 
@@ -254,4 +256,5 @@ def test_the_report_on_a_cpu(tmp_path):
     measured = {section["name"]: section["tables"] for section in report["sections"]}
     assert [row["step"] for row in measured["training"]["Steps"]] == list(range(1, 9))
     assert measured["update_0.5b"]["Update"][0]["tokens/s"] > 0 and measured["rollout_1.5b"]["Rollout"]
+    assert [row["engine"] for row in measured["long_tail"]["Engines"]] == ["waves", "slots"]
     assert [row["measured peak"] for row in measured["memory"]["GiB of a device"]] == [None, None]

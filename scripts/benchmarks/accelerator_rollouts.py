@@ -1,0 +1,129 @@
+"""Host: the sections of the accelerator report that measure sampling: to full length, and on a long tail.
+
+They measure like benchmark_rollout.py, with random weights in bfloat16, on all devices.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import benchmark_rollout
+from accelerator_benchmarks import (
+    DTYPE,
+    GROUP,
+    REPEATS,
+    SIZES,
+    STAND_INS,
+    architecture,
+    gib,
+    memory_limit,
+    peak_gib,
+)
+from accelerator_findings import Findings
+from contenders import device_limits, seconds_of
+from workload import response_lengths
+
+LONG_TAIL = "lognormal:median=128,sigma=0.8,clip=512"
+
+
+def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
+    """Sampling all rows to their full length: tokens per second, and the share of what reading memory allows."""
+    import jax
+
+    from dapo_jax.models.weights import count_params
+
+    shape, devices = (STAND_INS if small else SIZES)[size], jax.device_count()
+    prompt, length, chunk = (8, 16, 8) if small else (512, 512, 128)
+    arch = architecture(shape)
+    per_device = rows_that_fit(arch, prompt, length, most=16 if small else 256)
+    if not per_device:
+        findings.keep(skipped=f"{shape} does not fit {gib(memory_limit())}")
+        return
+    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
+    ours, case = benchmark_rollout.Ours(args, DTYPE), str(length)
+    first = seconds_of(lambda: ours(case))
+    results = [ours(case) for _ in range(REPEATS)]
+    seconds = statistics.median(taken for _, taken in results)
+    sampled = results[0][0]
+    least = reading_seconds(arch, args, length, devices)
+    findings.note(
+        f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} and responses "
+        f"of {length} tokens, all rows to the end. Seconds are those of prefill and decoding, the median of {REPEATS} "
+        "after a first call. The limit is reading the weights and the filled cache once per decoding step at the "
+        "bandwidth of the data sheet; a group's prompt is read once."
+    )
+    findings.row(
+        "Rollout",
+        devices=devices,
+        parameters=count_params(arch),
+        **{"first call, s": first},
+        seconds=seconds,
+        **{
+            "tokens/s": sampled / seconds,
+            "ms per decoding step": 1000 * seconds / length,
+            "limit, tokens/s": sampled / least if least is not None else None,
+            "share of the limit": least / seconds if least is not None else None,
+            "peak GiB": peak_gib(),
+        },
+    )
+    findings.check(f"{shape}: sampled tokens", sampled, str(args.batch * length), sampled == args.batch * length)
+
+
+def long_tail(findings: Findings, folder: Path, *, small: bool) -> None:
+    """Both engines on responses of many lengths: which of them rollout.engine=auto should take here."""
+    import jax
+
+    shape, devices = (STAND_INS if small else SIZES)["0.5b"], jax.device_count()
+    prompt, chunk, case = (8, 8, "lognormal:median=6,sigma=0.8,clip=24") if small else (512, 32, LONG_TAIL)
+    per_device = rows_that_fit(architecture(shape), prompt, int(case.rpartition("=")[2]), most=16 if small else 256)
+    if not per_device:
+        findings.keep(skipped=f"{shape} does not fit {gib(memory_limit())}")
+        return
+    args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
+    lengths = response_lengths(case, args)
+    findings.note(
+        f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} tokens and "
+        f"responses of {lengths.mean():.0f} on average, {lengths.max()} at most ({case}), with a look for those that "
+        f"have ended every {chunk} tokens. Seconds are the median of {REPEATS} after a first call."
+    )
+    for engine in ("waves", "slots"):
+        ours = benchmark_rollout.Ours(args, DTYPE, engine)
+        first = seconds_of(lambda ours=ours: ours(case))
+        results = [ours(case) for _ in range(REPEATS)]
+        sampled, seconds = results[0][0], statistics.median(taken for _, taken in results)
+        findings.row(
+            "Engines", engine=engine, **{"first call, s": first}, seconds=seconds, **{"tokens/s": sampled / seconds}
+        )
+        findings.check(f"{engine}: sampled tokens", sampled, str(lengths.sum()), sampled == lengths.sum())
+
+
+def rows_that_fit(arch: Any, prompt: int, length: int, *, most: int) -> int:
+    """Rows per device for the rollout: `most`, or the next power of two below whose weights and caches fit; 0: none."""
+    from dapo_jax.models.weights import count_params
+
+    limit, params = memory_limit(), count_params(arch)
+    rows = most
+    while limit is not None and rows >= GROUP:
+        cache = rows * (prompt / GROUP + length) * cache_bytes(arch)
+        if max(6 * params, 2 * params + 2 * cache) <= 0.9 * limit:  # float32 at the start; a cache is copied to grow
+            break
+        rows //= 2
+    return rows if rows >= GROUP else 0
+
+
+def cache_bytes(arch: Any) -> int:
+    """Bytes of the keys and values of a token, in 16 bits."""
+    return 2 * 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
+
+
+def reading_seconds(arch: Any, args: argparse.Namespace, length: int, devices: int) -> float | None:
+    """Seconds of reading weights and cache in all decoding steps; None where the bandwidth is not known."""
+    from dapo_jax.models.weights import count_params
+
+    bandwidth = device_limits().bandwidth
+    if bandwidth is None:
+        return None
+    prompts = args.batch / GROUP * args.prompt_length * cache_bytes(arch) * (length - 1)
+    own = args.batch * cache_bytes(arch) * (length - 1) * length / 2
+    return (2 * count_params(arch) * (length - 1) + (prompts + own) / devices) / bandwidth
