@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from dapo_jax.data.containers import MicroBatch
 from dapo_jax.models import transformer
@@ -12,6 +13,8 @@ from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.attention import BinAttention
 from dapo_jax.models.experts import RoutingCounts
 from dapo_jax.parallel.sharding import shards_left, vocabulary_shards
+
+NORMALIZER = "normalizer"  # name of what is kept of a chunk's distributions for the backward pass
 
 
 class TokenStatistics(NamedTuple):
@@ -49,9 +52,7 @@ def response_statistics(
     def chunk_statistics(chunk):
         hidden, tokens, candidates = chunk
         logits = transformer.logits(params, hidden, arch) / temperature
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        is_chosen = tokens[..., None] == jnp.arange(logits.shape[-1])  # a gather would not keep the vocabulary sharded
-        chosen = jnp.sum(logits, axis=-1, where=is_chosen)
+        logprobs, normalizer = chosen_logprobs(logits, tokens)
         log_probabilities = logits - normalizer[..., None]
         if not entropy_gradient:
             log_probabilities = jax.lax.stop_gradient(log_probabilities)
@@ -59,10 +60,37 @@ def response_statistics(
         entropy = -jnp.sum(probabilities * log_probabilities, axis=-1)
         squares = jnp.sum(jnp.square(probabilities), axis=-1)
         of_candidates = None if candidates is None else logits_of(logits, candidates) - normalizer[..., None]
-        return TokenStatistics(chosen - normalizer, entropy, squares, of_candidates)
+        return TokenStatistics(logprobs, entropy, squares, of_candidates)
 
     arrays = hidden, batch.responses, batch.candidates
     return _in_chunks(chunk_statistics, arrays, chunk_size), counts
+
+
+@jax.custom_vjp
+def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log_softmax(logits) of one token each, and logsumexp(logits); [..., V] and [...] -> [...] twice.
+
+    The backward pass reads the logits once: it has the normalizer from the forward pass, in `_in_chunks` too.
+    """
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    return logits_of(logits, tokens[..., None])[..., 0] - normalizer, normalizer
+
+
+def _chosen_forward(logits: jax.Array, tokens: jax.Array) -> tuple[Any, Any]:
+    logprobs, normalizer = chosen_logprobs(logits, tokens)
+    normalizer = checkpoint_name(normalizer, NORMALIZER)
+    return (logprobs, normalizer), (logits, tokens, normalizer)
+
+
+def _chosen_backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    logits, tokens, normalizer = saved
+    of_logprobs, of_normalizer = (x[..., None] for x in cotangents)
+    is_chosen = tokens[..., None] == jnp.arange(logits.shape[-1])  # a scatter would not keep the vocabulary sharded
+    probabilities = jnp.exp(logits - normalizer[..., None])
+    return jnp.where(is_chosen, of_logprobs, 0.0) + (of_normalizer - of_logprobs) * probabilities, None
+
+
+chosen_logprobs.defvjp(_chosen_forward, _chosen_backward)
 
 
 def most_likely_tokens(
@@ -118,7 +146,10 @@ def _in_chunks(function: Callable[[Any], Any], arrays: Any, chunk_size: int) -> 
     rows, length = jax.tree.leaves(arrays)[0].shape[:2]
     widest = min(max(chunk_size * shards_left() // rows, 1), length)
     columns = -(-length // -(-length // widest))  # as many chunks, with the least padding
-    results = jax.lax.map(jax.checkpoint(function), jax.tree.map(lambda x: _split_columns(x, columns), arrays))
+    kept = jax.checkpoint_policies.save_only_these_names(NORMALIZER)
+    results = jax.lax.map(
+        jax.checkpoint(function, policy=kept), jax.tree.map(lambda x: _split_columns(x, columns), arrays)
+    )
     return jax.tree.map(lambda x: _join_columns(x, length), results)
 
 

@@ -1,0 +1,75 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dapo_jax.learner.token_logprobs import _in_chunks, chosen_logprobs
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 2, 24, 5, 97
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH)), jnp.float32)
+    table = jnp.asarray(3 * rng.normal(size=(WIDTH, VOCABULARY)), jnp.float32)
+    return hidden, table, jnp.asarray(rng.integers(VOCABULARY, size=(ROWS, LENGTH)), jnp.int32)
+
+
+def loss(hidden, table, tokens, *, plain=False):
+    """Both results of `chosen_logprobs` in chunks of 16 tokens, or of the formula at once, with unlike weights."""
+
+    def of_chunk(arrays):
+        hidden, tokens = arrays
+        return chosen_logprobs(hidden @ table, tokens)
+
+    if plain:
+        logits = hidden @ table
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        logprobs = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0] - normalizer
+    else:
+        logprobs, normalizer = _in_chunks(of_chunk, (hidden, tokens), 16)
+    weights = jnp.cos(jnp.arange(LENGTH))
+    return jnp.sum(logprobs * weights) + jnp.sum(normalizer * weights**2)
+
+
+def test_chosen_logprobs_and_their_gradients():
+    hidden, table, tokens = operands()
+    found, expected = (
+        jax.value_and_grad(lambda *x, plain=plain: loss(*x, tokens, plain=plain), argnums=(0, 1))(hidden, table)
+        for plain in (False, True)
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, expected)
+
+
+def equations(jaxpr, inside=False):
+    """Each equation, those of inner programs too, and whether a loop runs it."""
+    for equation in jaxpr.eqns:
+        yield equation, inside
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner, inside or equation.primitive.name == "scan")
+
+
+def test_the_backward_pass_reads_logits_once_and_none_are_kept():
+    """With 0.5B on an H100, a pass over the logits takes half as long as their product."""
+    hidden, table, tokens = operands()
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *x: loss(*x, tokens), argnums=(0, 1)))(hidden, table).jaxpr
+    found = list(equations(jaxpr))
+    whole = [
+        (one.primitive.name, inside)
+        for one, inside in found
+        if any(getattr(x.aval, "shape", ())[-1:] == (VOCABULARY,) and x.aval.size > table.size for x in one.outvars)
+    ]
+    assert whole and all(inside for _, inside in whole)
+    highest = [one for one, _ in found if one.primitive.name in ("reduce_max", "argmax")]
+    assert len([one for one in highest if one.invars[0].aval.shape[-1:] == (VOCABULARY,)]) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
+def test_any_number_of_axes(shape):
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(*shape, 11)), jnp.float32)
+    tokens = jnp.full(shape, 4, jnp.int32)
+    logprobs, normalizer = chosen_logprobs(logits, tokens)
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits)[..., 4], rtol=1e-6, atol=1e-6)
+    assert normalizer.shape == shape
