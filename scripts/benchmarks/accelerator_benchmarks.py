@@ -84,9 +84,7 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
         "again does not count."
     )
     ours = benchmark_update.Ours(args, DTYPE, options)
-    first = seconds_of(lambda: ours(""))
-    results = [ours("") for _ in range(REPEATS)]
-    seconds, tokens = statistics.median(taken for _, taken in results), results[0][0]
+    first, seconds, tokens = measured(ours, "")
     peak_flops = device_limits().flops
     flops = model_flops(arch, args)
     findings.row(
@@ -106,6 +104,13 @@ def update(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
     findings.keep(update={"args": given, "options": options, "peak": peak_bytes()})
     finite = all(bool(np.isfinite(leaf).all()) for leaf in first_leaves(ours.models.actor.params))
     findings.check(f"{shape}: norms after {REPEATS + 1} updates are finite", finite, "yes", finite)
+
+
+def measured(ours: Any, case: str) -> tuple[float, float, int]:
+    """Seconds of a contender's first call and of the median of those that follow, and the tokens of a call."""
+    first = seconds_of(lambda: ours(case))
+    results = [ours(case) for _ in range(REPEATS)]
+    return first, statistics.median(seconds for _, seconds in results), results[0][0]
 
 
 def logits_chunk() -> int:

@@ -4,7 +4,6 @@ They measure like benchmark_rollout.py, with random weights in bfloat16, on all 
 """
 
 import argparse
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from accelerator_benchmarks import (
     STAND_INS,
     architecture,
     gib,
+    measured,
     memory_limit,
     peak_gib,
 )
 from accelerator_findings import Findings
-from contenders import device_limits, seconds_of
+from contenders import device_limits
 from workload import response_lengths
-
-LONG_TAIL = "lognormal:median=128,sigma=0.8,clip=512"
 
 
 def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None:
@@ -42,10 +40,7 @@ def rollout(findings: Findings, folder: Path, *, small: bool, size: str) -> None
         return
     args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
     ours, case = benchmark_rollout.Ours(args, DTYPE), str(length)
-    first = seconds_of(lambda: ours(case))
-    results = [ours(case) for _ in range(REPEATS)]
-    seconds = statistics.median(taken for _, taken in results)
-    sampled = results[0][0]
+    first, seconds, sampled = measured(ours, case)
     least = reading_seconds(arch, args, length, devices)
     findings.note(
         f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} and responses "
@@ -75,12 +70,13 @@ def long_tail(findings: Findings, folder: Path, *, small: bool) -> None:
     import jax
 
     shape, devices = (STAND_INS if small else SIZES)["0.5b"], jax.device_count()
-    prompt, chunk, case = (8, 8, "lognormal:median=6,sigma=0.8,clip=24") if small else (512, 32, LONG_TAIL)
-    per_device = rows_that_fit(architecture(shape), prompt, int(case.rpartition("=")[2]), most=16 if small else 256)
+    prompt, longest, chunk = (8, 24, 8) if small else (512, 512, 32)
+    per_device = rows_that_fit(architecture(shape), prompt, longest, most=16 if small else 256)
     if not per_device:
         findings.keep(skipped=f"{shape} does not fit {gib(memory_limit())}")
         return
     args = argparse.Namespace(shape=shape, batch=per_device * devices, group=GROUP, prompt_length=prompt, chunk=chunk)
+    case = f"lognormal:median={longest // 4},sigma=0.8,clip={longest}"
     lengths = response_lengths(case, args)
     findings.note(
         f"{shape}, random weights, {DTYPE}: {args.batch} rows in groups of {GROUP}, prompts of {prompt} tokens and "
@@ -88,10 +84,7 @@ def long_tail(findings: Findings, folder: Path, *, small: bool) -> None:
         f"have ended every {chunk} tokens. Seconds are the median of {REPEATS} after a first call."
     )
     for engine in ("waves", "slots"):
-        ours = benchmark_rollout.Ours(args, DTYPE, engine)
-        first = seconds_of(lambda ours=ours: ours(case))
-        results = [ours(case) for _ in range(REPEATS)]
-        sampled, seconds = results[0][0], statistics.median(taken for _, taken in results)
+        first, seconds, sampled = measured(benchmark_rollout.Ours(args, DTYPE, engine), case)
         findings.row(
             "Engines", engine=engine, **{"first call, s": first}, seconds=seconds, **{"tokens/s": sampled / seconds}
         )
