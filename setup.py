@@ -66,7 +66,7 @@ setup(
             "wandb>=0.19",
         ],
         "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
-        "browser": ["tensorboard>=2.19", "playwright>=1.50"],  # tests that look at TensorBoard
+        "browser": ["tensorboard>=2.19", "playwright>=1.50"],  # tests in a browser
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
         "tpu-preflight": ["jax[tpu]>=0.10.2,<0.13"],  # libtpu compiles for TPUs that are not there
         "cuda12": ["jax[cuda12]>=0.10.2,<0.13"],

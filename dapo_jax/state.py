@@ -104,7 +104,7 @@ def _check_not_moved(config: Config) -> None:
 def first_state(run: Run) -> RunState:
     """A run before its first step."""
     progress = Progress(
-        unrecorded={"metrics": {}, "samples": []} if run.config.trainer.val_before_train else None,
+        unrecorded={"metrics": {}, "samples": [], "histograms": {}} if run.config.trainer.val_before_train else None,
         prompts=run.problems.train_set.checksum(),
         log_bytes=0,
     )

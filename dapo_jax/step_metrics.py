@@ -23,6 +23,7 @@ from dapo_jax.monitor import statistics
 from dapo_jax.monitor.tensorboard import Histograms, histogram
 from dapo_jax.parallel.devices import GIB, limits_of
 from dapo_jax.parallel.memory import used_host_bytes
+from dapo_jax.sample_texts import trained_texts
 from dapo_jax.settings import compute_dtype
 
 
@@ -226,43 +227,6 @@ def experience_histograms(experience: Experience) -> dict[str, dict[str, Any]]:
     }
 
 
-def sample_texts(
-    experience: Experience, rows: Sequence[PromptRow], tokenizer: Tokenizer, *, wanted: int
-) -> list[dict[str, Any]]:
-    """`wanted` trained responses with their scores: a quarter each of the kinds best, worst, truncated and, as a fair
-    picture, the first of the first groups ("any"), which also fill up. None appears twice.
-
-    Args:
-        rows: of the training problems.
-    """
-    score = experience.scores["seq_reward"]
-    lengths = experience.mask.sum(axis=-1)
-    groups = np.arange(len(experience))
-    best, worst = score.argmax(axis=1), score.argmin(axis=1)
-    kinds = {
-        "best": [(group, best[group]) for group in np.argsort(-score.max(axis=1), kind="stable")],
-        "worst": [(group, worst[group]) for group in np.argsort(score.min(axis=1), kind="stable")],
-        "truncated": np.argwhere(~experience.finished),
-    }
-    chosen: dict[tuple[int, int], str] = {}
-    for kind, candidates in kinds.items():
-        new = dict.fromkeys((int(group), int(sample)) for group, sample in candidates)
-        chosen |= dict.fromkeys([place for place in new if place not in chosen][: wanted // 4], kind)
-    firsts = [(int(group), 0) for group in groups if (int(group), 0) not in chosen]
-    chosen |= dict.fromkeys(firsts[: wanted - len(chosen)], "any")
-    return [
-        {
-            "kind": kind,
-            "prompt": tokenizer.decode(experience.prompts[group], skip_special_tokens=False),
-            "response": experience.texts[group][sample],
-            "ground_truth": rows[experience.rows[group]].truth_text,
-            "length": int(lengths[group, sample]),
-            **{name: float(values[group, sample]) for name, values in experience.scores.items()},
-        }
-        for (group, sample), kind in chosen.items()
-    ]
-
-
 def step_row(
     collected: Collected,
     metrics: Mapping[str, float],
@@ -280,6 +244,6 @@ def step_row(
     """
     row = {"metrics": {name: float(value) for name, value in metrics.items()}, "samples": [], "histograms": histograms}
     if (experience := collected.experience) is not None:
-        row["samples"] = sample_texts(experience, rows, tokenizer, wanted=num_samples)
+        row["samples"] = trained_texts(experience, rows, tokenizer, wanted=num_samples)
         row["histograms"] = histograms | experience_histograms(experience)
     return row

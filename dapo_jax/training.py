@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,6 +21,7 @@ from dapo_jax.command.help import about, options_help
 from dapo_jax.command.validation import validate
 from dapo_jax.config.derived import checkpoint_dir, in_folder
 from dapo_jax.config.sections import Config
+from dapo_jax.data.experience import Experience
 from dapo_jax.downloads import with_downloads
 from dapo_jax.held_out import evaluate, mean_accuracy
 from dapo_jax.learner.optimizer import Models
@@ -36,10 +38,12 @@ from dapo_jax.monitor.workdir import Workdir, open_workdir
 from dapo_jax.other_runs import pinned
 from dapo_jax.parallel.processes import SharedFailure, gather, is_first
 from dapo_jax.parallel.stopping import Stopped, StopRequest
+from dapo_jax.problems import TaskSet
 from dapo_jax.progress import Progress, with_quality
 from dapo_jax.reports import options, results, summary
 from dapo_jax.rewards.verifiers import NO_OWN
 from dapo_jax.run import Own, Run, check_processes, describe, open_run
+from dapo_jax.sample_texts import held_out_texts
 from dapo_jax.settings import chosen_attention, learning_rate_plan, warn_of_warm_up
 from dapo_jax.state import RunState, first_state, restore_state, save_state, starting_point
 from dapo_jax.step import sample_batch, train_step
@@ -186,10 +190,11 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
     step, total = progress.step, trainer.total_training_steps
     row = progress.unrecorded
     assert row is not None
-    metrics = dict(row["metrics"])
+    metrics, samples = dict(row["metrics"]), list(row["samples"])
     evaluated = step == 0 or is_due(step, trainer.test_freq, total)
     if evaluated:
-        metrics |= evaluate(run.held_out, run.learner.decode_weights, state.models.actor.params)
+        measured, texts = measure(run, state)
+        metrics, samples = metrics | measured, samples + texts
         found, memory = raise_evaluation_alarms(
             mean_accuracy(metrics), progress.alarms, run.config.monitor.alarms, step
         )
@@ -200,10 +205,9 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
         known = ", ".join(name for name in metrics if name.startswith("eval/")) or "no eval/*"
         logger.warning("trainer.best_metric=%s is no metric of step %d, which has %s", trainer.best_metric, step, known)
     progress = with_quality(progress, quality, metric=trainer.best_metric, mode=trainer.best_metric_mode)
-    if step:  # step 0 trains on nothing
-        with run.monitor.stage("write"):
-            records.write_samples(step, row["samples"])
-            records.write_histograms(step, row["histograms"])
+    with run.monitor.stage("write"):
+        records.write_samples(step, samples)
+        records.write_histograms(step, row["histograms"])
     record(run, records, step, metrics)
     progress = dataclasses.replace(progress, unrecorded=None, log_bytes=log_bytes(run.config.workdir))
     state = dataclasses.replace(state, progress=progress, engine=run.sampler.state())
@@ -212,6 +216,17 @@ def conclude_step(run: Run, checkpoints: Checkpoints, records: RunRecords, state
     if step and (saved_before or minutes or is_due(step, trainer.save_freq, total)):
         save_state(run, checkpoints, state, metric=quality, replace=True)
     return state
+
+
+def measure(run: Run, state: RunState) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """The metrics of the held-out problems, and some responses to them."""
+    texts: list[dict[str, Any]] = []
+
+    def keep(task_set: TaskSet, experience: Experience) -> None:
+        wanted = run.config.monitor.num_samples
+        texts.extend(held_out_texts(experience, task_set, run.sampler.tokenizer, wanted=wanted))
+
+    return evaluate(run.held_out, run.learner.decode_weights, state.models.actor.params, receive=keep), texts
 
 
 def check_finite(config: Config, progress: Progress) -> None:

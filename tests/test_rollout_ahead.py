@@ -115,7 +115,9 @@ def test_training_ahead_may_be_divided_without_tensor(tmp_path, ahead):
     assert query.sharding.mesh.shape == {"data": 1, "fsdp": 4, "tensor": 1}
     for step in (1, 2):
         name = f"samples/step_{step:06d}.jsonl"
-        assert (tmp_path / name).read_text() == (ahead[0] / name).read_text()
+        divided_lines, wanted_lines = ((folder / name).read_text().splitlines() for folder in (tmp_path, ahead[0]))
+        trained = [line for line in divided_lines if '"held_out"' not in line]  # step 2 is the last of only one run
+        assert trained == [line for line in wanted_lines if '"held_out"' not in line] and trained
     for row, wanted in zip(read_metrics(tmp_path)[1:], read_metrics(ahead[0])[1:3], strict=True):
         assert row["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-4)
 

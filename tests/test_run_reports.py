@@ -61,15 +61,29 @@ def test_histograms_count_what_was_trained(run):
     assert scores == pytest.approx([row["critic/score/mean"] for row in rows])
 
 
+def samples_of(run, step):
+    path = run / f"samples/step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_samples_are_of_all_kinds_and_none_stands_there_twice(run):
-    for path in (run / "samples").iterdir():
-        samples = [json.loads(line) for line in path.read_text().splitlines()]
+    for step in (1, 2):
+        samples = [sample for sample in samples_of(run, step) if sample["kind"] != "held_out"]
         kinds = {kind: [sample for sample in samples if sample["kind"] == kind] for kind in ("best", "worst", "any")}
         assert len(samples) == 6 and len(kinds["best"]) == len(kinds["worst"]) == 1
         scores = [sample["seq_reward"] for sample in samples]
         assert kinds["best"][0]["seq_reward"] == max(scores) > min(scores) == kinds["worst"][0]["seq_reward"]
         assert all(0 < sample["length"] <= 4 for sample in samples)
-    assert {f"samples/{name}/text_summary" for name in ("1_best", "2_worst", "4_any")} <= set(shown(run))
+    assert {f"samples/{name}/text_summary" for name in ("0_held_out", "1_best", "2_worst", "4_any")} <= set(shown(run))
+
+
+def test_every_evaluation_keeps_the_first_responses_to_the_same_problems(run):
+    before, after = ([sample for sample in samples_of(run, step) if sample["kind"] == "held_out"] for step in (0, 2))
+    assert before == samples_of(run, 0) and len(before) == 4  # all problems that there are
+    same = ("task", "prompt", "ground_truth")
+    assert [[one[key] for key in same] for one in before] == [[one[key] for key in same] for one in after]
+    assert len({one["prompt"] for one in before}) == 4 and {one["task"] for one in before} == {"arithmetic"}
+    assert all(one["acc"] in (0, 1) and 0 < one["length"] <= 4 for one in (*before, *after))
 
 
 def test_every_option_has_its_value():

@@ -23,7 +23,7 @@ LAYERS = [
     ("downloads",),
     ("settings",),
     ("teacher",),
-    ("training_memory", "meshes", "held_out"),
+    ("training_memory", "meshes", "held_out", "sample_texts"),
     ("run", "reports", "step_metrics", "model_card"),
     ("state", "estimator_inputs"),
     ("step",),

@@ -91,7 +91,9 @@ def test_records_and_log_tell_the_same(whole):
         assert row["rollout_corr/logprob_abs_diff"] < 1e-4 and row["actor/num_updates"] == 2
     assert [row["step"] for row in rows if "eval/arithmetic/acc/mean@4" in row] == [0, 2, 4]
     assert json.loads((Path(folder) / "config.json").read_text())["data"]["train_batch_size"] == 4
-    assert len(list((Path(folder) / "samples").glob("*.jsonl"))) == 4
+    assert sorted(path.name for path in (Path(folder) / "samples").iterdir()) == [
+        f"step_{step:06d}.jsonl" for step in range(5)
+    ]
 
 
 @pytest.mark.slow

@@ -526,7 +526,7 @@ class MonitorConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     console: str = "steps"  # steps (a line each) | detailed (with train.log) | quiet (final table) | json
     filter_log: bool = False  # also print train.log's lines of dynamic sampling, which scripts parse, to stderr
-    num_samples: NotNegative[int] = 8  # responses per step to keep as text: best, worst, truncated, any; a quarter each
+    num_samples: NotNegative[int] = 8  # responses to keep as text: trained ones per step, held-out ones per evaluation
     detailed_stats: bool = False  # evaluations also log /mean, /max, /min and /std over problems of each metric
 
 

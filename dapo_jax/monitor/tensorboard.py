@@ -17,7 +17,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 _BUCKETS = 30
 _OWN_OPTIONS = ("workdir", "trainer.experiment_name", "trainer.checkpoint_dir")  # different for every run
 _RESULTS = "Results"  # sorts before the other groups of curves and of table columns
-_TEXTS = {"best": "1_best", "worst": "2_worst", "truncated": "3_truncated", "any": "4_any"}  # in order of interest
+_TEXTS = ("held_out", "best", "worst", "truncated", "any")  # kinds of samples, in order of interest
 EVENTS = "events.out.tfevents.*"  # file names
 Histograms = dict[str, dict[str, Any]]  # made by `histogram` and `counted`, by name
 
@@ -123,12 +123,14 @@ class TensorBoard:
         self._add(step, [_histogram_summary(name, parts) for name, parts in histograms.items()])
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Adds responses as text, each "kind" under its own tag; best and worst come first."""
+        """Adds responses as text, each "kind" under its own tag; held-out ones, best and worst come first."""
         kinds: dict[str, list[Mapping[str, Any]]] = {}
         for sample in samples:
             kinds.setdefault(str(sample.get("kind", "any")), []).append(sample)
-        tags = {kind: f"samples/{_TEXTS.get(kind, kind)}" for kind in kinds}
-        self._add(step, [summary.text(tags[kind], _markdown(found)) for kind, found in kinds.items()])
+        tags = {kind: f"samples/{number}_{kind}" for number, kind in enumerate(_TEXTS)}
+        self._add(
+            step, [summary.text(tags.get(kind, f"samples/{kind}"), _markdown(found)) for kind, found in kinds.items()]
+        )
 
     def close(self) -> None:
         """Closes the file. A second call does nothing."""

@@ -17,7 +17,7 @@ from dapo_jax.report.describe import algorithm, facts, findings, held_out
 from dapo_jax.report.numbers import alarm_steps, is_on, letter, percent, short_power, step_ranges, values
 from dapo_jax.report.options import between, from_recipe
 from dapo_jax.report.read import RunFiles
-from dapo_jax.report.samples import before_and_after, shortened, visible
+from dapo_jax.report.samples import held_out_pairs, shortened, trained_pairs, visible
 from dapo_jax.report.tables import efficiency, filter_bar, filter_tables, key_numbers, stage_table
 from dapo_jax.report.words import ALARMS, CHARTS, Alarm, Chart
 
@@ -60,7 +60,8 @@ def page(runs: Sequence[RunFiles], written: datetime) -> str:
         efficiency=efficiency(runs),
         raised=raised,
         quiet=quiet,
-        samples={run.name: before_and_after(run) for run in runs},
+        held_out_samples={run.name: held_out_pairs(run) for run in runs},
+        trained_samples={run.name: trained_pairs(run) for run in runs},
         origins=[from_recipe(run) for run in runs],
         differences=between(runs) if len(runs) > 1 else [],
     )

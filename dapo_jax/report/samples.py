@@ -4,13 +4,16 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dapo_jax.monitor.statistics import HELD_OUT as ACCURACY
 from dapo_jax.report.numbers import is_number, number
 from dapo_jax.report.read import RunFiles, read_samples
+from dapo_jax.sample_texts import HELD_OUT
 
 Sample = dict[str, Any]
+HELD_OUT_PAIRS = 4
 PAIRS = 6
 FILES = 20  # at each end of the run, in which the same prompt is looked for
-KINDS = {  # of step_metrics.sample_texts, the fairest first
+KINDS = {  # of sample_texts.trained_texts, the fairest first
     "any": "not chosen by its score",
     "best": "among the best of its step",
     "worst": "among the worst of its step",
@@ -31,18 +34,46 @@ class Shown(NamedTuple):
 
 
 class Pair(NamedTuple):
-    kind: str
+    kind: str  # in words; of a held-out problem, its task
     same: bool  # whether both answer the same prompt
     before: Shown
     after: Shown
 
+    @property
+    def caption(self) -> str:
+        """What the two have in common."""
+        if self.kind not in KINDS.values():
+            return self.kind
+        return f"{'Same prompt' if self.same else 'Different prompts'}; {self.kind}."
 
-def before_and_after(run: RunFiles) -> list[Pair]:
-    """Pairs of an early and a late response of the same kind: to the same prompt where there is one, then to others.
+
+def held_out_pairs(run: RunFiles) -> list[Pair]:
+    """Responses to the same held-out problems at the first and the last evaluation, as many of each task."""
+    steps = [row["step"] for row in run.rows if any(map(ACCURACY.fullmatch, row)) and row["step"] in run.samples]
+    first, last = _first_held_out(run, steps), _first_held_out(run, steps[::-1])
+    tasks: dict[str, list[Pair]] = {}
+    for (task, prompt), (step, sample) in first.items():
+        if (after := last.get((task, prompt))) and after[0] > step:
+            tasks.setdefault(task, []).append(Pair(task, True, shown(step, sample), shown(*after)))
+    of_each = max(HELD_OUT_PAIRS // max(len(tasks), 1), 1)
+    return [pair for pairs in tasks.values() for pair in pairs[:of_each]]
+
+
+def _first_held_out(run: RunFiles, steps: Sequence[int]) -> dict[tuple[str, str], tuple[int, Sample]]:
+    """By task and prompt, the held-out responses of the first of the steps that has any."""
+    for step in steps:
+        samples = [sample for sample in read_samples(run.samples[step]) if sample.get("kind") == HELD_OUT]
+        if samples:
+            return {(str(sample.get("task")), str(sample.get("prompt"))): (step, sample) for sample in samples}
+    return {}
+
+
+def trained_pairs(run: RunFiles) -> list[Pair]:
+    """Pairs of an early and a late trained response of one kind: to the same prompt where there is one, then to others.
 
     Kinds are not mixed: an early "worst" next to a late "best" would show progress in any run.
     """
-    steps = list(run.samples)
+    steps = [step for step in run.samples if step > 0]
     if len(steps) < 2:
         return []
     count = min(FILES, len(steps) // 2)

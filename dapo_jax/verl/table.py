@@ -340,8 +340,11 @@ NOT_NEEDED = (
     Entry("{reward_manager,reward.reward_manager}.{source,module.*}", note=MANAGER),
     Entry("trainer.{n_gpus_per_node,nnodes}", note="mesh.data=-1 takes every device that JAX finds"),
     Entry("trainer.balance_batch", note=PACKED),
-    Entry("trainer.log_val_generations", note="monitor.num_samples responses are recorded per step"),
-    Entry("trainer.{rollout_data_dir,validation_data_dir}", note="monitor.num_samples responses are recorded per step"),
+    Entry("trainer.log_val_generations", note="monitor.num_samples responses per step and per evaluation are kept"),
+    Entry(
+        "trainer.{rollout_data_dir,validation_data_dir}",
+        note="monitor.num_samples responses per step and per evaluation are kept",
+    ),
     Entry(
         "trainer.{default_hdfs_dir,del_local_ckpt_after_load,max_critic_ckpt_to_keep}", note="trainer.checkpoint_dir"
     ),
@@ -446,7 +449,7 @@ EASYR1 = (
     Entry("worker.actor.{padding_free,ulysses_size}", note=PACKED),
     Entry("worker.rollout.disable_tqdm", note="monitor.console"),
     Entry("trainer.{find_last_checkpoint,save_model_only}", note="a run resumes from its newest checkpoint"),
-    Entry("trainer.val_generations_to_log", note="monitor.num_samples responses are recorded per step"),
+    Entry("trainer.val_generations_to_log", note="monitor.num_samples responses per step and per evaluation are kept"),
     _missing(
         "worker.actor.optim.strategy",
         f"{OPTIMIZERS}; actor.optim.moments_dtype=bfloat16 halves its memory",

@@ -1,22 +1,18 @@
-"""Host: a real TensorBoard, in a real browser, shows a run that was stopped and resumed as one run.
-
-CHROMIUM=/usr/bin/chromium python -m pytest -m browser tests/monitor; SCREENSHOTS=FOLDER keeps what was seen.
-"""
+"""Host: a real TensorBoard, in a real browser, shows a run that was stopped and resumed as one run."""
 
 import dataclasses
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
+from chromium import BROWSER, keep_screenshot, launched, page_without_errors  # noqa: F401
 from ports import free_port
 
 from dapo_jax.config.sections import Config
@@ -25,12 +21,7 @@ from dapo_jax.monitor.tensorboard import LAYOUT, histogram
 from dapo_jax.reports import options
 
 pytest.importorskip("tensorboard")
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: CHROMIUM names the executable"),
-]
+pytestmark = BROWSER
 STEPS = 40
 RUNS = {"slow": 1e-6, "fast": 4e-6}  # learning rate by name
 STAGES = ("gen", "reward", "update_actor")
@@ -104,32 +95,19 @@ def get(url, path, **query):
         return json.load(answer)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as player:
-        options = ["--no-sandbox", "--disable-gpu", "--no-proxy-server"]
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def look(address, browser):
     """A dashboard by its name, without an error of its scripts."""
-    page = browser.new_page(viewport={"width": 1360, "height": 900})
-    errors = []
-    page.on("pageerror", lambda error: errors.append(error))
+    with page_without_errors(browser, viewport={"width": 1360, "height": 900}) as page:
 
-    def look(name):
-        page.goto(f"{address}/#{name}", timeout=120_000)
-        return page
+        def look(name):
+            page.goto(f"{address}/#{name}", timeout=120_000)
+            return page
 
-    yield look
-    if "SCREENSHOTS" in os.environ:
-        page.wait_for_timeout(3000)
-        page.screenshot(path=Path(os.environ["SCREENSHOTS"]) / f"{page.url.rpartition('#')[2].partition('&')[0]}.png")
-    page.close()
-    assert not errors
+        yield look
+        if "SCREENSHOTS" in os.environ:
+            page.wait_for_timeout(3000)
+        keep_screenshot(page, page.url.rpartition("#")[2].partition("&")[0])
 
 
 def see(page, text):

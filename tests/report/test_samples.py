@@ -3,11 +3,21 @@
 from run_folder import sample, write_run
 
 from dapo_jax.report.read import read_run
-from dapo_jax.report.samples import BEGIN, END, KINDS, PAIRS, before_and_after, shortened, visible
+from dapo_jax.report.samples import (
+    BEGIN,
+    END,
+    HELD_OUT_PAIRS,
+    KINDS,
+    PAIRS,
+    held_out_pairs,
+    shortened,
+    trained_pairs,
+    visible,
+)
 
 
 def pairs_of(folder, samples):
-    return before_and_after(read_run("", str(write_run(folder, samples=samples))))
+    return trained_pairs(read_run("", str(write_run(folder, samples=samples))))
 
 
 def test_the_earliest_and_the_latest_response_to_a_prompt_are_a_pair(tmp_path):
@@ -19,7 +29,11 @@ def test_the_earliest_and_the_latest_response_to_a_prompt_are_a_pair(tmp_path):
 
 def test_without_a_common_prompt_responses_of_one_kind_are_a_pair(tmp_path):
     [pair] = pairs_of(tmp_path, {1: [sample(prompt="a")], 9: [sample(prompt="b")]})
-    assert not pair.same and (pair.before.prompt, pair.after.prompt) == ("a", "b")
+    assert pair.caption == f"Different prompts; {KINDS['any']}."
+    assert not pair.same and (pair.before.prompt, pair.after.prompt) == (
+        "a",
+        "b",
+    )
 
 
 def test_kinds_are_not_mixed(tmp_path):
@@ -35,6 +49,32 @@ def test_there_are_few_pairs_and_fair_ones_come_first(tmp_path):
     found = pairs_of(tmp_path, {1: many, 9: many})
     assert len(found) == PAIRS and found[0].kind == KINDS["any"]
     assert pairs_of(tmp_path / "one", {1: many}) == []
+
+
+def held_out(task="a", prompt="1 + 1 =", **fields):
+    return sample("held_out", prompt, **fields) | {"task": task}
+
+
+def test_a_held_out_problem_is_shown_as_its_first_and_last_evaluation_answered_it(tmp_path):
+    """Those of trained responses are apart: an evaluation does not choose."""
+    answers = {0: "one", 2: "two", 3: "three"}
+    run = read_run("", str(write_run(tmp_path, samples={step: [held_out(response=answers[step])] for step in answers})))
+    [pair] = held_out_pairs(run)
+    assert (pair.before.step, pair.before.response) == (0, "one")
+    assert (pair.after.step, pair.after.response) == (3, "three")
+    assert pair.same and pair.caption == "a" and trained_pairs(run) == []
+
+
+def test_each_task_has_its_share_of_the_held_out_problems(tmp_path):
+    many = [held_out(task, f"{task} {number}") for task in ("a", "b") for number in range(HELD_OUT_PAIRS)]
+    lone = [held_out("c", "only before")]
+    run = read_run("", str(write_run(tmp_path, samples={0: many + lone, 4: many})))
+    assert [pair.kind for pair in held_out_pairs(run)] == ["a"] * (HELD_OUT_PAIRS // 2) + ["b"] * (HELD_OUT_PAIRS // 2)
+    assert [pair.before.prompt for pair in held_out_pairs(run)][0] == "a 0"
+
+
+def test_one_evaluation_has_nothing_to_compare(tmp_path):
+    assert held_out_pairs(read_run("", str(write_run(tmp_path, samples={4: [held_out()]})))) == []
 
 
 def test_a_verdict_is_a_word_and_scores_have_names(tmp_path):
