@@ -1,6 +1,7 @@
 """Host: the language models that a run starts from: random, from a model's files, or from another run."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -168,9 +169,15 @@ def lora_of(config: Config, arch: Architecture) -> Lora | None:
 def load_base(config: Config, arch: Architecture, mesh: Mesh) -> dict[str, Any]:
     """The float32 parameters of model.path, sharded for training."""
     if config.model.path == RANDOM:
-        shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
-        return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)(config.seed)
+        return _random_params(arch, mesh)(config.seed)
     return load_policy(config.model.path, arch, mesh, shown=shows_progress(config))
+
+
+@functools.cache
+def _random_params(arch: Architecture, mesh: Mesh) -> Callable[[int], dict[str, Any]]:
+    """Makes random parameters of a seed, sharded for training."""
+    shardings = weight_shardings(weight_table(arch), mesh, TRAIN_RULES)
+    return jax.jit(lambda seed: init_params(arch, seed), out_shardings=shardings)
 
 
 def load_reference(config: Config, arch: Architecture, freeze: Callable[[Any], Any], mesh: Mesh) -> Any:

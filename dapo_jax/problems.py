@@ -173,14 +173,16 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
     else:
         train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key) if training else []
         eval_rows = read_prompt_files(data.val_files, prompt_key=data.prompt_key) if data.val_files else []
-    held_out, tasks = held_out_options(config), parse_tasks(config)
-    sets = {dataclasses.replace(held_out, reward_function=reward_function(config)): eval_rows}
+    function, tasks = reward_function(config), parse_tasks(config)
+    sets = {dataclasses.replace(held_out_options(config), reward_function=function): eval_rows}
     sets |= {task: read_prompt_files(task.files, prompt_key=task.prompt_key) for task in tasks}
     sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
-    by_source = [train_rows] if "auto" in functions_of(given_function(config)) else []
-    by_source += [rows for task, rows in sets.items() if "auto" in functions_of(task.reward_function)]
-    for source in sorted({row.data_source for rows in by_source for row in rows}):
-        verifier_for(source)
+    chosen = _chosen_by_data([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
+    function = chosen.get(function, function)
+    sets = {
+        dataclasses.replace(task, reward_function=chosen.get(task.reward_function, task.reward_function)): rows
+        for task, rows in sets.items()
+    }
     task_sets = tuple(TaskSet(task, _tokenize(config, rows, tokenizer)) for task, rows in sets.items())
     names = [name for task in task_sets for name, _ in task.by_name()]
     for name in names:
@@ -188,7 +190,7 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
             raise InputError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
     train_set = _tokenize(config, train_rows, tokenizer) if training else PromptSet([], [])
     order = PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle)
-    problems = Problems(train_set, task_sets, order, reward_function(config))
+    problems = Problems(train_set, task_sets, order, function)
     _warn_of_data(config, problems)
     if jax.process_count() > 1:
         check_agreement(problems.checksums())
@@ -217,6 +219,22 @@ def reward_function(config: Config) -> str:
     """The verifier for the training problems: `auto` is resolved if the task has only one, so that it loads early."""
     function = given_function(config)
     return "reasoning_gym" if function == "auto" and config.data.task == "reasoning_gym" else function
+
+
+def _chosen_by_data(sets: Sequence[tuple[str, list[PromptRow]]]) -> dict[str, str]:
+    """The verifier that stands for `auto`, if all rows that it judges have the same one.
+
+    A process of the others loads no library for symbolic mathematics, which takes most of its start and memory.
+
+    Args:
+        sets: rows with the name of their reward function.
+
+    Raises:
+        InputError: a data source has no verifier.
+    """
+    sources = {row.data_source for name, rows in sets if "auto" in functions_of(name) for row in rows}
+    verifiers = {verifier_for(source) for source in sorted(sources)}
+    return {"auto": verifiers.pop()} if len(verifiers) == 1 else {}
 
 
 def _warn_of_data(config: Config, problems: Problems) -> None:

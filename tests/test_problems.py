@@ -49,6 +49,18 @@ def test_what_is_wrong_with_tasks_is_named(tasks, message):
         parse_tasks(config_with(tasks))
 
 
+def test_auto_is_the_verifier_of_the_data_if_there_is_only_one(tmp_path):
+    """Else its processes would load a library for mathematics that nothing needs."""
+
+    def functions(**sources):
+        tasks = {name: {"files": write_rows(tmp_path / f"{name}.jsonl", source)} for name, source in sources.items()}
+        problems = read_problems(config_with(tasks), character_tokenizer())
+        return {function for _, function in problems.by_function()}
+
+    assert functions() == functions(words="mawps") == {"arithmetic"}
+    assert functions(words="mawps", school="openai/gsm8k") == {"auto"}
+
+
 def test_a_prompt_that_is_repeated_is_one_problem_with_more_samples():
     rows = [PromptRow(*row, {}) for row in (("p", "s", "1"), ("q", "t", "1"), ("p", "s", "1"), ("p", "s", "2"))]
     held_out = TaskSet(held_out_options(config_with("{}")), PromptSet(rows, [[1]] * 4))
