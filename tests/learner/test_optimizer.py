@@ -8,10 +8,12 @@ import pytest
 from flax import traverse_util
 from shapes import ARCH
 
-from dapo_jax.learner.optimizer import OptimizerSettings, apply_gradients, init_state, learning_rate
+from dapo_jax.learner import optimizer
+from dapo_jax.learner.optimizer import OptimizerSettings, init_state, learning_rate
 from dapo_jax.models.architecture import Experts, Layer
 from dapo_jax.models.weights import init_params, weight_table
 
+apply_gradients = jax.jit(optimizer.apply_gradients, static_argnames=("settings", "table"))
 SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, grad_clip=1.0)
 
 
@@ -48,7 +50,7 @@ def test_muon_orthogonalises_each_matrix_of_a_layer_and_leaves_the_rest_to_adam(
     settings = dataclasses.replace(SETTINGS, muon=True, moments_dtype=moments, grad_clip=1e9)
     experts = Experts(number=3, per_token=2, intermediate_size=6, normalized=True)
     arch = dataclasses.replace(ARCH, qkv_bias=True, experts=experts, pattern=(Layer(experts=True),))
-    table = weight_table(arch)
+    table = tuple(weight_table(arch))
     params, first, second = (init_params(arch, seed) for seed in range(3))
     state, _ = apply_gradients(init_state(params, settings, table), first, jnp.float32(0.0), settings, table)
     after, _ = apply_gradients(state, second, jnp.float32(1.0), settings, table)
