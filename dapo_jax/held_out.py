@@ -134,7 +134,7 @@ def _sample(held_out: HeldOut, weights: Any, task: TaskSet, on_ended: Callable[[
 
 def _task_metrics(held_out: HeldOut, prefix: str, task: TaskSet, measured: _Measured) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for name, problems in task.by_name():
+    for name, problems in task.by_name:
         most = max(map(len, problems))
         rows = np.array([[*rows, *[-1] * (most - len(rows))] for rows in problems])  # -1: no such row
 

@@ -8,8 +8,9 @@ evaluate.tasks is a JSON object, because its names are the user's:
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -64,7 +65,8 @@ class TaskSet:
     options: TaskOptions
     prompts: PromptSet
 
-    def by_name(self) -> Iterator[tuple[str, list[list[int]]]]:
+    @cached_property
+    def by_name(self) -> list[tuple[str, list[list[int]]]]:
         """Metric names, each with its problems: for every distinct prompt, the indices of its rows.
 
         A prompt that a file repeats is one problem with more samples.
@@ -73,8 +75,7 @@ class TaskSet:
         for index, row in enumerate(self.prompts.rows):
             problems = names.setdefault(self.options.name or row.data_source, {})
             problems.setdefault(row.identity, []).append(index)
-        for name in sorted(names):
-            yield name, list(names[name].values())
+        return [(name, list(names[name].values())) for name in sorted(names)]
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,41 @@ def _parse(name: str, options: Any, default: TaskOptions) -> TaskOptions:
 
 def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True) -> Problems:
     """The tokenized problems to train on (none without `training`) and the task sets to evaluate on."""
+    train_rows, eval_rows = _read_rows(config, training=training)
+    function = reward_function(config)
+    sets = {dataclasses.replace(held_out_options(config), reward_function=function): eval_rows}
+    sets |= {task: read_prompt_files(task.files, prompt_key=task.prompt_key) for task in parse_tasks(config)}
+    sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
+    auto = _stands_for_auto([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
+
+    def chosen(function: str) -> str:
+        return auto if function == "auto" else function
+
+    task_sets = tuple(
+        TaskSet(
+            dataclasses.replace(task, reward_function=chosen(task.reward_function)), _tokenize(config, rows, tokenizer)
+        )
+        for task, rows in sets.items()
+    )
+    names = [name for task in task_sets for name, _ in task.by_name]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
+    train_set = _tokenize(config, train_rows, tokenizer) if training else PromptSet([], [])
+    order = PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle)
+    problems = Problems(train_set, task_sets, order, chosen(function))
+    _warn_of_data(config, problems)
+    if jax.process_count() > 1:
+        check_agreement(problems.checksums())
+    return problems
+
+
+def _read_rows(config: Config, *, training: bool) -> tuple[list[PromptRow], list[PromptRow]]:
+    """The rows to train on, and those of data.val_files or that a generated task holds out."""
     data = config.data
     if data.task == "arithmetic":
         task = data.arithmetic
-        train_rows, eval_rows = arithmetic_rows(
+        return arithmetic_rows(
             operators=task.operators,
             low=task.low,
             high=task.high,
@@ -161,40 +193,18 @@ def read_problems(config: Config, tokenizer: Tokenizer, *, training: bool = True
             seed=config.seed,
             template=task.template,
         )
-    elif data.task == "reasoning_gym":
+    if data.task == "reasoning_gym":
         gym = data.reasoning_gym
-        train_rows, eval_rows = reasoning_gym_rows(
+        return reasoning_gym_rows(
             gym.datasets,
             num_train=gym.num_train,
             num_heldout=gym.num_heldout,
             seed=config.seed,
             template=gym.template,
         )
-    else:
-        train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key) if training else []
-        eval_rows = read_prompt_files(data.val_files, prompt_key=data.prompt_key) if data.val_files else []
-    function, tasks = reward_function(config), parse_tasks(config)
-    sets = {dataclasses.replace(held_out_options(config), reward_function=function): eval_rows}
-    sets |= {task: read_prompt_files(task.files, prompt_key=task.prompt_key) for task in tasks}
-    sets = {task: rows if task.max_prompts < 0 else rows[: task.max_prompts] for task, rows in sets.items() if rows}
-    chosen = _chosen_by_data([(function, train_rows), *((task.reward_function, rows) for task, rows in sets.items())])
-    function = chosen.get(function, function)
-    sets = {
-        dataclasses.replace(task, reward_function=chosen.get(task.reward_function, task.reward_function)): rows
-        for task, rows in sets.items()
-    }
-    task_sets = tuple(TaskSet(task, _tokenize(config, rows, tokenizer)) for task, rows in sets.items())
-    names = [name for task in task_sets for name, _ in task.by_name()]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"evaluate.tasks, {name!r} must not be a data_source of the held-out problems: rename it")
-    train_set = _tokenize(config, train_rows, tokenizer) if training else PromptSet([], [])
-    order = PromptOrder(max(len(train_set), 1), seed=config.seed, shuffle=config.data.shuffle)
-    problems = Problems(train_set, task_sets, order, function)
-    _warn_of_data(config, problems)
-    if jax.process_count() > 1:
-        check_agreement(problems.checksums())
-    return problems
+    train_rows = read_prompt_files(data.train_files, prompt_key=data.prompt_key) if training else []
+    eval_rows = read_prompt_files(data.val_files, prompt_key=data.prompt_key) if data.val_files else []
+    return train_rows, eval_rows
 
 
 def _tokenize(config: Config, rows: list[PromptRow], tokenizer: Tokenizer) -> PromptSet:
@@ -216,13 +226,13 @@ def given_function(config: Config) -> str:
 
 
 def reward_function(config: Config) -> str:
-    """The verifier for the training problems: `auto` is resolved if the task has only one, so that it loads early."""
+    """The function for the training problems: problems of reasoning_gym have its verifier, whatever others have."""
     function = given_function(config)
     return "reasoning_gym" if function == "auto" and config.data.task == "reasoning_gym" else function
 
 
-def _chosen_by_data(sets: Sequence[tuple[str, list[PromptRow]]]) -> dict[str, str]:
-    """The verifier that stands for `auto`, if all rows that it judges have the same one.
+def _stands_for_auto(sets: Sequence[tuple[str, list[PromptRow]]]) -> str:
+    """The verifier of all rows that `auto` judges, or `auto` itself if there are several.
 
     A process of the others loads no library for symbolic mathematics, which takes most of its start and memory.
 
@@ -234,7 +244,7 @@ def _chosen_by_data(sets: Sequence[tuple[str, list[PromptRow]]]) -> dict[str, st
     """
     sources = {row.data_source for name, rows in sets if "auto" in functions_of(name) for row in rows}
     verifiers = {verifier_for(source) for source in sorted(sources)}
-    return {"auto": verifiers.pop()} if len(verifiers) == 1 else {}
+    return verifiers.pop() if len(verifiers) == 1 else "auto"
 
 
 def _warn_of_data(config: Config, problems: Problems) -> None:

@@ -24,7 +24,7 @@ def results(task_sets: Sequence[TaskSet]) -> list[str]:
     return [
         f"eval/{name}/acc/mean@{task.options.n * max(map(len, problems))}"
         for task in task_sets
-        for name, problems in task.by_name()
+        for name, problems in task.by_name
     ]
 
 

@@ -10,7 +10,7 @@ from dapo_jax.data.rows import PromptRow
 from dapo_jax.data.tokenizer import Tokenizer
 from dapo_jax.problems import TaskSet
 
-HELD_OUT = "held_out"  # the kind of responses to problems that are not trained on
+HELD_OUT_KIND = "held_out"  # the kind of responses to problems that are not trained on
 
 
 def trained_texts(
@@ -46,9 +46,9 @@ def held_out_texts(
 
     Every evaluation has the same ones, whatever their score.
     """
-    tasks = {problem[0]: task for task, problems in task_set.by_name() for problem in problems[:wanted]}
+    tasks = {problem[0]: task for task, problems in task_set.by_name for problem in problems[:wanted]}
     return [
-        {"kind": HELD_OUT, "task": tasks[row]} | _text(experience, (group, 0), task_set.prompts.rows, tokenizer)
+        {"kind": HELD_OUT_KIND, "task": tasks[row]} | _text(experience, (group, 0), task_set.prompts.rows, tokenizer)
         for group, row in enumerate(experience.rows.tolist())
         if row in tasks
     ]

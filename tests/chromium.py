@@ -39,6 +39,7 @@ def page_without_errors(browser, **options):
     assert not errors
 
 
-def keep_screenshot(page, name, **options):
+def keep_screenshot(page, name, *, after_ms=0, **options):
     if "SCREENSHOTS" in os.environ:
+        page.wait_for_timeout(after_ms)
         page.screenshot(path=Path(os.environ["SCREENSHOTS"]) / f"{name}.png", **options)

@@ -64,7 +64,7 @@ def test_auto_is_the_verifier_of_the_data_if_there_is_only_one(tmp_path):
 def test_a_prompt_that_is_repeated_is_one_problem_with_more_samples():
     rows = [PromptRow(*row, {}) for row in (("p", "s", "1"), ("q", "t", "1"), ("p", "s", "1"), ("p", "s", "2"))]
     held_out = TaskSet(held_out_options(config_with("{}")), PromptSet(rows, [[1]] * 4))
-    assert list(held_out.by_name()) == [("s", [[0, 2], [3]]), ("t", [[1]])]
+    assert held_out.by_name == [("s", [[0, 2], [3]]), ("t", [[1]])]
 
 
 def write_rows(path, source="arithmetic", prompts=("1 + 1 =", "2 + 0 =")):
@@ -83,7 +83,7 @@ def test_task_sets_are_read_with_the_held_out_problems(tmp_path):
     sets = problems.task_sets
     assert len(problems.train_set) and [task.options.name for task in sets] == ["", "one", "twice"]
     assert [len(task.prompts) for task in sets] == [4, 1, 4]
-    assert [[len(rows) for rows in problems] for _, problems in sets[2].by_name()] == [[2, 2]]
+    assert [[len(rows) for rows in problems] for _, problems in sets[2].by_name] == [[2, 2]]
     again = read_problems(config_with(tasks), character_tokenizer(), training=False)
     assert not len(again.train_set) and [len(task.prompts) for task in again.task_sets] == [4, 1, 4]
 

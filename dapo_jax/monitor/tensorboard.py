@@ -17,7 +17,9 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 _BUCKETS = 30
 _OWN_OPTIONS = ("workdir", "trainer.experiment_name", "trainer.checkpoint_dir")  # different for every run
 _RESULTS = "Results"  # sorts before the other groups of curves and of table columns
-_TEXTS = ("held_out", "best", "worst", "truncated", "any")  # kinds of samples, in order of interest
+_TEXTS = {  # in order of interest
+    kind: f"{number}_{kind}" for number, kind in enumerate(("held_out", "best", "worst", "truncated", "any"))
+}
 EVENTS = "events.out.tfevents.*"  # file names
 Histograms = dict[str, dict[str, Any]]  # made by `histogram` and `counted`, by name
 
@@ -127,10 +129,8 @@ class TensorBoard:
         kinds: dict[str, list[Mapping[str, Any]]] = {}
         for sample in samples:
             kinds.setdefault(str(sample.get("kind", "any")), []).append(sample)
-        tags = {kind: f"samples/{number}_{kind}" for number, kind in enumerate(_TEXTS)}
-        self._add(
-            step, [summary.text(tags.get(kind, f"samples/{kind}"), _markdown(found)) for kind, found in kinds.items()]
-        )
+        tags = {kind: f"samples/{_TEXTS.get(kind, kind)}" for kind in kinds}
+        self._add(step, [summary.text(tags[kind], _markdown(found)) for kind, found in kinds.items()])
 
     def close(self) -> None:
         """Closes the file. A second call does nothing."""

@@ -4,10 +4,10 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dapo_jax.monitor.statistics import HELD_OUT as ACCURACY
+from dapo_jax.monitor.statistics import HELD_OUT
 from dapo_jax.report.numbers import is_number, number
 from dapo_jax.report.read import RunFiles, read_samples
-from dapo_jax.sample_texts import HELD_OUT
+from dapo_jax.sample_texts import HELD_OUT_KIND
 
 Sample = dict[str, Any]
 HELD_OUT_PAIRS = 4
@@ -38,23 +38,24 @@ class Pair(NamedTuple):
     same: bool  # whether both answer the same prompt
     before: Shown
     after: Shown
+    held_out: bool = False
 
     @property
     def caption(self) -> str:
         """What the two have in common."""
-        if self.kind not in KINDS.values():
+        if self.held_out:
             return self.kind
         return f"{'Same prompt' if self.same else 'Different prompts'}; {self.kind}."
 
 
 def held_out_pairs(run: RunFiles) -> list[Pair]:
     """Responses to the same held-out problems at the first and the last evaluation, as many of each task."""
-    steps = [row["step"] for row in run.rows if any(map(ACCURACY.fullmatch, row)) and row["step"] in run.samples]
+    steps = [row["step"] for row in run.rows if any(map(HELD_OUT.fullmatch, row)) and row["step"] in run.samples]
     first, last = _first_held_out(run, steps), _first_held_out(run, steps[::-1])
     tasks: dict[str, list[Pair]] = {}
     for (task, prompt), (step, sample) in first.items():
         if (after := last.get((task, prompt))) and after[0] > step:
-            tasks.setdefault(task, []).append(Pair(task, True, shown(step, sample), shown(*after)))
+            tasks.setdefault(task, []).append(Pair(task, True, shown(step, sample), shown(*after), held_out=True))
     of_each = max(HELD_OUT_PAIRS // max(len(tasks), 1), 1)
     return [pair for pairs in tasks.values() for pair in pairs[:of_each]]
 
@@ -62,7 +63,7 @@ def held_out_pairs(run: RunFiles) -> list[Pair]:
 def _first_held_out(run: RunFiles, steps: Sequence[int]) -> dict[tuple[str, str], tuple[int, Sample]]:
     """By task and prompt, the held-out responses of the first of the steps that has any."""
     for step in steps:
-        samples = [sample for sample in read_samples(run.samples[step]) if sample.get("kind") == HELD_OUT]
+        samples = [sample for sample in read_samples(run.samples[step]) if sample.get("kind") == HELD_OUT_KIND]
         if samples:
             return {(str(sample.get("task")), str(sample.get("prompt"))): (step, sample) for sample in samples}
     return {}

@@ -86,6 +86,7 @@ ADAPTERS = "adapters start at zero and have only a rank, an alpha and target mod
 MANAGER = "reward.function is the function itself"
 SANDBOX = "{sandbox_fusion,reward.sandbox_fusion,reward_model.sandbox_fusion}"
 PACKED = "micro-batches are packed by length"
+KEPT = "monitor.num_samples responses per step and per evaluation are kept"
 
 HERE = (
     _same("data.{train_files,val_files}", "parquet or JSONL, the same columns"),
@@ -340,11 +341,8 @@ NOT_NEEDED = (
     Entry("{reward_manager,reward.reward_manager}.{source,module.*}", note=MANAGER),
     Entry("trainer.{n_gpus_per_node,nnodes}", note="mesh.data=-1 takes every device that JAX finds"),
     Entry("trainer.balance_batch", note=PACKED),
-    Entry("trainer.log_val_generations", note="monitor.num_samples responses per step and per evaluation are kept"),
-    Entry(
-        "trainer.{rollout_data_dir,validation_data_dir}",
-        note="monitor.num_samples responses per step and per evaluation are kept",
-    ),
+    Entry("trainer.log_val_generations", note=KEPT),
+    Entry("trainer.{rollout_data_dir,validation_data_dir}", note=KEPT),
     Entry(
         "trainer.{default_hdfs_dir,del_local_ckpt_after_load,max_critic_ckpt_to_keep}", note="trainer.checkpoint_dir"
     ),
@@ -449,7 +447,7 @@ EASYR1 = (
     Entry("worker.actor.{padding_free,ulysses_size}", note=PACKED),
     Entry("worker.rollout.disable_tqdm", note="monitor.console"),
     Entry("trainer.{find_last_checkpoint,save_model_only}", note="a run resumes from its newest checkpoint"),
-    Entry("trainer.val_generations_to_log", note="monitor.num_samples responses per step and per evaluation are kept"),
+    Entry("trainer.val_generations_to_log", note=KEPT),
     _missing(
         "worker.actor.optim.strategy",
         f"{OPTIMIZERS}; actor.optim.moments_dtype=bfloat16 halves its memory",

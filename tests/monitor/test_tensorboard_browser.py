@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -105,9 +104,7 @@ def look(address, browser):
             return page
 
         yield look
-        if "SCREENSHOTS" in os.environ:
-            page.wait_for_timeout(3000)
-        keep_screenshot(page, page.url.rpartition("#")[2].partition("&")[0])
+        keep_screenshot(page, page.url.rpartition("#")[2].partition("&")[0], after_ms=3000)
 
 
 def see(page, text):

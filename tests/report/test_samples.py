@@ -30,10 +30,7 @@ def test_the_earliest_and_the_latest_response_to_a_prompt_are_a_pair(tmp_path):
 def test_without_a_common_prompt_responses_of_one_kind_are_a_pair(tmp_path):
     [pair] = pairs_of(tmp_path, {1: [sample(prompt="a")], 9: [sample(prompt="b")]})
     assert pair.caption == f"Different prompts; {KINDS['any']}."
-    assert not pair.same and (pair.before.prompt, pair.after.prompt) == (
-        "a",
-        "b",
-    )
+    assert not pair.same and (pair.before.prompt, pair.after.prompt) == ("a", "b")
 
 
 def test_kinds_are_not_mixed(tmp_path):
