@@ -20,8 +20,9 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from dapo_jax.errors import InputError
 from dapo_jax.learner.optimizer import Models, TrainState
+from dapo_jax.parallel.endings import is_jax_failure
 from dapo_jax.parallel.event_loops import whole_loops
-from dapo_jax.parallel.processes import is_first, is_jax_failure
+from dapo_jax.parallel.processes import is_first
 from dapo_jax.places import is_address
 from dapo_jax.progress import Progress
 

@@ -22,9 +22,10 @@ from dapo_jax.config.sections import Config
 from dapo_jax.config.values import DEFAULTS, freeze
 from dapo_jax.errors import InputError, did_you_mean
 from dapo_jax.monitor.recipe import RECIPE, Recipe
+from dapo_jax.parallel.endings import is_jax_failure
 from dapo_jax.parallel.memory import reserve_gpu_memory
 from dapo_jax.parallel.platforms import start_failure
-from dapo_jax.parallel.processes import is_first, is_jax_failure, joined_processes
+from dapo_jax.parallel.processes import is_first, joined_processes
 from dapo_jax.verl.options import hint
 
 WRONG_INPUT, FAILED = 2, 1  # exit codes; interrupts.py has the third

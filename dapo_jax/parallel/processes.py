@@ -5,16 +5,13 @@ Every process runs the same loop. Decisions depend on replicated or gathered val
 
 import itertools
 import json
-import logging
 import os
-import re
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import jax
@@ -24,11 +21,10 @@ from jax.experimental import multihost_utils
 
 from dapo_jax.errors import InputError
 from dapo_jax.parallel.cluster import Cluster, check_address, find_cluster, jax_client, waiting_for
+from dapo_jax.parallel.endings import end_process
 
 JOIN_TIMEOUT_S = 300  # how long processes wait for each other
 QUIET_S = 10  # after which a process reports what it waits for
-FAILURE = "dapo_jax/failure"  # key in JAX's key-value store for the message of the first process that fails
-LOST = "UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED"  # prefixes of errors after a lost connection
 LONGEST_ACTION_S = 86400  # how long the processes of a host wait for their first one
 SHORTEST = 1024  # bytes that a message between processes is padded to
 CURE = (
@@ -48,7 +44,7 @@ class SharedFailure(RuntimeError):
 def joined_processes(
     *, coordinator: str, num_processes: int, process_id: int, heartbeat_timeout_s: int
 ) -> Iterator[None]:
-    """Joins the processes of a run. If one fails, it ends at once and tells the others why.
+    """Joins the processes of a run. If one fails, it tells the others why; if all fail, each tells its own reason.
 
     Enter it before JAX starts. TPU pods, Slurm, Open MPI and indexed Kubernetes jobs name their processes; if nothing
     names any, this process is alone. If some are missing after JOIN_TIMEOUT_S, this process ends with a message and
@@ -71,7 +67,7 @@ def joined_processes(
     try:
         yield
     except BaseException as error:
-        _end_at_once(error, heartbeat_timeout_s)
+        end_process(error, heartbeat_timeout_s)
     jax.distributed.shutdown()
 
 
@@ -233,69 +229,3 @@ def _limited_wait(cluster: Cluster) -> Iterator[None]:
         yield
     finally:
         joined.set()
-
-
-def is_jax_failure(error: BaseException | None) -> bool:
-    """Whether JAX failed to run a program. Fetching a result after a lost connection raises ValueError."""
-    if isinstance(error, ValueError):
-        return re.match(rf"({LOST}): ", str(error)) is not None
-    return isinstance(error, jax.errors.JaxRuntimeError)
-
-
-def _end_at_once(error: BaseException, heartbeat_timeout_s: int) -> None:
-    """Ends this process without waiting for the others, which would wait for this one.
-
-    A SystemExit has already printed its reason, and carries the error as its cause.
-    """
-    cause = error.__cause__ if isinstance(error, SystemExit) else error
-    failure = None
-    if is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause):  # usually another process has ended
-        print(
-            f"dapo_jax: process {jax.process_index()} cannot continue: {str(cause).partition(chr(10))[0]}\n"
-            "dapo_jax: usually another process has ended; its reason, or what JAX has noticed, follows",
-            file=sys.stderr,
-            flush=True,
-        )
-        failure = _failure_of_another(1.5 * heartbeat_timeout_s)
-    if failure is not None:
-        print(f"dapo_jax: {failure}", file=sys.stderr, flush=True)
-    elif cause is not None:
-        _tell_others(cause)
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-        code = 1
-    elif isinstance(error.code, str):
-        print(f"{error.code} (process {jax.process_index()})", file=sys.stderr)
-        code = 1
-    else:
-        code = error.code or 0
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _tell_others(cause: BaseException) -> None:
-    """Tells the other processes that this one has failed, unless another has failed before."""
-    client = jax_client()
-    if client is None:
-        return
-    reason = str(cause).partition("\n")[0] or type(cause).__name__
-    with suppress(jax.errors.JaxRuntimeError):  # another process has failed before, or process 0 has ended
-        client.key_value_set(FAILURE, f"process {jax.process_index()} has failed: {reason}")
-
-
-def _failure_of_another(limit_s: float) -> str | None:
-    """The message of the first process that failed; None if there is none.
-
-    A killed process leaves no message. JAX's service notices within `limit_s` and ends this process with a message
-    that names it.
-    """
-    client = jax_client()
-    if client is None:
-        time.sleep(limit_s)
-        return None
-    try:
-        return client.blocking_key_value_get(FAILURE, int(1000 * limit_s))
-    except jax.errors.JaxRuntimeError:
-        return None

@@ -15,7 +15,7 @@ from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.command.help import MOST_USED
 from dapo_jax.command.validation import validate
 from dapo_jax.errors import InputError
-from dapo_jax.parallel import processes
+from dapo_jax.parallel import endings
 from dapo_jax.parallel.memory import FRACTION
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.py")
@@ -254,22 +254,22 @@ def test_debug_may_stand_before_or_after_the_options():
 def test_one_of_several_processes_ends_with_the_same_code(monkeypatch, capsys, error, code):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(processes.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(endings.logging, "shutdown", lambda: None)
     try:
         raise error
     except BaseException:
-        processes._end_at_once(error, 1)
+        endings.end_process(error, 1)
     assert codes == [code] and ("Traceback" in capsys.readouterr().err) == isinstance(error, RuntimeError)
 
 
 def test_one_that_lost_the_others_waits_for_the_word_of_jax(monkeypatch, capsys):
     codes, waits = [], []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(processes.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(processes.time, "sleep", waits.append)
+    monkeypatch.setattr(endings.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(endings.time, "sleep", waits.append)
     error = SystemExit(1)
     error.__cause__ = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
-    processes._end_at_once(error, 10)
+    endings.end_process(error, 10)
     told = capsys.readouterr().err
     assert codes == [1] and waits == [15] and "another process has ended" in told and "Traceback" not in told
 

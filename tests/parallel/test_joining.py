@@ -285,13 +285,21 @@ def finish(*running: subprocess.Popen) -> list[tuple[int, str, str]]:
             process.kill()
 
 
-def command(body="print('processes', jax.process_count())", *, quiet_s: float = 100, limit_s: int = 200, **options):
-    """A command that prints the number of processes or runs other code, with these trainer options."""
+def command(
+    body="print('processes', jax.process_count())",
+    *,
+    quiet_s: float = 100,
+    limit_s: int = 200,
+    together_s: int = 100,
+    **options,
+):
+    """A command that prints the number of processes or runs other code, with these limits and trainer options."""
     arguments = ["command", "--config", "configs/tiny.py"]
     arguments += [f"--config.trainer.{name}={value}" for name, value in options.items()]
     return (
-        "import jax\nfrom dapo_jax.command.command_line import command\nfrom dapo_jax.parallel import processes\n"
-        f"processes.QUIET_S, processes.JOIN_TIMEOUT_S = {quiet_s}, {limit_s}\n"
+        "import time\nimport jax\nfrom dapo_jax.command.command_line import command\n"
+        "from dapo_jax.errors import InputError\nfrom dapo_jax.parallel import endings, processes\n"
+        f"processes.QUIET_S, processes.JOIN_TIMEOUT_S, endings.TOGETHER_S = {quiet_s}, {limit_s}, {together_s}\n"
         f"with command({arguments}):\n    {body}"
     )
 
@@ -355,9 +363,21 @@ def test_one_that_fails_is_named_by_the_others():
     gathers = "[processes.gather('x' * length) for length in (1, 5000, 1)]"
     fails = "processes.gather('x'); 1 / 0"
     running = [
-        start(command(body, process_id=process, **given), environment) for process, body in enumerate((gathers, fails))
+        start(command(body, together_s=1, process_id=process, **given), environment)
+        for process, body in enumerate((gathers, fails))
     ]
     (code, _, errors), (other_code, _, other_errors) = finish(*running)
     assert (code, other_code) == (1, 1) and "ZeroDivisionError" in other_errors, errors + other_errors
     assert "JAX cannot continue: " in errors and "this is a bug" not in errors
     assert errors.splitlines()[-1] == "dapo_jax: process 1 has failed: division by zero"
+
+
+def test_when_all_fail_each_tells_its_reason():
+    """If process 0 ended first, JAX would abort the other, whichever is slower."""
+    for slower in (0, 1):
+        given = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
+        fails = "raise InputError('no such file')"
+        bodies = [f"processes.gather(1); time.sleep({2 * (process == slower)}); {fails}" for process in (0, 1)]
+        running = [start(command(body, process_id=process, **given), {}) for process, body in enumerate(bodies)]
+        for process, (code, _, errors) in enumerate(finish(*running)):
+            assert (code, errors.splitlines()[-1:]) == (2, [f"dapo_jax: no such file (process {process})"]), errors
