@@ -30,7 +30,7 @@ def end_process(error: BaseException, heartbeat_timeout_s: int) -> None:
     A SystemExit has already printed its reason, and carries the error as its cause.
     """
     cause = error.__cause__ if isinstance(error, SystemExit) else error
-    lost = is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause)  # usually another process has ended
+    lost = is_jax_failure(cause) and "RESOURCE_EXHAUSTED" not in str(cause)  # usually because another has ended
     failure = _failure_of_another(cause, 1.5 * heartbeat_timeout_s) if lost else None
     if failure is not None:
         print(f"dapo_jax: {failure}", file=sys.stderr, flush=True)
@@ -76,9 +76,9 @@ def _tell_others(cause: BaseException) -> None:
 
 
 def _failure_of_another(cause: BaseException | None, limit_s: float) -> str | None:
-    """The message of the first process that failed, which has made JAX fail here; None if there is none.
+    """Prints what JAX says; returns why the first process failed, or None if it has not told.
 
-    A killed process leaves no message. JAX's service notices within `limit_s` and ends this process with a message
+    A killed process tells nothing. JAX's service notices within `limit_s` and ends this process with a message
     that names it.
     """
     print(
