@@ -4,6 +4,7 @@ import atexit
 import gc
 import importlib.metadata
 import os
+import resource
 import shutil
 import tempfile
 
@@ -36,13 +37,39 @@ import pytest  # noqa: E402
 MAPPINGS = Path("/proc/self/maps")  # of memory, a line for each
 
 
+# CPU seconds that a test of the short lane may take, with the processes it starts; .ci/run sets it, nobody else.
+CPU_LIMIT = float(os.environ.get("DAPO_JAX_TEST_CPU_LIMIT", "inf"))
+
+
 @pytest.hookimpl(tryfirst=True)  # before the choice by marks
 def pytest_collection_modifyitems(items):
-    """Gives the mark slow to the cases that a test's mark short does not name."""
+    """Gives the marks slow or full to the cases that a test's marks short and long do not name."""
     for item in items:
-        short = item.get_closest_marker("short")
-        if short is not None and not any(text in item.callspec.id for text in short.args):
-            item.add_marker(pytest.mark.slow)
+        short, long = item.get_closest_marker("short"), item.get_closest_marker("long")
+        if short is not None and not _names(short, item):
+            item.add_marker(pytest.mark.slow if long is None or _names(long, item) else pytest.mark.full)
+        elif short is None and long is not None and not _names(long, item):
+            item.add_marker(pytest.mark.full)
+
+
+def _names(mark, item):
+    return any(text in item.callspec.id for text in mark.args)
+
+
+def _cpu_seconds():
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test of the short lane that takes too many CPU seconds fails; fixtures are not counted."""
+    before = _cpu_seconds()
+    result = yield
+    taken = _cpu_seconds() - before
+    if taken > CPU_LIMIT and not any(item.get_closest_marker(name) for name in ("slow", "full")):
+        pytest.fail(f"{item.nodeid} took {taken:.1f} s of CPU, {CPU_LIMIT:.0f} are allowed: shorten it or mark it slow")
+    return result
 
 
 def of_frozen(actor, frozen):
