@@ -49,6 +49,8 @@ make_environment() { # make_environment INTERPRETER FOLDER: by venv; where that 
   exit 2
 }
 
+CUDNN="nvidia-cudnn-cu13==9.28.1.4" # with a newer one all of tests/accelerators/compiled.json compiles again
+
 use_compilers() { # puts JAX's compilers for GPUs and TPUs, of which none need be here, on PYTHONPATH; COMPILED is kept too
   local jax python libtpu compilers
   COMPILED="${DAPO_JAX_CACHE:-$HOME/.cache/dapo_jax}/accelerators"
@@ -65,7 +67,7 @@ PYTHON
     echo "installing JAX's compilers for GPUs and TPUs into $compilers"
     rm -rf "$compilers.new"
     python -m pip install --quiet --disable-pip-version-check --no-deps --target "$compilers.new" \
-      "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax" "nvidia-cudnn-cu13<10" "$libtpu" || {
+      "jax-cuda13-plugin==$jax" "jax-cuda13-pjrt==$jax" "$CUDNN" "$libtpu" || {
       echo "cannot install JAX's compilers: the first time needs a network, and 2 GB in $COMPILED (DAPO_JAX_CACHE" \
         "moves it)" >&2
       exit 2

@@ -41,7 +41,7 @@ def compile_ahead(
             one process at a time can use it.
     """
     directory = os.environ.get(CACHE, directory)
-    path = Path(directory).expanduser() / "ahead_of_time" / _key(lowered, mesh) if directory else None
+    path = Path(directory).expanduser() / "ahead_of_time" / program_key(lowered, mesh) if directory else None
     if path is not None and path.exists():
         path.touch()  # scripts/test_accelerators.sh deletes files unused for 30 days
         return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
@@ -65,7 +65,7 @@ def _sharing(kernels: Path) -> dict[str, Any]:
     return options
 
 
-def _key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
+def program_key(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
     """A cache key that changes with everything that may change the compiled program."""
     devices = mesh.devices.flat
     options: Any = lowered._lowering  # there is no public way to read the compiler options given to jit
