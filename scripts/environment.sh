@@ -49,6 +49,17 @@ make_environment() { # make_environment INTERPRETER FOLDER: by venv; where that 
   exit 2
 }
 
+interpreter_of() { # interpreter_of VERSION: prints its path, on PATH or among pyenv's; fails if it is not here
+  local candidate
+  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python3; do
+    if "$candidate" -c '' 2> /dev/null; then # pyenv's python3.12 fails unless that version is chosen
+      echo "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
 CUDNN="nvidia-cudnn-cu13==9.28.1.4" # with a newer one all of tests/accelerators/compiled.json compiles again
 
 use_compilers() { # puts JAX's compilers for GPUs and TPUs, of which none need be here, on PYTHONPATH; COMPILED is kept too

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Builds the sdist and the wheel, installs the wheel into a fresh environment, and uses it as a user would.
+# Builds the sdist and the wheel, installs the wheel into fresh environments, and uses it as a user would.
 #
 #   bash scripts/test_package.sh
 #
-# PYTHON names the interpreter of both environments. Nothing in the clone is read once the wheel is built.
+# PYTHON names the interpreter with which every command runs. Python 3.12 and 3.13, where they are here, run a short
+# training and the first cells of the notebook. Nothing in the clone is read once the wheel is built.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 show_help "$@"
@@ -16,28 +17,67 @@ git ls-files -z | xargs -0 cp --parents -t "$folder" # what is committed or stag
 python -m build --outdir "$folder/dist" "$folder" > "$folder/build.log" || { cat "$folder/build.log" >&2; exit 1; }
 tar -tzf "$folder"/dist/*.tar.gz > "$folder/files.txt"
 grep -q '/configs/tiny.py$' "$folder/files.txt"
-"${PYTHON:-python}" -m venv "$folder/venv"
-"$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$folder"/dist/*.whl
-
-cd "$(mktemp -d -p "$folder")"
-export PATH="$folder/venv/bin:$PATH" JAX_PLATFORMS=cpu
 unset PYTHONPATH VIRTUAL_ENV
-dapo-jax --version
-dapo-jax configs > recipes.txt
-grep -q '^quickstart ' recipes.txt
-dapo-jax train --config tiny --config.trainer.total_training_steps=2 --config.trainer.save_freq=2 \
-  --config.trainer.test_freq=2
-dapo-jax evaluate --config tiny --config.model.path=runs/tiny
-dapo-jax export --config tiny --output exported
-dapo-jax preflight --config tiny --quick --json preflight.json > preflight.txt
-dapo-jax monitor runs/tiny
-dapo-jax report runs/tiny
-dapo-jax env > env.md
-python - <<'PYTHON'
+export JAX_PLATFORMS=cpu
+
+in_fresh_environment() { # in_fresh_environment INTERPRETER FUNCTION: the wheel is installed, an empty directory is current
+  local environment
+  environment=$(mktemp -d -p "$folder")
+  "$1" -m venv "$environment"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$folder"/dist/*.whl
+  (
+    cd "$(mktemp -d -p "$folder")"
+    PATH="$environment/bin:$PATH"
+    "$2"
+  )
+}
+
+trains() {
+  dapo-jax --version
+  dapo-jax train --config tiny --config.trainer.total_training_steps=2 --config.trainer.save_freq=2 \
+    --config.trainer.test_freq=2
+}
+
+runs_every_command() {
+  trains
+  dapo-jax configs > recipes.txt
+  grep -q '^quickstart ' recipes.txt
+  dapo-jax evaluate --config tiny --config.model.path=runs/tiny
+  dapo-jax export --config tiny --output exported
+  dapo-jax preflight --config tiny --quick --json preflight.json > preflight.txt
+  dapo-jax monitor runs/tiny
+  dapo-jax report runs/tiny
+  dapo-jax env > env.md
+  python - <<'PYTHON'
 import dapo_jax as dx
 
 assert "site-packages" in dx.__file__, dx.__file__
 assert dx.keep_groups([[0, 1], [1, 1]]).tolist() == [True, False]
 assert dx.load_config("quickstart").rollout.n == 8
 PYTHON
+}
+
+trains_and_runs_a_notebook() {
+  trains
+  DAPO_JAX_NOTEBOOK_SMALL=1 python - "$folder/notebooks/first_run.ipynb" <<'PYTHON'
+import json
+import sys
+
+with open(sys.argv[1], encoding="utf-8") as file:
+    cells = [cell["source"] for cell in json.load(file)["cells"] if cell["cell_type"] == "code"]
+for source in cells[1:4]:  # after the one that installs: the devices, the config, answers before the training
+    exec("".join(source))
+assert len(before) == len(SUMS), before
+PYTHON
+}
+
+in_fresh_environment "${PYTHON:-python}" runs_every_command
+for version in 3.12 3.13; do
+  if interpreter=$(interpreter_of "$version"); then
+    echo "Python $version:"
+    in_fresh_environment "$interpreter" trains_and_runs_a_notebook
+  else
+    echo "Python $version: skipped, neither python$version nor pyenv has it"
+  fi
+done
 echo "the package works"

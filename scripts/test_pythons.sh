@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs tests on Python 3.12 and 3.13, which get newer releases of JAX and Flax than Python 3.11 can have.
 #
-#   bash scripts/test_pythons.sh                       a selection, in three minutes on two cores once they are made
-#   bash scripts/test_pythons.sh [pytest arguments]    such as -m "not slow" for the short form of every test
+#   bash scripts/test_pythons.sh                       a selection
+#   bash scripts/test_pythons.sh [pytest arguments]    such as -m "not slow and not full" for the short lane
 #
-# An interpreter is python3.12 on PATH or one of pyenv's; a version that is not here is skipped. The environments are
+# CI only uses the wheel on them (scripts/test_package.sh). An interpreter is python3.12 on PATH or one of pyenv's; a version that is not here is skipped. The environments are
 # kept in $DAPO_JAX_CACHE/pythons (default ~/.cache/dapo_jax/pythons).
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
@@ -19,17 +19,6 @@ SELECTED=(
   tests/test_train.py::test_resume_equals_not_stopping
 )
 NOTEBOOK=tests/notebooks/test_notebooks.py::test_the_first_run_trains_compares_and_exports # as on Colab
-
-interpreter_of() { # interpreter_of VERSION: prints its path; fails if it is not here
-  local candidate
-  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python3; do
-    if "$candidate" -c '' 2> /dev/null; then # pyenv's python3.12 fails unless that version is chosen
-      echo "$candidate"
-      return
-    fi
-  done
-  return 1
-}
 
 export PYTHONPATH=$PWD # the environments may have been made for another checkout
 for version in 3.12 3.13; do
