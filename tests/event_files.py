@@ -10,12 +10,16 @@ from tensorboardX.proto.event_pb2 import Event
 from dapo_jax.monitor.tensorboard import EVENTS
 
 
-def values_of(folder: Path) -> Iterator[tuple[int, Any]]:
-    """(step, value) of all event files; a record is length, crc, bytes, crc."""
+def events_of(folder: Path) -> Iterator[Any]:
+    """All events, in TensorBoard's order; a record is length, crc, bytes, crc."""
     for path in sorted(folder.glob(EVENTS)):
         data = path.read_bytes()
         while data:
             (size,) = struct.unpack_from("<Q", data)
-            event = Event.FromString(data[12 : 12 + size])
-            yield from ((event.step, value) for value in event.summary.value)
+            yield Event.FromString(data[12 : 12 + size])
             data = data[16 + size :]
+
+
+def values_of(folder: Path) -> Iterator[tuple[int, Any]]:
+    """(step, value) of all events."""
+    return ((event.step, value) for event in events_of(folder) for value in event.summary.value)

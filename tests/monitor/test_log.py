@@ -16,6 +16,10 @@ def closed_logging():
     close_logging()
 
 
+def messages(path):
+    return [line.split(": ")[1] for line in path.read_text().splitlines()]
+
+
 def test_file_holds_every_record_with_its_time(tmp_path):
     setup_logging(tmp_path / "new" / "run", detailed=False)
     LOGGER.info("hello %d", 1)
@@ -26,35 +30,28 @@ def test_file_holds_every_record_with_its_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "detailed, shown", [(False, "WARNING: b\nERROR: c\n"), (True, "INFO: a\nWARNING: b\nERROR: c\n")]
+    ("options", "shown"),
+    [
+        ({"detailed": False}, "WARNING: b\nERROR: c\n"),
+        ({"detailed": True}, "INFO: a\nWARNING: b\nERROR: c\nINFO: named\n"),
+        ({"detailed": False, "also": ("dapo_jax.named",)}, "WARNING: b\nERROR: c\nINFO: named\n"),
+    ],
 )
-def test_console_shows_warnings_and_with_detailed_everything(tmp_path, capsys, detailed, shown):
-    setup_logging(tmp_path, detailed=detailed)
-    LOGGER.info("a")
-    LOGGER.warning("b")
-    LOGGER.error("c")
-    captured = capsys.readouterr()
-    assert captured.err == shown
-    assert captured.out == ""
-
-
-def test_the_console_shows_every_record_of_a_logger_that_is_named(tmp_path, capsys):
-    setup_logging(tmp_path, detailed=False, also=("dapo_jax.named",))
-    for name in ("named", "other"):
-        logging.getLogger(f"dapo_jax.{name}").info("from %s", name)
-        logging.getLogger(f"dapo_jax.{name}").warning("of %s", name)
-    assert capsys.readouterr().err == "INFO: from named\nWARNING: of named\nWARNING: of other\n"
-
-
-def test_records_do_not_reach_the_root_logger_twice(tmp_path, capsys):
-    root = logging.StreamHandler()
+def test_console_shows_once_warnings_and_with_detailed_everything_and_all_of_a_named_logger(
+    tmp_path, capsys, options, shown
+):
+    root = logging.StreamHandler()  # as absl adds one
     logging.getLogger().addHandler(root)
     try:
-        setup_logging(tmp_path, detailed=True)
-        LOGGER.warning("once")
+        setup_logging(tmp_path, **options)
+        LOGGER.info("a")
+        LOGGER.warning("b")
+        LOGGER.error("c")
+        logging.getLogger("dapo_jax.named").info("named")
     finally:
         logging.getLogger().removeHandler(root)
-    assert capsys.readouterr().err.count("once") == 1
+    captured = capsys.readouterr()
+    assert (captured.err, captured.out) == (shown, "")
 
 
 def test_second_setup_replaces_its_own_handlers_and_appends(tmp_path):
@@ -62,21 +59,16 @@ def test_second_setup_replaces_its_own_handlers_and_appends(tmp_path):
     foreign = logging.NullHandler()
     package.addHandler(foreign)
     try:
-        setup_logging(tmp_path, detailed=False)
-        LOGGER.info("a")
-        setup_logging(tmp_path, detailed=False)
-        LOGGER.info("b")
-        assert len(package.handlers) == 3 and foreign in package.handlers
-        setup_logging(tmp_path / "other", detailed=False)
-        LOGGER.info("c")
+        for place, message in (("", "a"), ("", "b"), ("other", "c")):
+            setup_logging(tmp_path / place, detailed=False)
+            LOGGER.info(message)
+            assert len(package.handlers) == 3 and foreign in package.handlers
         close_logging()
         close_logging()
         assert package.handlers == [foreign]
     finally:
         package.removeHandler(foreign)
-    messages = [line.split(": ")[1] for line in (tmp_path / "train.log").read_text().splitlines()]
-    assert messages == ["a", "b"]
-    assert "c" in (tmp_path / "other" / "train.log").read_text()
+    assert messages(tmp_path / "train.log") == ["a", "b"] and messages(tmp_path / "other" / "train.log") == ["c"]
 
 
 def test_after_closing_records_go_to_the_root_logger_again(tmp_path, caplog):
@@ -88,7 +80,6 @@ def test_after_closing_records_go_to_the_root_logger_again(tmp_path, caplog):
 
 
 def test_what_a_run_does_again_is_moved_out_of_the_log(tmp_path):
-    log = tmp_path / "train.log"
     setup_logging(tmp_path, detailed=False)
     LOGGER.info("step 1")
     size = log_bytes(tmp_path)
@@ -101,15 +92,9 @@ def test_what_a_run_does_again_is_moved_out_of_the_log(tmp_path):
         rewind_log(tmp_path, size)
         LOGGER.info("step 2 again")
         close_logging()
-    assert [line.split(": ")[1] for line in log.read_text().splitlines()] == [
-        "step 1",
-        "the run ends",
-        "no room",
-        "a new start",
-        "step 2 again",
-    ]
-    moved = (tmp_path / "train.discarded.log").read_text().splitlines()
-    assert [line.split(": ")[1] for line in moved] == ["step 2", "a new start", "step 2 again"]
+    kept = ["step 1", "the run ends", "no room", "a new start", "step 2 again"]
+    assert messages(tmp_path / "train.log") == kept
+    assert messages(tmp_path / "train.discarded.log") == ["step 2", "a new start", "step 2 again"]
 
 
 @pytest.mark.parametrize("size", [-1, 10**6])

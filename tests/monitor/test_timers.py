@@ -8,34 +8,18 @@ from dapo_jax.monitor import timers
 from dapo_jax.monitor.timers import StageTimers
 
 
-@pytest.fixture(autouse=True)
-def one_second_a_reading(monkeypatch):
+def test_stages_nest_add_up_even_if_they_raise_and_reset_each_step(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(timers, "perf_counter", lambda: float(next(clock)))
-
-
-def test_a_stage_that_repeats_is_summed_and_stages_nest():
+    monkeypatch.setattr(timers, "perf_counter", lambda: float(next(clock)))  # one second a reading
     stages = StageTimers()
     with stages.time("step"):
         with stages.time("gen"):
             pass
-        with stages.time("gen"):
-            pass
+        with pytest.raises(KeyError), stages.time("gen"):
+            raise KeyError
     assert stages.pop() == {"timing_s/gen": 2.0, "timing_s/step": 5.0}
-
-
-def test_pop_resets_the_step_and_not_the_totals():
-    stages = StageTimers()
-    for _ in range(2):
-        with stages.time("gen"):
-            pass
-        assert stages.pop() == {"timing_s/gen": 1.0}
     assert stages.pop() == {}
-    assert stages.totals == {"gen": 2.0}
-
-
-def test_a_stage_that_raises_is_counted():
-    stages = StageTimers()
-    with pytest.raises(KeyError), stages.time("gen"):
-        raise KeyError
+    with stages.time("gen"):
+        pass
     assert stages.pop() == {"timing_s/gen": 1.0}
+    assert stages.totals == {"gen": 3.0, "step": 5.0}
