@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from small_run import small_config
+from terminal import look_at_a_terminal
 
 from dapo_jax.evaluate import bench
 from dapo_jax.export import export
@@ -19,21 +20,8 @@ from dapo_jax.monitor.console import Console
 from dapo_jax.parallel.compilation import compilation_shown
 from dapo_jax.training import train
 
-RUN = {"trainer.total_training_steps": 1, "actor.optim.lr_warmup_steps": 1, "data.train_batch_size": 2}
 
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def look_at_a_terminal(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    return terminal
-
-
-def look_at_a_notebook(monkeypatch, *, widgets):
+def look_at_a_notebook(monkeypatch, *, widgets=False):
     """A notebook whose shell inherits from Jupyter's, as Colab's does; returns what its cell shows."""
     shell, cell = type("Shell", (type("ZMQInteractiveShell", (), {}),), {})(), io.StringIO()
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
@@ -53,29 +41,25 @@ def test_a_bar_counts_and_is_gone_at_its_end(monkeypatch):
 
 
 def test_there_is_no_bar_where_nobody_looks(monkeypatch):
-    terminal = look_at_a_terminal(monkeypatch)
-    with bar("loading", total=2, unit="B", shown=False) as loaded:
-        loaded.update(1)
-    assert terminal.getvalue() == ""
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with bar("loading", total=2, unit="B", shown=True) as loaded:
-        loaded.update(1)
-    assert sys.stderr.getvalue() == ""
+    for shown, stderr in ((False, look_at_a_terminal(monkeypatch)), (True, io.StringIO())):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with bar("loading", total=2, unit="B", shown=shown) as loaded:
+            loaded.update(1)
+        assert stderr.getvalue() == ""
 
 
 def test_who_looks(monkeypatch):
-    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    look_at_a_terminal(monkeypatch)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))  # only imported
+    assert surroundings() == "terminal"
+    monkeypatch.delitem(sys.modules, "IPython")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert surroundings() == "log"
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))  # only imported
-    look_at_a_terminal(monkeypatch)
-    assert surroundings() == "terminal"
-    look_at_a_notebook(monkeypatch, widgets=False)
-    assert surroundings() == "notebook"
 
 
 def test_the_bars_of_a_notebook_share_the_line_after_those_of_the_steps(monkeypatch):
-    cell = look_at_a_notebook(monkeypatch, widgets=False)
+    cell = look_at_a_notebook(monkeypatch)
+    assert surroundings() == "notebook"
     console = Console(3, initial_step=0, enabled=True)
     with bar("evaluating", total=2, unit="response", shown=True) as ended:
         ended.update(1)
@@ -92,11 +76,10 @@ def test_the_bars_of_a_notebook_share_the_line_after_those_of_the_steps(monkeypa
 
 def test_a_notebook_with_widgets_has_them(monkeypatch):
     cell, shown = look_at_a_notebook(monkeypatch, widgets=True), []
-    monkeypatch.setitem(
-        sys.modules, "tqdm.notebook", types.SimpleNamespace(tqdm=lambda **options: shown.append(options))
-    )
+    widgets = types.SimpleNamespace(tqdm=lambda **options: shown.append((options["desc"], options["total"])))
+    monkeypatch.setitem(sys.modules, "tqdm.notebook", widgets)
     bar("evaluating", total=2, unit="response", shown=True)
-    assert [(one["desc"], one["total"]) for one in shown] == [("evaluating", 2)] and cell.getvalue() == ""
+    assert shown == [("evaluating", 2)] and cell.getvalue() == ""
 
 
 @pytest.mark.parametrize(("console", "shown"), [("steps", True), ("detailed", True), ("quiet", False), ("json", False)])
@@ -118,29 +101,30 @@ def test_programs_are_counted_while_they_are_compiled():
     assert len(shown) == count
 
 
-def seen(terminal):
-    """All that has been on the terminal, and forgets it."""
-    text = terminal.getvalue()
-    terminal.seek(0)
-    terminal.truncate()
-    return text
-
-
 @pytest.mark.slow
 def test_a_terminal_shows_what_every_command_is_doing(tmp_path, capsys, monkeypatch):
-    terminal, model = look_at_a_terminal(monkeypatch), tmp_path / "model"
     monkeypatch.setattr(bars, "tqdm", functools.partial(bars.tqdm, mininterval=0))  # each update is shown
     jax.clear_caches()  # of other tests: then there is nothing to compile
-    train(small_config(tmp_path / "first", **RUN))
-    shown = seen(terminal)
+    terminal, model = look_at_a_terminal(monkeypatch), tmp_path / "model"
+
+    def config(name, **changes):
+        few = {"trainer.total_training_steps": 1, "actor.optim.lr_warmup_steps": 1, "data.train_batch_size": 2}
+        return small_config(tmp_path / name, **few, **changes)
+
+    def seen(command, *arguments):
+        """What the command shows."""
+        terminal.seek(0)
+        terminal.truncate()
+        command(*arguments)
+        return terminal.getvalue()
+
+    shown = seen(train, config("first"))
     assert re.search(r"sampling; round \d+, \d of 2 groups kept", shown) and "compiling program" in shown
     assert "evaluating:   0%" in shown and "updating the policy" in shown and "filtering groups" in shown
-    export(small_config(tmp_path / "first", **RUN), model)
-    assert "writing the weights: 100%" in seen(terminal)
-    bench(small_config(tmp_path / "first", **RUN, **{"model.path": str(model)}), tmp_path / "evaluation")
-    shown = seen(terminal)
+    assert "writing the weights: 100%" in seen(export, config("first"), model)
+    shown = seen(bench, config("first", **{"model.path": str(model)}), tmp_path / "evaluation")
     assert "loading the model: 100%" in shown and "evaluating: 100%" in shown
     for console in ("quiet", "json"):
-        train(small_config(tmp_path / console, **RUN, **{"model.path": str(model), "monitor.console": console}))
-        assert "\r" not in seen(terminal)
+        quiet = config(console, **{"model.path": str(model), "monitor.console": console})
+        assert "\r" not in seen(train, quiet)
     assert "\r" not in capsys.readouterr().out

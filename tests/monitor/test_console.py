@@ -1,11 +1,11 @@
 """Host: console lines are aligned and complete, with a bar only on a terminal."""
 
-import io
 import json
 import math
-import sys
+from contextlib import ExitStack
 
 import pytest
+from terminal import look_at_a_terminal
 
 from dapo_jax.monitor.console import WIDTH, Console
 
@@ -25,33 +25,26 @@ METRICS = {
 }
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
 def make_console():
-    consoles = []
+    with ExitStack() as opened:
 
-    def make(total_steps=300, *, initial_step=0, enabled=True, mode="steps", constant=()):
-        console = Console(total_steps, initial_step=initial_step, enabled=enabled, mode=mode, constant=constant)
-        consoles.append(console)
-        return consoles[-1]
+        def make(total_steps=300, **options):
+            console = Console(total_steps, **{"initial_step": 0, "enabled": True, **options})
+            opened.callback(console.close)
+            return console
 
-    yield make
-    for console in consoles:
-        console.close()
+        yield make
 
 
-def test_line_shows_the_numbers_of_the_step(make_console, capsys):
+def test_line_shows_the_numbers_of_the_step_and_of_every_task_set(make_console, capsys):
     name = "eval/gsm8k/acc/mean@4"
-    evaluation = {name: 0.5125, name + "/std": 0.1, "eval/gsm8k/acc/best@4": 0.9}
-    make_console().step_line(12, METRICS | evaluation)
+    others = {"eval/math/train/acc/mean@8": 0.5, name + "/std": 0.1, "eval/gsm8k/acc/best@4": 0.9}
+    make_console().step_line(12, METRICS | {name: 0.5125} | others)
     assert capsys.readouterr().out == (
         "step  12/300  acc 0.412  kept     157/384 in 3  len 812.4  entropy 0.512  grad 0.132  clip 0.001   34.1s  "
         "  812 tok/s\n"
-        "step  12/300  eval gsm8k mean@4 0.512\n"
+        "step  12/300  eval gsm8k mean@4 0.512  eval math/train mean@8 0.500\n"
     )
 
 
@@ -78,12 +71,10 @@ def test_columns_are_aligned_whatever_is_absent(make_console, capsys):
         assert len({line.index(f"  {label} ") for line in lines}) == 1, label
 
 
-def test_a_small_value_has_more_decimals(make_console, capsys):
-    console = make_console(2)
-    console.step_line(1, METRICS | {"timing_s/step": 0.04})
-    console.step_line(2, METRICS | {"timing_s/step": 4e-7})
-    lines = capsys.readouterr().out.splitlines()
-    assert any(" 0.040s " in line for line in lines) and any(" 4e-7s " in line for line in lines)
+@pytest.mark.parametrize(("seconds", "shown"), [(0.04, " 0.040s "), (4e-7, " 4e-7s ")])
+def test_a_small_value_has_more_decimals(make_console, capsys, seconds, shown):
+    make_console(2).step_line(1, METRICS | {"timing_s/step": seconds})
+    assert shown in capsys.readouterr().out
 
 
 EXTREMES = (0.0, -0.0, 1e-9, -1e-9, 0.99995, -0.99995, 99.995, 99999.5, -123456.7, 1e12, -1e300, math.nan, -math.inf)
@@ -105,33 +96,35 @@ def test_no_line_is_longer_than_a_terminal_is_wide(make_console, capsys, total_s
         assert all(f" {word}" in line for word in words for line in trained)
 
 
-def test_every_task_set_of_an_evaluation_is_shown(make_console, capsys):
-    make_console().step_line(5, {"eval/aime24/acc/mean@32": 0.25, "eval/math/train/acc/mean@4": 0.5})
-    assert capsys.readouterr().out.endswith("\nstep   5/300  eval aime24 mean@32 0.250  eval math/train mean@4 0.500\n")
-
-
-def test_final_table_is_aligned(make_console, capsys):
+def test_the_final_table_is_aligned_and_formats_counts_measures_and_parts(make_console, capsys):
     console = make_console()
-    console.final_table([("steps", "300"), ("mean@4 before", "0.100")])
     console.final_table([])
-    assert capsys.readouterr().out == "steps          300\nmean@4 before  0.100\n"
+    parts = {"gen": 3.4, "adv": 0.1}
+    console.final_table([("steps", "300"), ("tokens", 1234567), ("accuracy", 0.25), ("best", None), ("s", parts)])
+    assert capsys.readouterr().out.splitlines() == [
+        "steps     300",
+        "tokens    1,234,567",
+        "accuracy  0.250",
+        "best      -",
+        "s         gen 3, adv 0",
+    ]
+
+
+def show_a_step(console, metrics=METRICS):
+    console.stage("gen")
+    console.step_line(1, metrics)
+    console.close()
+    console.close()
 
 
 def test_without_a_terminal_there_are_lines_and_no_bar(make_console, capsys):
-    console = make_console()
-    console.stage("gen")
-    console.step_line(1, METRICS)
-    console.close()
-    console.close()
+    show_a_step(make_console())
     captured = capsys.readouterr()
-    assert captured.err == ""
-    assert captured.out.count("\n") == 1 and "\r" not in captured.out
+    assert captured.err == "" and captured.out.count("\n") == 1 and "\r" not in captured.out
 
 
 def test_on_a_terminal_the_bar_shows_stage_and_steps_done(make_console, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    console = make_console(10, initial_step=4)
+    terminal, console = look_at_a_terminal(monkeypatch), make_console(10, initial_step=4)
     assert "4/10" in terminal.getvalue()
     console.stage("gen")
     console.detail("round 2, 3 of 16 groups kept")
@@ -146,32 +139,8 @@ def test_on_a_terminal_the_bar_shows_stage_and_steps_done(make_console, monkeypa
     assert "7/10" in terminal.getvalue().splitlines()[-1]
 
 
-def test_disabled_console_is_silent(make_console, monkeypatch, capsys):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    console = make_console(enabled=False)
-    console.stage("gen")
-    console.step_line(1, METRICS)
-    console.final_table([("a", "b")])
-    console.close()
-    assert terminal.getvalue() == "" and capsys.readouterr().out == ""
-
-
-def test_the_final_table_formats_counts_measures_and_parts(make_console, capsys):
-    parts = {"gen": 3.4, "adv": 0.1}
-    make_console().final_table([("tokens", 1234567), ("accuracy", 0.25), ("best", None), ("s", parts)])
-    assert capsys.readouterr().out.splitlines() == [
-        "tokens    1,234,567",
-        "accuracy  0.250",
-        "best      -",
-        "s         gen 3, adv 0",
-    ]
-
-
 def test_the_stage_has_the_speed_of_the_step_before(make_console, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    console = make_console(10)
+    terminal, console = look_at_a_terminal(monkeypatch), make_console(10)
     tokens = {"dynamic_sampling/generated_tokens": 4000, "perf/total_num_tokens": 900}
     console.step_line(1, tokens | {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/reward": 1.25})
     speeds = {"gen": "sampling 2,000", "update_actor": "updating the policy 1,800", "reward": "verifying 1.2 s"}
@@ -180,26 +149,21 @@ def test_the_stage_has_the_speed_of_the_step_before(make_console, monkeypatch):
         assert speed in terminal.getvalue().splitlines()[-1].rpartition("\r")[2]
 
 
-def test_quiet_is_the_final_table_alone(make_console, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    console = make_console(mode="quiet")
-    console.stage("gen")
-    console.step_line(1, METRICS)
-    console.close()
+@pytest.mark.parametrize(("options", "shown"), [({"enabled": False}, ""), ({"mode": "quiet"}, "steps  1\n")])
+def test_a_disabled_console_is_silent_and_quiet_is_the_final_table_alone(
+    make_console, monkeypatch, capsys, options, shown
+):
+    terminal, console = look_at_a_terminal(monkeypatch), make_console(**options)
+    show_a_step(console)
     console.final_table([("steps", 1)])
-    assert sys.stderr.getvalue() == "" and capsys.readouterr().out == "steps  1\n"
+    assert terminal.getvalue() == "" and capsys.readouterr().out == shown
 
 
 def test_json_is_an_object_a_step_and_the_summary(make_console, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    console = make_console(mode="json")
-    console.stage("gen")
-    console.step_line(1, METRICS | {"actor/pg_loss": float("nan")})
-    console.close()
-    console.final_table([("tokens generated", 1234567), ("best", None), ("seconds per stage", {"gen": 3.5})])
+    terminal, console = look_at_a_terminal(monkeypatch), make_console(mode="json")
+    show_a_step(console, METRICS | {"actor/pg_loss": float("nan")})
+    table = {"tokens generated": 1234567, "best": None, "seconds per stage": {"gen": 3.5}}
+    console.final_table(list(table.items()))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [
-        {"step": 1} | METRICS | {"actor/pg_loss": None},
-        {"summary": {"tokens generated": 1234567, "best": None, "seconds per stage": {"gen": 3.5}}},
-    ]
-    assert sys.stderr.getvalue() == ""
+    assert lines == [{"step": 1} | METRICS | {"actor/pg_loss": None}, {"summary": table}]
+    assert terminal.getvalue() == ""
