@@ -1,9 +1,13 @@
-"""What a run records of the origin of its options."""
+"""What a run records of the origin of its options, and of what it ran on."""
 
 import dataclasses
+import os
 from pathlib import Path
 
+import jax
+
 from dapo_jax.command.command_line import command, read_config
+from dapo_jax.monitor.environment import environment, recorded_environment
 from dapo_jax.monitor.recipe import recorded_recipe
 from dapo_jax.monitor.records import flatten, recorded_config
 from dapo_jax.training import open_records
@@ -41,3 +45,12 @@ def test_a_damaged_record_is_none(tmp_path):
     for text in ("", "{", "[1]", '{"recipe": "a.py"}', "3"):
         (tmp_path / "recipe.json").write_text(text)
         assert recorded_recipe(tmp_path) is None, text
+
+
+def test_a_run_says_what_it_ran_on_and_with(tmp_path):
+    started(tmp_path)
+    found = recorded_environment(tmp_path)
+    assert found == environment()
+    assert found["versions"]["jax"] == jax.__version__ and {"python", "jaxlib", "optax"} <= found["versions"].keys()
+    assert (found["devices"], found["processes"]) == ("8 x cpu", 1)
+    assert found["host"].endswith(f", {os.cpu_count()} cores") and not found["host"].startswith(",")
