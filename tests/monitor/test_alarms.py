@@ -74,16 +74,20 @@ def test_without_metrics_there_is_no_alarm():
     assert set(raise_alarms({}, {}, AlarmConfig(), 1)[0].values()) == {0.0}
 
 
-def test_held_out_accuracy_far_below_the_best_one_is_an_alarm():
-    memory, raised = {}, []
-    for step, accuracy in enumerate([0.1, 0.4, 0.21, 0.19, 0.3, 0.5, 0.24]):
+# A score of -1 and 1 is its own accuracy.
+@pytest.mark.parametrize(
+    ("accuracies", "raised"),
+    [
+        ((0.1, 0.4, 0.21, 0.19, 0.3, 0.5, 0.24), [0, 0, 0, 1, 0, 0, 1]),
+        ((0.1, 0.5, math.nan), [0, 0, 1]),
+        ((-0.9, -0.6, -0.4, 0.1), [0, 0, 0, 0]),
+        ((0.1, 0.4, None, 0.19), [0, 0, None, 1]),
+    ],
+)
+def test_held_out_accuracy_far_below_the_best_one_is_an_alarm(accuracies, raised):
+    memory, found = {}, []
+    for step, accuracy in enumerate(accuracies):
         alarms, memory = raise_evaluation_alarms(accuracy, memory, AlarmConfig(), step)
         _, memory = raise_alarms(CALM, json.loads(json.dumps(memory)), AlarmConfig(), step)  # of the step after it
-        raised.append(alarms["alarm/heldout_drop"])
-    assert raised == [0, 0, 0, 1, 0, 0, 1]
-    rising = {}
-    for step, accuracy in enumerate([-0.9, -0.6, -0.4, 0.1]):  # a score of -1 and 1 is its own accuracy
-        alarms, rising = raise_evaluation_alarms(accuracy, rising, AlarmConfig(), step)
-        assert alarms == {"alarm/heldout_drop": 0}
-    assert raise_evaluation_alarms(None, memory, AlarmConfig(), 7) == ({}, memory)
-    assert raise_evaluation_alarms(math.nan, memory, AlarmConfig(), 7)[0] == {"alarm/heldout_drop": 1}
+        found.append(alarms.get("alarm/heldout_drop"))
+    assert found == raised

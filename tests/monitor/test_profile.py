@@ -6,29 +6,46 @@ import json
 import pytest
 from small_run import small_config
 
+from dapo_jax.monitor.console import Console
+from dapo_jax.monitor.monitor import Monitor
 from dapo_jax.monitor.profile import StepProfiles
+from dapo_jax.monitor.timers import StageTimers
 from dapo_jax.training import train
 
+STAGES = ("gen", "reward", "adv", "update_actor")
 
-def events(folder):
-    """The named spans of the one trace in `folder`, which holds what the Trace Event Format knows, and no more."""
-    [path] = folder.glob("plugins/profile/*/*.trace.json.gz")
-    with gzip.open(path) as file:
-        trace = json.load(file)
+
+def run_the_loop(workdir):
+    profiles = StepProfiles(workdir / "profile", (2,))
+    monitor = Monitor(Console(3, initial_step=0, enabled=False), StageTimers(), profiles)
+    for step in (1, 2, 3):
+        profiles.begin(step)
+        for stage in STAGES:
+            with monitor.stage(stage):
+                pass
+        profiles.end()
+        with monitor.stage("testing"):
+            pass
+
+
+def run_a_training(workdir):
+    train(small_config(workdir, **{"trainer.total_training_steps": 3, "trainer.profile_steps": (2,)}))
+
+
+@pytest.mark.short("the_loop")
+@pytest.mark.parametrize("run", [run_the_loop, run_a_training])
+def test_the_trace_of_a_step_holds_its_stages_and_what_the_trace_event_format_knows(run, tmp_path):
+    run(tmp_path)
+    assert [folder.name for folder in (tmp_path / "profile").iterdir()] == ["step_000002"]
+    [path] = tmp_path.glob("profile/*/plugins/profile/*/*.trace.json.gz")
+    trace = json.loads(gzip.decompress(path.read_bytes()))
     assert set(trace) == {"displayTimeUnit", "traceEvents"}  # Perfetto finds no event in a trace with `metadata`
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert all(span["ts"] >= 0 and span["dur"] >= 0 and {"name", "pid", "tid"} <= set(span) for span in spans)
-    return spans
-
-
-def test_the_trace_of_a_step_holds_its_stages(tmp_path):
-    train(small_config(tmp_path, **{"trainer.total_training_steps": 3, "trainer.profile_steps": (2,)}))
-    assert [folder.name for folder in (tmp_path / "profile").iterdir()] == ["step_000002"]
-    spans = events(tmp_path / "profile" / "step_000002")
     [whole] = [span for span in spans if span["name"] == "train"]
     assert whole["args"]["step_num"] == "2"
-    for stage in ("gen", "reward", "adv", "update_actor"):
+    for stage in STAGES:
         found = [span for span in spans if span["name"] == stage]
         assert found, stage
         assert all(whole["ts"] <= span["ts"] <= whole["ts"] + whole["dur"] for span in found), stage

@@ -16,21 +16,33 @@ from dapo_jax.monitor.statistics import (
 TASKS = {"accuracy": np.array([[0.8, 0.9], [0.6, 0.9], [0.95, 0.85]])}
 
 
+def named(prefix, values):
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
 def test_rollout_metrics_are_over_the_means_of_tasks():
-    metrics = score_metrics(TASKS)
-    assert metrics["rollout/accuracy/mean"] == pytest.approx(0.8333, abs=1e-4)
-    assert metrics["rollout/accuracy/max"] == pytest.approx(0.9)
-    assert metrics["rollout/accuracy/min"] == pytest.approx(0.75)
+    expected = {"mean": 2.5 / 3, "max": 0.9, "min": 0.75}
+    assert score_metrics(TASKS) == pytest.approx(named("rollout/accuracy", expected))
 
 
 def test_evaluation_means_and_population_deviations():
-    metrics = evaluation_metrics("eval/dummy", TASKS)
-    assert metrics == {
-        "eval/dummy/accuracy/mean@2": pytest.approx(0.8333, abs=1e-4),
-        "eval/dummy/accuracy/std@2": pytest.approx(0.0833, abs=1e-4),
-        "eval/dummy/accuracy/best@2": pytest.approx(np.mean([0.9, 0.9, 0.95])),
-        "eval/dummy/accuracy/worst@2": pytest.approx(np.mean([0.8, 0.6, 0.85])),
-    }
+    expected = {"mean@2": 2.5 / 3, "std@2": 0.25 / 3, "best@2": 2.75 / 3, "worst@2": 2.25 / 3}
+    assert evaluation_metrics("eval/dummy", TASKS) == pytest.approx(named("eval/dummy/accuracy", expected))
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("bootstrapped", {"best@2": 0.8762, "worst@2": 0.7889}),
+        ("detailed", {"mean@2": 0.8333, "mean@2/mean": 0.8333, "mean@2/std": 0.0624}),
+        ("detailed", {"mean@2/max": 0.9, "mean@2/min": 0.75}),
+        ("detailed", {"std@2/mean": 0.0833, "std@2/std": 0.0471, "std@2/max": 0.15, "std@2/min": 0.05}),
+    ],
+)
+def test_bootstrapped_and_detailed_statistics_are_over_tasks(option, expected):
+    metrics = evaluation_metrics("bench/dummy", TASKS, **{option: True})
+    expected = named("bench/dummy/accuracy", expected)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-4)
 
 
 RANDOM = np.random.default_rng(0)
@@ -45,8 +57,7 @@ RIGHT = RANDOM.random((32, 8)) < 0.4
 def test_a_score_that_pays_for_length_is_seen(verdict, penalty, sign):
     scores = np.where(RIGHT, 1.0, -1.0 if verdict != "none" else 1.0) - penalty
     right = {"said": RIGHT, "the score itself": scores > 0, "none": np.zeros_like(RIGHT)}[verdict]
-    found = length_correlation(scores, LENGTHS, right, np.ones_like(RIGHT))
-    assert 0.8 < sign * found <= 1
+    assert 0.8 < sign * length_correlation(scores, LENGTHS, right, np.ones_like(RIGHT)) <= 1
 
 
 def test_an_honest_score_is_not_taken_for_one_that_pays_for_length():
@@ -70,51 +81,41 @@ def test_of_few_answers_and_failed_verifications_no_correlation_is_known():
     assert length_correlation(noisy, LENGTHS, RIGHT & False, ~RIGHT) == pytest.approx(-1)
 
 
-def test_the_bootstrap_of_the_same_tasks():
-    metrics = evaluation_metrics("eval/dummy", TASKS, bootstrapped=True)
-    assert metrics["eval/dummy/accuracy/best@2"] == pytest.approx(0.8762, abs=1e-4)
-    assert metrics["eval/dummy/accuracy/worst@2"] == pytest.approx(0.7889, abs=1e-4)
-
-
-def test_detailed_statistics_are_over_tasks():
-    metrics = evaluation_metrics("bench/dummy", TASKS, detailed=True)
-    expected = {
-        "mean@2/mean": 0.8333,
-        "mean@2/std": 0.0624,
-        "mean@2/max": 0.9,
-        "mean@2/min": 0.75,
-        "std@2/mean": 0.0833,
-        "std@2/std": 0.0471,
-        "std@2/max": 0.15,
-        "std@2/min": 0.05,
-        "mean@2": 0.8333,
-    }
-    for name, value in expected.items():
-        assert metrics[f"bench/dummy/accuracy/{name}"] == pytest.approx(value, abs=1e-4), name
-
-
 def test_accuracy_has_pass_at_k_and_answers_have_votes():
     scores = {"acc": np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])}
     answers = [["7", "8", "8", None], ["7", "9", "9", "7"]]
     metrics = evaluation_metrics("eval/dummy", scores, answers)
-    assert metrics["eval/dummy/acc/pass@1"] == metrics["eval/dummy/acc/mean@4"] == 0.375
-    assert metrics["eval/dummy/acc/pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
-    assert metrics["eval/dummy/acc/pass@4"] == metrics["eval/dummy/acc/best@4"] == 1.0
-    assert metrics["eval/dummy/acc/maj@4"] == 0.0 and "eval/dummy/acc/maj@2" not in metrics
+    expected = {
+        "pass@1": 0.375,
+        "mean@4": 0.375,
+        "pass@2": (1 / 2 + 5 / 6) / 2,
+        "pass@4": 1.0,
+        "best@4": 1.0,
+        "maj@4": 0,
+    }
+    expected = named("eval/dummy/acc", expected)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert "eval/dummy/acc/maj@2" not in metrics
     assert not any("maj" in name for name in evaluation_metrics("e", scores, [[None] * 4] * 2))
     assert not any("pass" in name for name in evaluation_metrics("e", {"score": scores["acc"]}, answers))
 
 
+def test_samples_and_groups_without_a_score_do_not_count():
+    scores = {"format": np.array([[1.0, np.nan], [np.nan, np.nan], [0.0, 1.0]]), "none": np.full((3, 2), np.nan)}
+    assert score_metrics(scores) == named("rollout/format", {"mean": 0.75, "max": 1.0, "min": 0.5})
+    expected = {"mean@2": 0.75, "std@2": 0.25, "best@2": 1.0, "worst@2": 0.5}
+    assert evaluation_metrics("eval/dummy", scores) == named("eval/dummy/format", expected)
+
+
 def test_the_clip_ratio_is_against_the_configured_limit():
-    metrics = length_metrics("response", np.array([3, 5, 10]), 10)
-    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
-    assert length_metrics("response", np.array([3, 5]), 10)["response_length/clip_ratio"] == 0
+    for lengths, ratio in (([3, 5, 10], 1 / 3), ([3, 5], 0)):
+        assert length_metrics("response", np.array(lengths), 10)["response_length/clip_ratio"] == pytest.approx(ratio)
 
 
 def test_advantages_of_no_token_are_zero():
-    names = [f"critic/returns/{name}" for name in ("mean", "max", "min")]
-    assert advantage_metrics("returns", np.array([1.0, -3.0])) == dict(zip(names, (-1.0, 1.0, -3.0), strict=True))
-    assert advantage_metrics("returns", np.array([])) == dict.fromkeys(names, 0.0)
+    for values, (mean, most, least) in (([1.0, -3.0], (-1.0, 1.0, -3.0)), ([], (0.0, 0.0, 0.0))):
+        expected = named("critic/returns", {"mean": mean, "max": most, "min": least})
+        assert advantage_metrics("returns", np.array(values)) == expected
 
 
 def test_a_perfect_critic_explains_all_and_a_constant_one_nothing():
@@ -124,51 +125,28 @@ def test_a_perfect_critic_explains_all_and_a_constant_one_nothing():
     assert explained_variance(returns[:1], returns[:1]) == 0
 
 
-def test_samples_and_groups_without_a_score_do_not_count():
-    scores = {"format": np.array([[1.0, np.nan], [np.nan, np.nan], [0.0, 1.0]]), "none": np.full((3, 2), np.nan)}
-    rollout, evaluation = score_metrics(scores), evaluation_metrics("eval/dummy", scores)
-    assert rollout == {"rollout/format/mean": 0.75, "rollout/format/max": 1.0, "rollout/format/min": 0.5}
-    assert evaluation == {
-        "eval/dummy/format/mean@2": 0.75,
-        "eval/dummy/format/std@2": 0.25,
-        "eval/dummy/format/best@2": 1.0,
-        "eval/dummy/format/worst@2": 0.5,
-    }
-
-
 def test_group_rewards_are_means_and_population_deviations_over_groups():
     metrics = group_reward_metrics(np.array([[0.8, 0.8], [0.7, 1.1]]))
-    prefix = "experience_pipeline/group_advantages"
-    assert metrics[f"{prefix}/reward_mean/mean"] == pytest.approx(0.85)
-    assert metrics[f"{prefix}/reward_mean/max"] == pytest.approx(0.9)
-    assert metrics[f"{prefix}/reward_std/max"] == pytest.approx(0.2)
-    assert metrics[f"{prefix}/reward_std/min"] == pytest.approx(0.0)
+    expected = {"reward_mean/mean": 0.85, "reward_mean/max": 0.9, "reward_std/max": 0.2, "reward_std/min": 0.0}
+    expected = named("experience_pipeline/group_advantages", expected)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
 def test_balance_is_before_and_after_rows_are_divided():
-    metrics = balance_metrics(np.array([1, 2, 3, 10]), np.array([7.0, 9.0]))
-    names = ("min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean")
-    assert metrics == {f"global_seqlen/{n}": v for n, v in zip(names, (3, 13, 10, 7, 9, 8), strict=True)}
+    expected = {"min": 3, "max": 13, "minmax_diff": 10, "balanced_min": 7, "balanced_max": 9, "mean": 8}
+    assert balance_metrics(np.array([1, 2, 3, 10]), np.array([7.0, 9.0])) == named("global_seqlen", expected)
 
 
 def test_times_are_per_token_and_under_both_names():
     seconds = {"gen": 2.0, "reward": 1.0, "adv": 0.5, "update_actor": 3.0, "testing": 4.0, "step": 9.0}
     seconds |= {"shape": 0.1, "filter": 0.2, "batch": 0.3, "write": 0.4}
-    row = {f"timing_s/{stage}": value for stage, value in seconds.items()}
-    row |= {"perf/total_num_tokens": 500, "dynamic_sampling/generated_tokens": 1000}
+    row = named("timing_s", seconds) | {"perf/total_num_tokens": 500, "dynamic_sampling/generated_tokens": 1000}
+    operators = {"0_RewardShaping": 0.1, "1_GroupFilter": 0.2, "2_BatchAssembly": 0.3, "3_GroupAdvantage": 0.5}
     assert time_metrics(row) == {
-        "timing_per_token_ms/gen": 2.0,
-        "timing_per_token_ms/adv": 1.0,
-        "timing_per_token_ms/update_actor": 6.0,
-        "time/eval": 4.0,
-        "time/wait_explore_step": 3.0,
-        "time/train_step": 3.5,
-        "time/experience_pipeline/operator/0_RewardShaping": 0.1,
-        "time/experience_pipeline/operator/1_GroupFilter": 0.2,
-        "time/experience_pipeline/operator/2_BatchAssembly": 0.3,
-        "time/experience_pipeline/operator/3_GroupAdvantage": 0.5,
-        "time/experience_pipeline/write": 0.4,
-        "time/experience_pipeline/total": pytest.approx(1.5),
+        **named("timing_per_token_ms", {"gen": 2.0, "adv": 1.0, "update_actor": 6.0}),
+        **named("time", {"eval": 4.0, "wait_explore_step": 3.0, "train_step": 3.5}),
+        **named("time/experience_pipeline/operator", operators),
+        **named("time/experience_pipeline", {"write": 0.4, "total": pytest.approx(1.5)}),
     }
     assert time_metrics({"timing_s/testing": 1.0}) == {"time/eval": 1.0}, "the row before the first step"
     nothing = {"timing_s/gen": 1.0, "dynamic_sampling/generated_tokens": 0}

@@ -11,68 +11,58 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from dapo_jax.monitor.tensorboard import LAYOUT, TensorBoard, counted, histogram
 
 
-def hparams_of(folder):
-    """The parts of the table of runs by tag."""
-    found = [value for _, value in values_of(folder) if value.metadata.plugin_data.plugin_name == "hparams"]
-    return {value.tag: HParamsPluginData.FromString(value.metadata.plugin_data.content) for value in found}
-
-
-def test_a_step_is_on_disk_before_the_next_begins(tmp_path):
+@pytest.fixture
+def board(tmp_path):
     board = TensorBoard(tmp_path, first_step=0)
+    yield board
+    board.close()
+    board.close()
+
+
+def test_a_step_is_on_disk_before_the_next_begins(board, tmp_path):
     for step in range(3):
         board.add_scalars(step, {"a": float(step), "b@4": 0.5})
         points = [(at, value) for at, value in values_of(tmp_path) if not value.HasField("tensor")]
         found = [(at, value.tag, value.simple_value) for at, value in points]
         assert found[-2:] == [(step, "a", step), (step, "b_4", 0.5)]
-    board.close()
-    board.close()
 
 
-def test_the_layout_is_written_once_and_again_by_a_run_that_begins_again(tmp_path):
-    for first_step in (0, 3, 0):
-        TensorBoard(tmp_path, first_step=first_step).close()
-        [layout] = [value for _, value in values_of(tmp_path) if value.tag == "custom_scalars__config__"]
-    parsed = Layout.FromString(layout.tensor.string_val[0])
-    assert [category.title for category in parsed.category] == list(LAYOUT)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_run_that_resumes_elsewhere_has_a_layout(tmp_path):
-    TensorBoard(tmp_path, first_step=8).close()
-    assert "custom_scalars__config__" in {value.tag for _, value in values_of(tmp_path)}
+def test_the_layout_is_written_once_also_where_a_run_begins_again_or_resumes_elsewhere(tmp_path):
+    for folder, first_step in (("here", 0), ("here", 3), ("here", 0), ("elsewhere", 8)):
+        TensorBoard(tmp_path / folder, first_step=first_step).close()
+        [layout] = [value for _, value in values_of(tmp_path / folder) if value.tag == "custom_scalars__config__"]
+        parsed = Layout.FromString(layout.tensor.string_val[0])
+        assert [category.title for category in parsed.category] == list(LAYOUT)
+    assert len(list((tmp_path / "here").iterdir())) == 1
 
 
 def test_the_config_and_the_results_are_the_table_of_runs(tmp_path):
-    config = {"seed": 0, "actor.lr": 1e-6, "data.shuffle": True, "data.files": ["a", "b"], "path": None, "workdir": "a"}
+    config = {"actor.lr": 1e-6, "data.shuffle": True, "data.files": ["a", "b"], "path": None, "workdir": "a"}
     for first_step in (0, 5):
         board = TensorBoard(tmp_path, first_step=first_step)
         board.add_config(config | {"seed": first_step}, ["eval/x/acc/mean@4"])
         board.close()
-    parts = hparams_of(tmp_path)
-    assert list(parts) == ["_hparams_/session_start_info"]  # with "experiment", TensorBoard would not look what differs
-    given = parts["_hparams_/session_start_info"].session_start_info.hparams
+    [part] = [value for _, value in values_of(tmp_path) if value.metadata.plugin_data.plugin_name == "hparams"]
+    assert part.tag == "_hparams_/session_start_info"  # with "experiment", TensorBoard would not look what differs
+    given = HParamsPluginData.FromString(part.metadata.plugin_data.content).session_start_info.hparams
     assert (given["seed"].number_value, given["actor.lr"].number_value) == (0.0, 1e-6)
     assert given["data.shuffle"].bool_value is True
     assert json.loads(given["data.files"].string_value) == ["a", "b"] and given["path"].string_value == "null"
     assert "workdir" not in given  # it differs always
 
 
-def test_results_come_before_every_other_curve(tmp_path):
-    board = TensorBoard(tmp_path, first_step=0)
+def test_results_come_before_every_other_curve(board, tmp_path):
     board.add_config({}, ["eval/x/acc/mean@4"])
     board.add_scalars(0, {"actor/lr": 1e-6, "eval/x/acc/mean@4": 0.5, "eval/x/acc/best@4": 0.75})
-    board.close()
     points = {value.tag: value.simple_value for _, value in values_of(tmp_path) if value.HasField("simple_value")}
     assert sorted(points)[0] == "Results/eval/x/acc/mean_4" and points["Results/eval/x/acc/mean_4"] == 0.5
     assert points["eval/x/acc/mean_4"] == 0.5 and len(points) == 4
 
 
-def test_a_histogram_keeps_counts_ends_and_moments(tmp_path):
+def test_a_histogram_keeps_counts_ends_and_moments(board, tmp_path):
     samples = np.concatenate([np.random.default_rng(0).normal(size=500), [np.nan, np.inf]]).astype(np.float32)
     parts = json.loads(json.dumps(histogram(samples)))
-    board = TensorBoard(tmp_path, first_step=0)
     board.add_histograms(7, {"advantages": parts, "nothing": histogram(np.full(3, np.nan))})
-    board.close()
     [(step, shown)] = [(step, value) for step, value in values_of(tmp_path) if value.HasField("histo")]
     finite = samples[np.isfinite(samples)].astype(np.float64)
     counts, edges = np.histogram(finite, bins=30)
@@ -90,26 +80,21 @@ def test_a_histogram_of_equal_values_has_a_width(equal):
     assert low < equal < high and sum(parts["counts"]) == 8
 
 
-def test_counts_are_a_histogram_without_their_empty_ends(tmp_path):
+def test_counts_are_a_histogram_without_their_empty_ends(board, tmp_path):
     counts = np.array([0, 0, 3, 0, 1, 0, 0, 0], np.float32)
-    board = TensorBoard(tmp_path, first_step=0)
-    nothing = counted(0 * counts, low=0.0, high=2.0)
-    board.add_histograms(1, {"ratio": counted(counts, low=0.0, high=2.0), "nothing": nothing})
-    board.close()
+    named = {"ratio": counts, "nothing": 0 * counts}
+    board.add_histograms(1, {name: counted(values, low=0.0, high=2.0) for name, values in named.items()})
     [shown] = [value for _, value in values_of(tmp_path) if value.HasField("histo")]
     assert shown.tag == "ratio" and (shown.histo.min, shown.histo.max, shown.histo.num) == (0.5, 1.25, 4)
     assert list(shown.histo.bucket_limit) == [0.75, 1.0, 1.25] and list(shown.histo.bucket) == [3, 0, 1]
     assert shown.histo.sum == 3 * 0.625 + 1.125
 
 
-def test_each_kind_of_sample_is_a_text_of_its_own(tmp_path):
-    board = TensorBoard(tmp_path, first_step=0)
-    samples = [{"kind": "best", "response": "a\n\nb", "score": 1.0, "length": 3}, {"kind": "worst", "response": "c"}]
-    board.add_samples(2, samples)
-    board.close()
+def test_each_kind_of_sample_is_a_text_of_its_own(board, tmp_path):
+    best = {"kind": "best", "response": "a\n\nb", "score": 1.0, "length": 3}
+    board.add_samples(2, [best, {"kind": "worst", "response": "c"}])
     found = [value for _, value in values_of(tmp_path) if value.tag.startswith("samples")]
-    texts = {value.tag: value.tensor.string_val[0].decode() for value in found}
-    assert texts == {
+    assert {value.tag: value.tensor.string_val[0].decode() for value in found} == {
         "samples/1_best/text_summary": "### 1\n\nscore **1**, length **3**\n\nresponse\n\n    a\n    \n    b",
         "samples/2_worst/text_summary": "### 1\n\nresponse\n\n    c",
     }
