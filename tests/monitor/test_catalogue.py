@@ -34,7 +34,7 @@ WITH_CRITIC = {
     "evaluate.bootstrap": True,
     "monitor.detailed_stats": True,
 }
-GROUPED = {
+OF_EXPERTS = {
     "algorithm.keep_pos_ratio": 0.5,
     "data.curriculum.enable": True,
     "actor.use_kl_loss": True,
@@ -83,12 +83,11 @@ def test_a_run_emits_what_is_declared(whole):
 
 @pytest.mark.slow
 def test_runs_emit_what_is_declared_and_nothing_else(tmp_path):
-    emitted = set()
-    grouped = GROUPED | {"reward.model.path": str(write_reward_model(tmp_path / "reward_model"))}
-    experts = changes_of(with_tokenizer("qwen3_moe", tmp_path))
-    for name, changes in (("grouped", grouped), ("experts", experts), ("critic", WITH_CRITIC)):
+    emitted, reward = set(), {"reward.model.path": str(write_reward_model(tmp_path / "reward_model"))}
+    experts = changes_of(with_tokenizer("qwen3_moe", tmp_path)) | OF_EXPERTS | reward
+    for name, changes in (("experts", experts), ("critic", WITH_CRITIC)):
         steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 1, "trainer.test_freq": 2}
-        config = small_config(tmp_path / name, **steps | changes)
+        config = small_config(tmp_path / name, **changes | steps)
         train(config)
         rows = read_metrics(config.workdir)
         emitted |= set(itertools.chain(*rows)) - {"step"}

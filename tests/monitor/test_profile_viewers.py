@@ -10,15 +10,17 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
 from ports import free_port
 from small_run import small_config
+from waiting import wait_until
 
 from dapo_jax.training import train
 
@@ -54,28 +56,9 @@ def field(key: int, value: int | bytes) -> bytes:
     return number(key << 3 | 2) + number(len(value)) + value
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field of a protocol buffer; of 64-bit numbers the bytes."""
-    rest = iter(message)
-
-    def read() -> int:
-        value = shift = 0
-        for byte in rest:
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-        raise EOFError
-
-    while True:
-        try:
-            tag = read()
-        except EOFError:
-            return
-        if tag & 7 == 0:
-            yield tag >> 3, read()
-        else:
-            yield tag >> 3, bytes(next(rest) for _ in range(8 if tag & 7 == 1 else read()))
+def fields(message: bytes, key: int) -> list[bytes]:
+    """The values of the fields of that number in a protocol buffer."""
+    return [one.data for one in UnknownFieldSet(Empty.FromString(message)) if one.field_number == key]
 
 
 def query(trace: bytes, sql: str) -> list[str]:
@@ -86,14 +69,10 @@ def query(trace: bytes, sql: str) -> list[str]:
     stream = b"".join(field(MESSAGE, field(SEQUENCE, place) + text) for place, text in enumerate(requests, start=1))
     done = subprocess.run(["node", "-e", WORKER, PERFETTO], input=stream, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
-    cells = []
-    for _, reply in fields(done.stdout):
-        for key, result in fields(reply):
-            for name, value in fields(result) if key == RESULT else ():
-                assert name != ERROR, value
-                for kind, cell in fields(value) if name == BATCH else ():
-                    cells += cell.decode().split("\0")[:-1] if kind == TEXTS else []
-    return cells
+    results = [result for reply in fields(done.stdout, MESSAGE) for result in fields(reply, RESULT)]
+    assert results and not [error for result in results for error in fields(result, ERROR)]
+    batches = [batch for result in results for batch in fields(result, BATCH)]
+    return [cell for batch in batches for texts in fields(batch, TEXTS) for cell in texts.decode().split("\0")[:-1]]
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +123,14 @@ def test_xprof_shows_the_step(profile):
         url = f"http://localhost:{port}/data/plugin/profile/{path}?{urllib.parse.urlencode(asked)}"
         return gzip.decompress(opener.open(url, timeout=60).read())
 
+    def runs() -> list[str]:
+        with suppress(OSError):
+            return json.loads(get("runs"))
+        return []
+
     with subprocess.Popen([XPROF, "--logdir", str(profile), "--port", str(port)], stderr=subprocess.DEVNULL) as server:
         try:
-            for _ in range(240):
-                try:
-                    [run] = json.loads(get("runs"))
-                    break
-                except OSError:
-                    time.sleep(0.5)
+            [run] = wait_until(runs)
             assert run.startswith("step_000002/") and "overview_page" in json.loads(get("run_tools", run=run))
             [host] = json.loads(get("hosts", run=run, tag="trace_viewer@"))
             shown = get("data", run=run, tag="trace_viewer@", host=host["hostname"]).decode()
