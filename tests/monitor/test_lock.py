@@ -93,16 +93,13 @@ def test_a_live_holder_keeps_its_lock(start, hold, tmp_path):
     assert os.listdir(tmp_path) == ["lock.1"]
 
 
-def test_a_released_lock_is_free_at_once(hold, tmp_path, caplog):
-    hold(machine="elsewhere").communicate()
+@pytest.mark.parametrize(("end", "machine"), [(subprocess.Popen.communicate, "elsewhere"), (kill, "")])
+def test_a_released_lock_and_that_of_a_killed_process_of_this_machine_are_free_at_once(
+    hold, tmp_path, caplog, end, machine
+):
+    end(hold(machine=machine))
     with lock.locked(epath.Path(tmp_path)):
         assert os.listdir(tmp_path) == ["lock.2"] and str(os.getpid()) in (tmp_path / "lock.2").read_text()
-    assert "waiting" not in caplog.text
-
-
-def test_the_lock_of_a_killed_process_of_this_machine_is_free_at_once_though_its_worker_lives(hold, tmp_path, caplog):
-    kill(hold())
-    assert take(tmp_path) == ["lock.2"]
     assert "waiting" not in caplog.text
 
 

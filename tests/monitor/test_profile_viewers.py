@@ -28,7 +28,6 @@ PERFETTO = os.environ.get("PERFETTO")
 XPROF = os.environ.get("XPROF") or shutil.which("xprof")
 STAGES = {"gen", "reward", "adv", "update_actor"}
 pytestmark = pytest.mark.viewers
-needs_perfetto = pytest.mark.skipif(PERFETTO is None or shutil.which("node") is None, reason="no Node or no PERFETTO")
 
 # The worker in which Perfetto's page runs the trace processor, without the page: requests on stdin, replies on stdout.
 WORKER = """
@@ -83,14 +82,10 @@ def profile(tmp_path_factory) -> Path:
     return workdir / "profile"
 
 
-@pytest.fixture
-def trace(profile) -> bytes:
+@pytest.mark.skipif(PERFETTO is None or shutil.which("node") is None, reason="no Node or no PERFETTO")
+def test_perfetto_reads_every_span_without_an_error_and_the_stages_as_slices_within_the_step(profile):
     [file] = profile.glob("step_000002/plugins/profile/*/*.trace.json.gz")
-    return file.read_bytes()
-
-
-@needs_perfetto
-def test_the_stages_are_slices_within_the_step(trace):
+    trace = file.read_bytes()
     found = query(
         trace,
         "select distinct stage.name from slice as step join slice as stage on stage.track_id = step.track_id "
@@ -98,10 +93,6 @@ def test_the_stages_are_slices_within_the_step(trace):
     )
     assert set(found) >= STAGES
     assert not {"testing", "save_checkpoint"} & set(found)
-
-
-@needs_perfetto
-def test_every_span_is_read_without_an_error(trace):
     assert query(trace, "select name from stats where value > 0 and severity in ('error', 'data_loss')") == []
     spans = [event for event in json.loads(gzip.decompress(trace))["traceEvents"] if event["ph"] == "X"]
     assert query(trace, "select cast(count(*) as text) from slice") == [str(len(spans))]

@@ -117,22 +117,15 @@ def test_a_resumed_run_leaves_what_an_unbroken_one_does(tmp_path, torn):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_resuming_drops_later_rows_and_samples_at_once(tmp_path, caplog):
+def test_resuming_drops_later_rows_and_samples_at_once_and_a_new_run_all(tmp_path, caplog):
     write_run(tmp_path, range(6))
-    RunRecords(tmp_path, resume_step=2).close()
-    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
-    files = sorted(path.name for path in (tmp_path / "samples").iterdir())
-    assert files == [f"step_{step:06d}.jsonl" for step in range(3)]
-    assert {step for step, _, _ in shown_values(tmp_path)} == {0, 1, 2}
-    assert "dropped 3 rows from step 3 on" in caplog.text
-
-
-def test_starting_again_from_the_beginning_drops_everything_and_says_so(tmp_path, caplog):
-    write_run(tmp_path, range(3), scale=7.0)
-    write_run(tmp_path, range(2))
-    assert [row["actor/pg_loss"] for row in read_metrics(tmp_path)] == [0.0, 1.0]
-    assert {value for _, tag, value in shown_values(tmp_path) if tag == "actor/pg_loss"} == {0.0, 1.0}
-    assert "dropped 3 rows from step 0 on" in caplog.text
+    for resume_step, kept, dropped in ((2, [0, 1, 2], "3 rows from step 3"), (None, [], "3 rows from step 0")):
+        RunRecords(tmp_path, resume_step=resume_step).close()
+        assert [row["step"] for row in read_metrics(tmp_path)] == kept
+        files = sorted(path.name for path in (tmp_path / "samples").iterdir())
+        assert files == [f"step_{step:06d}.jsonl" for step in kept]
+        assert {step for step, _, _ in shown_values(tmp_path)} == set(kept)
+        assert f"dropped {dropped} on" in caplog.text
 
 
 def test_starts_within_one_second_do_not_overwrite_each_others_events(tmp_path):

@@ -25,10 +25,12 @@ STEPS = 40
 RUNS = {"slow": 1e-6, "fast": 4e-6}  # learning rate by name
 STAGES = ("gen", "reward", "update_actor")
 EVAL = "eval/math/acc/mean@4"
-METRICS = [f"timing_s/{stage}" for stage in ("step", "testing", *STAGES)]
-METRICS += ["rollout/acc/mean", "critic/rewards/mean", "response_length/mean", "response_length/max"]
-METRICS += ["response_length/clip_ratio", "actor/entropy", "actor/pg_loss", "perf/throughput"]
-METRICS += ["alarm/truncation", "alarm/entropy"]
+METRICS = (
+    *(f"timing_s/{stage}" for stage in ("step", "testing", *STAGES)),
+    *(f"response_length/{name}" for name in ("mean", "max", "clip_ratio")),
+    *("rollout/acc/mean", "critic/rewards/mean", "actor/entropy", "actor/pg_loss", "perf/throughput"),
+    *("alarm/truncation", "alarm/entropy"),
+)
 
 
 def write(workdir, rate, first, end, *, resume_step=None):

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -23,62 +24,40 @@ from dapo_jax.monitor.weights_and_biases import check_installed
 GUIDE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def stand_in(monkeypatch, name, **functions):
-    module = ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None, origin=f"{name}/__init__.py")
-    vars(module).update(functions)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
 @pytest.fixture(autouse=True)
-def calls(tmp_path, monkeypatch):
-    """What the example of the guide asks of mlflow."""
-    found, run = [], SimpleNamespace(info=SimpleNamespace(run_id="id7"))
-
-    def function(name):
-        return lambda *arguments, **named: found.append((name, *arguments, named)) or run
-
-    names = ("set_experiment", "set_tags", "log_dict", "log_metrics", "end_run", "start_run")
-    stand_in(monkeypatch, "mlflow", **{name: function(name) for name in names})
+def mlflow(tmp_path, monkeypatch):
+    """What the example of the guide, in tracker.py, takes for mlflow."""
+    module = MagicMock()
+    module.start_run.return_value.info.run_id = "id7"
+    monkeypatch.setitem(sys.modules, "mlflow", module)
     [example] = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
     (tmp_path / "tracker.py").write_text(example)
-    return found
-
-
-class FakeRun:
-    def __init__(self, identifier, arguments):
-        self.id, self.arguments, self.rows, self.config, self.finished = identifier, arguments, [], self, 0
-        self.pending, self.options = {}, {}
-
-    def update(self, options, *, allow_val_change):
-        self.options |= options
-
-    def log(self, values, *, step, commit):
-        self.pending |= values
-        if commit:
-            self.rows.append((step, self.pending))
-            self.pending = {}
-
-    def finish(self):
-        self.finished += 1
+    return module
 
 
 @pytest.fixture(autouse=True)
-def runs(monkeypatch):
-    """The runs of Weights & Biases."""
-    found = []
+def wandb(monkeypatch):
+    module = MagicMock(__spec__=ModuleSpec("wandb", None, origin="wandb/__init__.py"), runs=[])
+    module.Histogram = lambda np_histogram: np_histogram
+    module.Table = lambda columns, data: (columns, data)
 
     def init(**arguments):
-        found.append(FakeRun(arguments["id"] or f"id{len(found)}", arguments))
-        return found[-1]
+        module.runs.append(MagicMock(id=arguments["id"] or f"id{len(module.runs)}", arguments=arguments))
+        return module.runs[-1]
 
-    stand_in(
-        monkeypatch,
-        "wandb",
-        init=init,
-        Histogram=lambda np_histogram: np_histogram,
-        Table=lambda columns, data: (columns, data),
-    )
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def rows(run):
+    """(step, values) of what a run of Weights & Biases has committed."""
+    found, pending = [], {}
+    for logged in run.log.call_args_list:
+        pending |= logged.args[0]
+        if logged.kwargs["commit"]:
+            found.append((logged.kwargs["step"], pending))
+            pending = {}
     return found
 
 
@@ -96,28 +75,28 @@ def write(workdir, steps, *, resume_step=None, logger=("wandb",), **names):
             records.write(step, {"acc/mean@4": float(step), "broken": float("nan")})
 
 
-def test_the_example_sends_what_a_run_records_and_resumes_its_run(calls, tmp_path):
+def test_the_example_sends_what_a_run_records_and_resumes_its_run(mlflow, tmp_path):
     write(tmp_path / "ten", [0], **own(tmp_path))
     texts = [{"kind": "best", "response": "answer 0"}, {"response": "b", "score": 1.0}]
-    assert calls == [
-        ("set_experiment", "math", {}),
-        ("start_run", {"run_id": None, "run_name": "ten"}),
-        ("set_tags", {"seed": "0", "data.val_files": "()"}, {}),
-        ("log_dict", texts, "samples/step_0.json", {}),
-        ("log_metrics", {"acc/mean_at_4": 0.0}, {"step": 0}),
-        ("end_run", {}),
+    assert mlflow.mock_calls == [
+        call.set_experiment("math"),
+        call.start_run(run_id=None, run_name="ten"),
+        call.set_tags({"seed": "0", "data.val_files": "()"}),
+        call.log_dict(texts, "samples/step_0.json"),
+        call.log_metrics({"acc/mean_at_4": 0.0}, step=0),
+        call.end_run(),
     ]
-    calls.clear()
     write(tmp_path / "ten", [1], resume_step=0, **own(tmp_path))
-    assert calls[1] == ("start_run", {"run_id": "id7", "run_name": "ten"})
+    assert mlflow.start_run.call_args == call(run_id="id7", run_name="ten")
 
 
-def test_weights_and_biases_shows_what_tensorboard_shows(tmp_path, runs):
+def test_weights_and_biases_shows_what_tensorboard_shows(tmp_path, wandb):
     write(tmp_path / "ten", [0, 1], project_name="math")
-    [run] = runs
+    [run] = wandb.runs
     assert run.arguments == {"project": "math", "name": "ten", "id": None, "resume": None, "dir": str(tmp_path / "ten")}
-    assert run.options == {"seed": 0, "data.val_files": ()} and run.finished == 1
-    (step, first), _ = run.rows
+    run.config.update.assert_called_once_with({"seed": 0, "data.val_files": ()}, allow_val_change=True)
+    run.finish.assert_called_once()
+    (step, first), _ = rows(run)
     assert step == 0 and first["acc/mean@4"] == 0.0 and "broken" not in first and "none" not in first
     assert first["samples"] == (["kind", "response", "score"], [["best", "answer 0", None], [None, "b", 1.0]])
     counts, edges = first["length"]
@@ -125,28 +104,25 @@ def test_weights_and_biases_shows_what_tensorboard_shows(tmp_path, runs):
     assert not list((tmp_path / "ten").glob(EVENTS))
 
 
-def test_a_resumed_run_keeps_its_id_logs_no_step_twice_and_one_that_begins_again_is_another(tmp_path, runs):
+def test_a_resumed_run_keeps_its_id_logs_no_step_twice_and_one_that_begins_again_is_another(tmp_path, wandb):
     write(tmp_path, [0, 1, 2, 3], experiment_name="a")
     write(tmp_path, [2, 3, 4], resume_step=1, experiment_name="a")
-    first, second = runs
+    first, second = wandb.runs
     assert second.arguments["id"] == first.id and second.arguments["resume"] == "allow"
-    assert [[step for step, _ in run.rows] for run in runs] == [[0, 1, 2, 3], [4]]
-    assert {"samples", "acc/mean@4"} <= second.rows[0][1].keys()
+    assert [[step for step, _ in rows(run)] for run in wandb.runs] == [[0, 1, 2, 3], [4]]
+    assert {"samples", "acc/mean@4"} <= rows(second)[0][1].keys()
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": first.id, "last_step": 4}
     write(tmp_path, [0, 1])
-    assert runs[2].id != first.id and len(runs[2].rows) == 2
+    assert wandb.runs[2].id != first.id and len(rows(wandb.runs[2])) == 2
 
 
 @pytest.mark.parametrize("tracker", ["tracker.py:MLflow", "Weights & Biases"])
-def test_a_failure_is_warned_of_once_and_ends_no_run(tracker, tmp_path, monkeypatch, caplog):
+def test_a_failure_is_warned_of_once_and_ends_no_run(tracker, tmp_path, mlflow, wandb, caplog):
     def fail(*arguments, **named):
         raise LookupError("no route to host")
 
-    for module in ("mlflow", "wandb"):
-        for name in ("log_dict", "log_metrics", "end_run", "Table"):
-            monkeypatch.setattr(sys.modules[module], name, fail, raising=False)
-    for name in ("log", "finish"):
-        monkeypatch.setattr(FakeRun, name, fail)
+    mlflow.log_dict = mlflow.log_metrics = mlflow.end_run = wandb.Table = fail
+    wandb.init = lambda **arguments: SimpleNamespace(id="id0", config=MagicMock(), log=fail, finish=fail)
     write(tmp_path / "ten", [0, 1, 2], **({} if "Weights" in tracker else own(tmp_path)))
     [record] = caplog.records
     assert re.search(rf"{tracker} fails .LookupError: no route to host.*metrics.jsonl is complete", record.getMessage())
@@ -168,11 +144,8 @@ def test_one_that_does_not_start_is_wrong_input(name, message, tmp_path):
         write(tmp_path, [0], **own(tmp_path, name))
 
 
-def test_a_run_of_weights_and_biases_that_cannot_begin_is_wrong_input(tmp_path, monkeypatch):
-    def refuse(**arguments):
-        raise LookupError("api_key not configured")
-
-    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+def test_a_run_of_weights_and_biases_that_cannot_begin_is_wrong_input(tmp_path, wandb):
+    wandb.init = MagicMock(side_effect=LookupError("api_key not configured"))
     with pytest.raises(InputError, match=r"LookupError: api_key not configured\): run `wandb login`, set WANDB_MODE"):
         write(tmp_path, [0])
 
