@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import ExitStack
 
 import pytest
 from terminal import look_at_a_terminal
@@ -25,19 +24,11 @@ METRICS = {
 }
 
 
-@pytest.fixture
-def make_console():
-    with ExitStack() as opened:
-
-        def make(total_steps=300, **options):
-            console = Console(total_steps, **{"initial_step": 0, "enabled": True, **options})
-            opened.callback(console.close)
-            return console
-
-        yield make
+def make_console(total_steps=300, **options):
+    return Console(total_steps, **{"initial_step": 0, "enabled": True, **options})
 
 
-def test_line_shows_the_numbers_of_the_step_and_of_every_task_set(make_console, capsys):
+def test_line_shows_the_numbers_of_the_step_and_of_every_task_set(capsys):
     name = "eval/gsm8k/acc/mean@4"
     others = {"eval/math/train/acc/mean@8": 0.5, name + "/std": 0.1, "eval/gsm8k/acc/best@4": 0.9}
     make_console().step_line(12, METRICS | {name: 0.5125} | others)
@@ -48,7 +39,7 @@ def test_line_shows_the_numbers_of_the_step_and_of_every_task_set(make_console, 
     )
 
 
-def test_what_is_constant_leaves_the_line(make_console, capsys):
+def test_what_is_constant_leaves_the_line(capsys):
     make_console(constant=["clip", "kept"]).step_line(12, METRICS)
     assert capsys.readouterr().out == (
         "step  12/300  acc 0.412  len 812.4  entropy 0.512  grad 0.132   34.1s    812 tok/s  loss -0.012\n"
@@ -57,7 +48,7 @@ def test_what_is_constant_leaves_the_line(make_console, capsys):
     assert "  loss -0.012" in capsys.readouterr().out
 
 
-def test_columns_are_aligned_whatever_is_absent(make_console, capsys):
+def test_columns_are_aligned_whatever_is_absent(capsys):
     console = make_console(constant=["clip"])
     console.step_line(0, {"eval/gsm8k/acc/mean@4": 0.1})
     console.step_line(1, METRICS)
@@ -72,7 +63,7 @@ def test_columns_are_aligned_whatever_is_absent(make_console, capsys):
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.04, " 0.040s "), (4e-7, " 4e-7s ")])
-def test_a_small_value_has_more_decimals(make_console, capsys, seconds, shown):
+def test_a_small_value_has_more_decimals(capsys, seconds, shown):
     make_console(2).step_line(1, METRICS | {"timing_s/step": seconds})
     assert shown in capsys.readouterr().out
 
@@ -82,7 +73,7 @@ EXTREMES = (0.0, -0.0, 1e-9, -1e-9, 0.99995, -0.99995, 99.995, 99999.5, -123456.
 
 @pytest.mark.parametrize("constant", [(), ("clip",), ("kept",), ("clip", "kept")])
 @pytest.mark.parametrize("total_steps", [1, 300, 9999, 10**6, 10**9])
-def test_no_line_is_longer_than_a_terminal_is_wide(make_console, capsys, total_steps, constant):
+def test_no_line_is_longer_than_a_terminal_is_wide(capsys, total_steps, constant):
     console = make_console(total_steps, constant=constant)
     tasks = {f"eval/{'a long name ' * 12}{number}/acc/mean@4": -1e9 for number in range(3)}
     for extreme in EXTREMES:
@@ -96,7 +87,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide(make_console, capsys, total_s
         assert all(f" {word}" in line for word in words for line in trained)
 
 
-def test_the_final_table_is_aligned_and_formats_counts_measures_and_parts(make_console, capsys):
+def test_the_final_table_is_aligned_and_formats_counts_measures_and_parts(capsys):
     console = make_console()
     console.final_table([])
     parts = {"gen": 3.4, "adv": 0.1}
@@ -117,13 +108,13 @@ def show_a_step(console, metrics=METRICS):
     console.close()
 
 
-def test_without_a_terminal_there_are_lines_and_no_bar(make_console, capsys):
+def test_without_a_terminal_there_are_lines_and_no_bar(capsys):
     show_a_step(make_console())
     captured = capsys.readouterr()
     assert captured.err == "" and captured.out.count("\n") == 1 and "\r" not in captured.out
 
 
-def test_on_a_terminal_the_bar_shows_stage_and_steps_done(make_console, monkeypatch):
+def test_on_a_terminal_the_bar_shows_stage_and_steps_done(monkeypatch):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(10, initial_step=4)
     assert "4/10" in terminal.getvalue()
     console.stage("gen")
@@ -134,12 +125,14 @@ def test_on_a_terminal_the_bar_shows_stage_and_steps_done(make_console, monkeypa
     console.stage("reward")
     assert "verifying; round 2, 3 of 16 groups kept]" in terminal.getvalue()
     console.step_line(7, METRICS)
+    console.stage("gen")
+    assert "sampling" in terminal.getvalue().rpartition("7/10")[2]
     assert "kept" not in terminal.getvalue().rpartition("7/10")[2]
     console.close()
     assert "7/10" in terminal.getvalue().splitlines()[-1]
 
 
-def test_the_stage_has_the_speed_of_the_step_before(make_console, monkeypatch):
+def test_the_stage_has_the_speed_of_the_step_before(monkeypatch):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(10)
     tokens = {"dynamic_sampling/generated_tokens": 4000, "perf/total_num_tokens": 900}
     console.step_line(1, tokens | {"timing_s/gen": 2.0, "timing_s/update_actor": 0.5, "timing_s/reward": 1.25})
@@ -147,19 +140,18 @@ def test_the_stage_has_the_speed_of_the_step_before(make_console, monkeypatch):
     for name, speed in speeds.items():
         console.stage(name)
         assert speed in terminal.getvalue().splitlines()[-1].rpartition("\r")[2]
+    console.close()
 
 
 @pytest.mark.parametrize(("options", "shown"), [({"enabled": False}, ""), ({"mode": "quiet"}, "steps  1\n")])
-def test_a_disabled_console_is_silent_and_quiet_is_the_final_table_alone(
-    make_console, monkeypatch, capsys, options, shown
-):
+def test_a_disabled_console_is_silent_and_quiet_is_the_final_table_alone(monkeypatch, capsys, options, shown):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(**options)
     show_a_step(console)
     console.final_table([("steps", 1)])
     assert terminal.getvalue() == "" and capsys.readouterr().out == shown
 
 
-def test_json_is_an_object_a_step_and_the_summary(make_console, monkeypatch, capsys):
+def test_json_is_an_object_a_step_and_the_summary(monkeypatch, capsys):
     terminal, console = look_at_a_terminal(monkeypatch), make_console(mode="json")
     show_a_step(console, METRICS | {"actor/pg_loss": float("nan")})
     table = {"tokens generated": 1234567, "best": None, "seconds per stage": {"gen": 3.5}}

@@ -8,7 +8,6 @@ import pytest
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.monitor.filter_log import log_enough, log_round, rule_words
 from dapo_jax.monitor.log import close_logging, setup_logging
-from dapo_jax.monitor.records import RunRecords, read_metrics
 
 # What a script of users looks for in train.log: the parts of a line, and the number in it.
 PARSED = {
@@ -28,24 +27,11 @@ def parse_filter_logs(workdir):
     return found
 
 
-def log_rounds(kept_of_rounds, *, num_prompts, num_samples, target, **changes):
-    for number, num_kept in enumerate(kept_of_rounds, start=1):
-        values = {
-            "step": 42,
-            "round_number": number,
-            "num_prompts": num_prompts,
-            "num_samples": num_samples,
-            "metric": "acc",
-            "num_kept": num_kept,
-            "mean_std": 0.246,
-            "num_accumulated": sum(kept_of_rounds[:number]),
-            "target": target,
-        }
+def log_step(kept, *, num_prompts, num_samples, target, **changes):
+    for number, num_kept in enumerate(kept, start=1):
+        values = dict(step=42, round_number=number, num_prompts=num_prompts, num_samples=num_samples, metric="acc")
+        values |= dict(num_kept=num_kept, mean_std=0.246, num_accumulated=sum(kept[:number]), target=target)
         log_round(**values | changes)
-
-
-def log_step(kept_of_rounds, *, num_samples, target, **changes):
-    log_rounds(kept_of_rounds, num_samples=num_samples, target=target, **changes)
     log_enough(target * num_samples)
 
 
@@ -66,16 +52,18 @@ def test_the_lines_of_a_step_are_those_that_are_stored(tmp_path):
 
 
 def test_last_round_below_the_target_promises_no_further_one(tmp_path):
-    log_rounds([2], num_prompts=10, num_samples=4, target=8, num_accumulated=5, last=True)
+    log_step([2], num_prompts=10, num_samples=4, target=8, num_accumulated=5, last=True)
     text = "\n".join(messages(tmp_path))
     assert "num_prompt_in_batch=5 < prompt_bsz=8" in text
     assert "Keep generating" not in text and "Need more prompts" not in text
 
 
-@pytest.mark.parametrize(("num_kept", "rate"), [(10, 0.0), (4, 0.6), (0, 1.0)])
-def test_parser_reads_whole_percentages(tmp_path, num_kept, rate):
-    log_step([num_kept], num_prompts=10, num_samples=4, target=10)
-    assert parse_filter_logs(tmp_path) == {"batches": [1], "filter_rates": [rate], "kept_prompts": [num_kept]}
+@pytest.mark.parametrize(("kept", "prompts"), [([10], 10), ([4, 0], 10), ([424, 420, 415], 1024), ([1024, 615], 1024)])
+def test_the_parser_finds_the_rounds_and_their_rates(tmp_path, kept, prompts):
+    log_step(kept, num_prompts=prompts, num_samples=8, target=sum(kept))
+    found = parse_filter_logs(tmp_path)
+    assert found["batches"] == list(range(1, len(kept) + 1)) and found["kept_prompts"] == kept
+    assert found["filter_rates"] == pytest.approx([1 - num / prompts for num in kept], abs=5e-4 if prompts > 10 else 0)
 
 
 @pytest.mark.parametrize(
@@ -89,31 +77,10 @@ def test_parser_reads_whole_percentages(tmp_path, num_kept, rate):
 )
 def test_the_lines_say_what_the_rule_says(tmp_path, rule, threshold, dropped, kept):
     words = rule_words(FilterGroupsConfig(rule=rule, std_threshold=threshold, filter_low=0.1, filter_high=0.9))
-    log_rounds([2], num_prompts=8, num_samples=4, target=2, words=words)
+    log_step([2], num_prompts=8, num_samples=4, target=2, words=words)
     lines = messages(tmp_path)
     assert f"Filtered ({dropped}): 6 (75.0%)" in lines and f"Kept ({kept}): 2 prompts (25.0%)" in lines
     if rule == "std":
         assert parse_filter_logs(tmp_path) == {"batches": [1], "filter_rates": [0.75], "kept_prompts": [2]}
     else:
         assert "std=0" not in "".join(lines) and "std>0" not in "".join(lines)
-
-
-def test_parser_agrees_with_the_metrics(tmp_path):
-    steps = {1: [424, 420, 415], 2: [615, 409], 3: [1024]}
-    with RunRecords(tmp_path, resume_step=None) as records:
-        for step, kept in steps.items():
-            log_step(kept, num_prompts=1024, num_samples=8, target=1024, step=step)
-            rate = 1 - sum(kept) / (1024 * len(kept))
-            row = {"num_gen_batches": len(kept), "num_kept_prompts": sum(kept), "filter_rate": rate}
-            records.write(step, {f"train/{name}": value for name, value in row.items()})
-
-    stats = parse_filter_logs(tmp_path)
-    assert stats["batches"] == [1, 2, 3, 1, 2, 1]
-    start = 0
-    for row in read_metrics(tmp_path):
-        rounds = slice(start, start + int(row["train/num_gen_batches"]))
-        rates = stats["filter_rates"][rounds]
-        assert sum(stats["kept_prompts"][rounds]) == row["train/num_kept_prompts"]
-        assert sum(rates) / len(rates) == pytest.approx(row["train/filter_rate"], abs=5e-4)
-        start = rounds.stop
-    assert start == len(stats["batches"]) == len(stats["filter_rates"]) == len(stats["kept_prompts"])

@@ -58,14 +58,10 @@ def said(process):
     return process.stdout.readline().strip()
 
 
-@pytest.fixture
-def hold(start):
-    def hold(**options):
-        holder = start(**options)
-        assert said(holder) == "held"
-        return holder
-
-    return hold
+def hold(start, **options):
+    holder = start(**options)
+    assert said(holder) == "held"
+    return holder
 
 
 def kill(holder):
@@ -83,8 +79,8 @@ def take(workdir):
         return sorted(path.name for path in workdir.iterdir())
 
 
-def test_a_live_holder_keeps_its_lock(start, hold, tmp_path):
-    holder = hold()
+def test_a_live_holder_keeps_its_lock(start, tmp_path):
+    holder = hold(start)
     told = rf"\(process {holder.pid} on .+, last heartbeat \d+ s ago\): wait for it, .* by --config.workdir=DIR"
     with pytest.raises(ValueError, match=told):
         take(tmp_path)
@@ -95,18 +91,18 @@ def test_a_live_holder_keeps_its_lock(start, hold, tmp_path):
 
 @pytest.mark.parametrize(("end", "machine"), [(subprocess.Popen.communicate, "elsewhere"), (kill, "")])
 def test_a_released_lock_and_that_of_a_killed_process_of_this_machine_are_free_at_once(
-    hold, tmp_path, caplog, end, machine
+    start, tmp_path, caplog, end, machine
 ):
-    end(hold(machine=machine))
+    end(hold(start, machine=machine))
     with lock.locked(epath.Path(tmp_path)):
         assert os.listdir(tmp_path) == ["lock.2"] and str(os.getpid()) in (tmp_path / "lock.2").read_text()
     assert "waiting" not in caplog.text
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_the_lock_of_a_machine_that_is_gone_is_taken_over(hold, tmp_path, monkeypatch, caplog, kept):
+def test_the_lock_of_a_machine_that_is_gone_is_taken_over(start, tmp_path, monkeypatch, caplog, kept):
     """A restart on another machine was refused for as long as the NFS server kept the flock of the first."""
-    holder = hold(machine="elsewhere")
+    holder = hold(start, machine="elsewhere")
     with open(tmp_path / "lock.1", "r+b") as file:
         kill(holder)
         if kept:  # as a server does that has not noticed
@@ -116,8 +112,8 @@ def test_the_lock_of_a_machine_that_is_gone_is_taken_over(hold, tmp_path, monkey
     assert f"is taken over from process {holder.pid} on" in caplog.text and "which gave no heartbeat" in caplog.text
 
 
-def test_a_process_that_has_lost_its_lock_ends(hold, tmp_path, monkeypatch):
-    holder = hold(machine="elsewhere")
+def test_a_process_that_has_lost_its_lock_ends(start, tmp_path, monkeypatch):
+    holder = hold(start, machine="elsewhere")
     holder.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(lock, "DEAD_AFTER_S", 0.3)
     with lock.locked(epath.Path(tmp_path)):
@@ -128,9 +124,9 @@ def test_a_process_that_has_lost_its_lock_ends(hold, tmp_path, monkeypatch):
         assert os.listdir(tmp_path) == ["lock.2"]
 
 
-def test_of_two_successors_one_wins(start, hold):
+def test_of_two_successors_one_wins(start):
     for _ in range(3):
-        kill(hold(machine="elsewhere"))
+        kill(hold(start, machine="elsewhere"))
         successors = [start(dead_after=0.3) for _ in range(2)]
         answers = sorted(said(successor)[:4] for successor in successors)
         assert answers == ["held", "work"]  # workdir=... is locked by another run
@@ -138,13 +134,13 @@ def test_of_two_successors_one_wins(start, hold):
             successor.communicate()
 
 
-def test_a_late_successor_does_not_go_back_to_an_older_lock(hold, tmp_path, monkeypatch):
+def test_a_late_successor_does_not_go_back_to_an_older_lock(start, tmp_path, monkeypatch):
     take(tmp_path)
     later = []
 
     def two_others(*_):
-        hold().communicate()
-        later.append(hold())
+        hold(start).communicate()
+        later.append(hold(start))
 
     monkeypatch.setattr(lock, "_wait_for_end", two_others)
     with pytest.raises(ValueError, match="locked by another run"):
@@ -152,11 +148,11 @@ def test_a_late_successor_does_not_go_back_to_an_older_lock(hold, tmp_path, monk
     assert os.listdir(tmp_path) == ["lock.3"] and later[0].poll() is None
 
 
-def test_without_flock_the_signs_of_life_decide(hold, tmp_path, monkeypatch):
+def test_without_flock_the_signs_of_life_decide(start, tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
-    holder = hold()
+    holder = hold(start)
     monkeypatch.setattr("fcntl.flock", unsupported)
     with pytest.raises(ValueError, match=f"process {holder.pid} on .+, last heartbeat just now"):
         take(tmp_path)

@@ -102,12 +102,6 @@ def test_a_resumed_run_is_one_curve_and_has_the_name_of_its_directory(address):
         assert [value for _, _, value in points] == pytest.approx([0.01 * step for step in range(STEPS)])
 
 
-def test_the_overview_shows_every_chart(look):
-    page = look("custom_scalars")
-    for title in LAYOUT["Overview"]:
-        see(page, title)
-
-
 @pytest.mark.parametrize("category", ["Overview", "Time", "Alarms"])
 def test_every_chart_of_a_category_has_curves_and_a_legend(look, category):
     """The legend is below a chart, under "Matches": a line per curve with its marker, its metric and its run."""
