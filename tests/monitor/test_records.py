@@ -13,10 +13,10 @@ from dapo_jax.monitor.records import RunRecords, config_differences, read_metric
 from dapo_jax.monitor.tensorboard import EVENTS
 
 
-def write_run(workdir, steps, *, resume_step=None, scale=1.0):
+def write_run(workdir, steps, *, resume_step=None):
     with RunRecords(workdir, resume_step=resume_step) as records:
         for step in steps:
-            records.write(step, {"actor/pg_loss": scale * step})
+            records.write(step, {"actor/pg_loss": float(step)})
             records.write_samples(step, [{"response": f"answer {step}", "score": 1.0}])
 
 

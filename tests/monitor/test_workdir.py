@@ -41,10 +41,11 @@ def test_a_place_that_cannot_be_written_to_is_refused_with_the_cure(tmp_path, mo
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_full_disk_is_no_wrong_input(tmp_path, monkeypatch):
-    def full(*_):
+@pytest.mark.parametrize(("module", "name"), [(os, "write"), (Path, "mkdir")])
+def test_a_full_disk_is_no_wrong_input(tmp_path, monkeypatch, module, name):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(module, name, full)
     with pytest.raises(OSError, match="No space left"):
         open_and_close(tmp_path)
