@@ -29,7 +29,7 @@ def run_the_loop(workdir):
 
 
 def run_a_training(workdir):
-    train(small_config(workdir, **{"trainer.total_training_steps": 3, "trainer.profile_steps": (2,)}))
+    train(small_config(workdir, **{"trainer.total_training_steps": 2, "trainer.profile_steps": (2,)}))
 
 
 @pytest.mark.short("the_loop")
