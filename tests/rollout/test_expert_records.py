@@ -1,9 +1,11 @@
 """Engines record the experts that tokens went to: those of one pass over the whole sequence."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
+from rollout.small_rollouts import shared
 from shapes import mesh_of, one_device_mesh
 from small_experts import ARCH, LENGTH, NUMBERS, PROMPTS, SAMPLES, chosen_by_forward, engine, roll_out
 
@@ -30,43 +32,47 @@ def assert_recorded(rollout: Rollout) -> None:
         np.testing.assert_array_equal(rollout.experts[row], response)
 
 
-@pytest.mark.short("-{}")
+@functools.cache
+def recorded():
+    """Few slots, one device."""
+    return roll_out(shared(engine("slots", one_device_mesh(), max_num_seqs=8)))
+
+
+@pytest.mark.short("slots-(1, 1, 1)-{'max_num_seqs': 8}")
+@pytest.mark.long("waves-(2, 2, 2)")  # the other engine on the other mesh
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("kind", "shape", "changes"),
     [
-        ("waves", {}),
-        ("waves", {"lookahead": 2, "max_num_seqs": 1024}),
-        ("slots", {}),
-        ("slots", {"lookahead": 2, "max_num_seqs": 7}),
+        ("waves", (1, 1, 1), {"smallest_rows": 8}),
+        ("waves", (1, 1, 1), {"lookahead": 2, "max_num_seqs": 1024}),
+        ("waves", (2, 2, 2), {"max_num_seqs": 24}),
+        ("slots", (1, 1, 1), {"max_num_seqs": 8}),
+        ("slots", (1, 1, 1), {"lookahead": 2, "max_num_seqs": 7}),
+        ("slots", (2, 2, 2), {"max_num_seqs": 24}),
     ],
     ids=str,
 )
-def test_records_are_the_choices_of_a_pass_over_the_sequence(kind, changes):
-    rollout = roll_out(engine(kind, one_device_mesh(), **changes))
+def test_records_are_the_choices_of_a_pass_over_the_sequence(kind, shape, changes):
+    rollout = roll_out(shared(engine(kind, mesh_of(shape), **changes)))
     lengths = rollout.mask.sum(axis=1)
     assert lengths.min() < 4 and lengths.max() == LENGTH and not rollout.finished.all()
     assert {record.dtype.name for record in (*rollout.experts, *rollout.prompt_experts)} == {"int8"}
     assert_recorded(rollout)
 
 
-@pytest.mark.short("waves")
-@pytest.mark.parametrize("kind", ["waves", "slots"])
-def test_records_do_not_depend_on_the_devices(kind):
-    assert_recorded(roll_out(engine(kind, mesh_of((2, 2, 2)), max_num_seqs=24)))
-
-
-@pytest.mark.short("slots")
+@pytest.mark.slow
+@pytest.mark.long("slots")
 @pytest.mark.parametrize("kind", ["waves", "slots"])
 def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
     """The records of the first segment are marked, so that ones made again would show."""
-    whole = roll_out(engine("waves", one_device_mesh()))
+    whole = recorded()
     length = np.minimum(np.arange(len(whole.mask)) % 5 + 1, whole.mask.sum(axis=1) - 1)
     rows = np.flatnonzero(length > 0)
     kept = whole.mask & (np.arange(LENGTH) < length[:, None])
     arrays = [np.where(kept, array, 0)[rows] for array in (whole.responses, whole.mask, whole.logprobs)]
     marked = [np.full_like(whole.experts[row][: length[row] - 1], 99) for row in rows]
     found = roll_out(
-        engine(kind, one_device_mesh()),
+        shared(engine(kind, one_device_mesh())),
         prompts=[PROMPTS[row // SAMPLES] for row in rows],
         numbers=[NUMBERS[row // SAMPLES] for row in rows],
         num_samples=1,
@@ -79,14 +85,20 @@ def test_a_continued_response_keeps_the_records_of_its_first_tokens(kind):
     assert all((before == 99).all() for before in marked)  # they were not written to
 
 
-@pytest.mark.short("waves")
+@pytest.mark.short("slots")
 @pytest.mark.parametrize("kind", ["waves", "slots"])
-def test_nothing_is_recorded_for_evaluation_or_with_the_option_off(kind):
-    recorded = roll_out(engine(kind, one_device_mesh()))
+def test_nothing_is_recorded_for_evaluation(kind):
+    rollout = roll_out(shared(engine(kind, one_device_mesh(), max_num_seqs=8)), purpose=EVALUATE)
+    assert rollout.experts is None and rollout.prompt_experts is None
+
+
+@pytest.mark.slow
+@pytest.mark.long("waves")
+@pytest.mark.parametrize("kind", ["waves", "slots"])
+def test_nothing_is_recorded_with_the_option_off(kind):
     off = roll_out(engine(kind, one_device_mesh(), choices=None))
-    np.testing.assert_array_equal(off.responses, recorded.responses)
-    for rollout in (off, roll_out(engine(kind, one_device_mesh()), purpose=EVALUATE)):
-        assert rollout.experts is None and rollout.prompt_experts is None
+    np.testing.assert_array_equal(off.responses, recorded().responses)
+    assert off.experts is None and off.prompt_experts is None
 
 
 def test_the_smallest_dtype_holds_every_expert_and_minus_one():
@@ -97,7 +109,7 @@ def test_the_smallest_dtype_holds_every_expert_and_minus_one():
     assert dataclasses.replace(ARCH, experts=None).choices is None
 
 
-def numbered(*shape: int) -> np.ndarray:
+def numbered(*shape):
     return np.arange(np.prod(shape), dtype=np.int8).reshape(*shape, 1, 1)
 
 

@@ -1,20 +1,23 @@
 """Every checkpoint samples greedily as transformers does, in waves and in slots, on one device and on eight."""
 
 import itertools
+import os
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from models.write_references import NEW, prompts
-from shapes import mesh_of, one_device_mesh
+from rollout.small_rollouts import GREEDY
+from shapes import mesh_of
 from small_policy import engine_settings
 
+from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.learner.decode_weights import build_decode_weights
 from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.paged_attention import attend_gathered
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight
-from dapo_jax.rollout.sampling import TRAIN, Sampling
+from dapo_jax.rollout.sampling import TRAIN
 from dapo_jax.rollout.slots import SlotEngine
 from dapo_jax.rollout.waves import WaveEngine
 
@@ -23,42 +26,86 @@ NAMES = sorted(path.name for path in DATA.iterdir())
 EVERY_WAY = ("gemma3", "qwen3_moe")  # the others in waves on one device, and in slots on eight
 ONE = (1, 1, 1)
 ENGINES = {"waves": WaveEngine, "slots": lambda settings: SlotEngine(settings, attend_gathered)}
+SMOLLM2 = Path(os.environ.get("DAPO_JAX_CACHE", "~/.cache/dapo_jax")).expanduser() / "SmolLM2-135M-Instruct.Q4_1.gguf"
+TEXTS = ["The capital of France is", "1 2 3 4 5 6", "Once upon a time, in a village,", "def fibonacci(n):", "Water"]
 
 
-def sampled(name, engine, mesh, num_samples):
-    """Responses [Q * num_samples, NEW] to prompts of 40, 3 and 21 tokens. Windows are of 16 tokens, chunks of 8."""
-    arch = read_model_architecture(DATA / name)
-    params = load_params(DATA / name, arch, place_weight(mesh, TRAIN_RULES))
-    given = prompts(arch.vocab_size)
-    settings = {"arch": arch, "eos_ids": (arch.vocab_size,), "pad_id": 0, "max_prompt_length": 40, "chunk_length": 8}
+def sampled(path, engine, shape, given, num_samples=1, **settings):
+    mesh, arch = mesh_of(shape), read_model_architecture(path)
+    params = load_params(path, arch, place_weight(mesh, TRAIN_RULES))
+    settings = {"arch": arch, "eos_ids": (arch.vocab_size,), "pad_id": 0, "chunk_length": 8, **settings}
     with jax.set_mesh(mesh):
         weights = build_decode_weights(arch, np.dtype("float32"), mesh)(params)
-        built = ENGINES[engine](engine_settings(mesh, max_response_length=NEW, **settings))
+        built = ENGINES[engine](engine_settings(mesh, **settings))
         try:
-            return built.generate(
-                weights,
-                given,
-                range(len(given)),
-                num_samples=num_samples,
-                purpose=TRAIN,
-                sampling=Sampling.create(0.0, 1.0, -1),
-            )
+            numbers = range(len(given))
+            return built.generate(weights, given, numbers, num_samples=num_samples, purpose=TRAIN, sampling=GREEDY)
         finally:
             built.close()
 
 
+def lane(name, engine, shape):
+    """The long lane has each checkpoint in one way: in waves on one device and in slots on eight by turns."""
+    if (name, engine, shape) == ("gemma3", "slots", (2, 2, 2)):
+        return ()
+    usual = (engine == "waves") == (shape == ONE) and (NAMES.index(name) % 2 == 0) == (engine == "waves")
+    return pytest.mark.slow if usual else pytest.mark.full
+
+
 CASES = [
-    pytest.param(name, engine, shape, id=f"{name}-{engine}-{shape}")
+    pytest.param(name, engine, shape, id=f"{name}-{engine}-{shape}", marks=lane(name, engine, shape))
     for name, engine, shape in itertools.product(NAMES, ENGINES, (ONE, (2, 2, 2)))
     if name in EVERY_WAY or (engine == "waves") == (shape == ONE)
 ]
 
 
-@pytest.mark.short("qwen3_moe-waves-(1, 1, 1)", "gemma3-slots-(2, 2, 2)")
 @pytest.mark.parametrize(("name", "engine", "shape"), CASES)
 def test_greedy_tokens_and_their_log_probabilities_are_those_of_transformers(name, engine, shape):
-    mesh, num_samples = (one_device_mesh(), 1) if shape == ONE else (mesh_of(shape), 2)
-    found, golden = sampled(name, engine, mesh, num_samples), np.load(DATA / name / "transformers.npz")
+    """Prompts of 40, 3 and 21 tokens. Windows are of 16 tokens, chunks of 8."""
+    num_samples, given = 1 if shape == ONE else 2, prompts(read_model_architecture(DATA / name).vocab_size)
+    lengths = {"max_prompt_length": 40, "max_response_length": NEW}
+    found = sampled(DATA / name, engine, shape, given, num_samples, **lengths)
+    golden = np.load(DATA / name / "transformers.npz")
     expected, logprobs = (golden[key].repeat(num_samples, axis=0) for key in ("responses", "logprobs"))
     np.testing.assert_array_equal(found.responses, expected)
     np.testing.assert_allclose(found.logprobs, logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.short("llama3_rope_scaled")
+@pytest.mark.long("qwen2_bias_tied")
+@pytest.mark.parametrize("name", ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"])
+def test_greedy_responses_that_may_end_are_those_of_transformers(name):
+    """data/greedy.npz: transformers' generate(do_sample=False) on the same weights and prompts."""
+    golden = np.load(Path(__file__).parent / "data" / "greedy.npz")
+    given = [row[row >= 0].tolist() for row in golden[f"{name}_prompts"]]
+    expected = golden[f"{name}_responses"]
+    found = sampled(
+        DATA / name, "waves", ONE, given, eos_ids=(2,), max_response_length=expected.shape[1], smallest_rows=8
+    )
+    np.testing.assert_array_equal(found.responses, expected)
+
+
+@pytest.mark.slow
+def test_greedy_decoding_of_smollm2_equals_transformers():
+    """Needs torch, transformers, accelerate and the model's file."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    pytest.importorskip("accelerate")
+    if not SMOLLM2.exists():
+        pytest.skip(f"{SMOLLM2} is missing: scripts/quickstart.sh downloads it")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        SMOLLM2.parent, gguf_file=SMOLLM2.name, dtype=torch.float32
+    )
+    tokenizer = load_tokenizer(SMOLLM2)
+    given = [tokenizer.encode(text) for text in TEXTS]
+    ends = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
+    found = sampled(SMOLLM2, "waves", ONE, given, max_prompt_length=16, max_response_length=NEW, **ends)
+    for prompt, tokens, mask in zip(given, found.responses, found.mask, strict=True):
+        expected = peer.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=list(tokenizer.eos_ids),
+            pad_token_id=tokenizer.pad_id,
+        )[0, len(prompt) :].tolist()
+        assert tokens[mask].tolist() == expected

@@ -1,22 +1,18 @@
 """Partial rollouts: a response in segments is the same response, and a run with them resumes to the same bits."""
 
-import functools
 from contextlib import nullcontext
 
 import jax
 import numpy as np
 import pytest
-from rollout.test_slots import LENGTH, PROMPTS, SAMPLES, host_params, settings_of, slot_engine, waves
-from shapes import mesh_of, one_device_mesh
+from rollout.small_rollouts import FREE, SAMPLES, dense
+from shapes import mesh_of
 from small_run import Killed, assert_same_policy, at_call, kill, rows_without_clock, small_config
 
 from dapo_jax import step as step_module
 from dapo_jax.data.prompts import PromptSet
-from dapo_jax.parallel.sharding import replicated
 from dapo_jax.rollout.sampler import Sampler
-from dapo_jax.rollout.sampling import Sampling
 from dapo_jax.rollout.segments import Segments, begin_groups, continue_groups
-from dapo_jax.rollout.waves import WaveEngine
 from dapo_jax.training import train
 
 FILTER = "algorithm.filter_groups"
@@ -26,40 +22,39 @@ SEGMENTED = {
     f"{FILTER}.leftover": "carry",
     f"{FILTER}.leftover_max_staleness": 3,
     "trainer.total_training_steps": 6,
-}
-ENGINES = {
-    "waves": lambda: WaveEngine(settings_of(one_device_mesh(), max_num_seqs=24)),
-    "slots": functools.partial(slot_engine, lookahead=1),
-    "slots, eight devices": functools.partial(slot_engine, mesh_of((2, 2, 2))),
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": False,
 }
 
 
-@pytest.mark.short("7-slots, eight devices")
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("length", [7, 25])
-def test_a_policy_that_does_not_change_draws_whole_responses(engine, length):
-    built, segments, expected = ENGINES[engine](), Segments(length, LENGTH), waves()
+@pytest.mark.short("slots-(2, 2, 2)-40")
+@pytest.mark.long("waves-(1, 1, 1)-25", "slots-(2, 2, 2)-7")  # each engine, and the most segments once
+@pytest.mark.parametrize("length", [7, 25, 40])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["waves", "slots"])
+def test_a_policy_that_does_not_change_draws_whole_responses(kind, shape, length, reference):
+    built, segments = (
+        dense().engine(kind, mesh_of(shape), max_num_seqs=24, lookahead=1),
+        Segments(length, dense().length),
+    )
     sampler = Sampler(None, built, built.settings.mesh, (), lambda _: nullcontext())
-    options = {"sampling": Sampling.create(1.0, 1.0, -1)}
-    numbers, prompts = [4, 0, 17, 11, 12], PromptSet([], PROMPTS)
+    numbers, prompts = [4, 0, 15, 11, 12], PromptSet([], dense().prompts)
     with jax.set_mesh(sampler.mesh):
-        weights = jax.device_put(host_params(), replicated(sampler.mesh))
-        options |= {"num_samples": SAMPLES, "version": 0}
-        groups = begin_groups(sampler, weights, prompts, numbers, numbers, segments, **options)
-        for step in range(1, -(-LENGTH // length)):
+        weights, sizes = dense().on(sampler.mesh), {"num_samples": SAMPLES, "version": 0}
+        groups = begin_groups(sampler, weights, prompts, numbers, numbers, segments, sampling=FREE, **sizes)
+        for step in range(1, -(-dense().length // length)):
             assert (groups.mask.sum(axis=-1) <= step * length).all()
-            groups = continue_groups(sampler, weights, groups, segments, sampling=options["sampling"])
+            groups = continue_groups(sampler, weights, groups, segments, sampling=FREE)
     built.close()
     assert segments.ended(groups).all()
-    rows = (np.array(numbers)[:, None] * SAMPLES + np.arange(SAMPLES)).reshape(-1)
-    np.testing.assert_array_equal(groups.responses.reshape(len(rows), -1), expected.responses[rows])
-    np.testing.assert_array_equal(groups.mask.reshape(len(rows), -1), expected.mask[rows])
-    np.testing.assert_array_equal(groups.finished.reshape(-1), expected.finished[rows])
-    np.testing.assert_allclose(groups.logprobs.reshape(len(rows), -1), expected.logprobs[rows], atol=1e-5)
+    for name in ("responses", "mask", "finished", "logprobs"):
+        found = getattr(groups, name)
+        expected = getattr(reference, name).reshape(-1, SAMPLES, *found.shape[2:])[numbers]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if name == "logprobs" else 0)
 
 
 @pytest.mark.slow
-def test_a_run_in_segments_is_killed_and_resumes(tmp_path, monkeypatch):
+def test_a_run_in_segments_is_killed_and_resumes_and_does_not_depend_on_the_engine(tmp_path, monkeypatch):
     config = small_config(tmp_path / "parts", **SEGMENTED)
     whole = train(small_config(tmp_path / "whole", **SEGMENTED))
     with monkeypatch.context() as patch:
@@ -69,7 +64,8 @@ def test_a_run_in_segments_is_killed_and_resumes(tmp_path, monkeypatch):
     assert_same_policy(train(config), jax.device_get(whole.actor.params))
     rows = rows_without_clock(tmp_path / "whole")
     assert rows_without_clock(tmp_path / "parts") == rows
-    assert rows[1]["dynamic_sampling/num_begun"] > 0 and rows[1]["dynamic_sampling/partial_step"] == 1
+    first = next(row for row in rows if row["step"])
+    assert first["dynamic_sampling/num_begun"] > 0 and first["dynamic_sampling/partial_step"] == 1
     trained = [row for row in rows if "sample/token_staleness/max" in row]
     assert len(trained) >= 3
     for row in trained:
@@ -78,14 +74,8 @@ def test_a_run_in_segments_is_killed_and_resumes(tmp_path, monkeypatch):
     other = {**SEGMENTED, "rollout.segment_length": 4, "trainer.total_training_steps": 7}
     with pytest.raises(ValueError, match="begun with another rollout.segment_length than the run's 4"):
         train(small_config(tmp_path / "parts", **other))
-
-
-@pytest.mark.slow
-def test_segments_do_not_depend_on_the_engine(tmp_path):
-    for name, changes in (("waves", {}), ("slots", {"rollout.engine": "slots", "rollout.max_num_seqs": 16})):
-        train(small_config(tmp_path / name, **SEGMENTED, **changes))
-    slots, rows = rows_without_clock(tmp_path / "slots"), rows_without_clock(tmp_path / "waves")
-    for found, expected in zip(slots, rows, strict=True):
+    train(small_config(tmp_path / "slots", **SEGMENTED, **{"rollout.engine": "slots", "rollout.max_num_seqs": 16}))
+    for found, expected in zip(rows_without_clock(tmp_path / "slots"), rows, strict=True):
         assert found.keys() == expected.keys()
         for name in ("dynamic_sampling/trained_tokens", "data/prompts_consumed", "dynamic_sampling/num_begun"):
             assert found.get(name) == expected.get(name)

@@ -1,0 +1,196 @@
+"""Small models with prompts and engines: whatever the schedule, it has to draw the responses of `reference`."""
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import shapes
+from jax.sharding import Mesh
+from small_policy import engine_settings
+
+from dapo_jax.data.containers import Rollout
+from dapo_jax.data.padding import pad_prompts
+from dapo_jax.learner.decode_weights import unstack_layers
+from dapo_jax.models.architecture import Architecture
+from dapo_jax.models.paged_attention import attend_gathered
+from dapo_jax.models.transformer import Params, forward, logits, positions_of
+from dapo_jax.models.vocabulary_blocks import BLOCK
+from dapo_jax.models.weights import init_params
+from dapo_jax.parallel.sharding import replicated
+from dapo_jax.rollout import slots as slots_module
+from dapo_jax.rollout.engine_base import EngineBase
+from dapo_jax.rollout.engine_settings import EngineSettings
+from dapo_jax.rollout.programs import Programs
+from dapo_jax.rollout.sampling import TRAIN, Sampling, row_keys, sample
+from dapo_jax.rollout.slot_queue import SlotQueue
+from dapo_jax.rollout.slots import SlotEngine
+from dapo_jax.rollout.waves import WaveEngine
+
+FREE, GREEDY = Sampling.create(1.0, 1.0, -1), Sampling.create(0.0, 1.0, -1)
+PAD, SAMPLES = 0, 4
+# Of an engine's settings, those that its programs do not depend on.
+SCHEDULE = {"max_num_seqs": 0, "memory_share": 1.0, "smallest_rows": 1, "lookahead": 0, "seed": 0}
+
+
+class SharedPrograms(Programs):
+    """Programs that all engines with the same settings compile once; says which of them an engine uses."""
+
+    def __init__(self, mesh: Mesh, found: dict) -> None:
+        super().__init__(mesh)
+        self._found = found
+        self.called: list[Any] = []
+        self.prepared: list[Any] = []
+
+    def prepare(self, key: Hashable, lower: Any) -> None:
+        self.prepared.append(key)
+        super().prepare(key, lower)
+
+    def get(self, key: Hashable, lower: Any) -> Any:
+        self.called.append(key)
+        return super().get(key, lower)
+
+
+@functools.cache
+def _found(kind: type, settings: EngineSettings) -> dict:
+    return {}
+
+
+def shared(engine: Any) -> Any:
+    """The engine, with the programs of all engines like it."""
+    settings = dataclasses.replace(engine.settings, **SCHEDULE)
+    engine.programs = SharedPrograms(settings.mesh, _found(type(engine), settings))
+    return engine
+
+
+def called(engine: EngineBase) -> list[Any]:
+    """Keys of the programs that an engine of `shared` has decoded with."""
+    assert isinstance(engine.programs, SharedPrograms)
+    return engine.programs.called
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollouts:
+    """SAMPLES responses to each of some prompts."""
+
+    arch: Architecture
+    params: Params  # on the host, one entry for each layer
+    prompts: Sequence[Sequence[int]]
+    eos_ids: tuple[int, ...]
+    length: int  # most tokens of a response
+    width: int  # of the longest prompt, at most
+    numbers: Sequence[int]
+    tolerance: float = 1e-5  # between a log-probability of an engine and that of `forward`
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        return np.array([len(prompt) for prompt in self.prompts])
+
+    def settings(self, mesh: Mesh | None = None, **changes: Any) -> EngineSettings:
+        own = {"arch": self.arch, "eos_ids": self.eos_ids, "pad_id": PAD, "max_prompt_length": self.width}
+        own |= {"max_response_length": self.length, "chunk_length": 8}
+        return engine_settings(mesh or shapes.one_device_mesh(), **{**own, **changes})
+
+    def waves(self, mesh: Mesh | None = None, **changes: Any) -> WaveEngine:
+        """One wave that shrinks to 32 rows."""
+        return shared(WaveEngine(self.settings(mesh, **{"smallest_rows": 32, **changes})))
+
+    def slots(self, mesh: Mesh | None = None, **changes: Any) -> SlotEngine:
+        """16 slots for all rows."""
+        return shared(SlotEngine(self.settings(mesh, **{"max_num_seqs": 16, **changes}), attend_gathered))
+
+    def engine(self, kind: str, mesh: Mesh | None = None, **changes: Any) -> EngineBase:
+        """ "waves" or "slots"."""
+        return self.waves(mesh, **changes) if kind == "waves" else self.slots(mesh, **changes)
+
+    def on(self, mesh: Mesh) -> Params:
+        return jax.device_put(self.params, replicated(mesh))
+
+    def sample(self, engine: EngineBase, *, sampling: Sampling = FREE, **options: Any) -> Rollout:
+        mesh = engine.settings.mesh
+        own = {"prompts": self.prompts, "numbers": self.numbers, "num_samples": SAMPLES, "purpose": TRAIN}
+        with jax.set_mesh(mesh):
+            try:
+                return engine.generate(self.on(mesh), sampling=sampling, **{**own, **options})
+            finally:
+                engine.close()
+
+    @functools.cached_property
+    def reference(self) -> Rollout:
+        """All rows have a slot from the start, on one device."""
+        found = self.sample(self.slots(max_num_seqs=1000))
+        self.assert_drawn(found, FREE)
+        return found
+
+    def assert_drawn(self, rollout: Rollout, sampling: Sampling) -> None:
+        """Each token is what one pass of `forward` draws after those before it, and responses end where they may."""
+        prompts, prompt_mask = pad_prompts(self.prompts, self.width, PAD)
+        tokens = np.concatenate([prompts.repeat(SAMPLES, 0), rollout.responses], axis=1)
+        mask = np.concatenate([prompt_mask.repeat(SAMPLES, 0), rollout.mask], axis=1)
+        keys = row_keys(0, TRAIN, np.array(self.numbers), SAMPLES)
+        expected, logprobs = _redrawn(self.params, tokens, mask, keys, sampling, self.arch, self.width, self.eos_ids)
+        np.testing.assert_array_equal(rollout.responses[rollout.mask], np.asarray(expected)[rollout.mask])
+        np.testing.assert_allclose(
+            rollout.logprobs[rollout.mask], np.asarray(logprobs)[rollout.mask], atol=self.tolerance
+        )
+        lengths, ends = rollout.mask.sum(axis=1), np.isin(rollout.responses, self.eos_ids) & rollout.mask
+        np.testing.assert_array_equal(rollout.mask, np.arange(self.length) < lengths[:, None])
+        np.testing.assert_array_equal(
+            ends, rollout.finished[:, None] & (np.arange(self.length) == lengths[:, None] - 1)
+        )
+        assert (lengths[~rollout.finished] == self.length).all()
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7))
+def _redrawn(params, tokens, mask, keys, sampling, arch, width, eos_ids):
+    """The token and its log-probability that each position of the responses draws, [B, R] each."""
+    scores = logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)[:, width - 1 : -1]
+    padded = jnp.pad(scores, ((0, 0), (0, 0), (0, -arch.vocab_size % BLOCK)), constant_values=-jnp.inf)
+    blocks = padded.reshape(*scores.shape[:2], -1, BLOCK).swapaxes(0, 1)
+    positions = jnp.arange(len(blocks))
+    found = jax.lax.map(lambda place: sample(place[0], keys, place[1], sampling, eos_ids), (blocks, positions))
+    return jax.tree.map(jnp.transpose, found)
+
+
+def assert_same(found: Rollout, expected: Rollout, rows: Any = slice(None), *, tolerance: float = 1e-5) -> None:
+    """`found` has `rows` of the expected responses."""
+    for name in ("mask", "responses", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name)[rows], name)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs[rows], atol=tolerance)
+
+
+def queues_of(monkeypatch: pytest.MonkeyPatch, pages: int | None = None) -> list[SlotQueue]:
+    """The queues that engines make from now on, with so many pages a shard; None = as many as they take."""
+    queues: list[SlotQueue] = []
+
+    def made(layout):
+        queues.append(SlotQueue(layout))
+        return queues[-1]
+
+    def layout_of(*args, **sizes):
+        layout = layout_of_slots(*args, **sizes)
+        return dataclasses.replace(layout, pages=pages or layout.pages)
+
+    layout_of_slots = slots_module.layout_of_slots
+    monkeypatch.setattr(slots_module, "layout_of_slots", layout_of)
+    monkeypatch.setattr(slots_module, "SlotQueue", made)
+    return queues
+
+
+def assert_all_pages_are_free(queue: SlotQueue) -> None:
+    for shard in queue.shards:
+        assert sorted(shard.free) == list(range(1, queue.layout.pages)) and not shard.prompts and not shard.left
+        assert sorted(shard.windows.free) == list(range(1, queue.layout.window_pages))
+
+
+@functools.cache
+def dense() -> Rollouts:
+    """A dense model of one layer."""
+    arch = dataclasses.replace(shapes.ARCH, num_layers=1)
+    params = jax.device_get(unstack_layers(jax.jit(lambda: init_params(arch, 0))(), arch))
+    prompts = [[5 + i % 50] * (1 + i * 5 % 23) for i in range(16)]
+    return Rollouts(arch, params, prompts, eos_ids=(2, 3), length=70, width=24, numbers=range(16))
