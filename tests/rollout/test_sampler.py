@@ -25,38 +25,36 @@ TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
 
 @pytest.mark.parametrize(
     ("text", "looked_at", "kept"),
-    [("a stop b", 0, 6), ("a stop b", 5, 6), ("ab END", 0, 6), ("END stop", 2, 3), ("nothing", 0, None), ("", 0, None)],
+    [("a stop b", 0, 6), ("a stop b", 5, 6), ("ab END", 0, 6), ("END stop", 2, 3), ("nothing", 0, None), ("", 0, None)]
+    + [("x" * 500 + "stop!", 503, 504)],  # it reaches back into the chunk before
 )
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(text, looked_at, kept):
     assert stop_rule(TOKENIZER, ("stop", "END"))([ord(letter) for letter in text], looked_at) == kept
 
 
-def test_the_stop_string_may_reach_back_into_the_chunk_before():
-    text = "x" * 500 + "sto"
-    assert stop_rule(TOKENIZER, ("stop",))([*map(ord, text + "p!")], len(text)) == len(text) + 1
+def end_of(ids, tokenizer, stops, chunk):
+    """Where the first of the chunks ends a response in which a stop string is."""
+    check_stop_strings(tokenizer, stops)
+    rule = stop_rule(tokenizer, stops)
+    ends = (rule(ids[: start + chunk], start) for start in range(0, len(ids), chunk))
+    return next((end for end in ends if end is not None), None)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 def test_tokens_without_text_do_not_hide_a_stop_string(chunk):
     tokenizer = character_tokenizer()
     ids = [*tokenizer.encode("abcde" * 3), *tokenizer.encode("e"), *[tokenizer.pad_id] * 30, *tokenizer.encode("nd.")]
-    rule = stop_rule(tokenizer, ("end",))
-    ends = (rule(ids[: start + chunk], start) for start in range(0, len(ids), chunk))
-    assert next((end for end in ends if end is not None), None) == len(ids) - 1
+    assert end_of(ids, tokenizer, ("end",), chunk) == len(ids) - 1
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_a_stop_string_may_be_spelled_in_bytes(chunk):
     """As with Gemma, whose characters outside the vocabulary are bytes, each a token."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    backend = tokenizers.Tokenizer(BPE(vocab, [], byte_fallback=True))
+    backend = tokenizers.Tokenizer(BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = Tokenizer(backend, eos_ids=(0,), pad_id=0, special_tokens={}, add_bos=False, chat_template=None)
     ids = tokenizer.encode("é€ 数学. 🙂 and more")
-    rule = stop_rule(tokenizer, ("🙂", "数学。"))
-    check_stop_strings(tokenizer, ("🙂", "数学。"))
-    ends = (rule(ids[: start + chunk], start) for start in range(0, len(ids), chunk))
-    assert next((end for end in ends if end is not None), None) == len("é€ 数学. 🙂".encode())
+    assert end_of(ids, tokenizer, ("🙂", "数学。"), chunk) == len("é€ 数学. 🙂".encode())
 
 
 def test_a_special_token_is_no_stop_string():

@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import jax
@@ -11,17 +12,34 @@ from dapo_jax.rollout.sampling import EVALUATE, SELECT, TRAIN, Sampling, inverse
 
 LOGITS = np.random.default_rng(0).normal(size=300).astype(np.float32) * 2
 DRAWS = 20000
+FREE = Sampling.create(1.0, 1.0, -1)
 
 
-def sample(logits, *arguments):
-    missing = -logits.shape[1] % BLOCK
-    blocks = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf).reshape(len(logits), -1, BLOCK)
-    return sampling_module.sample(blocks, *arguments)
+@functools.partial(jax.jit, static_argnums=4)
+def sample_blocks(*arguments):
+    return sampling_module.sample(*arguments)
 
 
-def draw(sampling, logits=LOGITS):
-    keys = row_keys(0, TRAIN, jnp.arange(DRAWS // 8), 8)
-    return jax.jit(sample)(jnp.broadcast_to(logits, (DRAWS, len(logits))), keys, jnp.int32(3), sampling)
+def blocks_of(array, filler):
+    """[B, V] as [B, n, BLOCK]."""
+    missing = -array.shape[1] % BLOCK
+    return np.pad(array, ((0, 0), (0, missing)), constant_values=filler).reshape(len(array), -1, BLOCK)
+
+
+def sample(logits, keys, position, sampling, eos_ids=()):
+    found = sample_blocks(blocks_of(logits, -np.inf), keys, np.int32(position), sampling, eos_ids)
+    return [np.asarray(array) for array in found]
+
+
+@functools.cache
+def keys_of(rows):
+    return row_keys(0, TRAIN, np.arange(rows), 1)
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def expected_probabilities(temperature, top_p, top_k):
@@ -36,12 +54,14 @@ def expected_probabilities(temperature, top_p, top_k):
     return probabilities / probabilities.sum()
 
 
-@pytest.mark.short("1.2-0.8-20", "1.3-1.0-7")
+@pytest.mark.short("1.2-0.8-20")
+@pytest.mark.long("1.0-1.0--1", "1.0-0.7", "1.3")  # without a filter, and one of each
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.6, 1.0, -1), (1.0, 0.7, -1), (1.3, 1.0, 7), (1.2, 0.8, 20)]
 )
 def test_samples_have_the_probabilities_of_the_model(temperature, top_p, top_k):
-    tokens, _ = draw(Sampling.create(temperature, top_p, top_k))
+    sampling = Sampling.create(temperature, top_p, top_k)
+    tokens, _ = sample(np.tile(LOGITS, (DRAWS, 1)), keys_of(DRAWS), 3, sampling)
     probabilities = expected_probabilities(temperature, top_p, top_k)
     counts = np.bincount(tokens, minlength=len(LOGITS))
     assert counts[probabilities == 0].sum() == 0
@@ -54,26 +74,24 @@ def test_samples_have_the_probabilities_of_the_model(temperature, top_p, top_k):
     assert chi_square < degrees + 4 * np.sqrt(2 * degrees), (chi_square, degrees)
 
 
-def test_logprobs_are_those_of_the_whole_vocabulary_at_the_temperature():
-    tokens, logprobs = draw(Sampling.create(0.7, 0.5, 3))
-    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(LOGITS / 0.7)[tokens], atol=1e-5)
-
-
-def test_temperature_zero_takes_the_most_likely_token():
-    tokens, logprobs = draw(Sampling.create(0.0, 1.0, -1))
-    assert (tokens == LOGITS.argmax()).all()
-    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(LOGITS).max(), atol=1e-5)
+@jax.jit
+def draw_from_blocks(blocks, uniform):
+    return inverse_cdf(blocks.sum(-1), lambda block: blocks[jnp.arange(len(blocks)), block], uniform)
 
 
 def draw_at(weights, uniform):
     """Draws from weights [B, V]."""
-    blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % BLOCK))).reshape(len(weights), -1, BLOCK)
-    return inverse_cdf(blocks.sum(-1), lambda block: blocks[jnp.arange(len(weights)), block], uniform)
+    return np.asarray(draw_from_blocks(blocks_of(weights, 0.0), np.asarray(uniform, np.float32)))
+
+
+@jax.jit
+def uniforms_at(keys, position):
+    return jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, position)))(keys)
 
 
 def draw_plainly(logits, keys, position, sampling, eos_ids):
     """What `sample` returns, operation by operation over [B, V], with a sort."""
-    scaled = np.asarray(jnp.asarray(logits) / sampling.temperature)
+    scaled = logits / sampling.temperature
     allowed = scaled.copy()
     if position < sampling.min_length:
         allowed[:, list(eos_ids)] = -np.inf
@@ -85,65 +103,68 @@ def draw_plainly(logits, keys, position, sampling, eos_ids):
     if sampling.top_p < 1:
         above = np.array([[row[row > weight].sum(dtype=np.float64) for weight in row] for row in weights])
         weights[above >= sampling.top_p * weights.sum(-1, keepdims=True, dtype=np.float64)] = 0
-    uniform = jnp.array([jax.random.uniform(jax.random.fold_in(key, position)) for key in keys])
-    tokens = draw_at(jnp.array(weights), jnp.where(sampling.greedy, 0.0, uniform))
-    return tokens, np.take_along_axis(np.asarray(jax.nn.log_softmax(scaled)), np.asarray(tokens)[:, None], 1)[:, 0]
+    uniform = np.zeros(len(keys)) if sampling.greedy else uniforms_at(keys, position)
+    tokens = draw_at(weights, uniform)
+    return tokens, np.take_along_axis(log_softmax(scaled), tokens[:, None], 1)[:, 0]
 
 
 @pytest.mark.short("128")
+@pytest.mark.long("300")
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("vocabulary", [5, 128, 300])
 def test_draws_are_those_of_the_plain_formula(vocabulary, ties):
+    """Tokens, and log-probabilities of the whole vocabulary; no new way to draw needs a compilation."""
     rng, rows, ends = np.random.default_rng(vocabulary), 24, (2, vocabulary - 1)
-    compiled = jax.jit(lambda *arguments: sample(*arguments, ends))
+    before = sample_blocks._cache_size()
     for how in itertools.product((0.0, 0.7, 1.0), (1.0, 0.8), (-1, 1, 4), (0, 3)):
         logits = rng.normal(size=(rows, vocabulary)).astype(np.float32) * 3
         logits = np.round(logits) if ties else logits
-        arguments = row_keys(int(rng.integers(99)), TRAIN, jnp.arange(rows), 1), jnp.int32(2), Sampling.create(*how)
-        tokens, logprobs = compiled(logits, *arguments)
-        expected, expected_logprobs = draw_plainly(logits, *arguments, ends)
+        keys = row_keys(int(rng.integers(99)), TRAIN, np.arange(rows), 1)
+        arguments = logits, keys, 2, Sampling.create(*how), ends
+        tokens, logprobs = sample(*arguments)
+        expected, expected_logprobs = draw_plainly(*arguments)
         np.testing.assert_array_equal(tokens, expected, str(how))
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6, err_msg=str(how))
-    assert compiled._cache_size() == 1
+    assert sample_blocks._cache_size() <= before + 1
 
 
+@pytest.mark.short("129")
+@pytest.mark.long("1000", "5")
 @pytest.mark.parametrize("vocabulary", [1, 5, 128, 129, 1000])
 def test_entries_of_weight_zero_are_never_drawn(vocabulary):
     rng = np.random.default_rng(vocabulary)
     weights = rng.random((200, vocabulary)).astype(np.float32) * (rng.random((200, vocabulary)) < 0.3)
     weights[:, rng.integers(vocabulary)] += 0.1
     for uniform in (0.0, 0.5, np.nextafter(np.float32(1), np.float32(0))):
-        tokens = draw_at(jnp.array(weights), jnp.full(200, uniform, jnp.float32))
-        assert (np.take_along_axis(weights, np.asarray(tokens)[:, None], 1) > 0).all()
+        tokens = draw_at(weights, np.full(200, uniform))
+        assert (np.take_along_axis(weights, tokens[:, None], 1) > 0).all()
+
+
+def uniforms(*arguments):
+    return uniforms_at(row_keys(*arguments), 0).tolist()
 
 
 def test_an_address_decides_the_draw_and_the_layout_does_not():
-    def uniforms(*arguments):
-        return [float(jax.random.uniform(key)) for key in row_keys(*arguments)]
-
-    both = uniforms(0, TRAIN, jnp.array([7, 9]), 3)
-    assert uniforms(0, TRAIN, jnp.array([9]), 3) == both[3:]
-    assert uniforms(0, TRAIN, jnp.array([9, 7]), 2) == [*both[3:5], *both[:2]]
-    others = [uniforms(1, TRAIN, jnp.array([7, 9]), 3), uniforms(0, EVALUATE, jnp.array([7, 9]), 3)]
+    both = uniforms(0, TRAIN, np.array([7, 9]), 3)
+    assert uniforms(0, TRAIN, np.array([9, 4]), 3)[:3] == both[3:]
+    assert uniforms(0, TRAIN, np.array([9, 7]), 2) == [*both[3:5], *both[:2]]
+    others = [uniforms(1, TRAIN, np.array([7, 9]), 3), uniforms(0, EVALUATE, np.array([7, 9]), 3)]
     assert len({*both, *others[0], *others[1]}) == 18
 
 
 def test_positions_draw_differently():
-    keys = row_keys(0, TRAIN, jnp.arange(16), 1)
-    logits = jnp.zeros((16, 1000))
-    first, second = (sample(logits, keys, jnp.int32(position), Sampling.create(1.0, 1.0, -1))[0] for position in (0, 1))
+    first, second = (sample(np.zeros((16, 1000), np.float32), keys_of(16), place, FREE)[0] for place in (0, 1))
     assert (first != second).sum() > 14
 
 
 def noise(numbers, *, seed=0, purpose=SELECT, num_samples=3, length=5):
-    return np.asarray(position_noise(seed, purpose, jnp.array(numbers), num_samples, length))
+    return np.asarray(position_noise(seed, purpose, np.array(numbers), num_samples, length))
 
 
 def test_noise_of_a_position_depends_on_neither_the_length_nor_the_other_prompts():
     found = noise([7, 9])
     assert found.shape == (6, 5)
-    np.testing.assert_array_equal(noise([7, 9], length=8)[:, :5], found)
-    np.testing.assert_array_equal(noise([9, 4, 7])[[6, 7, 8, 0, 1, 2]], found)
+    np.testing.assert_array_equal(noise([9, 4, 7], length=8)[[6, 7, 8, 0, 1, 2], :5], found)
     np.testing.assert_array_equal(noise([9], num_samples=2), found[3:5])
 
 
@@ -161,32 +182,24 @@ def test_noise_is_uniform():
 
 
 def test_equal_weights_are_kept_or_dropped_together():
-    logits = jnp.log(jnp.array([4.0, 2.0, 2.0, 1.0, 1.0]))
+    logits = np.tile(np.log(np.array([4.0, 2.0, 2.0, 1.0, 1.0], np.float32)), (500, 1))
     cases = (1.0, 2, {0, 1, 2}), (0.5, -1, {0, 1, 2}), (0.4, -1, {0}), (0.81, -1, {0, 1, 2, 3, 4})
     for top_p, top_k, expected in cases:
-        tokens, _ = draw(Sampling.create(1.0, top_p, top_k), logits)
+        tokens, _ = sample(logits, keys_of(500), 3, Sampling.create(1.0, top_p, top_k))
         assert set(np.unique(tokens)) == expected, (top_p, top_k)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_end_of_sequence_token_is_drawn_before_the_minimum_length(temperature):
-    logits = jnp.zeros((64, 6)).at[:, 4].set(9.0).at[:, 2].set(5.0)
-    keys = row_keys(0, TRAIN, jnp.arange(64), 1)
-    sampling = Sampling.create(temperature, 1.0, -1, min_length=3)
-    for position, drawn in ((2, 2), (3, 4)):
-        tokens, logprobs = sample(logits, keys, jnp.int32(position), sampling, (4, 5))
-        assert np.bincount(tokens).argmax() == drawn and (position == 3 or not np.isin(tokens, (4, 5)).any())
-        np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits[0])[tokens], atol=1e-5)
+def test_no_end_of_sequence_token_is_drawn_before_the_minimum_length():
+    logits = np.zeros((64, 6), np.float32)
+    logits[:, 4], logits[:, 2] = 9.0, 5.0
+
+    def drawn(logits, position, *way):
+        return sample(logits, keys_of(64), position, Sampling.create(*way, min_length=3), (4, 5))
+
+    for temperature, (position, likely) in itertools.product((0.0, 1.0), ((2, 2), (3, 4))):
+        tokens, logprobs = drawn(logits, position, temperature, 1.0, -1)
+        assert np.bincount(tokens).argmax() == likely and (position == 3 or not np.isin(tokens, (4, 5)).any())
+        np.testing.assert_allclose(logprobs, log_softmax(logits[0])[tokens], atol=1e-5)
     for cold in (0.0, 0.01):  # where the weights would vanish next to those of forbidden tokens
-        found, _ = sample(10 * logits, keys, jnp.int32(0), Sampling.create(cold, 1.0, -1, min_length=3), (4, 5))
-        assert (found == 2).all()
-    nothing_left = Sampling.create(1.0, 0.9, -1, min_length=3)
-    assert set(np.unique(sample(logits, keys, jnp.int32(0), nothing_left, (4, 5))[0])) == {2}
-
-
-def test_no_new_way_to_draw_needs_a_compilation():
-    compiled = jax.jit(lambda *arguments: sample(*arguments))
-    keys = row_keys(0, TRAIN, jnp.arange(2), 1)
-    for arguments in ((1.0, 1.0, -1), (0.7, 0.9, 5), (0, 1, -1, 3)):
-        compiled(jnp.zeros((2, 300)), keys, jnp.int32(0), Sampling.create(*arguments))
-    assert compiled._cache_size() == 1
+        assert (drawn(10 * logits, 0, cold, 1.0, -1)[0] == 2).all()
+    assert set(np.unique(drawn(logits, 0, 1.0, 0.9, -1)[0])) == {2}  # nothing would be left

@@ -88,13 +88,10 @@ def expected(history, rows=64, *, lookahead=0, width=8):
 
 def test_the_expected_shapes_follow_the_history():
     assert expected(LengthHistory(256)) == [(64, 64), (64, 96), (64, 128), (64, 192), (64, 256)]
-    short = expected(history_of([20] * 40 + [60] * 20 + [256] * 4))
-    assert short == [(64, 64), (24, 64), (8, 96), (8, 128), (8, 192), (8, 256)]
-
-
-def test_knowledge_that_is_a_chunk_old_keeps_rows_longer():
-    late = expected(history_of([20] * 40 + [60] * 20 + [256] * 4), lookahead=1)
-    assert late == [(64, 64), (24, 96), (8, 128), (8, 192), (8, 256)]
+    short = history_of([20] * 40 + [60] * 20 + [256] * 4)
+    assert expected(short) == [(64, 64), (24, 64), (8, 96), (8, 128), (8, 192), (8, 256)]
+    # knowledge that is a chunk old keeps rows longer
+    assert expected(short, lookahead=1) == [(64, 64), (24, 96), (8, 128), (8, 192), (8, 256)]
 
 
 def test_typical_lengths_are_those_of_the_history():
@@ -104,35 +101,29 @@ def test_typical_lengths_are_those_of_the_history():
     np.testing.assert_array_equal(lengths, history.typical(16))
 
 
+def rows_of(memory, history, **changes):
+    """With 10 bytes for a token of a row."""
+    own = {"width": 64, "chunk_length": 32, "ladder": windows(256, 32), "lookahead": 0, "bytes_per_row": 0.0}
+    return rows_in_memory(
+        memory, **{**own, "cache_bytes": lambda tokens: tokens * 10.0, **changes}, alive=history.alive
+    )
+
+
 def test_as_many_rows_are_decoded_at_once_as_fit_the_memory():
-    full = {"width": 64, "chunk_length": 32, "ladder": windows(256, 32), "lookahead": 0}
-    full["cache_bytes"] = lambda tokens: tokens * 10.0
-    full["bytes_per_row"] = 0.0
-    assert rows_in_memory(64 * 320 * 10, **full, alive=LengthHistory(256).alive) == 64
-    assert rows_in_memory(10, **full, alive=LengthHistory(256).alive) == ROW_MULTIPLE  # never less
-    short = rows_in_memory(64 * 320 * 10, **full, alive=history_of([20]).alive)
-    assert short == 64 * 320 // (64 + 64) // 8 * 8  # all have ended before the first window is full
-    scores = {**full, "bytes_per_row": 320 * 10.0}  # as much again for something else
-    assert rows_in_memory(64 * 320 * 10, **scores, alive=LengthHistory(256).alive) == 32
-    windowed = {**full, "cache_bytes": lambda tokens: min(tokens, 64) * 10.0}  # of prompt and response each
-    assert rows_in_memory(64 * 320 * 10, **windowed, alive=LengthHistory(256).alive) == 64 * 320 // 128
+    memory, unknown = 64 * 320 * 10, LengthHistory(256)
+    assert rows_of(memory, unknown) == 64 and rows_of(10, unknown) == ROW_MULTIPLE  # never less
+    # all have ended before the first window is full
+    assert rows_of(memory, history_of([20])) == 64 * 320 // (64 + 64) // 8 * 8
+    assert rows_of(memory, unknown, bytes_per_row=320 * 10.0) == 32  # as much again for something else
+    windowed = rows_of(memory, unknown, cache_bytes=lambda tokens: min(tokens, 64) * 10.0)  # prompt and response each
+    assert windowed == 64 * 320 // 128
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("lengths", [[20], [20, 60, 60, 256], list(range(1, 257)), [30] * 9 + [256]])
 def test_no_moment_of_a_wave_takes_more_than_the_memory(lengths, lookahead):
-    history, ladder = history_of(lengths), windows(256, 32)
-    rows = rows_in_memory(
-        1e6,
-        cache_bytes=lambda tokens: tokens * 10.0,
-        bytes_per_row=0.0,
-        width=64,
-        chunk_length=32,
-        ladder=ladder,
-        alive=history.alive,
-        lookahead=lookahead,
-    )
-    path = expected(history, rows, lookahead=lookahead, width=64)
+    history = history_of(lengths)
+    path = expected(history, rows_of(1e6, history, lookahead=lookahead), lookahead=lookahead, width=64)
     assert max(height * (64 + window) for height, window in path) * 10 <= 1e6
 
 

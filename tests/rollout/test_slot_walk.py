@@ -1,59 +1,34 @@
 """How much of the work of slots is needed, when responses are long-tailed; and what the queue does with pages."""
 
-import dataclasses
 import itertools
 
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
-from rollout.test_round_walk import GIB, LIMIT, SHAPES, long_tailed
+from rollout.long_tail import GIB, LIMIT, MODELS, SEVEN, long_tailed, settings_of
 from shapes import ARCH
-from small_policy import engine_settings
 
 from dapo_jax.errors import InputError
 from dapo_jax.models.flops import token_flops
-from dapo_jax.models.hf_architecture import read_architecture
-from dapo_jax.parallel.mesh import AXES
 from dapo_jax.rollout.shapes import LengthHistory
 from dapo_jax.rollout.slot_programs import layout_of_slots
 from dapo_jax.rollout.slot_queue import Opened, PrefillSize, SlotLayout, prefill_calls
 from dapo_jax.rollout.slot_walk import walk_slots
 
 
-def settings_of(model, mesh, **changes):
-    return engine_settings(
-        AbstractMesh((1, *mesh), AXES),
-        arch=read_architecture(SHAPES / model),
-        max_prompt_length=2048,
-        max_response_length=LIMIT,
-        lookahead=1,
-        **{"chunk_length": 64, "max_num_seqs": 0, "memory_share": 0.85, **changes},
-    )
-
-
-def walked(model, mesh, free, seed):
-    settings = settings_of(model, mesh)
-    responses, prompts = long_tailed(seed)
-    history = LengthHistory(LIMIT)
-    history.add(responses.reshape(-1))
-    layout = layout_of_slots(settings, np.dtype(np.float16), prompts, 16, history, free * GIB)
-    return layout, *walk_slots(settings.arch, layout, responses, prompts, limit=LIMIT, lookahead=1)
+def layout_of(settings, prompts, num_samples=16, history=None, free=0.0, dtype=np.float16):
+    history = history or LengthHistory(settings.max_response_length)
+    return layout_of_slots(settings, np.dtype(dtype), prompts, num_samples, history, free * GIB)
 
 
 @pytest.mark.short("7B v5p:2x2x4-0")
+@pytest.mark.long("-0")
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    ("model", "mesh", "free"),
-    [
-        pytest.param("Qwen2.5-7B", (4, 4), 86, id="7B v5p:2x2x4"),
-        pytest.param("Qwen2.5-7B", (16, 4), 11, id="7B v5e:8x8"),
-        pytest.param("Qwen2.5-7B", (2, 4), 57, id="7B h100:8"),
-        pytest.param("Qwen2.5-32B", (16, 8), 84, id="32B v5p:4x4x8"),
-    ],
-)
-def test_decoding_a_long_tail_computes_little_more_than_is_needed(model, mesh, free, seed):
-    """free: GiB on each device."""
-    layout, walk, work = walked(model, mesh, free, seed)
+@pytest.mark.parametrize("model", MODELS)
+def test_decoding_a_long_tail_computes_little_more_than_is_needed(model, seed):
+    name, mesh, free = MODELS[model]
+    settings, (responses, prompts, history) = settings_of(name, mesh), long_tailed(seed)
+    layout = layout_of(settings, prompts, history=history, free=free)
+    walk, work = walk_slots(settings.arch, layout, responses, prompts, limit=LIMIT, lookahead=1)
     assert 1 / work["decode"].efficiency < 1.25
     assert len(walk.decodes) <= 2 and set(walk.decodes) <= {layout.slots, layout.few_slots}
     assert walk.queue.given_up < 0.01 * 8192
@@ -61,14 +36,9 @@ def test_decoding_a_long_tail_computes_little_more_than_is_needed(model, mesh, f
 
 def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
     """Two prompts of 9 tokens, the last of which is not prefilled; 4 responses of 24 tokens in chunks of 8."""
-    settings = dataclasses.replace(
-        settings_of("Qwen2.5-7B", (1, 1), chunk_length=8, max_num_seqs=8),
-        arch=ARCH,
-        max_prompt_length=16,
-        max_response_length=24,
-    )
+    sizes = {"chunk_length": 8, "max_num_seqs": 8, "max_prompt_length": 16, "max_response_length": 24}
     prompts, flops = np.full(2, 9), token_flops(ARCH)
-    layout = layout_of_slots(settings, np.dtype(np.float32), prompts, 2, LengthHistory(24), 0.0)
+    layout = layout_of(settings_of(SEVEN, (1, 1), arch=ARCH, **sizes), prompts, 2, dtype=np.float32)
     [size] = layout.prefills
     assert (layout.slots, size.width, layout.row_pages) == (4, 16, 4) and size.at_once >= 2
     walk, work = walk_slots(ARCH, layout, np.full((2, 2), 24), prompts, limit=24, lookahead=0)
@@ -79,18 +49,16 @@ def test_equal_lengths_that_fill_their_chunks_waste_only_keys():
 
 
 def test_a_response_that_no_memory_holds_is_refused():
-    settings = settings_of("Qwen2.5-7B", (1, 1))
     with pytest.raises(InputError, match="data.max_response_length=20480"):
-        layout_of_slots(settings, np.dtype(np.float16), [200], 16, LengthHistory(LIMIT), GIB)
+        layout_of(settings_of(SEVEN, (1, 1)), [200], free=1)
 
 
-@pytest.mark.parametrize("prompts", [8, 80, 800])
-def test_slots_and_pages_fit_the_memory(prompts):
-    settings = settings_of("Qwen2.5-7B", (16, 4))
-    layout = layout_of_slots(settings, np.dtype(np.float16), [200] * prompts, 16, LengthHistory(LIMIT), 11 * GIB)
-    held = layout.pages * layout.page_length * 2 * 28 * 128 * 2
-    assert held <= 0.85 * 11 * GIB
+@pytest.mark.parametrize(("prompts", "changes"), [(8, {}), (80, {}), (800, {}), (512, {"max_num_seqs": 16 * 64})])
+def test_slots_and_pages_fit_the_memory(prompts, changes):
+    layout = layout_of(settings_of(SEVEN, (16, 4), **changes), [200] * prompts, free=11)
+    assert layout.pages * layout.page_length * 2 * 28 * 128 * 2 <= 0.85 * 11 * GIB
     assert layout.few_slots <= layout.slots <= -(-prompts // 16) * 16
+    assert layout.slots == 64 or not changes
 
 
 def test_prompts_are_prefilled_in_calls_as_narrow_as_their_lengths_allow():
@@ -105,18 +73,12 @@ def test_prompts_are_prefilled_in_calls_as_narrow_as_their_lengths_allow():
 
 
 def test_long_prompts_are_prefilled_in_several_widths():
-    settings = settings_of("Qwen2.5-7B", (4, 4))
+    settings = settings_of(SEVEN, (4, 4))
     prompts = np.array([200] * 50 + [20000])
-    layout = layout_of_slots(settings, np.dtype(np.float16), prompts, 1, LengthHistory(LIMIT), 86 * GIB)
+    layout = layout_of(settings, prompts, 1, free=86)
     widths = [size.width for size in layout.prefills]
     assert widths[-1] == 24576 and 2048 <= widths[0] < 2048 * 9 / 8 + 64 and len(widths) == 22
     assert all(wide < 1.17 * narrow for narrow, wide in itertools.pairwise(widths))
     walk, _ = walk_slots(settings.arch, layout, np.full((51, 1), 70), prompts, limit=LIMIT, lookahead=1)
     # each shard has up to 13 prompts, one of which goes with the longest
     assert walk.prefills == {layout.prefills[-2]: 1, layout.prefills[0]: 12}
-
-
-def test_pages_fit_the_memory_also_for_a_given_number_of_slots():
-    settings = settings_of("Qwen2.5-7B", (16, 4), max_num_seqs=16 * 64)
-    layout = layout_of_slots(settings, np.dtype(np.float16), [200] * 512, 16, LengthHistory(LIMIT), 11 * GIB)
-    assert layout.slots == 64 and layout.pages * layout.page_length * 2 * 28 * 128 * 2 <= 0.85 * 11 * GIB

@@ -4,11 +4,8 @@ import pytest
 from dapo_jax.rollout.wave_layout import SPREAD, WaveLayout
 
 LAYOUTS = [
-    WaveLayout(size=48, num_samples=16, shards=16, width=64, at_once=2),
-    WaveLayout(size=24, num_samples=6, shards=8, width=64, at_once=1),
-    WaveLayout(size=21, num_samples=8, shards=3, width=64, at_once=3),
-    WaveLayout(size=12, num_samples=1, shards=4, width=64, at_once=9),
-    WaveLayout(size=5, num_samples=16, shards=1, width=64, at_once=2),
+    WaveLayout(*sizes, width=64, at_once=at_once)  # prompts, samples, shards
+    for sizes, at_once in [((48, 16, 16), 2), ((24, 6, 8), 1), ((21, 8, 3), 3), ((12, 1, 4), 9), ((5, 16, 1), 2)]
 ]
 
 
@@ -30,19 +27,14 @@ def test_the_samples_of_a_prompt_lie_on_four_neighbouring_shards_if_these_divide
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_are_equal_and_leave_no_prompt_and_no_row_out(layout):
+def test_parts_are_equal_leave_nothing_out_and_start_the_rows_of_their_prompts(layout):
     parts = list(layout.parts())
     assert len({len(layout.prefilled(first)) for first in parts}) == 1
     assert layout.part_size <= layout.at_once * layout.shards
     assert set(np.concatenate([layout.prefilled(first) for first in parts])) == set(range(layout.size))
     assert set(np.concatenate([layout.started(first) for first in parts])) == set(range(layout.num_rows))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_part_starts_the_rows_of_its_prompts(layout):
-    """What a block of shards prefills together is what each of them then holds."""
-    blocks = layout.shards // layout.copies
-    for first in layout.parts():
+    blocks = layout.shards // layout.copies  # what one prefills together is what each of its shards then holds
+    for first in parts:
         started = layout.rows()[layout.started(first)] // layout.num_samples
         prefilled = np.repeat(layout.prefilled(first).reshape(blocks, -1), layout.copies, axis=0)
         np.testing.assert_array_equal(started, np.repeat(prefilled.reshape(-1), layout.own_samples))
