@@ -2,106 +2,19 @@ import dataclasses
 import math
 import re
 import weakref
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from dynamic_sampling.small_groups import NUM_ROWS, Stream, experience, numbers_of, options_of, round_of, run, start
 
-from dapo_jax.config.sections import (
-    AdaptiveLimitConfig,
-    CurriculumConfig,
-    FilterGroupsConfig,
-    SkipUniformConfig,
-    StreamConfig,
-)
-from dapo_jax.data.experience import Experience, concatenate
+from dapo_jax.config.sections import CurriculumConfig, SkipUniformConfig
+from dapo_jax.data.experience import concatenate
 from dapo_jax.data.order import PromptOrder
 from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
-from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, StreamState
+from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
 from dapo_jax.dynamic_sampling.rounds import Round
 from dapo_jax.dynamic_sampling.schedule import adaptive_limit, block_size, queued_prompts, wave_prompts, wave_sizes
 from dapo_jax.step_metrics import sampling_metrics
-
-NUM_ROWS = 50
-
-
-def experience(numbers, acc, *, lengths=2, version=0) -> Experience:
-    """Groups of as many samples as `acc` [Q, G] has columns, of `lengths` [Q] tokens each."""
-    acc = np.asarray(acc, np.float64)
-    shape = acc.shape
-    mask = np.arange(40) < np.broadcast_to(np.asarray(lengths).reshape(-1, 1), shape)[..., None]
-    return Experience(
-        numbers=np.array(numbers, np.int64),
-        rows=np.array(numbers, np.int64) % NUM_ROWS,
-        prompts=[[1]] * shape[0],
-        responses=np.zeros((*shape, 40), np.int32),
-        mask=mask,
-        logprobs=np.zeros((*shape, 40), np.float32),
-        finished=np.ones(shape, bool),
-        texts=[["x"] * shape[1]] * shape[0],
-        scores={"acc": acc, "score": acc},
-        versions=np.full(shape[0], version, np.int64),
-        failed=np.zeros(shape, bool),
-    )
-
-
-def round_of(numbers, keep, samples, version=0, lengths=2) -> Round:
-    """Kept groups are half right; of the others those of odd numbers are all right, of even ones all wrong."""
-    keep = np.asarray(keep, bool)
-    acc = np.where(keep[:, None], np.arange(samples) % 2, np.array(numbers)[:, None] % 2)
-    groups = experience(list(numbers), acc, version=version, lengths=lengths)
-    return Round(groups, keep, np.where(keep, 0.5, 0.0))
-
-
-class Stream(NamedTuple):
-    """Waves in place of rounds, or one queue."""
-
-    slack: float
-    max_prompts: int
-    overlaps: bool = False
-
-
-def options_of(*, target=4, size=4, limit=0, adaptive=None, stream=None, **changes) -> dict:
-    """The options and sizes of `accumulate_groups`.
-
-    Args:
-        limit: of rounds, 0 = none.
-        adaptive: slack of the adaptive limit, None = not adaptive.
-        changes: of FilterGroupsConfig.
-    """
-    options = FilterGroupsConfig(
-        max_num_gen_batches=limit,
-        adaptive_limit=AdaptiveLimitConfig(enable=adaptive is not None, slack=adaptive or 0.0),
-        backfill="stream" if stream else "batch",
-        stream=StreamConfig(slack=stream.slack if stream else 1.0),
-        **changes,
-    )
-    most = stream.max_prompts if stream else size
-    overlaps = stream is not None and stream.overlaps
-    return {"options": options, "target": target, "gen_batch_size": size, "max_wave": most, "overlaps": overlaps}
-
-
-def start(first=0, carried=None, keep_rate=0.5) -> StreamState:
-    return StreamState(first, keep_rate, History.empty(NUM_ROWS), carried)
-
-
-def run(keep_of, *, first=0, samples=2, state=None, step=1, source=None, length_of=None, **options):
-    """One step, and the numbers of each round."""
-    calls = []
-
-    def start_round(numbers):
-        calls.append(list(numbers))
-        keep = [keep_of(number) for number in numbers]
-        lengths = [length_of(number) for number in numbers] if length_of else 2
-        return lambda: round_of(numbers, keep, samples, version=step - 1, lengths=lengths)
-
-    source = source or PromptSource(lambda number: number % NUM_ROWS, NUM_ROWS)
-    accepted = accumulate_groups(start_round, state or start(first), source, step=step, **options_of(**options))
-    return accepted, calls
-
-
-def numbers_of(accepted) -> list[int]:
-    return accepted.experience.numbers.tolist()
 
 
 def kept_counts(counts, size):
@@ -147,13 +60,8 @@ def test_metrics_are_over_all_evaluated_groups():
     assert not {"train/filter_rate", "train/mean_metric_std"} & set(carried_alone), "nothing was sampled: no rates"
 
 
-def test_the_first_kept_groups_in_prompt_order_are_accepted():
-    accepted, _ = run(lambda number: number % 3 == 1, first=10)
-    assert numbers_of(accepted) == [10, 13, 16, 19] and accepted.state.next_prompt == 20
-
-
-def schedules():
-    for size in (1, 3, 4, 17):
+def schedules(*sizes):
+    for size in sizes:
         yield {"size": size}
         for slack, most in ((1.0, 64), (2.0, 64), (1.5, 3), (4.0, 1)):
             yield {"size": size, "stream": Stream(slack=slack, max_prompts=most)}
@@ -179,23 +87,19 @@ def random_keeps(rate):
 def test_with_requeue_every_schedule_gives_the_same_batches(rate):
     expected, _ = batches(random_keeps(rate), size=4)
     assert sum(expected, []) == [n for n in range(1000) if random_keeps(rate)(n)][: 5 * 4]
-    for schedule in schedules():
+    for schedule in schedules(1, 3, 4, 17):
         assert batches(random_keeps(rate), **schedule)[0] == expected, schedule
 
 
 def test_choosing_what_finishes_first_would_prefer_short_answers():
     """Why prompt order: with lengths that vary, the first to finish are the short ones."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 40, 4000)
-    keep = rng.random(4000) < 0.5
+    lengths, keep = rng.integers(1, 40, 4000), rng.random(4000) < 0.5
     ordered, by_time, all_kept = [], [], lengths[keep].mean()
     for first in range(0, 4000, 40):
-        kept = np.flatnonzero(keep[first : first + 40]) + first
-        by_time += sorted(lengths[kept])[:10]
-        accepted, _ = run(
-            lambda n: bool(keep[n % 4000]), first=first, target=10, size=40, length_of=lambda n: int(lengths[n % 4000])
-        )
-        ordered.append(accepted.experience.num_tokens / accepted.experience.finished.size)
+        by_time += sorted(lengths[first : first + 40][keep[first : first + 40]])[:10]
+        accepted, _ = run(lambda n: bool(keep[n % 4000]), first=first, target=10, size=40)
+        ordered += lengths[accepted.experience.numbers % 4000].tolist()
     assert np.mean(ordered) == pytest.approx(all_kept, rel=0.05)
     assert np.mean(by_time) < 0.7 * all_kept
 
@@ -285,27 +189,6 @@ def test_groups_that_were_carried_before_a_run_requeues_are_used_up():
     assert numbers_of(accepted) == [12, 13, 14, 15] and accepted.state.next_prompt == 16
 
 
-def test_discarded_groups_are_gone():
-    accepted, _ = run(lambda n: True, size=16, leftover="discard")
-    assert accepted.state.next_prompt == 16 and accepted.state.carried is None
-    assert sampling_metrics(accepted)["dynamic_sampling/num_discarded_valid"] == 12
-    requeued, _ = run(lambda n: True, size=16)
-    assert requeued.state.next_prompt == 4
-    assert sampling_metrics(requeued)["dynamic_sampling/num_requeued"] == 12
-
-
-def test_exactly_as_many_rounds_as_allowed_may_run():
-    accepted, calls = run(lambda number: number % 4 == 0, target=3, limit=3)
-    assert len(calls) == 3 and len(accepted.experience) == 3
-    with pytest.raises(RuntimeError, match="only 2 of data.train_batch_size=3 groups kept after 2 generation rounds"):
-        run(lambda number: number % 4 == 0, target=3, limit=2)
-
-
-def test_a_stream_may_sample_as_many_prompts_as_the_rounds_hold():
-    with pytest.raises(RuntimeError, match="of 12 groups"):
-        run(lambda number: False, limit=3, stream=Stream(slack=1.0, max_prompts=64))
-
-
 @pytest.mark.parametrize("slack", [1e-6, 0.25, 0.75])
 @pytest.mark.parametrize("keep_rate", [1e-6, 0.5, 1.0])  # of earlier steps, right or wrong
 def test_a_stream_with_less_slack_than_it_needs_takes_more_waves_for_the_same_batch(slack, keep_rate):
@@ -314,66 +197,6 @@ def test_a_stream_with_less_slack_than_it_needs_takes_more_waves_for_the_same_ba
     accepted, waves = run(kept, target=8, limit=20, stream=stream, state=start(keep_rate=keep_rate))
     assert numbers_of(accepted) == list(range(0, 24, 3)) and accepted.outcome == "full"
     assert all(len(wave) >= 2 for wave in waves)  # an eighth of the largest: never none
-
-
-def test_the_error_counts_right_and_wrong_groups_and_names_the_ways_out():
-    with pytest.raises(RuntimeError) as caught:
-        run(lambda number: number == 0, target=2, limit=2)
-    for text in (
-        "of 8 groups 4 were all right, 3 all wrong, 0 uniform",
-        "raise max_num_gen_batches",
-        "lower data.train_batch_size",
-        "on_limit=partial",
-        "change the difficulty of the data",
-    ):
-        assert text in str(caught.value)
-
-
-def test_the_error_says_of_other_groups_what_the_rule_says_of_them():
-    mixed = lambda number: number == 0  # noqa: E731
-    with pytest.raises(RuntimeError, match="0 uniform otherwise"):
-        run(mixed, target=2, limit=2)
-    with pytest.raises(RuntimeError, match="0 dropped otherwise .mean<=0.2 or mean>=0.8."):
-        run(mixed, target=2, limit=2, rule="mean_range", filter_low=0.2, filter_high=0.8)
-
-
-def test_an_empty_round_is_not_an_error():
-    accepted, calls = run(lambda number: number >= 8, limit=3)
-    assert len(calls) == 3 and numbers_of(accepted) == [8, 9, 10, 11]
-
-
-def test_a_partial_step_trains_on_what_it_has():
-    accepted, _ = run(lambda n: n % 4 == 0, limit=2, on_limit="partial")
-    assert numbers_of(accepted) == [0, 4] and accepted.outcome == "partial"
-    assert accepted.state.next_prompt == 8 and sampling_metrics(accepted)["dynamic_sampling/partial_step"] == 1
-
-
-def test_the_fall_back_fills_up_with_unfiltered_groups_in_prompt_order():
-    accepted, _ = run(lambda n: n in (2, 6), limit=2, on_limit="fallback_unfiltered")
-    assert numbers_of(accepted) == [0, 1, 2, 6] and accepted.outcome == "fallback"
-
-
-@pytest.mark.parametrize("limit_policy", ["partial", "fallback_unfiltered"])
-def test_a_step_without_any_group(limit_policy):
-    never = {"keep_of": lambda n: False, "limit": 2}
-    if limit_policy == "partial":
-        with pytest.raises(RuntimeError, match="only 0 of.*or set algorithm.filter_groups.on_empty=skip_step"):
-            run(**never, on_limit="partial")
-        skipped, _ = run(**never, on_limit="partial", on_empty="skip_step")
-        assert skipped.experience is None and skipped.outcome == "skipped" and skipped.state.next_prompt == 8
-        assert sampling_metrics(skipped)["dynamic_sampling/trained_tokens"] == 0
-    accepted, _ = run(**never, on_limit=limit_policy, on_empty="train_unfiltered")
-    assert numbers_of(accepted) == [0, 1, 2, 3]
-
-
-def test_the_end_of_an_epoch():
-    kept = lambda n: n % 25 == 0  # noqa: E731
-    accepted, _ = run(kept, first=40, target=2)
-    assert numbers_of(accepted) == [50, 75]
-    accepted, calls = run(kept, first=20, target=2, on_exhausted="partial")
-    assert numbers_of(accepted) == [25] and max(sum(calls, [])) == 49 and accepted.state.next_prompt == 50
-    with pytest.raises(RuntimeError, match="at the end of the epoch: .*set on_exhausted=next_epoch"):
-        run(kept, first=20, target=2, on_exhausted="error")
 
 
 def test_the_adaptive_limit_follows_the_filter_rate():
@@ -503,14 +326,84 @@ def test_a_wave_is_the_largest_size_that_is_not_more_than_needed(kept, in_flight
     assert wave_sizes(64, 4) == [2, 4, 8, 16, 32, 48, 64] and wave_sizes(1, 8) == [1]
 
 
+def every(number):
+    return lambda found: found % number == 0
+
+
+def none(_):
+    return False
+
+
+FILL, TRAIN = {"on_limit": "fallback_unfiltered"}, {"on_empty": "train_unfiltered"}
+STEPS = {  # of 2 rounds of 4 prompts at most: which prompts are kept, options; accepted, outcome, the next prompt
+    "the first in prompt order": (lambda n: n % 3 == 1, {"first": 10, "limit": 0}, [10, 13, 16, 19], "full", 20),
+    "after two empty rounds": (lambda n: n >= 8, {"limit": 3}, [8, 9, 10, 11], "full", 12),
+    "as many rounds as allowed": (every(4), {"target": 3, "limit": 3}, [0, 4, 8], "full", 9),
+    "surplus is discarded": (every(1), {"size": 16, "leftover": "discard"}, [0, 1, 2, 3], "full", 16),
+    "a partial step": (every(4), {"on_limit": "partial"}, [0, 4], "partial", 8),
+    "filled up in prompt order": (lambda n: n in (2, 6), FILL, [0, 1, 2, 6], "fallback", 8),
+    "in the next epoch": (every(25), {"first": 40, "target": 2, "limit": 0}, [50, 75], "full", 76),
+    "end of epoch": (every(25), {"first": 20, "limit": 0, "on_exhausted": "partial"}, [25], "partial", 50),
+    "unfiltered instead of none": (none, {"on_limit": "partial", **TRAIN}, [0, 1, 2, 3], "unfiltered", 8),
+    "filled up from none": (none, {**FILL, **TRAIN}, [0, 1, 2, 3], "fallback", 8),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_which_groups_a_step_accepts(case):
+    kept, options, numbers, outcome, following = STEPS[case]
+    accepted, calls = run(kept, **{"limit": 2, **options})
+    assert numbers_of(accepted) == numbers and accepted.outcome == outcome
+    assert accepted.state.next_prompt == following and accepted.state.carried is None
+    assert case != "end of epoch" or max(sum(calls, [])) == 49
+    metrics = sampling_metrics(accepted)
+    assert metrics["dynamic_sampling/partial_step"] == (outcome != "full")
+    assert metrics["dynamic_sampling/num_discarded_valid"] == (12 if "leftover" in options else 0)
+
+
+def test_groups_that_are_sampled_again_are_counted():
+    accepted, _ = run(every(1), size=16)
+    assert accepted.state.next_prompt == 4 and sampling_metrics(accepted)["dynamic_sampling/num_requeued"] == 12
+
+
+def test_a_step_without_any_group_may_be_skipped():
+    skipped, _ = run(none, limit=2, on_limit="partial", on_empty="skip_step")
+    assert skipped.experience is None and skipped.outcome == "skipped" and skipped.state.next_prompt == 8
+    assert sampling_metrics(skipped)["dynamic_sampling/trained_tokens"] == 0
+
+
+MEANS = {"rule": "mean_range", "filter_low": 0.2, "filter_high": 0.8}
+EPOCH = {"first": 20, "target": 2, "limit": 0, "on_exhausted": "error"}
+
+
+@pytest.mark.parametrize(
+    ("kept", "options", "text"),
+    [
+        (every(4), {"target": 3}, "only 2 of data.train_batch_size=3 groups kept after 2 generation rounds"),
+        (every(100), {}, "of 8 groups 4 were all right, 3 all wrong, 0 uniform otherwise"),
+        (every(100), MEANS, r"0 dropped otherwise .mean<=0.2 or mean>=0.8."),
+        (every(100), {}, "raise max_num_gen_batches.*lower data.train_batch_size.*on_limit=partial"),
+        (every(100), {}, "change the difficulty of the data"),
+        (none, {"limit": 3, "stream": Stream(slack=1.0, max_prompts=64)}, "of 12 groups"),
+        (none, {"on_limit": "partial"}, "only 0 of.*or set algorithm.filter_groups.on_empty=skip_step"),
+        (every(25), EPOCH, "at the end of the epoch: .*set on_exhausted=next_epoch"),
+    ],
+)
+def test_the_error_of_too_few_groups_counts_them_and_names_the_ways_out(kept, options, text):
+    with pytest.raises(RuntimeError, match=text):
+        run(kept, **{"limit": 2, **options})
+
+
+@pytest.mark.short("skip_uniform-3", "curriculum-4")
+@pytest.mark.parametrize("size", [1, 3, 4, 17])
 @pytest.mark.parametrize("rule", ["skip_uniform", "curriculum"])
-def test_prompts_with_a_uniform_history_are_left_out_alike_by_every_schedule(rule):
+def test_prompts_with_a_uniform_history_are_left_out_alike_by_every_schedule(rule, size):
     rules = SkipUniformConfig(enable=rule == "skip_uniform"), CurriculumConfig(enable=rule == "curriculum")
     source = PromptSource.of(PromptOrder(NUM_ROWS, seed=0, shuffle=False), *rules, seed=0)
     keep_of = lambda number: number % NUM_ROWS % 5 == 0  # noqa: E731
     expected, sampled = batches(keep_of, steps=20, size=4, source=source)
     assert sampled < batches(keep_of, steps=20, size=4)[1]
-    for schedule in schedules():
+    for schedule in schedules(size):
         assert batches(keep_of, steps=20, source=source, **schedule)[0] == expected, schedule
 
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from dynamic_sampling.test_accumulation import NUM_ROWS, experience, numbers_of, run, start
-from dynamic_sampling.test_segments import SEGMENTS, Sampled
-from small_run import resumed, small_config
+from dynamic_sampling.small_groups import NUM_ROWS, experience, numbers_of, run, start
+from dynamic_sampling.test_segments import run as run_segments
+from small_run import resumed
 
 from dapo_jax.config.sections import CurriculumConfig, FilterGroupsConfig, SkipUniformConfig
 from dapo_jax.data.order import PromptOrder
@@ -14,10 +14,8 @@ from dapo_jax.data.prompts import PromptSet
 from dapo_jax.dynamic_sampling.accumulation import accumulate_groups
 from dapo_jax.dynamic_sampling.prompt_stream import History, PromptSource, curriculum_metrics
 from dapo_jax.dynamic_sampling.rounds import Round
-from dapo_jax.dynamic_sampling.segments import Advance, accumulate_segments
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.state import RunState, restored_arrays, saved_arrays
-from dapo_jax.training import train
 
 OFF = SkipUniformConfig(), CurriculumConfig()
 NO_FILTER = FilterGroupsConfig(enable=False)
@@ -112,10 +110,7 @@ def test_without_a_filter_groups_are_mixed_whose_accuracy_differs():
 
 
 def test_a_restart_between_two_steps_keeps_prompts_and_history():
-    source, prompts = (
-        source_of(curriculum=CurriculumConfig(enable=True)),
-        PromptSet([None] * NUM_ROWS, [[1]] * NUM_ROWS),
-    )
+    source, prompts = source_of(curriculum=CurriculumConfig(enable=True)), PromptSet([None] * 50, [[1]] * 50)
     whole = steps_without_filter(20, start(), 1, source)
     before = steps_without_filter(8, start(), 1, source)[-1].state
     arrays = saved_arrays(RunState(None, None, before, {}))
@@ -138,27 +133,19 @@ def test_groups_that_are_sampled_again_do_not_count():
 
 
 def test_segments_remember_groups_when_they_have_ended():
-    source, state = source_of(curriculum=CurriculumConfig(enable=True)), start()
-    judged: list[int] = []
-    for step in range(1, 6):
-        sampled = Sampled(step)
-        advance = Advance(sampled.begin, sampled.go_on, SEGMENTS.ended, sampled.judge)
-        sizes = {"target": 8, "gen_batch_size": 8, "segment_steps": 3, "step": step}
-        options = FilterGroupsConfig(leftover="carry", leftover_max_staleness=4)
-        accepted = accumulate_segments(advance, state, source, options, **sizes)
-        state = accepted.state
-        judged += [row for round_ in accepted.rounds for row in round_.outcomes.rows]
-    assert np.flatnonzero(~np.isnan(state.history.accuracy)).tolist() == sorted(set(judged))
-    assert state.history.mixed_rate.min() < 1
+    found = [accepted for accepted, _ in run_segments(5, source=source_of(curriculum=CurriculumConfig(enable=True)))]
+    judged = {row for accepted in found for round_ in accepted.rounds for row in round_.outcomes.rows}
+    history = found[-1].state.history
+    assert np.flatnonzero(~np.isnan(history.accuracy)).tolist() == sorted(judged) and history.mixed_rate.min() < 1
 
 
 CURRICULUM = {"data.curriculum.enable": True, "data.arithmetic.num_train": 8, "trainer.test_freq": -1}
-POOLS = {**CURRICULUM, f"{FILTER}.enable": False, "data.gen_batch_size": 4}
 
 
 @pytest.mark.slow
 def test_a_killed_run_of_pools_alone_resumes_to_the_same_history(tmp_path, monkeypatch):
-    resumed(tmp_path, monkeypatch, POOLS | {"trainer.total_training_steps": 6}, killed_in=6)
+    pools = {f"{FILTER}.enable": False, "data.gen_batch_size": 4, "trainer.total_training_steps": 6}
+    resumed(tmp_path, monkeypatch, CURRICULUM | pools, killed_in=6)
     rows = read_metrics(tmp_path / "a")[1:]
     assert rows[-1]["dynamic_sampling/num_skipped_uniform"] + rows[-2]["dynamic_sampling/num_skipped_uniform"] > 0
     assert rows[0]["curriculum/rate"] > rows[-1]["curriculum/rate"] >= 0.1
@@ -166,14 +153,20 @@ def test_a_killed_run_of_pools_alone_resumes_to_the_same_history(tmp_path, monke
     assert shares[0] == 0.5 and shares[-1] == 1
 
 
+SKIP = {"data.curriculum.enable": False, f"{FILTER}.skip_uniform.enable": True, "trainer.total_training_steps": 8}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {f"{FILTER}.leftover": "carry"}, {f"{FILTER}.backfill": "stream"}])
+@pytest.mark.long("skip_uniform")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {f"{FILTER}.leftover": "carry"}, {f"{FILTER}.backfill": "stream"}, SKIP],
+    ids=["requeue", "carry", "stream", "skip_uniform"],
+)
 def test_a_killed_run_of_pools_and_filter_resumes_to_the_same_history(tmp_path, monkeypatch, changes):
     resumed(tmp_path, monkeypatch, CURRICULUM | changes)
     assert sum(row.get("dynamic_sampling/num_skipped_uniform", 0) for row in read_metrics(tmp_path / "a")) > 0
 
 
-@pytest.mark.slow
-def test_a_run_without_curriculum_has_none_of_its_metrics(tmp_path):
-    train(small_config(tmp_path, **{"trainer.total_training_steps": 1}))
-    assert not [name for row in read_metrics(tmp_path) for name in row if name.startswith("curriculum/")]
+def test_a_run_without_curriculum_has_none_of_its_metrics(whole):
+    assert not [name for row in read_metrics(whole[0]) for name in row if name.startswith("curriculum/")]

@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,25 +7,19 @@ from dapo_jax.dynamic_sampling.group_filter import RULES, group_statistics, keep
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import put_rows
 
-STD = FilterGroupsConfig()
+NEXT = float(np.nextafter(np.float32(0.1), np.float32(1)))
 
 
 def statistics(groups):
-    values = jnp.array(np.concatenate(groups), jnp.float32)
-    ids = jnp.array(np.repeat(np.arange(len(groups)), [len(group) for group in groups]))
+    values = np.concatenate(groups).astype(np.float32)
+    ids = np.repeat(np.arange(len(groups), dtype=np.int32), [len(group) for group in groups])
     return group_statistics(values, ids, num_groups=len(groups))
 
 
-@pytest.mark.parametrize("count", [3, 5, 6, 7, 8, 12, 16])
-@pytest.mark.parametrize("value", [0.1, 0.7, -1.3, 1e-7, 1.0, 0.0])
-def test_equal_values_are_dropped_whatever_they_are(count, value):
-    found = statistics([[value] * count])
-    assert not keep_groups(found, STD)[0] and found.std[0] == 0
-
-
-def test_the_smallest_difference_is_kept():
-    next_value = np.nextafter(np.float32(0.1), np.float32(1))
-    assert keep_groups(statistics([[0.1] * 7 + [next_value]]), STD)[0]
+def test_equal_values_are_dropped_whatever_they_are():
+    values = [0.1, 0.7, -1.3, 1e-7, 1.0, 0.0]
+    found = statistics([[value] * count for count in (3, 5, 6, 7, 8, 12, 16) for value in values])
+    assert not keep_groups(found, FilterGroupsConfig()).any() and not np.any(found.std)
 
 
 def test_population_standard_deviation():
@@ -35,50 +28,52 @@ def test_population_standard_deviation():
     np.testing.assert_allclose(found.mean, [0.625, 0.875])
 
 
-def test_a_group_of_one_is_kept():
-    assert keep_groups(statistics([[0.0], [1.0, 1.0]]), STD).tolist() == [True, False]
-
-
-def test_the_order_of_rows_does_not_matter():
-    values, ids = jnp.array([0.0, 1.0, 1.0, 1.0, 0.0, 0.0]), jnp.array([0, 1, 2, 1, 0, 2])
-    assert keep_groups(group_statistics(values, ids, num_groups=3), STD).tolist() == [False, False, True]
-
-
-def test_a_sharded_call_gives_the_same():
+def test_neither_the_order_of_rows_nor_the_devices_matter():
     mesh = make_mesh(2, 2, 2)
     values = np.random.default_rng(0).integers(0, 2, size=24).astype(np.float32)
     ids = np.repeat(np.arange(8), 3).astype(np.int32)
+    plain = jax.device_get(group_statistics(values, ids, num_groups=8))
+    order = np.random.default_rng(1).permutation(24)
     with jax.set_mesh(mesh):
         sharded = group_statistics(put_rows(values, mesh), put_rows(ids, mesh), num_groups=8)
-    plain = group_statistics(jnp.array(values), jnp.array(ids), num_groups=8)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(sharded), jax.device_get(plain))
+    for found in (sharded, group_statistics(values[order], ids[order], num_groups=8)):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), plain)
 
 
 def kept(values, **rule):
     return keep_groups(statistics(values), FilterGroupsConfig(**rule)).tolist()
 
 
-def test_a_threshold_on_the_spread():
-    groups = [[0.0, 0.1, 0.0, 0.1], [0.0, 1.0, 0.0, 1.0], [2.0] * 4]  # standard deviations 0.05, 0.5 and 0
-    assert kept(groups, std_threshold=0.1) == [False, True, False]
-    assert kept(groups, std_threshold=0.01) == [True, True, False]
+SPREADS = [[0.0, 0.1, 0.0, 0.1], [0.0, 1.0, 0.0, 1.0], [2.0] * 4]  # standard deviations 0.05, 0.5 and 0
+MEANS = [[0.0, 0.0], [0.5, 0.0], [0.5, 0.5], [1.0, 0.5], [1.0, 1.0]]
 
 
-def test_the_range_of_the_mean_is_open():
-    groups = [[0.0, 0.0], [0.5, 0.0], [0.5, 0.5], [1.0, 0.5], [1.0, 1.0]]
-    assert kept(groups, rule="mean_range") == [False, True, True, True, False]
-    assert kept(groups, rule="mean_range", filter_low=0.25, filter_high=0.75) == [False, False, True, False, False]
-
-
-def test_mixed_means_that_some_are_right_and_some_are_not():
-    groups = [[1.0, -1.0], [1.0, 0.0], [1.0, 0.5], [0.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
-    assert kept(groups, rule="mixed") == [True, True, False, False, False, False]
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_groups_of_one_are_kept_as_the_rule_says(name):
-    for keep in (True, False):
-        assert kept([[0.0], [1.0]], rule=name, keep_singletons=keep) == [keep, keep]
+@pytest.mark.parametrize(
+    ("groups", "rule", "expected"),
+    [
+        pytest.param([[0.1] * 7 + [NEXT], [0.1] * 8], {}, [1, 0], id="the smallest difference is kept"),
+        pytest.param([[0.0], [1.0, 1.0]], {}, [1, 0], id="a group of one is kept"),
+        pytest.param(SPREADS, {"std_threshold": 0.1}, [0, 1, 0], id="a high threshold on the spread"),
+        pytest.param(SPREADS, {"std_threshold": 0.01}, [1, 1, 0], id="a low threshold on the spread"),
+        pytest.param(MEANS, {"rule": "mean_range"}, [0, 1, 1, 1, 0], id="the range of the mean"),
+        pytest.param(
+            MEANS, {"rule": "mean_range", "filter_low": 0.25, "filter_high": 0.75}, [0, 0, 1, 0, 0], id="is open"
+        ),
+        pytest.param(
+            [[1.0, -1.0], [1.0, 0.0], [1.0, 0.5], [0.0, -1.0], [1.0, 1.0], [0.0, 0.0]],
+            {"rule": "mixed"},
+            [1, 1, 0, 0, 0, 0],
+            id="mixed: some are right and some are not",
+        ),
+        *(
+            pytest.param([[0.0], [1.0]], {"rule": rule, "keep_singletons": keep}, [keep] * 2, id=f"one, {rule}, {keep}")
+            for rule in RULES
+            for keep in (True, False)
+        ),
+    ],
+)
+def test_rules_keep_groups(groups, rule, expected):
+    assert kept(groups, **rule) == [bool(keep) for keep in expected]
 
 
 def test_an_unknown_rule_is_refused():

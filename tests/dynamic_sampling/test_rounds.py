@@ -3,9 +3,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from dynamic_sampling import small_groups
 
 from dapo_jax.config.sections import FilterGroupsConfig, LengthRewardConfig, OverlongBufferConfig
-from dapo_jax.data.experience import Experience
 from dapo_jax.dynamic_sampling.rounds import filter_groups, filtered_counts
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.rewards.scoring import add_rewards
@@ -15,25 +15,8 @@ def by(metric: str, **options) -> FilterGroupsConfig:
     return FilterGroupsConfig(metric=metric, **options)
 
 
-def experience(acc, *, lengths=2) -> Experience:
-    """Groups of as many samples as `acc` [Q, G] has columns; `lengths` in tokens."""
-    acc = np.asarray(acc, np.float64)
-    shape = acc.shape
-    numbers = np.arange(shape[0])
-    mask = np.arange(4) < np.broadcast_to(lengths, shape)[..., None]
-    return Experience(
-        numbers=numbers,
-        rows=numbers,
-        prompts=[[1]] * shape[0],
-        responses=np.zeros((*shape, 4), np.int32),
-        mask=mask,
-        logprobs=np.zeros((*shape, 4), np.float32),
-        finished=np.ones(shape, bool),
-        texts=[["x"] * shape[1]] * shape[0],
-        scores={"acc": acc, "score": acc},
-        versions=numbers,
-        failed=np.zeros(shape, bool),
-    )
+def experience(acc, *, lengths=2):
+    return small_groups.experience(np.arange(len(acc)), acc, lengths=lengths, width=4)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from dynamic_sampling.test_accumulation import NUM_ROWS, experience, round_of, start
+from dynamic_sampling.small_groups import NUM_ROWS, experience, round_of, start
 
 from dapo_jax.config.sections import FilterGroupsConfig
 from dapo_jax.dynamic_sampling.prompt_stream import PromptSource
@@ -54,14 +54,14 @@ class Sampled:
         )
 
 
-def run(steps, state=None, first=1, **changes):
+def run(steps, state=None, first=1, source=SOURCE, **changes):
     state, found = state or start(), []
     options = FilterGroupsConfig(**{"leftover": "carry", "leftover_max_staleness": 4, **changes})
     for step in range(first, first + steps):
         sampled = Sampled(step)
         advance = Advance(sampled.begin, sampled.go_on, SEGMENTS.ended, sampled.judge)
         sizes = {"target": 8, "gen_batch_size": 8, "segment_steps": 3, "step": step}
-        accepted = accumulate_segments(advance, state, SOURCE, options, **sizes)
+        accepted = accumulate_segments(advance, state, source, options, **sizes)
         found.append((accepted, sampled.begun))
         state = accepted.state
     return found
