@@ -1,31 +1,98 @@
-"""What validation says of a config that differs from a valid one."""
+"""What validation says of a config that differs from a valid one.
 
+`python tests/config_problems.py` writes command/messages.yaml again: look at the difference before you commit it.
+"""
+
+import functools
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from dapo_jax.command.validation import validate
+import yaml
+
+from dapo_jax.command.option_uses import USES
+from dapo_jax.command.validation import BOUNDS, CHOICES, validate
+from dapo_jax.command.warnings import warnings
+from dapo_jax.config.aliases import resolve_aliases
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import default_config, freeze
+from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, with_values
+from dapo_jax.errors import InputError
+
+MESSAGES = Path(__file__).parent / "command" / "messages.yaml"
+HEAD = """\
+# Written by `python tests/config_problems.py`, which keeps the cases and renews what is said of them.
+# options: the type, the bounds and the readers of each option (NAMES: those of a table of functions).
+# cases: changes of a config that is valid (model.path: random, data.task: arithmetic), and what is said of it.
+"""
+VERDICTS = ("refused", "warned", "accepted")
+VALID = with_values(Config(), {"model.path": "random", "data.task": "arithmetic"})
+WRONG = b""  # of no option's type
 
 
 def config_with(changes: dict[str, Any]) -> Config:
-    """A valid config with `changes`."""
-    values = default_config()
-    with values.unlocked():
-        values.update_from_flattened_dict({"model.path": "random", "data.task": "arithmetic", **changes})
-    return freeze(values)
+    """A valid config with `changes`, by their dotted keys."""
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
+    return resolve_aliases(with_values(VALID, values))
 
 
-def problems(changes: dict[str, Any]) -> list[str]:
+def problems(changes: dict[str, Any] | Config) -> list[str]:
     """What `validate` says, one line a problem."""
     try:
-        validate(config_with(changes))
-    except ValueError as error:
+        validate(changes if isinstance(changes, Config) else config_with(changes))
+    except InputError as error:
         first, *lines = str(error).split("\n")
-        assert first == "the config has problems:"
-        return [line.removeprefix("  - ") for line in lines]
+        assert not lines or first == "the config has problems:"
+        return [line.removeprefix("  - ") for line in lines] or [first]
     return []
 
 
 def assert_one(found: list[str], message: str) -> None:
     assert len(found) == 1 and re.search(message, found[0]), (message, found)
+
+
+def verdict(changes: dict[str, Any]) -> dict[str, Any]:
+    """The end of a case: which problems refuse the config, or of what it warns."""
+    if refused := problems(changes):
+        return {"refused": refused}
+    warned = warnings(config_with(changes))
+    return {"warned": warned} if warned else {"accepted": True}
+
+
+def changes_of(case: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in case.items() if key not in VERDICTS}
+
+
+def options() -> dict[str, str]:
+    """Of each option the type, the bounds, and with which settings it is read if not always."""
+    return {key: "; ".join(_traits(key)) for key in DEFAULTS}
+
+
+def _traits(key: str) -> Iterator[str]:
+    yield types()[key]
+    yield from ("NAMES" if key in CHOICES else bound.rule for name, bound in BOUNDS if name == key)
+    yield from ["may be infinite"] * (key in MAY_BE_INFINITE)
+    yield from (f"read with {use.setting}" for use in USES if key in use.keys)
+
+
+@functools.cache
+def types() -> dict[str, str]:
+    """The type of each option, in the words of the message about a wrong one."""
+    found = problems(with_values(VALID, dict.fromkeys(DEFAULTS, WRONG)))
+    lines = (line.removesuffix(": correct it").partition(f"={WRONG!r} must be ") for line in found)
+    return {key: kind for key, _, kind in lines}
+
+
+def messages() -> dict[str, Any]:
+    return yaml.load(MESSAGES.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def write() -> None:
+    given = messages()["cases"]
+    cases = {name: [changes | verdict(changes) for changes in map(changes_of, group)] for name, group in given.items()}
+    text = yaml.safe_dump({"options": options(), "cases": cases}, sort_keys=False, width=10**6, allow_unicode=True)
+    MESSAGES.write_text(HEAD + text)
+
+
+if __name__ == "__main__":
+    write()
