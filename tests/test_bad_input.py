@@ -1,10 +1,15 @@
-"""Wrong input, case by case: the training command names its place, the value and a cure, and harms nothing."""
+"""Wrong input, case by case: the training command names its place, the value and a cure, and harms nothing.
 
+What is wrong with a config alone is in command/messages.yaml, and what with a config file in config/test_files.py.
+"""
+
+import contextlib
+import dataclasses
+import functools
 import json
 import os
 import shutil
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,38 +20,44 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from ends_within import ends_within
 from safetensors.numpy import load_file, save_file
 from shapes import BATCHES, SUMS
-from small_run import CONFIGS, small_config
+from small_run import CONFIGS, load_config, small_config
 
 from dapo_jax import training as train
 from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
+from dapo_jax.command.command_line import refusals
+from dapo_jax.command.option_uses import without_switched_off
 from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.values import freeze, with_values
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.optimizer import Models
 from dapo_jax.monitor.workdir import open_workdir
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress
+from dapo_jax.rewards import arithmetic
 from dapo_jax.settings import actor_settings
 
 TINY = str(CONFIGS / "tiny.py")
+RECIPE = freeze(load_config("tiny"))
 HF_MODEL = Path(__file__).parent / "models" / "data" / "llama_tied"
 RUN = {
     **BATCHES,
+    "workdir": "DIR/run",
     "data.max_prompt_length": 64,
     "trainer.total_training_steps": 4,
     "reward.num_workers": 1,
-    "reward.function": "arithmetic",
+    "reward.function": "python:own",  # no process is started for it
 }
 BEFORE = {  # in the work directory before each case
     "notes.txt": "mine\n",
     "metrics.jsonl": '{"step": 0, "a": 1.0}\n{"step": 1, "a": 2.0}\n',
     "samples/step_000001.jsonl": '{"response": "7"}\n',
 }
-REACHED = "the first step is reached"
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Case:
     told: tuple[str, ...]  # parts of the message; DIR stands for the new directory
     options: dict[str, Any] = field(default_factory=dict)  # of the config; with DIR too
     prepare: Callable[[Path], Any] = lambda directory: None
-    arguments: tuple[str, ...] | None = None  # the whole command line instead
+    arguments: tuple[str, ...] = ()  # the whole command line instead
     code: int = 2
 
 
@@ -64,19 +75,28 @@ CASES: dict[str, Case] = {}
 ACCEPTED: dict[str, Case] = {}  # unusual, but right
 
 
-def run(monkeypatch, capsys, arguments: list[str]) -> tuple[int, str]:
-    """The exit code of the training command and what it says on stderr."""
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    with pytest.raises(SystemExit) as ended, ends_within():
-        train.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, capsys.readouterr().err
+def in_directory(value: Any, directory: Path) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(in_directory(part, directory) for part in value)
+    return value.replace("DIR", str(directory)) if isinstance(value, str) else value
 
 
-def arguments_of(case: Case, directory: Path) -> list[str]:
-    options = {"workdir": "DIR/run", **RUN, **({} if "data.task" in case.options else SUMS), **case.options}
-    given = case.arguments or ("--config", TINY, *(f"--config.{name}={value}" for name, value in options.items()))
-    return [argument.replace("DIR", str(directory)) for argument in given]
+def run(case: Case, monkeypatch, directory: Path) -> int | str | None:
+    """The exit code of the training command. How it reads options is in command/test_command_line.py."""
+    options = RUN | ({} if "data.task" in case.options else SUMS) | case.options
+    options = {name: in_directory(value, directory) for name, value in options.items()}
+
+    @contextlib.contextmanager
+    def command(arguments):
+        with refusals(arguments):
+            yield without_switched_off(RECIPE, with_values(RECIPE, options), options)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended, ends_within():
+        patch.setattr(train, "train", functools.partial(train.train, own={"own": arithmetic.score}))
+        if not case.arguments:
+            patch.setattr(train, "command", command)
+        train.main(in_directory(case.arguments, directory))
+    return ended.value.code
 
 
 def check(case: Case, monkeypatch, capsys, directory: Path) -> None:
@@ -87,152 +107,50 @@ def check(case: Case, monkeypatch, capsys, directory: Path) -> None:
     case.prepare(directory)
     logs = not (workdir / "train.log").exists()
     before = {name: (workdir / name).read_text() for name in BEFORE if (workdir / name).is_file()}
-    code, told = run(monkeypatch, capsys, arguments_of(case, directory))
+    code, told = run(case, monkeypatch, directory), capsys.readouterr().err
     assert code == case.code, told
-    assert "Traceback" not in told
-    assert "dapo_jax: " in told
+    assert "Traceback" not in told and "dapo_jax: " in told
     for part in case.told:
-        assert part.replace("DIR", str(directory)) in told, told
+        assert in_directory(part, directory) in told, told
     assert {name: (workdir / name).read_text() for name in before} == before
     if logs and (workdir / "train.log").exists():
         assert "Traceback" in (workdir / "train.log").read_text()
 
 
-# The command line and the config.
-
-
-def config_file(name: str, text: str, *told: str) -> None:
-    """A case with the config file DIR/config.py."""
-    CASES[f"config_file_{name}"] = Case(
-        ("--config=DIR/config.py must be a Python file whose get_config() returns", *told, "correct the file"),
-        prepare=lambda directory: (directory / "config.py").write_text(text),
-        arguments=("--config", "DIR/config.py"),
-    )
+# The command line, and options that only a run can judge.
 
 
 def options(name: str, changes: dict[str, Any], *told: str) -> None:
-    CASES[f"config_{name}"] = Case(told, changes)
+    CASES[f"options_{name}"] = Case(told, changes)
 
 
-GIVE_A_FILE = "give a recipe (`dapo-jax configs` lists them), for example --config tiny"
-CASES["no_config"] = Case(("--config is missing", GIVE_A_FILE), arguments=("--debug=false",))
-CASES["config_missing"] = Case(("--config=DIR/no.py is not a file", GIVE_A_FILE), arguments=("--config", "DIR/no.py"))
-CASES["config_is_a_directory"] = Case(("--config=DIR is not a file", GIVE_A_FILE), arguments=("--config", "DIR"))
-CASES["stray_argument"] = Case(
-    ("unexpected arguments ['stray']", "options are written --config.key=value"), arguments=("--config", TINY, "stray")
+def command_line(name: str, arguments: tuple[str, ...], *told: str) -> None:
+    CASES[f"command_line_{name}"] = Case(told, arguments=arguments)
+
+
+command_line("without_config", ("--debug=false",), "--config is missing", "give a recipe (`dapo-jax configs`")
+command_line("with_an_unknown_option", ("--config", TINY, "--config.sead=1"), "no key sead: did you mean seed?")
+command_line(
+    "with_several_problems",
+    ("--config", TINY, "--config.workdir=DIR/run", "--config.rollout.n=0", "--config.seed=-1"),
+    *("the config has problems:", "rollout.n=0 must be greater than 0", "seed=-1 must be 0 or more"),
 )
-CASES["unknown_option"] = Case(("'confg.seed'", "correct the command"), arguments=("--config", TINY, "--confg.seed=1"))
-CASES["option_without_value"] = Case(
-    ("Missing value for flag --config.seed", "correct the command"), arguments=("--config", TINY, "--config.seed")
+command_line(
+    "of_a_process_alone",
+    ("--config", TINY, "--config.workdir=DIR/run", "--config.trainer.process_id=4"),
+    *("trainer.coordinator", "give trainer.coordinator=HOST:PORT"),
 )
-START = "from dapo_jax.config import default_config\ndef get_config():\n    c = default_config(); "
-config_file("raises", "def get_config():\n    return 1 / 0", "fails in line 2 with ZeroDivisionError: division by zero")
-config_file("exits", "raise SystemExit(3)", "fails in line 1 with SystemExit: 3")
-config_file("is_no_python", "get_config(:", "SyntaxError")
-config_file("imports_what_is_not_there", "import no_such_module", "No module named 'no_such_module'")
-config_file("has_no_get_config", "seed = 1", "has no get_config")
-config_file("returns_something_else", "def get_config():\n    return {'seed': 1}", "returns {'seed': 1}")
-config_file("has_text_for_a_number", f"{START}c.actor.optim.lr = 'fast'; return c", "line 3", "'lr'", "fast")
-config_file("has_an_unknown_key", f"{START}c.actor.optim.lrr = 1.0; return c", 'Did you mean "lr" instead of "lrr"')
-CASES["config_file_is_not_from_default_config"] = Case(
-    ("missing config keys ['actor', 'algorithm'", "start from default_config()"),
-    prepare=lambda directory: (directory / "config.py").write_text(
-        "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})"
-    ),
+CASES["config_file_raises"] = Case(
+    ("--config=DIR/config.py must be a Python file whose get_config() returns", "ZeroDivisionError", "correct the"),
+    prepare=lambda directory: (directory / "config.py").write_text("def get_config():\n    return 1 / 0"),
     arguments=("--config", "DIR/config.py"),
 )
-CASES["config_file_has_wrong_types"] = Case(
-    ("rollout.n=None must be an integer: correct it", "seed=True must be an integer", "rollout.stop=(1,) must be"),
-    prepare=lambda directory: (directory / "config.py").write_text(
-        f"{START}c.unlock(); del c['seed']; c.seed = True; c.rollout.n = None; c.rollout.stop = (1,); return c"
-    ),
-    arguments=("--config", "DIR/config.py"),
-)
-options("unknown_key", {"nonsense": 1}, "--config.nonsense=1: there is no key nonsense", "sections.py lists the keys")
-options("misspelt_key", {"actor.clip_ratio_lo": 0.1}, "no key actor.clip_ratio_lo: did you mean actor.clip_ratio_low")
-options("misspelt_section", {"rolout.n": 4}, "there is no key rolout.n: did you mean rollout.n")
-options("two_unknown_keys", {"rollout.nn": 4, "sead": 1}, "there is no key rollout.nn", "did you mean seed?")
-options("text_for_an_integer", {"rollout.n": "many"}, "--config.rollout.n=many", "invalid literal", "correct the com")
-options("text_for_a_float", {"actor.optim.lr": "fast"}, "--config.actor.optim.lr=fast", "correct the command")
-options("float_for_an_integer", {"rollout.n": 2.5}, "--config.rollout.n=2.5", "correct the command")
-options("none_for_an_integer", {"seed": None}, "--config.seed=None", "correct the command")
-options("one_of_two_values", {"actor.optim.betas": "(0.9,)"}, "actor.optim.betas=(0.9,) must be 2 values, each a num")
-options("number_for_texts", {"data.train_files": 3}, "data.train_files=(3,) must be several values, each text: correct")
-for number in ("nan", "inf", "-inf"):
-    options(f"{number}_for_a_number", {"actor.optim.lr": number}, f"actor.optim.lr={number} must be a finite number: c")
-options("nan_that_no_range_catches", {"actor.clip_ratio_c": "nan"}, "actor.clip_ratio_c=nan must be a finite number")
-options("zero", {"rollout.n": 0}, "rollout.n=0 must be greater than 0")
-options("negative", {"trainer.total_training_steps": -3}, "trainer.total_training_steps=-3 must be greater than 0")
-options("negative_seed", {"seed": -1}, "seed=-1 must be 0 or more")
-options("more_than_32_bits", {"seed": 2**70}, f"seed={2**70} must be less than 2**31: lower it")
-options("too_many_workers", {"reward.num_workers": 10**6}, "reward.num_workers=1000000 must be at most 1024")
-options("no_frequency", {"trainer.save_freq": 0}, "trainer.save_freq=0 must be greater than 0, or -1 (only at the end)")
-options("out_of_range", {"rollout.top_p": 1.5}, "rollout.top_p=1.5 must be in (0, 1]; 1 switches it off")
-options(
-    "beta_of_one", {"actor.optim.betas": "(0.9, 1.0)"}, "actor.optim.betas=(0.9, 1.0) must be two numbers in [0, 1)"
-)
-options("unknown_choice", {"data.truncation": "up"}, "data.truncation='up' must be one of error, left, right, middle")
-options("unknown_loss", {"actor.policy_loss.loss_mode": "x"}, "actor.policy_loss.loss_mode='x' must be one of vanilla")
-options("contradiction", {"trainer.critic_warmup": 2}, "critic_warmup=2 is not read without algorithm.adv_est")
-options(
-    "filter_off_with_rounds",
-    {"algorithm.filter_groups.enable": False, "data.gen_batch_size": 8},
-    "data.gen_batch_size=8 is not read without algorithm.filter_groups.enable=True",
-)
-options(
-    "aliases_that_exclude_each_other",
-    {"algorithm.use_dynamic_sample": True, "algorithm.online_filtering": True},
-    "exclude each other: choose one",
-)
-options(
-    "indivisible_batch",
-    {"actor.ppo_mini_batch_size": 3},
-    "data.train_batch_size=4 must be a multiple of actor.ppo_mini_batch_size=3",
-)
-options(
-    "several_problems",
-    {"rollout.n": 0, "rollout.temperature": "nan", "data.truncation": "up", "seed": -1},
-    "rollout.n=0",
-    "rollout.temperature=nan",
-    "data.truncation='up'",
-    "seed=-1",
-)
-options("broken_json", {"data.chat_template_kwargs": "[1"}, "data.chat_template_kwargs='[1' must be a JSON object (Exp")
-options(
-    "deep_json", {"data.chat_template_kwargs": '{"a":' * 10**5}, "data.chat_template_kwargs=", "recursion", "write it l"
-)
-options(
-    "template_variable_that_is_taken",
-    {"data.chat_template_kwargs": '{"messages": 1}'},
-    """data.chat_template_kwargs='{"messages": 1}' must not hold messages""",
-    "leave them out",
-)
-options(
-    "mesh_of_too_many",
-    {"mesh.fsdp": 16},
-    "mesh.fsdp=16",
-    "must divide the number of devices, 8 (cpu)",
-    "set mesh.fsdp=2, 4 or 8",
-)
-options(
-    "mesh_that_does_not_divide",
-    {"mesh.data": 3},
-    "mesh.data=3",
-    "must be the number of devices, 8 (cpu): set mesh.data=-1",
-)
-options(
-    "mesh_that_does_not_divide_the_model",
-    {"mesh.tensor": 8},
-    "the mesh does not fit",
-    "mesh.tensor=8 must divide",
-    "set mesh.tensor=1 or 2",
-)
-options("heads", {"model.random.num_heads": 3}, "num_heads=3 must be a multiple of model.random.num_kv_heads=2")
-options("odd_head", {"model.random.head_dim": 7}, "model.random.head_dim=7 must be even")
+OF_8 = "must divide the number of devices, 8 (cpu)"
+options("mesh_of_too_many", {"mesh.fsdp": 16}, "mesh.fsdp=16", OF_8, "set mesh.fsdp=2, 4 or 8")
+options("mesh_of_too_few", {"mesh.data": 3}, "mesh.data=3", "must be the number of devices, 8 (cpu): set mesh.data=-1")
+options("mesh_not_of_the_model", {"mesh.tensor": 8}, "the mesh does not fit", "=8 must divide", "mesh.tensor=1 or 2")
 options("open_brace", {"data.arithmetic.template": "{"}, "data.arithmetic.template='{' must have the fields {a}", "cor")
 options("no_such_reward", {"reward.function": "os.no"}, "reward.function='os.no' must be a path", "correct the path")
-options("no_workdir", {"workdir": ""}, "workdir is empty: name the directory")
-options("process_alone", {"trainer.process_id": 4}, "trainer.coordinator", "give trainer.coordinator=HOST:PORT")
 
 
 # Files with prompts.
@@ -242,15 +160,45 @@ ROW = {
     "data_source": "arithmetic",
     "reward_model": {"ground_truth": "2"},
 }
-FROM_FILE = {"data.task": "files"}
+TABLE = yaml.safe_load((Path(__file__).parent / "bad_input.yaml").read_text())
 
 
-def asking(content: str) -> dict[str, Any]:
-    return {**ROW, "prompt": [{"role": "user", "content": content}]}
+def add(name: str, case: Case, *, accepted: bool = False) -> None:
+    (ACCEPTED if accepted else CASES)[name] = case
+
+
+def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """With other values; None removes the key."""
+    return {key: value for key, value in (values | changes).items() if value is not None}
 
 
 def lines(*rows: Any) -> bytes:
-    return "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows).encode()
+    return "".join(f"{row if isinstance(row, str) else json.dumps(changed(ROW, row))}\n" for row in rows).encode()
+
+
+def prompts(
+    name: str, content: bytes | None, *told: str, file: str = "rows.jsonl", accepted: bool = False, **changes: Any
+) -> None:
+    """A case with the prompt file DIR/rows.jsonl of this content, None: without one."""
+
+    def prepare(directory: Path) -> None:
+        if content is not None:
+            (directory / file).write_bytes(content)
+
+    given = {"data.task": "files", "data.train_files": (f"DIR/{file}",), **changes}
+    add(f"prompts_{name}", Case(told, given, prepare), accepted=accepted)
+
+
+for name, case in TABLE["prompts"].items():
+    told, changes = case.get("told", ()), case.get("options", {})
+    prompts(name, lines(*case["rows"]), *told, accepted="accepted" in case, **changes)
+prompts("missing", None, "prompt file DIR/rows.jsonl does not exist: correct the path")
+CASES["prompts_directory"] = Case(
+    ("prompt file DIR/rows.jsonl is a directory: it has no .parquet or .jsonl or .json files",),
+    {"data.task": "files", "data.train_files": ("DIR/rows.jsonl",)},
+    lambda directory: (directory / "rows.jsonl").mkdir(),
+)
+prompts("wrong_suffix", b"x", "rows.csv ends in '.csv', must end in one of .parquet, .jsonl", file="rows.csv")
 
 
 def parquet(*rows: Any) -> bytes:
@@ -259,49 +207,26 @@ def parquet(*rows: Any) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def prompts(name: str, content: bytes | None, *told: str, file: str = "rows.jsonl", accepted=False, **changes) -> None:
-    """A case with the prompt file DIR/rows.jsonl of this content."""
-
-    def prepare(directory: Path) -> None:
-        if content is not None:
-            (directory / file).write_bytes(content)
-
-    given = {**FROM_FILE, "data.train_files": f"('DIR/{file}',)", **{k.replace("__", "."): changes[k] for k in changes}}
-    (ACCEPTED if accepted else CASES)[f"prompts_{name}"] = Case(told, given, prepare)
-
-
 WHOLE = parquet(*[ROW] * 50)
-prompts("missing", None, "prompt file DIR/rows.jsonl does not exist: correct the path")
-CASES["prompts_directory"] = Case(
-    ("prompt file DIR/rows.jsonl is a directory: it has no .parquet or .jsonl or .json files",),
-    {**FROM_FILE, "data.train_files": "('DIR/rows.jsonl',)"},
-    lambda directory: (directory / "rows.jsonl").mkdir(),
-)
-prompts("empty", b"", "DIR/rows.jsonl", "hold no rows: name files that do")
-prompts("wrong_suffix", b"x", "rows.csv ends in '.csv', must end in one of .parquet, .jsonl", file="rows.csv")
-DAMAGED = "is damaged or incomplete"
-prompts("parquet_truncated", WHOLE[:500], "DIR/a.parquet", DAMAGED, "download it again", file="a.parquet")
-prompts("parquet_of_text", b"hello, hello", "DIR/a.parquet", DAMAGED, "download it again", file="a.parquet")
-prompts("parquet_of_nothing", b"", "DIR/a.parquet", DAMAGED, "download it again", file="a.parquet")
-prompts(
-    "parquet_with_damaged_pages",
-    WHOLE[:20] + b"\xff" * 40 + WHOLE[60:],
-    "DIR/a.parquet",
-    DAMAGED,
-    "again",
-    file="a.parquet",
-)
+AGAIN = "download it again"
+BROKEN = "is damaged or incomplete", AGAIN
+for damage, content in {
+    "truncated": WHOLE[:500],
+    "of_text": b"hello, hello",
+    "of_nothing": b"",
+    "with_damaged_pages": WHOLE[:20] + b"\xff" * 40 + WHOLE[60:],
+}.items():
+    prompts(f"parquet_{damage}", content, "DIR/a.parquet", *BROKEN, file="a.parquet")
 prompts("parquet_pointer", b"version https://git-lfs.github.com/spec/v1\n", "run 'git lfs pull'", file="a.parquet")
-prompts(
-    "parquet_of_other_columns",
-    parquet({"a": 1}),
-    "a.parquet row 1: prompt is missing",
-    "set data.prompt_key",
-    file="a.parquet",
-)
+NO_PROMPT = "a.parquet row 1: prompt is missing", "set data.prompt_key"
+prompts("parquet_of_other_columns", parquet({"a": 1}), *NO_PROMPT, file="a.parquet")
+HUGE, DROP = {"prompt": [{"role": "user", "content": "1 + " * 5000}]}, {"data.filter_overlong_prompts": True}
+prompts("huge", lines({}, HUGE), "max_prompt_length=64", "longest 20000", "raise data.max_prompt_length")
+prompts("all_huge_and_dropped", lines(HUGE), "no prompt is left", "raise data.max_prompt_length", **DROP)
+for side in ("left", "right", "middle"):
+    prompts(f"huge_cut_{side}", lines({}, HUGE), accepted=True, **{"data.truncation": side})
+prompts("huge_dropped", lines({}, HUGE), accepted=True, **DROP)
 ONE_OBJECT = "write one object on each line"
-prompts("invalid_json", lines(ROW, ROW, "{nope"), "DIR/rows.jsonl row 3: must be a JSON object, not Expe", ONE_OBJECT)
-prompts("a_number", lines(ROW, 3), "rows.jsonl row 2: must be a JSON object, not a int", ONE_OBJECT)
 prompts(
     "one_list",
     json.dumps([ROW, ROW], indent=1).encode(),
@@ -309,92 +234,21 @@ prompts(
     ONE_OBJECT,
     file="rows.json",
 )
-for key, cure in {"prompt": "set data.prompt_key", "data_source": "name the row's task"}.items():
-    without = {name: value for name, value in ROW.items() if name != key}
-    prompts(f"without_{key}", lines(without), f"rows.jsonl row 1: {key} is missing", cure)
-prompts("without_truth", lines({**ROW, "reward_model": {}}), "reward_model.ground_truth is missing", "write the exp")
-prompts(
-    "wrong_types",
-    lines({**ROW, "prompt": 3}, {**ROW, "data_source": 3}, {**ROW, "extra_info": 3}),
-    "row 1: prompt is '3' (int)",
-    "row 2: data_source is '3' (int)",
-    "row 3: extra_info is '3' (int)",
-    "leave it out",
-)
-prompts("message_without_content", lines({**ROW, "prompt": [{"role": "user"}]}), "each with text as role and content")
-prompts("empty_prompt", lines({**ROW, "prompt": ""}), "row 1: prompt is '' (str), must be non-empty text", "correct")
-prompts("prompt_without_tokens", lines(asking("")), "DIR/rows.jsonl row 1 has no tokens: fill or remove it")
-HUGE = asking("1 + " * 5000)
-prompts("huge", lines(ROW, HUGE), "max_prompt_length=64", "longest 20000", "raise data.max_prompt_length")
-prompts(
-    "all_huge_and_dropped",
-    lines(HUGE),
-    "no prompt is left",
-    "raise data.max_prompt_length",
-    data__filter_overlong_prompts=True,
-)
-for side in ("left", "right", "middle"):
-    prompts(f"huge_cut_{side}", lines(ROW, HUGE), REACHED, accepted=True, data__truncation=side)
-prompts("huge_dropped", lines(ROW, HUGE), REACHED, accepted=True, data__filter_overlong_prompts=True)
 prompts("deep_json", b'{"a":' * 10**5, "row 1: must be a JSON object, not maximum recursion depth", ONE_OBJECT)
-nested = '{"a":' * 500 + "1" + "}" * 500
-prompts(
-    "deep_value",
-    lines(f'{json.dumps(ROW)[:-1]}, "extra_info": {nested}}}'),
-    "row 1: extra_info is nested deeper than 100 levels: flatten it",
-)
-prompts("half_a_character", lines(asking("\ud800")), r"row 1: prompt holds '\ud800', half of a character: write the")
-prompts(
-    "truth_that_no_answer_equals",
-    lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-    "no response can match these ground truths (1 rows)",
-    "rows.jsonl row 2: ground_truth='five' is not an answer that arithmetic accepts",
-)
-prompts(
-    "held_out_truth_that_no_answer_equals",
-    lines(ROW, {**ROW, "reward_model": {"ground_truth": "five"}}),
-    "rows.jsonl row 2: ground_truth='five' is not an answer that arithmetic accepts",
-    data__task="arithmetic",
-    data__train_files="()",
-    evaluate__tasks='{"named": {"files": "DIR/rows.jsonl"}}',
-)
-prompts(
-    "half_a_character_in_the_truth",
-    lines({**ROW, "reward_model": {"ground_truth": "\udfff"}}),
-    r"row 1: reward_model holds '\udfff', half of a character: write the whole",
-)
-prompts("no_utf8", lines(ROW) + b'{"prompt": "\xff"}\n', "row 2: is no UTF-8 text (byte 0xff", "save the file as")
+deep = functools.reduce(lambda inner, _: {"a": inner}, range(500), {})
+prompts("deep_value", lines({"extra_info": deep}), "row 1: extra_info is nested deeper than 100 levels: flatten it")
+prompts("no_utf8", lines({}) + b'{"prompt": "\xff"}\n', "row 2: is no UTF-8 text (byte 0xff", "save the file as")
 prompts("utf16", json.dumps(ROW).encode("utf-16"), "DIR/rows.jsonl is UTF-16 text: save it as UTF-8")
-for value in ("1e999", "NaN"):
-    prompts(f"truth_of_{value}", lines(json.dumps(ROW).replace('"2"', value)), "ground_truth is", "a finite number")
-prompts("number_of_5000_digits", lines(json.dumps(ROW).replace('"2"', "9" * 5000)), "row 1", "4300 digits", ONE_OBJECT)
-prompts(
-    "no_verifier",
-    lines({**ROW, "data_source": "x"}),
-    "data_source='x' has no verifier",
-    "set reward.function",
-    reward__function="auto",
-)
-prompts(
-    "evaluation_missing",
-    lines(ROW),
-    "prompt file DIR/no.jsonl does not exist",
-    "correct the path",
-    data__val_files="('DIR/no.jsonl',)",
-)
-prompts("byte_order_mark", b"\xef\xbb\xbf" + lines(ROW), REACHED, accepted=True)
-prompts("nul_and_odd_unicode", lines(asking("\0"), asking("e\u0301\u202e\U0001f600\u2028")), REACHED, accepted=True)
-prompts("truth_of_400_digits", lines(json.dumps(ROW).replace('"2"', "9" * 400)), REACHED, accepted=True)
-prompts("duplicates", lines(*[ROW] * 9), "8 of 9 prompts repeat an earlier row's prompt", REACHED, accepted=True)
+prompts("byte_order_mark", b"\xef\xbb\xbf" + lines({}), accepted=True)
+LONG, LONGER = (lines(json.dumps(ROW).replace('"2"', "9" * digits)) for digits in (400, 5000))
+prompts("number_of_5000_digits", LONGER, "row 1", "4300 digits", ONE_OBJECT)
+prompts("truth_of_400_digits", LONG, accepted=True, **{"reward.function": "arithmetic"})
 
 
 # Model directories.
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-TEMPLATE = "chat_template.jinja"
-QUERY = "model.layers.0.self_attn.q_proj.weight"
-AGAIN = "download it again"
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+SETTINGS, GENERATION, TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
 
 
 def write_model(directory: Path) -> Path:
@@ -411,55 +265,58 @@ def write_model(directory: Path) -> Path:
 
 def model(name: str, change: Callable[[Path], Any], *told: str, accepted: bool = False) -> None:
     """A case with the directory DIR/model, changed."""
-    (ACCEPTED if accepted else CASES)[f"model_{name}"] = Case(
-        told, {"model.path": "DIR/model"}, lambda directory: change(write_model(directory))
-    )
+    prepare = lambda directory: change(write_model(directory))  # noqa: E731
+    add(f"model_{name}", Case(told, {"model.path": "DIR/model"}, prepare), accepted=accepted)
 
 
-def removed(name: str) -> Callable[[Path], Any]:
-    return lambda path: (path / name).unlink()
+def with_files(path: Path, files: dict[str, Any]) -> None:
+    """Removes, replaces or edits files, as bad_input.yaml says."""
+    for name, content in files.items():
+        if content is None:
+            (path / name).unlink()
+        elif isinstance(content, dict):
+            (path / name).write_text(json.dumps(changed(json.loads((path / name).read_text()), content)))
+        else:
+            (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def replaced(name: str, content: bytes) -> Callable[[Path], Any]:
-    return lambda path: (path / name).write_bytes(content)
+for name, case in TABLE["models"].items():
+    files = {file: content for file, content in case.items() if "." in file}
+    change = functools.partial(with_files, files=files)
+    model(name, change, *case.get("told", ()), accepted="accepted" in case)
+RAW = (HF_MODEL / WEIGHTS).read_bytes()
+for name, file, content in (
+    ("config_no_utf8", CONFIG, b"\xff"),
+    ("config_deep", CONFIG, b"[" * 10**5),
+    ("tokenizer_no_utf8", TOKENIZER, b"\xff"),
+    ("template_no_utf8", TEMPLATE, b"\xff"),
+    ("weights_truncated", WEIGHTS, RAW[: len(RAW) // 2]),
+    ("weights_with_a_header_longer_than_the_file", WEIGHTS, struct.pack("<Q", 2**40) + RAW[8:]),
+    ("weights_with_a_header_of_no_json", WEIGHTS, struct.pack("<Q", 8) + b"abcdefgh" + RAW),
+):
+    model(name, functools.partial(with_files, files={file: content}), f"DIR/model/{file}", *BROKEN)
 
 
-def edited(name: str, **changes: Any) -> Callable[[Path], Any]:
-    """JSON with other values; ... removes the key."""
-
-    def change(path: Path) -> None:
-        values = json.loads((path / name).read_text()) | changes
-        (path / name).write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
-
-    return change
+def first_is(value: float) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda array: np.concatenate([[value], array.ravel()[1:]], dtype=array.dtype).reshape(array.shape)
 
 
-def all_of(*changes: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    return lambda path: [change(path) for change in changes]
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+NOT_FINITE = f"1 of 3072 values of tensor {QUERY} are NaN or", "download the model again"
+for name, of_query, told in (
+    ("shape", lambda array: array[:3].copy(), (f"tensor {QUERY} has shape (3, 48)", "take both from one download")),
+    ("dtype", lambda array: array.astype(np.int32), (f"tensor {QUERY} has dtype I32", "take both from one download")),
+    ("tensor_missing", None, (f"tensor {QUERY} of shape", "is missing", "take both from one download")),
+    ("nan_weight", first_is(np.nan), NOT_FINITE),
+    ("inf_weight", first_is(np.inf), NOT_FINITE),
+):
 
-
-def with_tensor(name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[Path], Any]:
-    """Weights with another tensor in the place of one, or without it."""
-
-    def change_file(path: Path) -> None:
+    def change(path: Path, of_query=of_query) -> None:
         tensors = load_file(path / WEIGHTS)
-        new = change(tensors.pop(name))
-        save_file(tensors if new is None else {**tensors, name: new}, path / WEIGHTS)
+        query = tensors.pop(QUERY)
+        save_file(tensors | ({QUERY: of_query(query)} if of_query else {}), path / WEIGHTS)
 
-    return change_file
-
-
-def with_first(value: float) -> Callable[[np.ndarray], np.ndarray]:
-    def change(array: np.ndarray) -> np.ndarray:
-        array = array.copy()
-        array.flat[0] = value
-        return array
-
-    return change
-
-
-def with_index(text: str) -> Callable[[Path], Any]:
-    return all_of(removed(WEIGHTS), replaced(INDEX, text.encode()))
+    model(name, change, *told)
 
 
 def larger_vocabulary(path: Path) -> None:
@@ -468,14 +325,14 @@ def larger_vocabulary(path: Path) -> None:
     (path / TOKENIZER).write_text(json.dumps(values))
 
 
+model("vocabulary_too_large", larger_vocabulary, "ids up to 399", "160 embeddings: use the tokenizer")
 NO_MODEL = "give a Hugging Face model directory or a .gguf file"
-CASES["model_missing"] = Case(("dapo_jax: model.path=DIR/no does not exist", NO_MODEL), {"model.path": "DIR/no"})
+for key in ("model.path", "reward.model.path"):
+    CASES[f"{key}_missing"] = Case((f"dapo_jax: {key}=DIR/no does not exist", NO_MODEL), {key: "DIR/no"})
 CASES["model_is_a_file"] = Case(
     ("the model path DIR/x is neither", NO_MODEL), {"model.path": "DIR/x"}, lambda path: (path / "x").write_text("")
 )
-CASES["reward_model_missing"] = Case(
-    ("dapo_jax: reward.model.path=DIR/no does not exist", NO_MODEL), {"reward.model.path": "DIR/no"}
-)
+HUB = "Qwen/Qwen2.5-0.5B"
 for key, others in {
     "model.path": {},
     "reward.model.path": {},
@@ -483,90 +340,9 @@ for key, others in {
     "critic.model.path": {"algorithm.adv_estimator": "gae"},
     "algorithm.distillation.path": {},
 }.items():
-    CASES[f"{key}_is_a_hub_name"] = Case(
-        (
-            f"{key}=Qwen/Qwen2.5-0.5B does not exist on this machine, and the Hugging Face hub",
-            "cannot be reached",
-            "`hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`",
-        ),
-        {key: "Qwen/Qwen2.5-0.5B", **others},
-    )
-model("without_config", removed(CONFIG), "DIR/model/config.json does not exist: model.path must be a Hugging Face")
-model("config_broken", replaced(CONFIG, b"{"), "DIR/model/config.json", DAMAGED, AGAIN)
-model("config_no_utf8", replaced(CONFIG, b"\xff"), "DIR/model/config.json", DAMAGED, AGAIN)
-model("config_deep", replaced(CONFIG, b"[" * 10**5), "DIR/model/config.json", DAMAGED, AGAIN)
-model("config_a_list", replaced(CONFIG, b"[1]"), "DIR/model/config.json must hold a JSON object, not a list", AGAIN)
-model("config_pointer", replaced(CONFIG, b"version https://git-lfs.github.com/spec/v1"), "run 'git lfs pull'")
-CHOOSE = "choose a supported model"
-model("family", edited(CONFIG, architectures=["GPT2LMHeadModel"]), "config.json: architectures=['GPT2LM", "is not supp")
-model("families_no_list", edited(CONFIG, architectures={"a": 1}), "architectures={'a': 1} must be a list", CHOOSE)
-model("key_missing", edited(CONFIG, hidden_size=...), "model/config.json: LlamaForCausalLM with no hidden_size", AGAIN)
-for key, value, rule in (
-    ("vocab_size", "x", "a positive integer"),
-    ("hidden_size", 48.5, "a positive integer"),
-    ("num_attention_heads", 0, "a positive integer"),
-    ("num_hidden_layers", 10**6, "at most 10000"),
-    ("rms_norm_eps", "x", "a positive number"),
-    ("rope_theta", -1, "a positive number"),
-    ("rope_scaling", 3, "an object"),
-    ("tie_word_embeddings", "x", "true or false"),
-    ("layer_types", 3, "a list"),
-):
-    model(f"{key}_mistyped", edited(CONFIG, **{key: value}), f"config.json: {key}={value!r} must be {rule}", AGAIN)
-model("heads_indivisible", edited(CONFIG, num_key_value_heads=3), "num_key_value_heads=3", "must be a multiple", AGAIN)
-model("without_weights", removed(WEIGHTS), "DIR/model holds neither model.safetensors nor", "convert other formats")
-model("shard_missing", with_index('{"weight_map": {"a": "b.safetensors"}}'), "do not exist: ['b.safetensors']: downl")
-model("index_broken", with_index("{"), f"DIR/model/{INDEX}", DAMAGED, AGAIN)
-model("index_elsewhere", with_index('{"weight_map": {"a": "../b"}}'), f"{INDEX} must have a weight_map", AGAIN)
-RAW = (HF_MODEL / WEIGHTS).read_bytes()
-for name, content in {
-    "truncated": RAW[: len(RAW) // 2],
-    "empty": b"",
-    "header_longer_than_the_file": struct.pack("<Q", 2**40) + RAW[8:],
-    "header_no_json": struct.pack("<Q", 8) + b"abcdefgh" + RAW,
-}.items():
-    model(f"weights_{name}", replaced(WEIGHTS, content), f"DIR/model/{WEIGHTS}", DAMAGED, AGAIN)
-model("weights_pointer", replaced(WEIGHTS, b"version https://git-lfs.github.com/spec/v1"), "run 'git lfs pull'")
-ONE_DOWNLOAD = "take both from one download"
-model("shape", with_tensor(QUERY, lambda array: array[:3].copy()), f"tensor {QUERY} has shape (3, 48)", ONE_DOWNLOAD)
-model("dtype", with_tensor(QUERY, lambda array: array.astype(np.int32)), f"tensor {QUERY} has dtype I32", ONE_DOWNLOAD)
-model("tensor_missing", with_tensor(QUERY, lambda array: None), f"tensor {QUERY} of shape", "is missing", ONE_DOWNLOAD)
-for value in (np.nan, np.inf):
-    model(
-        f"{value}_weight",
-        with_tensor(QUERY, with_first(value)),
-        f"1 of 3072 values of tensor {QUERY} are NaN or",
-        "download the model again",
-    )
-model("without_tokenizer", removed(TOKENIZER), "DIR/model has no tokenizer.json: save the model's fast tokenizer")
-for name, content in {"broken": b"{", "a_list": b"[]", "no_utf8": b"\xff", "empty_object": b"{}"}.items():
-    model(f"tokenizer_{name}", replaced(TOKENIZER, content), f"DIR/model/{TOKENIZER}", DAMAGED, AGAIN)
-model("vocabulary_too_large", larger_vocabulary, "ids up to 399", "160 embeddings: use the tokenizer")
-model("settings_broken", replaced(SETTINGS, b"{"), f"DIR/model/{SETTINGS}", DAMAGED, AGAIN)
-model("settings_a_list", replaced(SETTINGS, b"[]"), f"DIR/model/{SETTINGS} must hold a JSON object", AGAIN)
-model(
-    "without_eos",
-    all_of(edited(CONFIG, eos_token_id=...), edited(SETTINGS, eos_token=...), replaced(GENERATION, b"{}")),
-    "DIR/model names no end-of-sequence token: give eos_token_id",
-)
-for value in (10**6, -1, "x", 1.5, True, 2**70):
-    model(
-        f"eos_{value}",
-        edited(GENERATION, eos_token_id=value),
-        f"DIR/model: eos_token_id={value!r} must be a token of the tokenizer: correct its files",
-    )
-model("eos_unknown", edited(SETTINGS, eos_token="no"), "DIR/model: eos_token='no' must be a token", "correct its files")
-model("without_pad", edited(SETTINGS, pad_token=...), REACHED, accepted=True)
-model("template_raises", replaced(TEMPLATE, b"{{ raise_exception('no way') }}"), "no way", "the model's template")
-model("template_broken", replaced(TEMPLATE, b"{% for %}"), "the chat template failed", "the model's template")
-model("template_no_utf8", replaced(TEMPLATE, b"\xff"), f"DIR/model/{TEMPLATE}", DAMAGED, AGAIN)
-model("without_template", removed(TEMPLATE), "the tokenizer has no chat template", "add chat_template.jinja")
-model(
-    "template_a_number",
-    all_of(removed(TEMPLATE), edited(SETTINGS, chat_template=3)),
-    "tokenizer_config.json: chat_template='3' must be text",
-    "write chat_template.jinja",
-)
+    no_hub = f"{key}={HUB} does not exist on this machine, and the Hugging Face hub"
+    download = f"`hf download {HUB} --local-dir models/Qwen2.5-0.5B`"
+    CASES[f"{key}_is_a_hub_name"] = Case((no_hub, "cannot be reached", download), {key: HUB, **others})
 
 
 def gguf_file(name: str, content: bytes, *told: str) -> None:
@@ -581,47 +357,51 @@ def gguf_text(text: str) -> bytes:
 
 HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
 ARCHITECTURE = gguf_text("general.architecture") + struct.pack("<I", 8)
-gguf_file("empty", b"", "DIR/a.gguf", DAMAGED, AGAIN)
-gguf_file("truncated", HEADER + gguf_text("general.architecture")[:-3], "DIR/a.gguf", DAMAGED, AGAIN)
+gguf_file("empty", b"", "DIR/a.gguf", *BROKEN)
+gguf_file("truncated", HEADER + gguf_text("general.architecture")[:-3], "DIR/a.gguf", *BROKEN)
 gguf_file("wrong_magic", b"GGML" + HEADER[4:] + bytes(99), "a.gguf", "must begin with b'GGUF'", AGAIN)
-gguf_file("of_another_version", b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "a.gguf", "version 99 must be one of", AGAIN)
-gguf_file("long_array", HEADER + gguf_text("a") + struct.pack("<IIQ", 9, 0, 2**40), f"an array of {2**40} elem", AGAIN)
+gguf_file(
+    "of_another_version",
+    b"GGUF" + struct.pack("<IQQ", 99, 0, 0),
+    "a.gguf",
+    "version 99 must be one of",
+    "download it again",
+)
+gguf_file(
+    "long_array",
+    HEADER + gguf_text("a") + struct.pack("<IIQ", 9, 0, 2**40),
+    f"an array of {2**40} elem",
+    "download it again",
+)
 gguf_file("no_language_model", HEADER + ARCHITECTURE + gguf_text("clip"), "general.architecture='clip' must be one of")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_refused(name, monkeypatch, capsys, tmp_path):
-    if name.startswith("gguf"):
-        pytest.importorskip("gguf")
-    check(CASES[name], monkeypatch, capsys, tmp_path)
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_it_is_accepted(name, monkeypatch, capsys, tmp_path):
-    def reached(_):
-        raise RuntimeError(REACHED)
-
-    monkeypatch.setattr(train, "first_state", reached)
-    check(Case(**{**vars(ACCEPTED[name]), "code": 1}), monkeypatch, capsys, tmp_path)
 
 
 # Work directories.
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """The work directory of a run with a checkpoint of step 3."""
-    config = small_config(tmp_path_factory.mktemp("trained") / "run")
-    arch, _ = read_model(config)
-    mesh = make_mesh(-1, 1, 1)
-    shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape
-    state = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shape)
-    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=9)
-    checkpoints.save(Models(actor=state, critic=None), Progress(step=3), {"next_prompt": np.zeros(1)})
-    checkpoints.close()
-    return Path(config.workdir)
-
-
+WORKDIRS = {
+    "is_a_file": Case(
+        ("workdir=DIR/file must be a directory", "choose another by --config.workdir="),
+        {"workdir": "DIR/file"},
+        lambda directory: (directory / "file").write_text(""),
+    ),
+    "cannot_be_made": Case(
+        ("workdir=/proc/no must be a directory that this process can create", "choose another by"),
+        {"workdir": "/proc/no"},
+    ),
+    "has_damaged_metrics": Case(
+        ("DIR/run/metrics.jsonl, line 2: not JSON", "fix or remove the line"),
+        prepare=lambda path: (path / "run" / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n{"step": 1}\n'),
+        code=1,
+    ),
+    **{
+        f"has_a_full_{name}": Case(
+            ("No space left on device", "free some space, then rerun the same command"),
+            prepare=lambda directory, name=name: (directory / "run" / name).symlink_to("/dev/full"),
+            code=1,
+        )
+        for name in ("config.json.tmp", "train.log")
+    },
+}
 WITH_CHECKPOINT = {
     "of_another_model": Case(
         ("the checkpoint of step 3 is of another model", "(56, 48)", "(56, 40)", "choose another workdir"),
@@ -642,6 +422,39 @@ WITH_CHECKPOINT = {
 }
 
 
+@pytest.mark.parametrize("name", [*CASES, *WORKDIRS])
+def test_it_is_refused(name, monkeypatch, capsys, tmp_path):
+    if name.startswith("gguf"):
+        pytest.importorskip("gguf")
+    check((CASES | WORKDIRS)[name], monkeypatch, capsys, tmp_path)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_it_is_accepted(name, monkeypatch, capsys, tmp_path):
+    def reached(_):
+        raise RuntimeError("the first step is reached")
+
+    monkeypatch.setattr(train, "first_state", reached)
+    case = ACCEPTED[name]
+    check(
+        dataclasses.replace(case, told=(*case.told, "the first step is reached"), code=1), monkeypatch, capsys, tmp_path
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """The work directory of a run with a checkpoint of step 3."""
+    config = small_config(tmp_path_factory.mktemp("trained") / "run")
+    arch, _ = read_model(config)
+    mesh = make_mesh(-1, 1, 1)
+    shape = build_actor(actor_settings(config, arch, mesh), mesh).trainable.state_shape
+    state = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), shape)
+    checkpoints = Checkpoints(checkpoint_dir(config), max_to_keep=9)
+    checkpoints.save(Models(actor=state, critic=None), Progress(step=3), {"next_prompt": np.zeros(1)})
+    checkpoints.close()
+    return Path(config.workdir)
+
+
 @pytest.mark.parametrize("name", WITH_CHECKPOINT)
 def test_a_checkpoint_is_refused(name, checkpoint, monkeypatch, capsys, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "run")
@@ -656,57 +469,14 @@ def test_a_second_run_is_refused(monkeypatch, capsys, tmp_path):
         check(Case(told), monkeypatch, capsys, tmp_path)
 
 
-def make_metrics_damaged(directory: Path) -> None:
-    (directory / "run" / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
-
-
-WORKDIRS = {
-    "is_a_file": Case(
-        ("workdir=DIR/file must be a directory", "choose another by --config.workdir="),
-        {"workdir": "DIR/file"},
-        lambda directory: (directory / "file").write_text(""),
-    ),
-    "cannot_be_made": Case(
-        ("workdir=/proc/no must be a directory that this process can create", "choose another by"),
-        {"workdir": "/proc/no"},
-    ),
-    "has_damaged_metrics": Case(
-        ("DIR/run/metrics.jsonl, line 2: not JSON", "fix or remove the line"),
-        prepare=make_metrics_damaged,
-        code=1,
-    ),
-    "is_full": Case(
-        ("No space left on device", "free some space, then rerun the same command"),
-        prepare=lambda directory: (directory / "run" / "config.json.tmp").symlink_to("/dev/full"),
-        code=1,
-    ),
-    "has_a_full_log": Case(
-        ("No space left on device", "free some space, then rerun the same command"),
-        prepare=lambda directory: (directory / "run" / "train.log").symlink_to("/dev/full"),
-        code=1,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WORKDIRS)
-def test_a_work_directory_is_refused(name, monkeypatch, capsys, tmp_path):
-    check(WORKDIRS[name], monkeypatch, capsys, tmp_path)
-
-
-def test_a_read_only_work_directory_and_an_unreadable_file_are_refused(monkeypatch, capsys, tmp_path):
-    allowed = os.access
-    for name in ("run", "rows.jsonl"):  # as for a user without the right: root has them all
-
-        def access(path, mode, name=name):
-            return Path(path).name != name and allowed(path, mode)
-
-        monkeypatch.setattr("os.access", access)
-        told = {
-            "run": ("workdir=DIR/run must be a directory", "Permission denied", "let this user write there"),
-            "rows.jsonl": ("prompt file DIR/rows.jsonl cannot be read by this user: change its permissions",),
-        }[name]
-        check(Case(told, CASES["prompts_empty"].options, CASES["prompts_empty"].prepare), monkeypatch, capsys, tmp_path)
-
-
-def test_there_are_enough_cases():
-    assert len(CASES) + len(WITH_CHECKPOINT) + len(WORKDIRS) >= 70
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("run", ("workdir=DIR/run must be a directory", "Permission denied", "let this user write there")),
+        ("rows.jsonl", ("prompt file DIR/rows.jsonl cannot be read by this user: change its permissions",)),
+    ],
+)
+def test_a_read_only_work_directory_and_an_unreadable_file_are_refused(name, told, monkeypatch, capsys, tmp_path):
+    allowed = os.access  # as for a user without the right: root has them all
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != name and allowed(path, mode))
+    check(Case(told, CASES["prompts_empty"].options, CASES["prompts_empty"].prepare), monkeypatch, capsys, tmp_path)
