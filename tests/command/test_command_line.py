@@ -3,6 +3,7 @@ import errno
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,77 +11,92 @@ from pathlib import Path
 import jax
 import pytest
 
-from dapo_jax.command import command_line
+from dapo_jax.command import command_line, interrupts
 from dapo_jax.command.command_line import read_config, refusals
 from dapo_jax.command.help import MOST_USED
 from dapo_jax.command.validation import validate
+from dapo_jax.config.values import flat
 from dapo_jax.errors import InputError
 from dapo_jax.parallel import endings
 from dapo_jax.parallel.memory import FRACTION
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.py")
+FILTER = "algorithm.filter_groups"
 
 
-def test_overrides_reach_the_config():
-    config = read_config(["train", "--config", TINY, "--config.actor.optim.lr=2e-6", "--config.data.gen_batch_size=4"])
-    assert config.actor.optim.lr == 2e-6 and config.data.gen_batch_size == 4
+def read(*arguments: str, file: str = TINY):
+    return read_config(["train", "--config", file, *arguments])
 
 
-def test_an_option_is_taken_back_by_null(tmp_path):
-    for null in ("null", "None"):
-        config = read_config(["train", "--config", TINY, f"--config.data.gen_batch_size={null}"])
-        assert config.data.gen_batch_size is None
-    given = "--config.data.gen_batch_size="
-    for values, last in ((("8", "null"), None), (("null", "8"), 8)):
-        config = read_config(["train", "--config", TINY, *(given + value for value in values)])
-        assert config.data.gen_batch_size == last
-    with pytest.raises(ValueError, match="rollout.n=null"):
-        read_config(["train", "--config", TINY, "--config.rollout.n=null"])
+def test_options_reach_the_config_in_words_and_are_taken_back_by_null():
+    changed = {
+        "actor.optim.lr": ("2e-6", 2e-6),
+        "data.gen_batch_size": ("4", 4),
+        "data.prompt_key": ("yes", "yes"),  # not a switch
+        "data.shuffle": ("no", False),
+        "data.filter_overlong_prompts": ("yes", True),
+        "data.curriculum.enable": ("On", True),
+        "actor.use_kl_loss": ("1", True),
+        "actor.optim.offload": ("true", True),
+        f"{FILTER}.keep_singletons": ("off", False),
+    }
+    given = [f"--config.{key}={text}" for key, (text, _) in changed.items()]
+    config = flat(read("--debug", *given))
+    assert {key: config[key] for key in changed} == {key: value for key, (_, value) in changed.items()}
+    size = "--config.data.gen_batch_size="
+    for texts, last in ((("8", "null"), None), (("None", "8"), 8)):
+        assert read(*(size + text for text in texts), "--debug").data.gen_batch_size == last
+
+
+SWITCH = "must be true or false: write --config"
+FOR_EXAMPLE = "give a recipe (`dapo-jax configs` lists them), for example --config tiny"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "messages"),
     [
-        (["--config.unknown=1"], "unknown"),
-        (["--config.actor.clip_ratio_lo=0.1"], "clip_ratio_low"),
-        (["--config.actor.optim.lr=fast"], "lr"),
-        (["--confg.seed=1"], "confg"),
-        (["stray"], "stray"),
+        (["--config.unknown=1"], ["--config.unknown=1: there is no key unknown: dapo_jax/config/sections.py lists"]),
+        (["--config.actor.clip_ratio_lo=1"], ["no key actor.clip_ratio_lo: did you mean actor.clip_ratio_low"]),
+        (["--config.rolout.n=4"], ["there is no key rolout.n: did you mean rollout.n"]),
+        (["--config.rollout.nn=4", "--config.sead=1"], ["there is no key rollout.nn", "did you mean seed?"]),
+        (["--config.rollout.n=many"], ["--config.rollout.n=many", "invalid literal", "correct the command"]),
+        (["--config.actor.optim.lr=fast"], ["--config.actor.optim.lr=fast", "correct the command"]),
+        (["--config.rollout.n=2.5"], ["--config.rollout.n=2.5", "correct the command"]),
+        (["--config.seed=None"], ["--config.seed=None", "correct the command"]),
+        (["--config.rollout.n=null"], ["--config.rollout.n=null", "correct the command"]),
+        (["--confg.seed=1"], ["'confg.seed'", "correct the command"]),
+        (["--config.seed"], ["Missing value for flag --config.seed", "correct the command"]),
+        (["stray"], ["unexpected arguments ['stray']: options are written --config.key=value"]),
+        (
+            ["--config.data.shuffle=maybe", f"--config.{FILTER}.enable="],
+            [
+                f"--config.data.shuffle=maybe {SWITCH}.data.shuffle=true or --config.data.shuffle=false",
+                f"--config.{FILTER}.enable= {SWITCH}.{FILTER}.enable=true or --config.{FILTER}.enable=false",
+            ],
+        ),
+        (["--config=nowhere.py"], ["--config=nowhere.py is not a file", FOR_EXAMPLE]),
+        ([f"--config={os.path.dirname(TINY)}"], ["configs is not a file", FOR_EXAMPLE]),
     ],
 )
-def test_a_wrong_argument_is_refused_and_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        read_config(["train", "--config", TINY, *arguments])
-
-
-@pytest.mark.parametrize(
-    ("given", "value"), [("yes", True), ("On", True), ("1", True), ("true", True), ("no", False), ("off", False)]
-)
-def test_a_switch_may_be_written_in_words(given, value):
-    config = read_config(["train", "--config", TINY, f"--config.data.shuffle={given}"])
-    assert config.data.shuffle is value
-
-
-def test_what_is_no_switch_is_refused_with_what_to_write():
-    given = ["--config.data.shuffle=maybe", "--config.algorithm.filter_groups.enable="]
-    with pytest.raises(ValueError) as refused:
-        read_config(["train", "--config", TINY, *given])
-    for option in given:
-        name = option.partition("=")[0]
-        assert f"{option} must be true or false: write {name}=true or {name}=false" in str(refused.value)
-    assert read_config(["train", "--config", TINY, "--config.data.prompt_key=yes"]).data.prompt_key == "yes"
+def test_a_wrong_argument_is_refused_and_named(arguments, messages):
+    with pytest.raises(InputError) as refused:
+        read(*arguments)
+    assert all(message in str(refused.value) for message in messages)
 
 
 def test_a_config_file_may_be_given_alone():
     alone = read_config(["train", "--config.seed=3", TINY])
-    assert alone == read_config(["train", "--config", TINY, "--config.seed=3"])
+    assert alone == read("--config.seed=3")
     value = read_config(["train", "--config.data.prompt_key", "prompts.json", TINY])
     assert value.data.prompt_key == "prompts.json" and value.workdir == alone.workdir
-    with pytest.raises(ValueError, match="--config=nowhere.py is not a file"):
-        read_config(["train", "nowhere.py"])
-    for two in ([TINY, TINY.replace("tiny", "gsm8k")], ["--config", TINY, "other.py"]):
-        with pytest.raises(ValueError, match="--config is missing|unexpected arguments"):
-            read_config(["train", *two])
+    for arguments, message in (
+        ([], "--config is missing: give a recipe"),
+        (["nowhere.py"], "--config=nowhere.py is not a file"),
+        ([TINY, TINY.replace("tiny", "gsm8k")], "--config is missing|unexpected arguments"),
+        (["--config", TINY, "other.py"], "unexpected arguments"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config(["train", *arguments])
 
 
 @pytest.mark.parametrize("help_option", ["-h", "--help"])
@@ -92,88 +108,71 @@ def test_help_has_the_options_most_used_with_their_comments(command, help_option
         importlib.import_module(f"dapo_jax.{module}").main()
     said = capsys.readouterr().out
     assert f"python -m dapo_jax.{command} --config" in said and "--debug" in said and "docs/configuration.md" in said
-    for option in MOST_USED[command]:
-        assert f"  --config.{option}=..." in said
+    assert all(f"  --config.{option}=..." in said for option in MOST_USED[command])
     assert all(len(line) <= 120 for line in said.splitlines())
 
 
-def write_recipe(folder, *lines: str) -> str:
-    """A config file like tiny.py with further lines."""
+def write_recipe(folder, **changes: object) -> str:
+    """A config file like tiny.py with further options."""
     end = "    return config"
-    changes = "".join(f"    {line}\n" for line in lines)
-    (folder / "recipe.py").write_text(Path(TINY).read_text().replace(end, changes + end))
+    lines = "".join(f"    config.{key} = {value!r}\n" for key, value in changes.items())
+    (folder / "recipe.py").write_text(Path(TINY).read_text().replace(end, lines + end))
     return str(folder / "recipe.py")
 
 
 def test_one_option_varies_a_recipe_whatever_it_switches_off(tmp_path, capsys):
-    groups = "config.algorithm.filter_groups"
-    recipe = write_recipe(tmp_path, f"{groups}.leftover = 'carry'", f"{groups}.leftover_max_staleness = 3")
-    off = ["train", "--config", recipe, f"--{groups}.enable=False"]
-    config = read_config(off)
+    recipe = write_recipe(tmp_path, **{f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 3})
+    off = f"--config.{FILTER}.enable=False"
+    config = read(off, file=recipe)
     validate(config)
     assert config.algorithm.filter_groups.leftover == "requeue"
     told = capsys.readouterr().err
-    assert "dapo_jax: algorithm.filter_groups.leftover is not read without algorithm.filter_groups.enable=True" in told
-    alias = read_config(["train", "--config", recipe, "--config.algorithm.use_dynamic_sample=False"])
-    assert alias == config
-    assert read_config(["train", "--config", recipe]).algorithm.filter_groups.leftover_max_staleness == 3
+    assert f"dapo_jax: {FILTER}.leftover is not read without {FILTER}.enable=True" in told
+    assert read("--config.algorithm.use_dynamic_sample=False", file=recipe) == config
+    assert read(file=recipe).algorithm.filter_groups.leftover_max_staleness == 3
     for given in (
-        [f"--{groups}.leftover=carry"],
+        [f"--config.{FILTER}.leftover=carry"],
         ["--noconfig.model.enable_gradient_checkpointing", "--config.model.remat_policy=dots"],
     ):
         with pytest.raises(ValueError, match="is not read without"):
-            validate(read_config([*off, *given]))
+            validate(read(off, *given, file=recipe))
 
 
 def test_what_a_file_sets_in_vain_is_refused(tmp_path):
-    recipe = write_recipe(tmp_path, "config.algorithm.lam = 0.9")
+    recipe = write_recipe(tmp_path, **{"algorithm.lam": 0.9})
     for options in ([], ["--config.seed=2"]):
         with pytest.raises(ValueError, match="algorithm.lam=0.9 is not read without algorithm.adv_estimator=gae"):
-            validate(read_config(["train", "--config", recipe, *options]))
-
-
-@pytest.mark.parametrize(
-    ("alias", "option", "sets"),
-    [
-        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.enable=False", "enable=True, but False"),
-        ("algorithm.use_dynamic_sample=False", "algorithm.filter_groups.enable=True", "enable=False, but True"),
-        ("algorithm.online_filtering=False", "algorithm.filter_groups.enable=True", "enable=False, but True"),
-        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.leftover=requeue", "leftover=discard, but requ"),
-        ("algorithm.use_dynamic_sample=True", "algorithm.filter_groups.max_num_gen_batches=10", "batches=3, but 10"),
-        ("data.rollout_batch_size=8", "data.train_batch_size=512", "data.train_batch_size=8, but 512"),
-    ],
-)
-def test_an_option_that_contradicts_an_alias_is_refused_even_at_its_default(alias, option, sets, tmp_path):
-    (tmp_path / "defaults.py").write_text("from dapo_jax.config import default_config as get_config\n")
-    command = ["train", "--config", str(tmp_path / "defaults.py"), f"--config.{alias}"]
-    read_config(command)
-    with pytest.raises(ValueError, match=sets):
-        read_config([*command, f"--config.{option}"])
+            validate(read(*options, file=recipe))
 
 
 @pytest.mark.parametrize(
     ("alias", "dependants"),
     [
-        ("use_dynamic_sample", ("algorithm.dynamic_sample_max_gen_batches = 3",)),
-        ("online_filtering", ("algorithm.filter_low = 0.2", "trainer.max_try_make_batch = 3")),
+        ("use_dynamic_sample", {"algorithm.dynamic_sample_max_gen_batches": 3}),
+        ("online_filtering", {"algorithm.filter_low": 0.2, "trainer.max_try_make_batch": 3}),
     ],
 )
 def test_an_alias_that_is_switched_off_takes_along_what_belongs_to_it(alias, dependants, tmp_path):
-    lines = [f"algorithm.{alias} = True", *dependants]
-    recipe = write_recipe(tmp_path, *(f"config.{line}" for line in lines))
-    off = ["train", "--config", recipe, f"--config.algorithm.{alias}=False"]
-    config = read_config(off)
+    recipe = write_recipe(tmp_path, **{f"algorithm.{alias}": True, **dependants})
+    off = f"--config.algorithm.{alias}=False"
+    config = read(off, file=recipe)
     validate(config)
     assert not config.algorithm.filter_groups.enable
+    key, value = next(iter(dependants.items()))
     with pytest.raises(ValueError, match=f"need.* algorithm.{alias}=True"):
-        read_config([*off, f"--config.{dependants[0].replace(' ', '')}"])
+        read(off, f"--config.{key}={value}", file=recipe)
 
 
-def test_an_alias_of_a_file_may_need_the_command_line(tmp_path):
-    recipe = write_recipe(tmp_path, "config.algorithm.filter_low = 0.2")
-    config = read_config(["train", "--config", recipe, "--config.algorithm.online_filtering=True"])
+def test_an_alias_of_a_file_may_need_or_contradict_the_command_line(tmp_path):
+    recipe = write_recipe(tmp_path, **{"algorithm.filter_low": 0.2})
+    on = "--config.algorithm.online_filtering=True"
+    config = read(on, file=recipe)
     assert config.algorithm.filter_groups.filter_low == 0.2
     validate(config)
+    with pytest.raises(ValueError, match="sets algorithm.filter_groups.enable=True, but False was given"):
+        read(on, f"--config.{FILTER}.enable=False", file=recipe)
+    with pytest.raises(ValueError, match="sets algorithm.filter_groups.max_num_gen_batches=20, but 10 was given"):
+        read(on, f"--config.{FILTER}.max_num_gen_batches=10", file=recipe)  # its default
 
 
 @pytest.mark.parametrize(
@@ -199,13 +198,7 @@ def test_a_command_says_how_much_of_a_gpu_jax_may_take_before_it_is_used(monkeyp
     assert seen == [expected]
 
 
-def test_a_missing_config_is_refused():
-    with pytest.raises(ValueError, match="--config is missing"):
-        read_config(["train"])
-    with pytest.raises(ValueError, match="nowhere.py"):
-        read_config(["train", "--config", "nowhere.py"])
-
-
+HttpError = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})
 ENDINGS = [
     (InputError("rollout.n=0: raise it"), 2, "rollout.n=0: raise it"),
     (RuntimeError("no group was kept"), 1, "no group was kept"),
@@ -217,10 +210,8 @@ ENDINGS = [
     (MemoryError("10 GiB"), 1, "this machine ran out of memory"),
     (ImportError("x needs gguf: pip install it"), 1, "pip install"),
     (KeyboardInterrupt(), 130, "interrupted"),
+    (HttpError("Invalid bucket"), 1, r"a gs:// address cannot be reached .* Invalid bucket.*credentials"),
 ]
-
-HttpError = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})
-ENDINGS.append((HttpError("Invalid bucket"), 1, r"a gs:// address cannot be reached .* Invalid bucket.*credentials"))
 
 
 @pytest.mark.parametrize(("error", "code", "message"), ENDINGS, ids=lambda value: type(value).__name__)
@@ -243,44 +234,54 @@ def test_any_other_error_is_called_a_bug_with_its_traceback(capsys, kind):
     assert ended.value.code == 1 and "Traceback" in told and "a bug in dapo_jax" in told.splitlines()[-1]
 
 
-def test_debug_may_stand_before_or_after_the_options():
-    for arguments in (["--debug", "--config", TINY], ["--config", TINY, "--config.seed=3", "--debug"]):
-        assert read_config(["train", *arguments]).model.path == "random"
+LOST = SystemExit(1)
+LOST.__cause__ = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(SystemExit(2), 2), (SystemExit("told"), 1), (SystemExit(), 0), (RuntimeError("x"), 1)]
+    ("error", "code"),
+    [(SystemExit(2), 2), (SystemExit("told"), 1), (SystemExit(), 0), (RuntimeError("x"), 1), (LOST, 1)],
 )
-def test_one_of_several_processes_ends_with_the_same_code(monkeypatch, capsys, error, code):
-    codes = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(endings.logging, "shutdown", lambda: None)
-    try:
-        raise error
-    except BaseException:
-        endings.end_process(error, 1)
-    assert codes == [code] and ("Traceback" in capsys.readouterr().err) == isinstance(error, RuntimeError)
-
-
-def test_one_that_lost_the_others_waits_for_the_word_of_jax(monkeypatch, capsys):
+def test_one_of_several_processes_ends_with_the_same_code_and_waits_for_jax_if_it_lost_them(
+    monkeypatch, capsys, error, code
+):
     codes, waits = [], []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(endings.logging, "shutdown", lambda: None)
     monkeypatch.setattr(endings.time, "sleep", waits.append)
-    error = SystemExit(1)
-    error.__cause__ = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset")
-    endings.end_process(error, 10)
+    try:
+        raise error
+    except BaseException:
+        endings.end_process(error, 10)
     told = capsys.readouterr().err
-    assert codes == [1] and waits == [15] and "another process has ended" in told and "Traceback" not in told
+    assert codes == [code] and ("Traceback" in told) == isinstance(error, RuntimeError)
+    assert waits == [15] * (error is LOST) and ("another process has ended" in told) == (error is LOST)
 
 
-@pytest.mark.parametrize(
-    "command", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("export", "preflight"))]
-)
-def test_every_command_refuses_an_unknown_option_with_code_two(command):
-    options = ["--output", "out"] if command == "export" else []
+def wrong_command(command: str) -> list[str]:
+    options = ["--output", "out"] if command in ("evaluate", "export") else []
+    return [*options, "--config", TINY, "--config.nonsense=1", "--debug"]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", interrupts.SENTENCES)
+def test_every_command_refuses_an_unknown_option_with_code_two(command, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(interrupts, "end_at_once", started.append)
+    monkeypatch.setattr(sys, "argv", [command, *wrong_command(command)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"dapo_jax.{command}", run_name="__main__")
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and started == [command]
+    assert "nonsense" in told.splitlines()[-1] and "Traceback" in told
+
+
+@pytest.mark.slow
+@pytest.mark.long("train")
+@pytest.mark.parametrize("command", interrupts.SENTENCES)
+def test_every_command_refuses_an_unknown_option_in_a_process_of_its_own(command):
     done = subprocess.run(
-        [sys.executable, "-m", f"dapo_jax.{command}", *options, "--config", TINY, "--config.nonsense=1", "--debug"],
+        [sys.executable, "-m", f"dapo_jax.{command}", *wrong_command(command)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(TINY).parents[1])},

@@ -1,6 +1,9 @@
 """Ctrl-C at chosen points of small programs and of the commands: one line, exit code 130, nothing left behind."""
 
+import contextlib
+import importlib
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -71,9 +74,13 @@ def run_body(*lines: str) -> subprocess.CompletedProcess[str]:
     return run(PROGRAM.format(body="\n".join(f"        {line}" for line in lines)))
 
 
-def test_what_has_begun_is_undone():
-    done = run_body("try: interrupt()", "finally: print('undone')")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "undone\n", EXPORT)
+def test_what_has_begun_is_undone_and_the_same_request_may_arrive_twice():
+    for lines in (
+        ("try: interrupt()", "finally: print('undone')"),
+        ("interrupts.REPEATED_S = 1e9", "try: interrupt()", "finally:", "    interrupt(); print('undone')"),
+    ):
+        done = run_body(*lines)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "undone\n", EXPORT)
 
 
 @pytest.mark.parametrize(
@@ -81,32 +88,19 @@ def test_what_has_begun_is_undone():
     [
         ("class Thing:", "    def __del__(self): interrupt()", "thing = Thing()", "del thing", "time.sleep(600)"),
         (
-            "import gc",
-            "gc.callbacks.append(lambda *_: gc.callbacks.clear() or interrupt())",
-            "gc.collect()",
-            "time.sleep(600)",
+            *("import gc", "gc.callbacks.append(lambda *_: gc.callbacks.clear() or interrupt())"),
+            *("gc.collect()", "time.sleep(600)"),
         ),
         ("try: interrupt()", "except: pass"),
         ("try: interrupt()", "except BaseException as error: raise ImportError('initialization failed') from error"),
+        ("try: interrupt()", "finally:", "    interrupt()", "    while True: pass"),
+        ("interrupts.GRACE_S = 0.1", "try: interrupt()", "finally:", "    while True: pass"),
     ],
-    ids=["in __del__", "in the garbage collector", "swallowed", "renamed"],
+    ids=["in __del__", "in the garbage collector", "swallowed", "renamed", "a second Ctrl-C", "time"],
 )
-def test_what_a_library_does_with_the_exception_changes_nothing(lines):
+def test_what_a_library_does_with_the_exception_or_cannot_undo_changes_nothing(lines):
     done = run_body(*lines)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", EXPORT)
-
-
-@pytest.mark.parametrize(("grace", "second"), [(1e9, "interrupt()"), (0.1, "pass")], ids=["a second Ctrl-C", "time"])
-def test_what_cannot_be_undone_is_ended(grace, second):
-    lines = f"interrupts.GRACE_S = {grace}", "try: interrupt()", "finally:", f"    {second}", "    while True: pass"
-    done = run_body(*lines)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", EXPORT)
-
-
-def test_the_same_request_may_arrive_twice():
-    undo = "    interrupt(); print('undone')"
-    done = run_body("interrupts.REPEATED_S = 1e9", "try: interrupt()", "finally:", undo)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "undone\n", EXPORT)
 
 
 def test_after_the_end_the_results_are_there():
@@ -121,60 +115,55 @@ def test_another_handler_hears_alone():
 
 
 def test_a_library_and_a_process_in_the_background_keep_their_handlers():
-    code = "import signal; before = signal.getsignal(signal.SIGINT)\n"
-    code += "from dapo_jax import training as train\nfrom dapo_jax.command import interrupts\n"
-    code += "with interrupts.undone(): pass\nassert signal.getsignal(signal.SIGINT) is before\ninterrupts.finish()\n"
-    ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN); interrupts.end_at_once('train')\n"
-    ignored += "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; print('ends')"
-    assert run(code + ignored).stdout == "ends\n"
+    importlib.import_module("dapo_jax.training")
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)  # as the tests are started
+    code = """
+import signal; before = signal.getsignal(signal.SIGINT)
+from dapo_jax.command import interrupts
+with interrupts.undone(): pass
+assert signal.getsignal(signal.SIGINT) is before
+interrupts.finish()
+signal.signal(signal.SIGINT, signal.SIG_IGN); interrupts.end_at_once('train')
+assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; print('ends')
+"""
+    assert run(code).stdout == "ends\n"
 
 
-POINTS = [(command, point) for command in SENTENCES for point in ("jax", "dapo_jax.command.validation:validate")]
-EARLY = [("train", "numpy"), ("train", "dapo_jax.config")]
+# Pairs: the commands share the code at the points. The short and the long lane have each command, and each point once.
+BEGUN = {command: "dapo_jax.command.validation:validate" for command in SENTENCES}
+BEGUN["export"] = "dapo_jax.command.output_directory:new_output"
 
 
+@pytest.mark.short("train-numpy", "export-jax")
+@pytest.mark.long("preflight-jax", "evaluate-dapo_jax.command")
 @pytest.mark.parametrize(
     ("command", "point"),
-    [
-        pytest.param(*case, marks=[] if case in (("train", "numpy"), ("export", "jax")) else pytest.mark.slow)
-        for case in (*EARLY, *POINTS)
-    ],
+    [("train", "numpy"), ("train", "dapo_jax.config"), *((command, "jax") for command in SENTENCES), *BEGUN.items()],
 )
 def test_a_command_is_interrupted_before_it_has_begun(command, point, tmp_path):
     options = ["--output", str(tmp_path / "out")] if command in ("evaluate", "export") else []
-    if command == "export":
-        point = point.replace("dapo_jax.command.validation:validate", "dapo_jax.command.output_directory:new_output")
     done = run(AT_POINT, point, f"dapo_jax.{command}", "--config", TINY, f"--config.workdir={tmp_path}/run", *options)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == f"dapo_jax: {sentence(command)}\n" and not os.listdir(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
-@pytest.mark.parametrize("command", ["train", pytest.param("evaluate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.long("train")
+@pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_no_verifier_outlives_an_interrupted_command(command, tmp_path):
-    mark = f"TEST_MARK={uuid.uuid4()}"
+    name, value = "TEST_MARK", str(uuid.uuid4())
     point = "dapo_jax.rollout.waves:WaveEngine"  # which is made once the verifiers have been started
     options = ["--output", str(tmp_path / "out")] if command == "evaluate" else []
-    name, _, value = mark.partition("=")
-    done = run(
-        AT_POINT,
-        point,
-        f"dapo_jax.{command}",
-        "--config",
-        TINY,
-        f"--config.workdir={tmp_path}/run",
-        *options,
-        **{name: value},
-    )
+    given = f"dapo_jax.{command}", "--config", TINY, f"--config.workdir={tmp_path}/run", *options
+    done = run(AT_POINT, point, *given, **{name: value})
     assert (done.returncode, done.stderr) == (130, f"dapo_jax: {sentence(command)}\n")
 
     def marked() -> list[str]:
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                found += [path.parent.name] if mark.encode() in path.read_bytes() else []
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):
+                found += [path.parent.name] if value.encode() in path.read_bytes() else []
         return found
 
     wait_until(lambda: not marked(), "the end of the verifiers")
