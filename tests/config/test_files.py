@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from dapo_jax.command.command_line import read_config
 from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import PATHS, flat, freeze, with_values
+from dapo_jax.config.values import PATHS, default_config, flat, freeze, with_values
 from dapo_jax.errors import InputError
 from dapo_jax.problems import parse_tasks
 
@@ -18,7 +20,7 @@ TINY = Path(__file__).parents[2] / "configs" / "tiny.py"
 
 
 def write(path: Path, config: Config) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(config)))
     return str(path)
 
@@ -67,8 +69,7 @@ trainer: {total_training_steps: 0x10}
 """
 
 
-@pytest.mark.parametrize("suffix", ["yaml", "yml"])
-@pytest.mark.parametrize("option", [["--config"], []])
+@pytest.mark.parametrize(("suffix", "option"), [("yaml", []), ("yml", ["--config"])])
 def test_yaml_is_read_like_json(suffix, option, tmp_path):
     file = tmp_path / f"recipe.{suffix}"
     file.write_text(YAML)
@@ -91,53 +92,74 @@ def test_yaml_is_read_like_json(suffix, option, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- 1", "holds list"),
-        ("", "holds NoneType"),
-        ("seed: [1", "is not YAML .*expected"),
-        ("seed: 1\n--- \nseed: 2", "is not YAML .*another document"),
-        ("seed: x", "seed"),
-        ("model_type: llama\n1: 2", "has unknown options model_type, 1"),
-        ("data: !!python/object/apply:os.system [exit]", "is not YAML .*could not determine a constructor"),
-    ],
-)
-def test_yaml_that_is_no_config_is_refused(text, message, tmp_path):
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(InputError, match=rf"(?s)config.yaml must be a YAML object.*{message}.*correct the file"):
-        read_config_file(str(tmp_path / "config.yaml"))
+FORMS = {
+    "py": "a Python file whose get_config() returns default_config() with changes",
+    "yaml": "a YAML object of options, such as the config.json of a run",
+    "json": "a JSON object of options, such as the config.json of a run",
+}
+START = "from dapo_jax.config import default_config\ndef get_config():\n    c = default_config(); "
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("suffix", "text", "message"),
     [
-        ("[1]", "holds list"),
-        ("{", "is not JSON"),
-        ('{"seed": "x"}', "seed"),
-        ("[" * 100_000, "is not JSON"),
-        ('{"model_type": "llama", "data": 3}', "has unknown options model_type, data"),
-        ('{"data": {"nonsense": 1}}', "has unknown options data.nonsense"),
+        ("py", "def get_config():\n    return 1 / 0", "fails in line 2 with ZeroDivisionError: division by zero"),
+        ("py", "raise SystemExit(3)", "fails in line 1 with SystemExit: 3"),
+        ("py", "get_config(:", "SyntaxError"),
+        ("py", "import no_such_module", "No module named 'no_such_module'"),
+        ("py", "seed = 1", "has no get_config"),
+        ("py", "def get_config():\n    return {'seed': 1}", "returns {'seed': 1}"),
+        ("py", f"{START}c.actor.optim.lr = 'fast'; return c", "line 3.*'lr'.*fast"),
+        ("py", f"{START}c.actor.optim.lrr = 1.0; return c", 'Did you mean "lr" instead of "lrr"'),
+        ("yaml", "- 1", "holds list"),
+        ("yaml", "", "holds NoneType"),
+        ("yaml", "seed: [1", "is not YAML .*expected"),
+        ("yaml", "seed: 1\n--- \nseed: 2", "is not YAML .*another document"),
+        ("yaml", "seed: x", "seed"),
+        ("yaml", "model_type: llama\n1: 2", "has unknown options model_type, 1"),
+        ("yaml", "data: !!python/object/apply:os.system [exit]", "is not YAML .*could not determine a constructor"),
+        ("json", "[1]", "holds list"),
+        ("json", "{", "is not JSON"),
+        ("json", '{"seed": "x"}', "seed"),
+        ("json", "[" * 100_000, "is not JSON"),
+        ("json", '{"model_type": "llama", "data": 3}', "has unknown options model_type, data"),
+        ("json", '{"data": {"nonsense": 1}}', "has unknown options data.nonsense"),
     ],
 )
-def test_json_that_is_no_config_is_refused(text, message, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"config.json must be a JSON object of options.*{message}.*correct the file"):
-        read_config_file(str(tmp_path / "config.json"))
+def test_a_file_that_is_no_config_is_refused(suffix, text, message, tmp_path):
+    file = tmp_path / f"config.{suffix}"
+    file.write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_config_file(str(file))
+    rule = re.escape(f"--config={file} must be {FORMS[suffix]}")
+    assert re.match(f"(?s){rule}.*{message}.*correct the file$", str(refused.value))
 
 
-@pytest.mark.parametrize("key", ["evaluate.tasks", "data.chat_template_kwargs", "trainer.compiler_options"])
-def test_an_object_is_taken_where_the_text_of_one_is(key, tmp_path):
+def test_a_config_of_other_keys_is_refused():
+    with pytest.raises(InputError, match=r"missing config keys \['actor', 'algorithm'.*start from default_config\(\)"):
+        freeze(ConfigDict({"seed": 1}))
+    values = default_config().unlock()
+    values.actor.surprise = 1
+    with pytest.raises(InputError, match=r"unknown config keys \['surprise'\] in ActorConfig"):
+        freeze(values)
+
+
+def test_an_object_is_taken_where_the_text_of_one_is(tmp_path):
+    keys = ("evaluate.tasks", "data.chat_template_kwargs", "trainer.compiler_options")
     file = tmp_path / "recipe.py"
-    changed = f'    config.{key} = {{"one": {{"n": True}}}}\n    return config'
-    file.write_text(TINY.read_text().replace("    return config", changed))
-    assert json.loads(flat(read_config(["train", "--config", str(file)]))[key]) == {"one": {"n": True}}
-    option = f"--config.{key}="
+
+    def read(value: str, *options: str):
+        changes = "".join(f"    config.{key} = {value}\n" for key in keys)
+        file.write_text(TINY.read_text().replace("    return config", changes + "    return config"))
+        config = flat(read_config(["train", "--config", str(file), *options]))
+        return [json.loads(config[key]) for key in keys]
+
+    assert read('{"one": {"n": True}}') == [{"one": {"n": True}}] * 3
     for text in ('{"two": {"n": true}}', "{'two': {'n': True}}"):
-        assert json.loads(flat(read_config(["train", "--config", str(TINY), option + text]))[key])["two"] == {"n": True}
-    file.write_text(file.read_text().replace('{"n": True}', "object()"))
-    with pytest.raises(ValueError, match=rf"{key}=.* must hold only JSON values"):
-        read_config(["train", "--config", str(file)])
+        found = read('{"one": 1}', *(f"--config.{key}={text}" for key in keys))
+        assert [values["two"] for values in found] == [{"n": True}] * 3
+    with pytest.raises(ValueError, match=r"data.chat_template_kwargs=.* must hold only JSON values"):
+        read('{"one": object()}')
 
 
 def test_the_home_of_the_user_is_known_in_every_path(monkeypatch):
