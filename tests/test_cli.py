@@ -6,7 +6,9 @@ import pytest
 
 from dapo_jax import __version__, cli
 from dapo_jax.command.command_line import read_config
+from dapo_jax.config.files import read_config_file
 from dapo_jax.config.recipes import FOLDER, recipes
+from dapo_jax.config.values import freeze
 
 
 def test_help_and_version(capsys):
@@ -52,7 +54,8 @@ def test_recipes_are_named_without_a_path(tmp_path, monkeypatch):
     assert {"tiny", "quickstart", "dapo_qwen2.5_7b"} <= set(found)
     for name, line in found.items():
         assert line.endswith(".")
-        assert read_config(["train", "--config", name]) == read_config(["train", f"--config={FOLDER / name}.py"])
+        assert freeze(read_config_file(name)) == freeze(read_config_file(f"{FOLDER / name}.py"))
+    assert read_config(["train", "--config", "tiny"]) == freeze(read_config_file("tiny"))
     assert read_config(["train", "tiny", "--config.seed=3"]).seed == 3
     with pytest.raises(ValueError, match="did you mean quickstart?"):
         read_config(["train", "--config", "quikstart"])

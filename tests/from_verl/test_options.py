@@ -81,7 +81,7 @@ def test_the_name_comes_before_the_pattern_and_the_longer_pattern_first():
     [
         (
             "--config.actor_rollout_ref.rollout.n=16",
-            "verl's actor_rollout_ref.rollout.n is rollout.n here: write --config.rollout.n=16",
+            "verl's actor_rollout_ref.rollout.n is rollout.n here: write",
         ),
         ("--config.rollout.val_kwargs.n=4", "is evaluate.n here (4 samples unless set): write --config.evaluate.n=4"),
         ("--config.actor.clip_ratio=0.3", "--config.actor.clip_ratio_low=0.3 --config.actor.clip_ratio_high=0.3"),

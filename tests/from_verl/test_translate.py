@@ -1,10 +1,9 @@
 """verl's training scripts become commands that this package accepts, with the same values."""
 
 import json
+import runpy
 import shlex
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from verl_keys import DATA, TRAINER, lines_of
@@ -82,30 +81,14 @@ def test_a_published_script_is_accepted_and_keeps_its_values(name):
 
 def test_a_script_that_sets_nothing_trains_as_verl_does():
     """Options that change a run have verl's default unless a script sets them."""
-    ours_kept = (  # places, records and speed
-        "model.path",
-        "critic.model.path",
-        "data.train_files",
-        "data.val_files",
-        "workdir",
-        "trainer.logger",
-        "trainer.project_name",
-        "trainer.experiment_name",
-        "trainer.save_freq",
-        "trainer.test_freq",
-        "mesh.tensor",
-        "mesh.fsdp",
-        "reward.num_workers",
-        "reward.overlong_buffer.log",
-        "critic.ppo_mini_batch_size",
-        "actor.share_prompts",
-        "actor.use_dynamic_bsz",
-        "actor.ppo_max_token_len_per_device",
-        "model.lora.alpha",
-        "algorithm.filter_groups.max_num_gen_batches",
-        "custom_reward_function.name",
-        "evaluate.n",
-        "evaluate.temperature",
+    ours_kept = set(  # places, records and speed
+        """
+        model.path critic.model.path data.train_files data.val_files workdir
+        trainer.logger trainer.project_name trainer.experiment_name trainer.save_freq trainer.test_freq
+        mesh.tensor mesh.fsdp reward.num_workers reward.overlong_buffer.log critic.ppo_mini_batch_size
+        actor.share_prompts actor.use_dynamic_bsz actor.ppo_max_token_len_per_device model.lora.alpha
+        algorithm.filter_groups.max_num_gen_batches custom_reward_function.name evaluate.n evaluate.temperature
+        """.split()
     )
     base, seen = flat(BASE), set()
     for key, default in TRAINER["0.9.0"].items():
@@ -159,6 +142,10 @@ def test_options_that_nothing_would_read_are_left_out_and_named():
     assert (greedy.n, greedy.temperature) == (1, 0)
 
 
+FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
+OF_GSPO = {"actor.clip_ratio_c": 10.0, "actor.loss_agg_mode": "seq-mean-token-mean"}
+
+
 @pytest.mark.parametrize(
     ("option", "values"),
     [
@@ -169,34 +156,15 @@ def test_options_that_nothing_would_read_are_left_out_and_named():
         ("trainer.save_freq=0", {"trainer.save_freq": -1}),
         ("actor_rollout_ref.rollout.top_k=0", {}),
         ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", {"reward.overlong_buffer.enable": True}),
-        (
-            "algorithm.filter_groups.enable=True",
-            {
-                "algorithm.filter_groups.enable": True,
-                "algorithm.filter_groups.max_num_gen_batches": 0,
-            },
-        ),
-        (
-            "data.apply_chat_template_kwargs.enable_thinking=False",
-            {"data.chat_template_kwargs": '{"enable_thinking": false}'},
-        ),
+        (f"{FILTER}.enable=True", {f"{FILTER}.enable": True, f"{FILTER}.max_num_gen_batches": 0}),
+        ("data.apply_chat_template_kwargs.think=False", {"data.chat_template_kwargs": '{"think": false}'}),
         ("algorithm.adv_estimator=grpo_vectorized", {"algorithm.adv_estimator": "grpo"}),
         ("custom_reward_function.name=compute_score", {}),
         (
             "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
-            {
-                "actor.policy_loss.loss_mode": "gspo",
-                "actor.clip_ratio_c": 10.0,
-                "actor.loss_agg_mode": "seq-mean-token-mean",
-            },
+            {"actor.policy_loss.loss_mode": "gspo", **OF_GSPO},
         ),
-        (
-            "algorithm.rollout_correction.rollout_is=token",
-            {
-                "algorithm.rollout_correction.rollout_is": "token",
-                "actor.old_logprob": "recompute",
-            },
-        ),
+        (f"{CORRECTION}.rollout_is=token", {f"{CORRECTION}.rollout_is": "token", "actor.old_logprob": "recompute"}),
     ],
 )
 def test_a_value_is_converted(option, values):
@@ -253,33 +221,20 @@ def test_refused_options_are_listed(tmp_path):
     assert any("actor.policy_loss.loss_mode='bypass_mode' must be one of" in line for line in result.problems)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dapo_jax.from_verl", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-
-
-def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path):
-    (tmp_path / "run.sh").write_text(SCRIPT)
-    done = run(str(tmp_path / "run.sh"), "trainer.total_epochs=3")
-    assert done.returncode == 0 and "--config.trainer.total_epochs=3" in done.stdout
-    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
-    written = run(str(tmp_path / "run.sh"), "--output", str(tmp_path / "run.py"))
-    assert written.returncode == 0 and (tmp_path / "run.py").exists()
-    validate(read_config(["train", "--config", str(tmp_path / "run.py")]))
-
-
-def test_the_arguments_may_come_before_or_after_the_file(tmp_path, capsys):
-    (tmp_path / "run.sh").write_text(SCRIPT)
-    file = tmp_path / "run.py"
-    main([str(tmp_path / "run.sh"), "--output", str(file), "trainer.total_epochs=3"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_command_prints_a_shell_script_or_writes_a_file(tmp_path, capsys, monkeypatch):
+    script, file = tmp_path / "run.sh", tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr("sys.argv", ["from_verl", str(script), "trainer.total_epochs=3"])
+    runpy.run_module("dapo_jax.from_verl", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "--config.trainer.total_epochs=3" in printed
+    subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
+    main([str(script), "--output", str(file), "trainer.total_epochs=3"])  # before or after the file
     assert "config.trainer.total_epochs = 3" in file.read_text()
+    validate(read_config(["train", "--config", str(file)]))
     with pytest.raises(SystemExit) as end:
-        main([str(tmp_path / "run.sh"), "--output", str(tmp_path / "none" / "run.py")])
+        main([str(script), "--output", str(tmp_path / "none" / "run.py")])
     assert end.value.code == 2 and "run.py cannot be written" in capsys.readouterr().err
 
 
