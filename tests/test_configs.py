@@ -14,7 +14,6 @@ from dapo_jax.config.files import read_config_file
 from dapo_jax.config.sections import Config
 from dapo_jax.config.values import freeze, with_values
 from dapo_jax.meshes import check_mesh
-from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import count_params, weight_table
 from dapo_jax.parallel.mesh import AXES
@@ -28,38 +27,9 @@ DAPO_30B, SMOLLM3, GEMMA3 = "qwen3_30b_a3b_math", "smollm3_3b_math", "gemma3_1b_
 PUBLISHED = yaml.safe_load((Path(__file__).parent / "published_recipes.yaml").read_text())["recipes"]
 CLIP_COV, KL_COV = "entropy_clip_cov", "entropy_kl_cov"
 
-QWEN_7B = Architecture(
-    family="qwen2",
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    tie_embeddings=False,
-    qkv_bias=True,
-)
-QWEN_32B = dataclasses.replace(
-    QWEN_7B, hidden_size=5120, intermediate_size=27648, num_layers=64, num_heads=40, num_kv_heads=8
-)
-QWEN3_4B = Architecture(
-    family="qwen3",
-    vocab_size=151936,
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    tie_embeddings=True,
-)
-QWEN3_30B, SMOLLM3_3B, GEMMA3_1B = (
-    read_architecture(ROOT / "configs" / "shapes" / name) for name in ("Qwen3-30B-A3B", "SmolLM3-3B", "gemma-3-1b-it")
+QWEN_7B, QWEN_32B, QWEN3_4B, QWEN3_30B, SMOLLM3_3B, GEMMA3_1B = (
+    read_architecture(ROOT / "configs" / "shapes" / name)
+    for name in ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-4B-Base", "Qwen3-30B-A3B", "SmolLM3-3B", "gemma-3-1b-it")
 )
 LARGE = [
     (DAPO_7B, QWEN_7B, 8),

@@ -5,11 +5,14 @@ Which options have which settings is in messages.yaml.
 
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from config_problems import VALID, config_with, problems
 
 from dapo_jax.algorithms.advantages import ESTIMATORS, cpo
@@ -17,86 +20,25 @@ from dapo_jax.algorithms.aggregation import MODES, token_weights
 from dapo_jax.algorithms.cpo import CPO_METHODS
 from dapo_jax.algorithms.policy_loss import LOSSES
 from dapo_jax.algorithms.token_selection import SELECTIONS
-from dapo_jax.command.option_uses import CPO_READS, MEASURED, USES, VERIFIED, put_back, unread, without_switched_off
+from dapo_jax.command.option_uses import CPO_READS, USES, put_back, unread, without_switched_off
 from dapo_jax.command.validation import BOUNDS, validate
 from dapo_jax.config.sections import Config, FilterGroupsConfig
 from dapo_jax.config.values import DEFAULTS, flat, with_values
 from dapo_jax.dynamic_sampling.group_filter import RULES, group_statistics, keep_groups
 
-FILTER, CORRECTION, DISTILLATION = "algorithm.filter_groups", "algorithm.rollout_correction", "algorithm.distillation"
+FILTER = "algorithm.filter_groups"
 LOSS = "actor.policy_loss.loss_mode"
 ALIASES = "dapo_jax.config.freeze, which carries out the names of other trainers"
-NOTHING_MEASURED = {"data.arithmetic.num_heldout": 0}
-SEGMENTS = {"rollout.segment_length": 512, f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 2}
-DISTILLED = {f"{DISTILLATION}.path": "models/teacher", f"{FILTER}.enable": False}
-JUDGED = {
-    "reward.functions": '{"a": "gsm8k", "b": "judge"}',
-    "reward.judge.base_url": "http://localhost:8000/v1",
-    "reward.judge.model": "grader",
-    "reward.judge.price_per_million_input_tokens": 1.0,
-}
-# For each setting that is not KEY=VALUE or VALUE...: changes with which its options are not read, and are read.
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "data.task=files or evaluate.tasks": ({}, {"evaluate.tasks": '{"a": {"files": "a.parquet"}}'}),
-    "model.lora.rank above 0": ({}, {"model.lora.rank": 4}),
-    "rollout.max_num_seqs=0 or rollout.engine=slots": ({"rollout.max_num_seqs": 64}, {"rollout.engine": "slots"}),
-    "rollout.segment_length=0": (SEGMENTS, {}),
-    VERIFIED: ({"reward.function": "none", "reward.model.path": "a", f"{FILTER}.metric": "score"}, {}),
-    "reward.model.path": ({}, {"reward.model.path": "models/reward"}),
-    "the verifier format in reward.function or functions": ({}, {"reward.functions": '{"a": "gsm8k", "b": "format"}'}),
-    "the verifier judge in reward.function or functions": ({}, JUDGED),
-    "reward.length.form other than none": ({}, {"reward.length.form": "group"}),
-    "keep_pos_ratio or keep_neg_ratio below 1": ({}, {"algorithm.keep_neg_ratio": 0.5}),
-    f"{CORRECTION}.rollout_is=token or sequence, or actor.old_logprob=auto": ({"actor.old_logprob": "rollout"}, {}),
-    f"a limit of rounds ({FILTER}.max_num_gen_batches above 0, or adaptive_limit)": (
-        {f"{FILTER}.max_num_gen_batches": 0},
-        {},
-    ),
-    f"a partial step ({FILTER}.on_limit=partial or on_exhausted=partial)": ({}, {f"{FILTER}.on_exhausted": "partial"}),
-    "loss_agg_mode=seq-mean-token-sum-norm": ({}, {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
-    "a loss_agg_mode of sequences (seq-mean-...)": ({}, {"actor.loss_agg_mode": "seq-mean-token-sum"}),
-    "actor.use_kl_loss=True or algorithm.use_kl_in_reward=True": ({}, {"actor.use_kl_loss": True}),
-    f"{DISTILLATION}.path": ({}, DISTILLED),
-    MEASURED: (NOTHING_MEASURED, {}),
-    f"trainer.best_metric, or {MEASURED}": (NOTHING_MEASURED, {}),
-    "'wandb' or FILE.py:Class in trainer.logger": ({}, {"trainer.logger": ("console", "wandb")}),
-    "a temperature above 0": ({"evaluate.temperature": 0.0}, {}),
-}
-COMPANIONS: dict[str, dict[str, Any]] = {  # changes without which a value of KEY=VALUE is refused
-    "data.task=files": {"data.train_files": ("a.parquet",)},
-    "algorithm.adv_estimator=gdpo": {"algorithm.gdpo_reward_keys": ("score",)},
-    f"{CORRECTION}.rollout_is=token": {"actor.old_logprob": "recompute"},
-    f"{DISTILLATION}.form=top_k": DISTILLED,
-}
-VALUES = {  # valid ones, where `other_value` does not find one
-    "data.gen_batch_size": 1024,
-    "model.lora.target_modules": ("q_proj",),
-    "reward.function": "gsm8k",
-    "reward.functions": '{"a": "gsm8k"}',
-    "reward.error_score": -2.0,
-    "reward.judge.base_url": "https://example.org/v1",
-    "reward.judge.template": "Grade {response}",
-    "reward.judge.extra_body": '{"top_p": 1}',
-    "algorithm.gdpo_reward_keys": ("acc",),
-    "algorithm.gdpo_reward_weights": (2.0,),
-    f"{DISTILLATION}.temperature": 0.5,
-    f"{FILTER}.metric": "score",
-    f"{CORRECTION}.rollout_is_threshold": "5.0",
-    "actor.ppo_max_token_len_per_device": 65536,
-    "actor.loss_scale_factor": 100.0,
-    "critic.ppo_mini_batch_size": 64,
-    "critic.ppo_micro_batch_size_per_device": 16,
-    "critic.optim.betas": (0.8, 0.9),
-    "evaluate.top_k": 5,
-    "evaluate.max_prompts": 5,
-}
+TABLES = yaml.safe_load((Path(__file__).parent / "option_values.yaml").read_text())
+VALUES, COMPANIONS = TABLES["values"], TABLES["companions"]
+SETTINGS = {setting: (pair.get("unread", {}), pair.get("read", {})) for setting, pair in TABLES["settings"].items()}
 
 
 def other_value(key: str, *, allowed: Any = None) -> Any:
     """A valid value that is not the default, and not among those that `allowed` names."""
     default = flat(VALID)[key]
     if key in VALUES:
-        return VALUES[key]
+        return tuple(VALUES[key]) if isinstance(VALUES[key], list) else VALUES[key]
     if isinstance(default, bool):
         return not default
     if choices := [choice for name, bound in BOUNDS if name == key for choice in bound.choices]:
@@ -171,7 +113,7 @@ def test_each_method_of_cpo_reads_what_the_table_says(method):
     logprobs, hint_logprobs, entropy = np.random.default_rng(0).uniform(0.1, 4.0, (3, 6, 4)).astype(np.float32)
     options = {name: value for name, value in vars(Config().algorithm.cpo).items() if name != "wrap_method"}
 
-    def advantages(**changes: float) -> np.ndarray:
+    def advantages(**changes: float) -> jax.Array:
         found, *_ = cpo(
             jnp.asarray(rewards),
             jnp.ones((6, 4), bool),
@@ -185,40 +127,53 @@ def test_each_method_of_cpo_reads_what_the_table_says(method):
             wrap_method=method,
             **{**options, **changes},
         )
-        return np.asarray(found)
+        return found
 
-    plain = advantages()
-    changed = {name for name in options if not np.array_equal(plain, advantages(**{name: options[name] / 2}))}
-    assert changed == set(CPO_READS[method])
+    variants = {"": {}, **{name: {name: value / 2} for name, value in options.items()}}
+    found = jax.jit(lambda: {name: advantages(**changes) for name, changes in variants.items()})()
+    assert {name for name in options if not np.array_equal(found[""], found[name])} == set(CPO_READS[method])
 
 
 def test_each_rule_of_the_filter_reads_what_the_table_says():
-    values = jnp.array([0.0, 0.0, 0.0, 1.0, 0.95, 1.0, 1.0, 1.0, 0.4, 0.5])  # groups of two
-    statistics = group_statistics(values, jnp.arange(10) // 2, num_groups=5)
     options = {"std_threshold": 0.1, "filter_low": 0.5, "filter_high": 0.96}
-    for name in RULES:
-        kept = keep_groups(statistics, FilterGroupsConfig(rule=name))
-        reads = {
-            option
-            for option, value in options.items()
-            if not np.array_equal(kept, keep_groups(statistics, FilterGroupsConfig(rule=name, **{option: value})))
+    variants = {(rule, option): {option: value} for rule in RULES for option, value in options.items()}
+
+    @jax.jit
+    def kept(values):
+        statistics = group_statistics(values, jnp.arange(10) // 2, num_groups=5)
+        return {
+            (rule, option): (
+                keep_groups(statistics, FilterGroupsConfig(rule=rule)),
+                keep_groups(statistics, FilterGroupsConfig(rule=rule, **changes)),
+            )
+            for (rule, option), changes in variants.items()
         }
-        config = with_values(Config(), {f"{FILTER}.rule": name, **{f"{FILTER}.{key}": options[key] for key in options}})
-        assert reads == {option for option in options if f"{FILTER}.{option}" not in unread(config)}, name
+
+    found = kept(np.array([0.0, 0.0, 0.0, 1.0, 0.95, 1.0, 1.0, 1.0, 0.4, 0.5], np.float32))  # groups of two
+    for (rule, option), (plain, changed) in found.items():
+        config = with_values(Config(), {f"{FILTER}.rule": rule, f"{FILTER}.{option}": options[option]})
+        assert (f"{FILTER}.{option}" in unread(config)) == np.array_equal(plain, changed), (rule, option)
 
 
 def test_each_mean_of_the_loss_reads_what_the_table_says():
-    mask, groups = jnp.array([[True, True], [False, False]]), jnp.zeros(2, jnp.int32)
     options = {"actor.loss_scale_factor": 2.0, "actor.count_empty_sequences": True}
-    for mode in MODES:
-        weights = token_weights(mask, groups, mode)
-        reads = {
-            "actor.loss_scale_factor": token_weights(mask, groups, mode, scale_factor=2.0),
-            "actor.count_empty_sequences": token_weights(mask, groups, mode, num_sequences=2),
+
+    @jax.jit
+    def weights(mask):
+        groups = jnp.zeros(2, jnp.int32)
+        return {
+            mode: {
+                "": token_weights(mask, groups, mode),
+                "actor.loss_scale_factor": token_weights(mask, groups, mode, scale_factor=2.0),
+                "actor.count_empty_sequences": token_weights(mask, groups, mode, num_sequences=2),
+            }
+            for mode in MODES
         }
+
+    for mode, found in weights(np.array([[True, True], [False, False]])).items():
         config = with_values(Config(), {"actor.loss_agg_mode": mode, **options})
-        for key, changed in reads.items():
-            assert (key in unread(config)) == np.array_equal(weights, changed), (mode, key)
+        for key in options:
+            assert (key in unread(config)) == np.array_equal(found[""], found[key]), (mode, key)
 
 
 def test_an_alias_that_was_not_carried_out_is_refused():
