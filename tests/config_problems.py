@@ -21,7 +21,7 @@ from dapo_jax.errors import InputError
 
 MESSAGES = Path(__file__).parent / "command" / "messages.yaml"
 HEAD = """\
-# Written by `python tests/config_problems.py`, which keeps the cases and renews what is said of them.
+# To add a case, write its options below. `python tests/config_problems.py` renews what is said of the cases.
 # options: the type, the bounds and the readers of each option (NAMES: those of a table of functions).
 # cases: changes of a config that is valid (model.path: random, data.task: arithmetic), and what is said of it.
 """

@@ -10,9 +10,12 @@ from small_run import small_config
 
 from dapo_jax import meshes, settings
 from dapo_jax.base_models import read_model
+from dapo_jax.config.values import with_values
 from dapo_jax.models.architecture import Architecture
 from dapo_jax.parallel.compilation import OVERLAP
 from dapo_jax.parallel.memory import FRACTION
+
+SMALL = small_config("unused")
 
 
 def memories(*kinds):
@@ -76,24 +79,16 @@ def eight(device):
 
 
 def configured(**changes) -> tuple[settings.Config, Architecture]:
-    config = small_config("unused", **{name.replace("__", "."): value for name, value in changes.items()})
+    config = with_values(SMALL, {name.replace("__", "."): value for name, value in changes.items()})
     return config, read_model(config)[0]
 
 
-@pytest.mark.parametrize(
-    ("device", "chosen"),
-    [
-        ("cpu", "float32"),
-        ("tpu", "bfloat16"),
-        ("T4", "float32"),
-        ("A100", "bfloat16"),
-        ("B200", "bfloat16"),
-        ("MI300", "bfloat16"),
-    ],
-)
-def test_auto_is_bfloat16_where_the_devices_multiply_it(device, chosen):
-    assert settings.compute_dtype(configured()[0].model, eight(device)).name == chosen
-    assert settings.compute_dtype(configured(model__dtype="float32")[0].model, eight(device)).name == "float32"
+def test_auto_is_bfloat16_where_the_devices_multiply_it():
+    (auto, _), (given, _) = configured(), configured(model__dtype="float32")
+    known = {device: eight(device) for device in ("cpu", "tpu", "T4", "A100", "B200", "MI300")}
+    fast = {device for device, mesh in known.items() if settings.compute_dtype(auto.model, mesh).name == "bfloat16"}
+    assert fast == {"tpu", "A100", "B200", "MI300"}
+    assert {settings.compute_dtype(given.model, mesh).name for mesh in known.values()} == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -144,25 +139,19 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for(device, attent
 
 def test_a_note_says_where_passes_are_too_wide_to_share_prompts():
     changes = {"data__max_prompt_length": 2048, "data__max_response_length": 20480}
+    note = "passes of 45056 tokens copy the prompt for each response: splash shares it up to 32768 "
+    note += "(actor.ppo_max_token_len_per_device)"
     for size, copies in ((1, False), (2, True)):
         config, arch = configured(**changes, actor__ppo_micro_batch_size_per_device=size)
-        notes = [line for line in meshes.device_notes(config, arch, eight("tpu")) if "copy the prompt" in line]
-        assert (
-            notes
-            == [
-                "passes of 45056 tokens copy the prompt for each response: splash shares it up to 32768 "
-                "(actor.ppo_max_token_len_per_device)"
-            ]
-            * copies
-        )
+        notes = meshes.device_notes(config, arch, eight("tpu"))
+        assert [line for line in notes if "copy the prompt" in line] == [note] * copies
 
 
 def test_a_note_says_why_auto_is_float32():
     config, arch = configured(model__attention="xla")
     message = "model.dtype=auto is float32: Tesla T4 has no fast bfloat16 products"
-    assert message in meshes.device_notes(config, arch, eight("T4"))
-    for device in ("cpu", "tpu", "A100"):
-        assert message not in meshes.device_notes(config, arch, eight(device))
+    notes = {device: meshes.device_notes(config, arch, eight(device)) for device in ("cpu", "tpu", "T4", "A100")}
+    assert [device for device, lines in notes.items() if message in lines] == ["T4"]
 
 
 def test_a_note_says_how_much_of_a_gpu_jax_may_take(monkeypatch):
