@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import importlib
+import math
 import os
 import re
 import runpy
@@ -31,6 +32,12 @@ def read(*arguments: str, file: str = TINY):
 def test_options_reach_the_config_in_words_and_are_taken_back_by_null():
     changed = {
         "actor.optim.lr": ("2e-6", 2e-6),
+        "actor.grad_clip": ("inf", math.inf),
+        "actor.optim.betas": ("(0.9,)", (0.9,)),  # wrong values are left to validation
+        "data.train_files": ("3", (3,)),
+        "seed": (str(2**70), 2**70),
+        "workdir": ("", ""),
+        "data.chat_template_kwargs": ('{"a":' * 10**5, '{"a":' * 10**5),
         "data.gen_batch_size": ("4", 4),
         "data.prompt_key": ("yes", "yes"),  # not a switch
         "data.shuffle": ("no", False),
