@@ -16,7 +16,7 @@ from dapo_jax.command.validation import BOUNDS, CHOICES, validate
 from dapo_jax.command.warnings import warnings
 from dapo_jax.config.aliases import resolve_aliases
 from dapo_jax.config.sections import Config
-from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, with_values
+from dapo_jax.config.values import DEFAULTS, MAY_BE_INFINITE, PATHS, with_values
 from dapo_jax.errors import InputError
 
 MESSAGES = Path(__file__).parent / "command" / "messages.yaml"
@@ -71,7 +71,7 @@ def options() -> dict[str, str]:
 def _traits(key: str) -> Iterator[str]:
     yield types()[key]
     yield from ("NAMES" if key in CHOICES else bound.rule for name, bound in BOUNDS if name == key)
-    yield from ["may be infinite"] * (key in MAY_BE_INFINITE)
+    yield from ["may be infinite"] * (key in MAY_BE_INFINITE) + ["of places"] * (key in PATHS)
     yield from (f"read with {use.setting}" for use in USES if key in use.keys)
 
 
