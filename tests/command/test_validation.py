@@ -50,7 +50,9 @@ def fits(value, kind):
     return type(value) in {"an integer": [int], "a number": [int, float], "True or False": [bool], "text": [str]}[kind]
 
 
-@pytest.mark.parametrize("value", [True, 7, 1.5, None, "7", (), (7,), ("7",), (True, 7), (1.5, 7)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [True, 7, 1.5, None, "7", (), (7,), ("7",), (True, 7), (1.5, 7), (1.5, 7, 7)], ids=repr
+)
 def test_a_value_that_is_not_of_an_options_type_is_refused(value):
     given = dict.fromkeys(DEFAULTS, value) | {"workdir": WRONG}  # not a number: no other rule is tried
     wrong = {key: given[key] for key, kind in types().items() if not fits(given[key], kind)}
