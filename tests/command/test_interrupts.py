@@ -129,13 +129,13 @@ assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; print('ends')
     assert run(code).stdout == "ends\n"
 
 
-# Pairs: the commands share the code at the points. The short and the long lane have each command, and each point once.
+# Early, each command; late, in code that they share, one of them in the long lane.
 BEGUN = {command: "dapo_jax.command.validation:validate" for command in SENTENCES}
 BEGUN["export"] = "dapo_jax.command.output_directory:new_output"
 
 
-@pytest.mark.short("train-numpy", "export-jax")
-@pytest.mark.long("preflight-jax", "evaluate-dapo_jax.command")
+@pytest.mark.short("train-numpy", "-jax")
+@pytest.mark.long("evaluate-dapo_jax.command")
 @pytest.mark.parametrize(
     ("command", "point"),
     [("train", "numpy"), ("train", "dapo_jax.config"), *((command, "jax") for command in SENTENCES), *BEGUN.items()],
