@@ -3,11 +3,11 @@ import itertools
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
-from dapo_jax.algorithms.advantages import ESTIMATORS, cpo, gae, grpo
+from dapo_jax.algorithms.advantages import ESTIMATORS, cpo, grpo
 from dapo_jax.algorithms.arguments import required
 from dapo_jax.algorithms.cpo import CPO_METHODS
 
@@ -24,37 +24,42 @@ SCORES_ALONE = sorted(
 )
 
 
-def rewards_of(scores, tokens=3):
-    """The score at the last of `tokens` tokens."""
-    return jnp.zeros((len(scores), tokens)).at[:, -1].set(jnp.array(scores, jnp.float32))
+SHAPE, NUM_GROUPS = (16, 7), 4  # of most references; tests are padded to it, so that an estimator is compiled once
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("name", "num_groups", "norm_adv_by_std_in_grpo", "wrap_method", "vocab_size", "cpo_lambda"),
+)
+def estimate(name, rewards, mask, group_ids, **options):
+    return ESTIMATORS[name](rewards, mask, group_ids, **options)
+
+
+def padded(array, value=np.nan, shape=SHAPE):
+    missing = [(0, whole - part) for whole, part in zip(shape, np.shape(array), strict=False)]
+    return np.pad(array, missing, constant_values=value)
 
 
 def run(name, scores, group_ids, *, tokens=3, **options):
-    """Advantage of each response's first token."""
-    mask = jnp.ones((len(scores), tokens), bool)
-    num_groups = int(max(group_ids)) + 1
-    values, _ = ESTIMATORS[name](
-        rewards_of(scores, tokens), mask, jnp.array(group_ids), num_groups=num_groups, **options
-    )
-    return np.asarray(values)[:, 0]
+    """Advantage of each response's first token; its last token has the score."""
+    rewards = np.zeros((len(scores), tokens), np.float32)
+    rewards[:, -1] = scores
+    arrays = padded(rewards), padded(np.ones(rewards.shape, bool), False), padded(np.array(group_ids), NUM_GROUPS)
+    values, _ = estimate(name, *arrays, num_groups=NUM_GROUPS, **options)
+    return np.asarray(values)[: len(scores), 0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_advantages_and_returns_equal_the_reference(case):
     inputs, options = case["inputs"], dict(case["params"])
-    mask = jnp.array(inputs["response_mask"]) > 0
-    names = {name: index for index, name in enumerate(dict.fromkeys(inputs.get("group_ids", [0] * len(mask))))}
-    group_ids = jnp.array([names[name] for name in inputs.get("group_ids", [0] * len(mask))])
-    for name in ARRAYS & set(inputs):
-        options[name] = jnp.array(inputs[name])
+    mask = np.array(inputs["response_mask"]) > 0
+    names, group_ids = np.unique(inputs.get("group_ids", [0] * len(mask)), return_inverse=True)
+    options |= {name: np.array(inputs[name], np.float32) for name in ARRAYS & set(inputs)}
     if case["name"] in GROUPED:
         options["num_groups"] = len(names)
-    advantages, returns = ESTIMATORS[case["name"]](jnp.array(inputs["token_level_rewards"]), mask, group_ids, **options)
-    real = np.asarray(mask)
-    np.testing.assert_allclose(
-        np.where(real, advantages, 0), np.where(real, case["expected"]["advantages"], 0), atol=1e-5
-    )
-    np.testing.assert_allclose(np.where(real, returns, 0), np.where(real, case["expected"]["returns"], 0), atol=1e-5)
+    found = estimate(case["name"], np.array(inputs["token_level_rewards"], np.float32), mask, group_ids, **options)
+    for values, name in zip(found, ("advantages", "returns"), strict=True):
+        np.testing.assert_allclose(np.where(mask, values, 0), np.where(mask, case["expected"][name], 0), atol=1e-5)
 
 
 def test_each_estimator_of_the_reference_is_compared_with_it():
@@ -80,13 +85,10 @@ def test_a_single_response_gets_its_score(name):
     np.testing.assert_allclose(run(name, [2.0, 1.0, 0.5], [0, 1, 1])[0], 2.0, rtol=1e-5)
 
 
-def test_a_lone_or_tied_best_response_has_no_lead():
-    np.testing.assert_array_equal(run("grpo_passk", [2.0, 1.0, 1.0], [0, 1, 1]), 0)
-
-
-def test_the_best_response_has_its_lead_over_the_second():
+def test_the_best_response_has_its_lead_over_the_second_unless_it_is_alone_or_tied():
     advantages = run("grpo_passk", [0.0, 3.0, 2.0], [0, 0, 0], norm_adv_by_std_in_grpo=False)
     np.testing.assert_array_equal(advantages, [0, 1, 0])
+    np.testing.assert_array_equal(run("grpo_passk", [2.0, 1.0, 1.0], [0, 1, 1]), 0)
 
 
 @pytest.mark.parametrize("name", SCORES_ALONE)
@@ -97,15 +99,14 @@ def test_the_order_of_rows_does_not_matter(name):
 
 
 @pytest.mark.parametrize("name", SCORES_ALONE)
-def test_rows_and_tokens_of_padding_change_nothing(name):
+def test_rows_and_tokens_of_padding_and_empty_groups_change_nothing(name):
     rng = np.random.default_rng(2)
     rewards, mask, groups = rng.normal(size=(6, 4)), np.arange(4) < rng.integers(1, 5, (6, 1)), np.repeat([0, 1], 3)
-    values, returns = ESTIMATORS[name](*map(jnp.array, (rewards * mask, mask, groups)), num_groups=2)
-    padded = np.pad(rewards * mask, ((0, 2), (0, 3)), constant_values=np.nan)
-    padded_mask, padded_groups = np.pad(mask, ((0, 2), (0, 3))), np.pad(groups, (0, 2), constant_values=2)
-    more = ESTIMATORS[name](*map(jnp.array, (padded, padded_mask, padded_groups)), num_groups=2)
-    np.testing.assert_allclose(more[0][:6, :4], values, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(more[1][:6, :4], returns, rtol=1e-5, atol=1e-6)
+    found = estimate(name, rewards * mask, mask, groups, num_groups=2)
+    arrays = padded(rewards * mask), padded(mask, False), padded(groups, NUM_GROUPS)
+    more = [np.asarray(values) for values in estimate(name, *arrays, num_groups=NUM_GROUPS)]
+    for values, padded_values in zip(found, more, strict=True):
+        np.testing.assert_allclose(padded_values[:6, :4], values, rtol=1e-5, atol=1e-6)
     assert (more[0][:6, 4:] == 0).all() and (more[0][6:] == 0).all()
 
 
@@ -114,36 +115,43 @@ def test_maxrl_weighs_a_right_answer_by_how_rare_it_is():
     scores = np.array([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1.0])
     groups = np.repeat([0, 1, 2, 3], 4)
     expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0, 0, 0, 0]
-    np.testing.assert_allclose(run("maxrl", scores, groups, accuracy=jnp.array(scores)), expected, atol=1e-6)
-    penalised = run("maxrl", scores - 0.5 * np.eye(16)[1], groups, accuracy=jnp.array(scores))
+    np.testing.assert_allclose(run("maxrl", scores, groups, accuracy=scores), expected, atol=1e-6)
+    penalised = run("maxrl", scores - 0.5 * np.eye(16)[1], groups, accuracy=scores)
     np.testing.assert_allclose(penalised[:4], (np.array([1, -0.5, 0, 0]) - 0.125) / 0.25, atol=1e-6)
 
 
 def test_gdpo_counts_each_reward_alike_whatever_its_scale():
     rng, groups = np.random.default_rng(0), np.repeat([0, 1, 2], 4)
-    parts = rng.normal(size=(12, 2)).astype(np.float32)
-    weights = (1.0, 0.5)
-    found = [
-        run("gdpo", np.zeros(12), groups, reward_parts=jnp.array(parts * scale), gdpo_reward_weights=weights)
-        for scale in ([1.0, 1.0], [1.0, 100.0])
-    ]
-    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
-    alone = run("gdpo", np.zeros(12), groups, reward_parts=jnp.array(parts), gdpo_reward_weights=(1.0, 0.0))
-    scores = run("grpo", parts[:, 0], groups)
+    parts = rng.normal(size=(12, 2))
+
+    def of_parts(parts, *weights):
+        parts = padded(np.float32(parts), shape=(16, 2))
+        return run("gdpo", np.zeros(12), groups, reward_parts=parts, gdpo_reward_weights=list(weights))
+
+    np.testing.assert_allclose(of_parts(parts, 1.0, 0.5), of_parts(parts * [1.0, 100.0], 1.0, 0.5), atol=1e-4)
+    alone = of_parts(parts, 1.0, 0.0)
+    scores = run("grpo", np.float32(parts[:, 0]), groups)
     np.testing.assert_allclose(alone, (scores - scores.mean()) / np.repeat(scores, 3).std(ddof=1), atol=1e-4)
 
 
 def test_the_optimal_baseline_is_the_mean_where_all_tokens_are_as_sure():
     """And a token that only one response has keeps its reward to go; a sure token weighs nothing."""
-    mask = jnp.arange(4) < jnp.array([[2], [3], [4]])
-    rewards = jnp.zeros((3, 4)).at[jnp.arange(3), jnp.array([1, 2, 3])].set(jnp.array([1.0, 0.0, 4.0]))
-    estimate = functools.partial(ESTIMATORS["optimal_token_baseline"], rewards, mask, jnp.zeros(3, int), num_groups=1)
-    unsure = {"logprobs": jnp.full((3, 4), jnp.log(0.5)), "sum_pi_squared": jnp.full((3, 4), 0.5)}
+    mask = np.arange(4) < np.array([[2], [3], [4]])
+    rewards = np.zeros((3, 4))
+    rewards[[0, 1, 2], [1, 2, 3]] = [1.0, 0.0, 4.0]
+    arrays = padded(rewards), padded(mask, False), padded(np.zeros(3, int), NUM_GROUPS)
+
+    def estimated(*sure):
+        """Advantages, with rows of whose tokens the policy is sure."""
+        logprobs, squares = np.full((3, 4), np.log(0.5)), np.full((3, 4), 0.5)
+        logprobs[list(sure)], squares[list(sure)] = 0.0, 1.0
+        more = {"logprobs": padded(logprobs), "sum_pi_squared": padded(squares)}
+        return estimate("optimal_token_baseline", *arrays, num_groups=NUM_GROUPS, **more)[0][:3, :4]
+
     expected = [[1 - 5 / 3] * 2 + [0, 0], [-5 / 3] * 2 + [-2, 0], [4 - 5 / 3] * 2 + [2, 4]]
-    np.testing.assert_allclose(estimate(**unsure)[0], expected, atol=1e-6)
-    sure = {"logprobs": unsure["logprobs"].at[2].set(0.0), "sum_pi_squared": unsure["sum_pi_squared"].at[2].set(1.0)}
+    np.testing.assert_allclose(estimated(), expected, atol=1e-6)
     expected = [[0.5] * 2 + [0, 0], [-0.5] * 2 + [0, 0], [3.5] * 2 + [4, 4]]
-    np.testing.assert_allclose(estimate(**sure)[0], expected, atol=1e-6)
+    np.testing.assert_allclose(estimated(2), expected, atol=1e-6)
 
 
 def test_the_optimal_baseline_lowers_the_variance_of_the_gradient():
@@ -161,52 +169,66 @@ def test_the_optimal_baseline_lowers_the_variance_of_the_gradient():
     }
 
     def variance(name, **arrays):
-        advantages, _ = ESTIMATORS[name](*map(jnp.array, (rewards, mask, ids)), num_groups=groups, **arrays)
+        advantages, _ = estimate(name, rewards, mask, ids, num_groups=groups, **arrays)
         gradients = (np.asarray(advantages)[..., None] * scores).reshape(groups, size, tokens, words).mean(axis=1)
         return gradients.var(axis=0).sum()
 
-    optimal = variance("optimal_token_baseline", **{name: jnp.array(value) for name, value in arrays.items()})
-    assert optimal < variance("grpo", norm_adv_by_std_in_grpo=False)
+    assert variance("optimal_token_baseline", **arrays) < variance("grpo", norm_adv_by_std_in_grpo=False)
 
 
 def test_gae_without_discount_is_the_reward_minus_the_value():
-    rewards, values = rewards_of([1.0, 0.0]), jnp.array([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5]])
-    advantages, returns = gae(rewards, jnp.ones((2, 3), bool), jnp.zeros(2), values=values, gamma=1.0, lam=1.0)
+    rewards, values = np.array([[0, 0, 1.0], [0, 0, 0]]), np.array([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5]])
+    of_reference = functools.partial(padded, shape=(8, 9))
+    found = estimate(
+        "gae",
+        of_reference(rewards),
+        of_reference(np.ones((2, 3), bool), False),
+        np.zeros(8, int),
+        values=of_reference(values),
+        gamma=1.0,
+        lam=1.0,
+    )
+    advantages, returns = (np.asarray(one)[:2, :3] for one in found)
     np.testing.assert_allclose(returns, [[1, 1, 1], [0, 0, 0]], atol=1e-6)
     raw = np.array([[0.8, 0.6, 0.4], [-0.1, -0.3, -0.5]])
     np.testing.assert_allclose(advantages, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-5)
 
 
 CPO = {
-    "num_groups": 3,
-    "norm_adv_by_std_in_grpo": True,
-    "vocab_size": 10,
-    "cpo_lambda": 2.0,
-    "pos_alpha": 0.05,
-    "neg_alpha": 0.2,
-    "mi_alpha": 0.1,
-    "kl_alpha": 0.3,
+    **{"num_groups": 3, "norm_adv_by_std_in_grpo": True, "vocab_size": 10, "cpo_lambda": 2.0},
+    **{"pos_alpha": 0.05, "neg_alpha": 0.2, "mi_alpha": 0.1, "kl_alpha": 0.3},
 }
 
 
-def cpo_added(method):
-    """What CPO adds to GRPO's advantages, with groups of difficulty 1, 0 and -1, each of two responses."""
+@functools.cache
+def cpo_batch():
+    """Rewards of groups of difficulty 1, 0 and -1, each of two responses; mask, groups, and what CPO needs besides."""
     rng = np.random.default_rng(0)
-    rewards = rewards_of([1.0, 0.5, 1.0, 0.0, 0.0, -1.0])[:, ::-1]
-    mask = jnp.array(np.arange(3) < np.array([3, 2, 3, 1, 3, 3])[:, None])
-    groups = jnp.repeat(jnp.arange(3), 2)
-    logprobs, hints = jnp.array(-rng.exponential(size=(2, 6, 3)))
-    entropy = jnp.array(rng.uniform(0, 2, size=(6, 3)))
-    values, _ = cpo(
-        rewards, mask, groups, logprobs=logprobs, hint_logprobs=hints, entropy=entropy, wrap_method=method, **CPO
-    )
-    base, _ = grpo(rewards, mask, groups, num_groups=3)
-    return np.asarray(values - base), *map(np.asarray, (mask, logprobs, hints, entropy))
+    rewards = np.zeros((6, 3), np.float32)
+    rewards[:, 0] = [1.0, 0.5, 1.0, 0.0, 0.0, -1.0]
+    mask = np.arange(3) < np.array([3, 2, 3, 1, 3, 3])[:, None]
+    logprobs, hints = np.float32(-rng.exponential(size=(2, 6, 3)))
+    more = {"logprobs": logprobs, "hint_logprobs": hints, "entropy": np.float32(rng.uniform(0, 2, size=(6, 3)))}
+    return (rewards, mask, np.repeat([0, 1, 2], 2)), more
+
+
+@functools.cache
+def cpo_added():
+    """What each method of CPO adds to GRPO's advantages."""
+    arrays, more = cpo_batch()
+
+    @jax.jit
+    def added(arrays, more):
+        base, _ = grpo(*arrays, num_groups=3)
+        return {method: cpo(*arrays, wrap_method=method, **more, **CPO)[0] - base for method in CPO_METHODS}
+
+    return added(arrays, more)
 
 
 @pytest.mark.parametrize("method", CPO_METHODS)
 def test_cpo_adds_what_its_method_says(method):
-    added, mask, logprobs, hints, entropy = cpo_added(method)
+    (_, mask, _), more = cpo_batch()
+    added, logprobs, hints, entropy = cpo_added()[method], *more.values()
     difficulty = np.array([1, 1, 0, 0, -1, -1])
     for row, token in np.ndindex(6, 3):
         kl = np.where(mask, np.exp(hints) * (hints - logprobs), 0)
@@ -223,5 +245,6 @@ def test_cpo_adds_what_its_method_says(method):
 
 
 def test_an_unknown_cpo_method_is_refused():
+    arrays, more = cpo_batch()
     with pytest.raises(ValueError, match="wrap_method='tok_kl' must be one of mi, "):
-        cpo_added("tok_kl")
+        jax.eval_shape(lambda *arrays: cpo(*arrays, wrap_method="tok_kl", **more, **CPO), *arrays)
