@@ -1,27 +1,29 @@
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dapo_jax.algorithms.advantages import grpo
 from dapo_jax.algorithms.kept_samples import keep_samples
 
+ROWS, GROUPS = 20, 2  # of the largest test; the others are padded to it
+
+
+@functools.partial(jax.jit, static_argnames=("compute_new_adv", "norm"))
+def advantages_and_kept(scores, groups, pos, neg, *, compute_new_adv, norm):
+    options = {"num_groups": GROUPS, "norm_adv_by_std_in_grpo": norm}
+    advantages = grpo(scores[:, None], jnp.ones((ROWS, 1), bool), groups, **options)[0][:, 0]
+    options |= {"keep_pos_ratio": pos, "keep_neg_ratio": neg, "compute_new_adv": compute_new_adv}
+    return *keep_samples(advantages, scores, groups, **options), advantages
+
 
 def keep(scores, groups, *, pos=1.0, neg=1.0, new=False, norm=True):
-    scores, groups = jnp.array(scores, jnp.float32), jnp.array(groups)
-    num_groups = int(groups.max()) + 1
-    advantages = grpo(
-        scores[:, None], jnp.ones((len(scores), 1), bool), groups, num_groups=num_groups, norm_adv_by_std_in_grpo=norm
-    )[0]
-    values, kept = keep_samples(
-        advantages[:, 0],
-        scores,
-        groups,
-        num_groups=num_groups,
-        keep_pos_ratio=pos,
-        keep_neg_ratio=neg,
-        compute_new_adv=new,
-        norm_adv_by_std_in_grpo=norm,
-    )
-    return np.asarray(values), np.asarray(kept), np.asarray(advantages[:, 0])
+    """New advantages, whether each is kept, and the advantages before."""
+    rows, missing = len(scores), (0, ROWS - len(scores))
+    arrays = np.pad(np.float32(scores), missing), np.pad(groups, missing, constant_values=GROUPS)
+    found = advantages_and_kept(*arrays, pos, neg, compute_new_adv=new, norm=norm)
+    return tuple(np.asarray(one)[:rows] for one in found)
 
 
 def test_the_best_good_and_the_worst_bad_samples_are_kept():
