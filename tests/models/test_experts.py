@@ -24,128 +24,133 @@ def draw(seed=0, dtype=jnp.float32):
     """x, router, gate, up, down."""
     normal = np.random.default_rng(seed).normal
     shapes = (B, T, D), (D, E), (E, D, F), (E, D, F), (E, F, D)
-    x, router, *weights = (jnp.float32(normal(size=shape)) for shape in shapes)
-    return x, router * 0.3, *((weight * 0.2).astype(dtype) for weight in weights)
+    x, router, *weights = (normal(size=shape).astype(np.float32) for shape in shapes)
+    return x, router * np.float32(0.3), *((weight * np.float32(0.2)).astype(dtype) for weight in weights)
 
 
-def dense(x, router, gate, up, down, *, normalized, replayed=None):
-    """Every expert for every token, one after the other."""
-    probabilities = jax.nn.softmax(jnp.einsum("btd,de->bte", x, router, precision="highest"))
+COTANGENT = np.random.default_rng(9).normal(size=(B, T, D)).astype(np.float32)
+
+
+def some_choices():
+    """Experts to replay [B, T, K], some of them not recorded."""
+    random = np.random.default_rng(3)
+    replayed = np.array([[random.permutation(E)[:K] for _ in range(T)] for _ in range(B)], np.int32)
+    replayed[1, 3:] = -1
+    replayed[2, 5, 1] = -1
+    return replayed
+
+
+def dense(x, router, gate, up, down, *, normalized, replayed):
+    """Every expert for every token."""
+    product = functools.partial(jnp.einsum, precision="highest")
+    probabilities = jax.nn.softmax(product("btd,de->bte", x, router))
     chosen = jnp.argsort(-probabilities, axis=-1)[..., :K]  # stable: the first of equals
-    if replayed is not None:
-        chosen = jnp.where((replayed < 0).any(axis=-1, keepdims=True), chosen, replayed)
+    chosen = jnp.where((replayed < 0).any(axis=-1, keepdims=True), chosen, replayed)
     weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
-    if normalized:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
-    result = jnp.zeros_like(x)
-    for expert in range(E):
-        product = functools.partial(jnp.matmul, precision="highest")
-        hidden = jax.nn.silu(product(x, gate[expert])) * product(x, up[expert])
-        weight = jnp.sum(jnp.where(chosen == expert, weights, 0), axis=-1, keepdims=True)
-        result += weight * product(hidden, down[expert])
-    return result
+    weights = jnp.where(normalized, weights / weights.sum(axis=-1, keepdims=True), weights)
+    weights = jnp.sum(jnp.where(chosen[..., None] == jnp.arange(E), weights[..., None], 0), axis=2)
+    hidden = jax.nn.silu(product("btd,edf->btef", x, gate)) * product("btd,edf->btef", x, up)
+    return product("bte,btef,efd->btd", weights, hidden, down)
 
 
-def sparse(*operands, normalized=True, replayed=None, k=K):
-    return expert_feed_forward(*operands, experts_per_token=k, normalized=normalized, replayed=replayed)
+def sparse(*operands, normalized=True, replayed=None):
+    return expert_feed_forward(*operands, experts_per_token=K, normalized=normalized, replayed=replayed)
 
 
-def result_and_gradients(function, operands, cotangent):
+def values_and_routing(operands, cotangent, **settings):
+    """The result and the gradients of all operands; the routing."""
+    result, pull_back, routing = jax.vjp(lambda *operands: sparse(*operands, **settings), *operands, has_aux=True)
+    return (result, *pull_back(cotangent)), routing
+
+
+def values(operands, cotangent, **settings):
+    return values_and_routing(operands, cotangent, **settings)[0]
+
+
+# All of one shape, so that each is compiled once for its settings.
+jit_values_and_routing = jax.jit(values_and_routing, static_argnames="normalized")
+jit_routing_counts = jax.jit(routing_counts)
+
+
+@jax.jit
+def dense_values(operands, cotangent, normalized, replayed):
+    function = functools.partial(dense, normalized=normalized, replayed=replayed)
     result, pull_back = jax.vjp(function, *operands)
     return result, *pull_back(cotangent)
 
 
-def values(operands, cotangent, **settings):
-    return result_and_gradients(lambda *operands: sparse(*operands, **settings)[0], operands, cotangent)
+def routing_of(operands, **settings):
+    return jax.device_get(jit_values_and_routing(operands, COTANGENT, **settings)[1])
 
 
-def check(operands, **settings):
+def check(operands, *, normalized=True, replayed=None):
     """Result and gradients are those of `dense`."""
-    cotangent = jnp.float32(np.random.default_rng(9).normal(size=operands[0].shape))
-    found = jax.jit(functools.partial(values, normalized=settings["normalized"]))(
-        operands, cotangent, replayed=settings.get("replayed")
-    )
-    expected = result_and_gradients(lambda *operands: dense(*operands, **settings), operands, cotangent)
+    more = {} if replayed is None else {"replayed": replayed}
+    found, _ = jit_values_and_routing(operands, COTANGENT, normalized=normalized, **more)
+    replayed = np.full((B, T, K), -1, np.int32) if replayed is None else replayed
+    expected = dense_values(operands, COTANGENT, normalized, replayed)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_equals_a_loop_over_dense_experts(normalized):
+def test_equals_dense_experts_with_weights_of_the_own_or_of_replayed_choices(normalized):
     check(draw(), normalized=normalized)
+    check(draw(), normalized=normalized, replayed=some_choices())
 
 
 def test_equal_probabilities_choose_the_first_experts():
     x, router, *weights = draw()
-    _, routing = sparse(x, jnp.zeros_like(router), *weights)
-    assert (routing.chosen == jnp.arange(K)).all()
-    check((x, jnp.zeros_like(router), *weights), normalized=True)  # and the others have no rows
+    operands = x, np.zeros_like(router), *weights
+    assert (routing_of(operands, normalized=True).chosen == np.arange(K)).all()
+    check(operands)  # and the others have no rows
 
 
 def test_all_tokens_may_choose_one_expert():
     """No token is dropped, however many choose an expert."""
     x, router, *weights = draw()
-    x = x.at[..., 0].set(3.0)
-    router = router.at[0, 4].set(100.0)
-    _, routing = sparse(x, router, *weights, k=1)
-    assert (routing.chosen == 4).all()
+    x[..., 0], router[0, 4] = 3.0, 100.0
+    assert (routing_of((x, router, *weights), normalized=False).chosen[..., 0] == 4).all()
     check((x, router, *weights), normalized=False)
 
 
 def test_chosen_experts_fall_in_weight():
-    _, routing = sparse(*draw())
-    weights = jnp.take_along_axis(routing.probabilities, routing.chosen, axis=-1)
-    assert (jnp.diff(weights, axis=-1) <= 0).all() and routing.own is None
+    routing = routing_of(draw(), normalized=True)
+    weights = np.take_along_axis(routing.probabilities, routing.chosen, axis=-1)
+    assert (np.diff(weights, axis=-1) <= 0).all() and routing.own is None
     np.testing.assert_allclose(routing.probabilities.sum(axis=-1), 1.0, rtol=1e-6)
     assert routing.chosen.dtype == jnp.int32
 
 
 def test_replaying_the_own_choice_changes_no_bit():
-    operands, cotangent = draw(), jnp.ones((B, T, D))
-    run = jax.jit(values)
-    _, routing = jax.jit(sparse)(*operands)
-    plain = run(operands, cotangent)
-    for replayed in (routing.chosen, jnp.full_like(routing.chosen, -1)):
-        for one, other in zip(plain, run(operands, cotangent, replayed=replayed), strict=True):
+    plain, routing = jit_values_and_routing(draw(), COTANGENT, normalized=True)
+    for replayed in (routing.chosen, np.full_like(routing.chosen, -1)):
+        found, _ = jit_values_and_routing(draw(), COTANGENT, normalized=True, replayed=replayed)
+        for one, other in zip(plain, found, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-def some_choices():
-    """Experts to replay [B, T, K], some of them not recorded."""
-    random = np.random.default_rng(3)
-    replayed = np.array([[random.permutation(E)[:K] for _ in range(T)] for _ in range(B)])
-    replayed[1, 3:] = -1
-    replayed[2, 5, 1] = -1
-    return jnp.int32(replayed)
-
-
-@pytest.mark.parametrize("normalized", [True, False])
-def test_replayed_choices_have_the_weights_of_this_router(normalized):
-    check(draw(), normalized=normalized, replayed=some_choices())
-
-
 def test_replayed_choices_are_reported_beside_the_own():
-    _, plain = sparse(*draw())
-    replayed = some_choices()
-    _, routing = sparse(*draw(), replayed=replayed)
+    plain, replayed = routing_of(draw(), normalized=True), some_choices()
+    routing = routing_of(draw(), normalized=True, replayed=replayed)
     recorded = (replayed >= 0).all(axis=-1, keepdims=True)
     np.testing.assert_array_equal(routing.own, plain.chosen)
-    np.testing.assert_array_equal(routing.chosen, jnp.where(recorded, replayed, plain.chosen))
+    np.testing.assert_array_equal(routing.chosen, np.where(recorded, replayed, plain.chosen))
 
 
 def test_a_token_does_not_depend_on_the_others():
     """Padding may hold anything."""
     x, *weights = draw()
-    other = x.at[:, 7:].set(jnp.nan)
-    np.testing.assert_array_equal(sparse(x, *weights)[0][:, :7], sparse(other, *weights)[0][:, :7])
-
-
-def test_one_token_at_a_time_equals_whole_sequences():
-    x, *weights = draw()
-    whole, _ = sparse(x, *weights)
+    (whole, *_), _ = jit_values_and_routing((x, *weights), COTANGENT, normalized=True)
+    other = x.copy()
+    other[:, 7:] = np.nan
+    (found, *_), _ = jit_values_and_routing((other, *weights), COTANGENT, normalized=True)
+    np.testing.assert_array_equal(found[:, :7], whole[:, :7])
+    one_at_a_time = jax.jit(lambda *operands: sparse(*operands)[0])
     for token in (0, 5):
-        np.testing.assert_allclose(sparse(x[:, token, None], *weights)[0], whole[:, token, None], rtol=1e-5, atol=1e-6)
+        found = one_at_a_time(x[:, token, None], *weights)
+        np.testing.assert_allclose(found, whole[:, token, None], rtol=1e-5, atol=1e-6)
 
 
 def shardings(mesh):
@@ -171,17 +176,22 @@ def scanned(operands, cotangent, replayed):
     return results, gradients
 
 
-@pytest.mark.short("True-axes0", "False-axes4")
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 4, 2), (4, 1, 2), (1, 1, 2), (2, 2, 1)])
-@pytest.mark.parametrize("replay", [False, True])
+jit_scanned = jax.jit(scanned)
+
+
+# Pairs: each mesh once, and own and replayed choices both with rows divided and with experts alone.
+@pytest.mark.short("replay-2x2x2")
+@pytest.mark.long("own-2x2x1", "own-1x4x2", "replay-4x1x2", "own-1x1x2")
+@pytest.mark.parametrize("axes", ["2x2x2", "1x4x2", "4x1x2", "1x1x2", "2x2x1"])
+@pytest.mark.parametrize("replay", [False, True], ids=["own", "replay"])
 def test_the_mesh_changes_nothing(axes, replay):
     operands, replayed = draw(), some_choices() if replay else None
-    cotangent = jnp.float32(np.random.default_rng(9).normal(size=(B, T, D)))
-    (expected, chosen), expected_gradients = jax.jit(scanned)(operands, cotangent, replayed)
+    (expected, chosen), expected_gradients = jit_scanned(operands, COTANGENT, replayed)
+    axes = tuple(map(int, axes.split("x")))
     mesh = make_mesh(*axes, devices=jax.devices()[: np.prod(axes)])
     with jax.set_mesh(mesh):
         placed = jax.device_put(operands, tuple(shardings(mesh)))
-        (found, found_chosen), gradients = jax.jit(scanned)(placed, cotangent, replayed)
+        (found, found_chosen), gradients = jit_scanned(placed, COTANGENT, replayed)
     np.testing.assert_array_equal(found_chosen, chosen)
     for one, other in zip((found, *gradients), (expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -189,8 +199,7 @@ def test_the_mesh_changes_nothing(axes, replay):
 
 def test_inside_a_shard_map_the_other_axes_divide_the_work():
     operands, replayed = draw(), some_choices()
-    cotangent = jnp.float32(np.random.default_rng(9).normal(size=(B, T, D)))
-    expected = jax.jit(values)(operands, cotangent, replayed=replayed)
+    expected, _ = jit_values_and_routing(operands, COTANGENT, normalized=True, replayed=replayed)
     mesh = make_mesh(2, 2, 2)
 
     def of_rows(x, cotangent, replayed, *weights):
@@ -208,28 +217,28 @@ def test_inside_a_shard_map_the_other_axes_divide_the_work():
     )
     with jax.set_mesh(mesh):
         x, *weights = jax.device_put(operands, tuple(shardings(mesh)))
-        result, to_x, to_weights = jax.jit(divided)(x, cotangent, replayed, *weights)
+        result, to_x, to_weights = jax.jit(divided)(x, COTANGENT, replayed, *weights)
     for one, other in zip((result, to_x, *to_weights), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_weights_round_the_operands_of_products_alone():
-    operands, cotangent = draw(dtype=jnp.bfloat16), jnp.ones((B, T, D))
-    found = jax.jit(values)(operands, cotangent)
+    operands = draw(dtype=jnp.bfloat16)
+    found, _ = jit_values_and_routing(operands, COTANGENT, normalized=True)
     assert [one.dtype for one in found] == [jnp.float32] * 3 + [jnp.bfloat16] * 3
-    exact = jax.jit(values)(tuple(one.astype(jnp.float32) for one in operands), cotangent)
+    exact, _ = jit_values_and_routing(tuple(map(np.float32, operands)), COTANGENT, normalized=True)
     for one, other in zip(found, exact, strict=True):
         other = np.asarray(other)
         np.testing.assert_allclose(np.float32(one), other, rtol=0.02, atol=0.02 * np.abs(other).max())
 
 
 def test_counts_are_those_of_real_tokens():
-    _, routing = sparse(*draw(), replayed=some_choices())
+    routing = routing_of(draw(), normalized=True, replayed=some_choices())
     mask = np.random.default_rng(1).random((B, T)) < 0.6
-    counts = routing_counts(routing, jnp.asarray(mask))
-    chosen, own = np.asarray(routing.chosen)[mask], np.asarray(routing.own)[mask]
+    counts = jit_routing_counts(routing, mask)
+    chosen, own = routing.chosen[mask], routing.own[mask]
     np.testing.assert_array_equal(counts.chosen, np.bincount(chosen.ravel(), minlength=E))
-    np.testing.assert_allclose(counts.probabilities, np.asarray(routing.probabilities)[mask].sum(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(counts.probabilities, routing.probabilities[mask].sum(axis=0), rtol=1e-6)
     assert counts.choices == chosen.size
     different = sum(expert not in other for experts, other in zip(chosen, own, strict=True) for expert in experts)
     assert different and counts.replaced == different
@@ -237,23 +246,23 @@ def test_counts_are_those_of_real_tokens():
 
 
 def test_the_same_experts_in_another_order_are_not_replaced():
-    _, plain = sparse(*draw())
-    _, routing = sparse(*draw(), replayed=plain.chosen[..., ::-1])
-    assert routing_counts(routing, jnp.ones((B, T), bool)).replaced == 0
-    assert routing_counts(plain, jnp.ones((B, T), bool)).replaced == 0
+    plain = routing_of(draw(), normalized=True)
+    routing = routing_of(draw(), normalized=True, replayed=plain.chosen[..., ::-1])
+    for found in (routing, plain):
+        assert jit_routing_counts(found, np.ones((B, T), bool)).replaced == 0
 
 
 def test_the_load_balancing_loss_is_transformers():
     """By hand: 3 experts, 2 of them chosen, three tokens."""
     probabilities = np.array([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.4, 0.15, 0.45]])
     # chosen 0, 1 and 1, 2 and 0, 2: each expert by 2 of 3 tokens; means of probabilities sum to 1
-    counts = RoutingCounts(jnp.full(3, 2.0), jnp.float32(probabilities.sum(axis=0)), jnp.float32(6), jnp.float32(0))
+    counts = RoutingCounts(np.full(3, 2.0), probabilities.sum(axis=0), np.float64(6), np.float64(0))
     assert load_balancing_loss(counts, 2) == pytest.approx(3 * 2 / 3 * 1)
-    counts = dataclasses.replace(counts, chosen=jnp.float32([3, 3, 0]))  # all by experts 0 and 1
+    counts = dataclasses.replace(counts, chosen=np.array([3.0, 3, 0]))  # all by experts 0 and 1
     assert load_balancing_loss(counts, 2) == pytest.approx(3 * (1.0 / 3 + 1.05 / 3))
 
 
 def test_the_largest_load_over_the_mean():
-    counts = RoutingCounts(jnp.float32([[1, 2, 6], [3, 3, 3], [0, 0, 0]]), *map(jnp.zeros, ((3, 3), 3, 3)))
+    counts = RoutingCounts(np.array([[1.0, 2, 6], [3, 3, 3], [0, 0, 0]]), *map(np.zeros, ((3, 3), 3, 3)))
     np.testing.assert_allclose(relative_loads(counts).max(axis=-1), [2, 1, 0])
     assert (load_balancing_loss(counts, 2) == 0).all() and (replaced_share(counts) == 0).all()

@@ -43,6 +43,7 @@ TOLERANCES = {"splash": 1e-5, "triton": 1e-5, "cudnn": 0.03}
 INTERPRETED = {"splash": splash.attend, "triton": tree_attention.attend}
 
 
+@functools.cache
 def bins_of(name) -> Bins:
     """The bins of TREES; cuDNN takes no shared prompts."""
     trees, branches, positions = np.zeros((3, len(TREES[name]), T), np.int32)
@@ -105,23 +106,18 @@ def careless_cudnn(
     return jnp.where(real & ~empty, attended, jnp.nan)
 
 
-CASES = [
-    *((kernel, trees) for kernel in ("splash", "triton") for trees in ("shared", "copies")),
-    *(("cudnn", trees) for trees in ("copies", "one by one")),
-]
-
-
-@pytest.fixture(params=CASES, ids=" ".join)
-def case(request, monkeypatch):
-    """The kernels as far as a CPU can run them: Pallas interprets them, cuDNN's has a stand-in."""
+@pytest.fixture(autouse=True)
+def _kernels_as_far_as_a_cpu_can_run_them(monkeypatch):
+    """Pallas interprets them, cuDNN's has a stand-in; bins of two blocks of splash and four of Triton."""
     monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
-    return request.param
+    monkeypatch.setattr(splash, "BLOCK", 128)
+    monkeypatch.setattr(tree_attention, "BLOCK", 64)
 
 
 def arrays(dtype):
     """query, key, value and a cotangent, none of them zero on padding."""
     draw = np.random.default_rng(0).normal
-    query, key, value, cotangent = (jnp.float32(draw(size=(8, T, heads, H))) for heads in (N, K, K, N))
+    query, key, value, cotangent = (draw(size=(8, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
     return query.astype(dtype), key.astype(dtype), value.astype(dtype), cotangent
 
 
@@ -142,83 +138,85 @@ def result_and_gradients(attend, query, key, value, cotangent, bins):
     return result, *pull_back(cotangent)
 
 
-@functools.cache
-def expected(dtype, name, scores=PLAIN):
-    """In float32, of operands rounded to `dtype`, with a cotangent that is zero on padding."""
-    query, key, value, cotangent = arrays(dtype)
-    bins = bins_of(name)
-    operands = (x.astype(jnp.float32) for x in (query, key, value))
-
-    def reference(query, key, value, bins):
-        return attention(query, key, value, visible_in_bins(bins, scores.window), scores.cap)
-
-    run = jax.jit(functools.partial(result_and_gradients, reference))
-    return run(*operands, cotangent * (bins.trees > 0)[:, :, None, None], bins)
+@functools.partial(jax.jit, static_argnames="cap")
+def attention_and_gradients(*inputs, cap):
+    return result_and_gradients(lambda *operands: attention(*operands, cap), *inputs)
 
 
-def check(found, case, scores=PLAIN):
-    """On real tokens the result and its gradients are those of `attention`; everywhere they are finite."""
-    implementation, name = case
-    dtype, tolerance, real = DTYPES[implementation], TOLERANCES[implementation], bins_of(name).trees > 0
+def check(found, kernel, trees, scores=PLAIN):
+    """On real tokens the result and its gradients are those of `attention`; everywhere they are finite.
+
+    It is computed in float32, of operands rounded to `dtype`, with a cotangent that is zero on padding.
+    """
+    dtype, tolerance, bins = DTYPES[kernel], TOLERANCES[kernel], bins_of(trees)
+    *operands, cotangent = map(np.float32, arrays(dtype))
+    real, visible = bins.trees > 0, visible_in_bins(bins, scores.window)
+    expected = attention_and_gradients(*operands, cotangent * real[:, :, None, None], visible, cap=scores.cap)
     assert [x.dtype for x in found] == [jnp.float32, dtype, dtype, dtype]
-    for x, y in zip(found, expected(dtype, name, scores), strict=True):
+    for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape and np.isfinite(x).all()
-        np.testing.assert_allclose(x.astype(jnp.float32)[real], y[real], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(np.float32(x)[real], y[real], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.short("two_blocks")
-@pytest.mark.parametrize("block", [128, 512], ids=["two_blocks", "one_block"])
-def test_equals_attention_whatever_stands_on_padding(case, block, monkeypatch):
-    monkeypatch.setattr(splash, "BLOCK", block)
-    monkeypatch.setattr(tree_attention, "BLOCK", block // 2)
-    implementation, name = case
-    run = jax.jit(functools.partial(result_and_gradients, fused(implementation)))
-    check(run(*arrays(DTYPES[implementation]), prepared(implementation, bins_of(name))), case)
+# A window may begin inside a prompt, in a branch, at a block or not; the cap is lower than many scores.
+SCORES = [PLAIN, Scores(1), Scores(3), Scores(16, 1.5), Scores(128), Scores(200, 1.5), Scores(cap=1.5)]
+TAKES = {  # which trees and scores each kernel takes
+    "splash": lambda trees, scores: trees != "one by one" and (trees == "copies" or scores.window is None),
+    "triton": lambda trees, scores: trees != "one by one",
+    "cudnn": lambda trees, scores: trees != "shared" and scores.cap is None,
+}
+CASES = {
+    f"{kernel} {trees} {'plain' if scores == PLAIN else f'window {scores.window} cap {scores.cap}'}": (
+        *(kernel, trees, scores),
+    )
+    for kernel, takes in TAKES.items()
+    for trees in TREES
+    for scores in SCORES
+    if takes(trees, scores)
+}
 
 
-@pytest.mark.short("inside")
+# Each kernel without and with a window, and where it takes one with a cap; the long lane has all trees and all windows.
+@pytest.mark.short(
+    *("splash shared plain", "triton shared plain", "cudnn one by one plain"),
+    *("splash copies window 16 ", "triton shared window 16 ", "cudnn copies window 3 "),
+)
+@pytest.mark.long("plain", "splash", "triton shared", "cudnn copies")
+@pytest.mark.parametrize("case", CASES)
+def test_equals_attention_whatever_stands_on_padding(case):
+    kernel, trees, scores = CASES[case]
+    run = jax.jit(functools.partial(result_and_gradients, fused(kernel, scores)))
+    check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), kernel, trees, scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "trees"), [("splash", "shared"), ("triton", "shared")])
+def test_equals_attention_in_one_block(kernel, trees, monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", 512)
+    monkeypatch.setattr(tree_attention, "BLOCK", 256)
+    run = jax.jit(functools.partial(result_and_gradients, fused(kernel)))
+    check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), kernel, trees)
+
+
+# The division is the same code for all kernels: the long lane has both ways for splash, and one for the others.
+@pytest.mark.short("triton shared plain-inside")
+@pytest.mark.long("splash shared", "cudnn copies plain-inside")
 @pytest.mark.parametrize("manual", [(), ("data",)], ids=["whole", "inside_a_shard_map_over_data"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("plain")])
 def test_equals_attention_on_a_mesh(case, manual):
-    implementation, name = case
-    run = functools.partial(result_and_gradients, fused(implementation))
+    kernel, trees, _ = CASES[case]
+    run = functools.partial(result_and_gradients, fused(kernel))
     with jax.set_mesh(make_mesh(2, 2, 2)):
         if manual:
             rows = PartitionSpec(manual)
             run = jax.shard_map(run, in_specs=rows, out_specs=rows, axis_names=set(manual), check_vma=False)
-        found = jax.jit(run)(*arrays(DTYPES[implementation]), prepared(implementation, bins_of(name)))
-    check(found, case)
+        found = jax.jit(run)(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees)))
+    check(found, kernel, trees)
 
 
-# A window may begin inside a prompt, in a branch, at a block or not; the cap is lower than many scores.
-SCORES = [Scores(1), Scores(3), Scores(16, 1.5), Scores(128), Scores(200, 1.5), Scores(cap=1.5)]
-TAKES = {  # which trees and scores each kernel takes
-    "splash": lambda trees, scores: trees == "copies" or scores.window is None,
-    "triton": lambda trees, scores: True,
-    "cudnn": lambda trees, scores: trees != "shared" and scores.cap is None,
-}
-
-
-@pytest.mark.short("window 3 ", "window 128 ")
-@pytest.mark.parametrize(
-    ("kernel", "trees", "scores"),
-    [
-        pytest.param(kernel, trees, scores, id=f"{kernel} {trees} window {scores.window} cap {scores.cap}")
-        for kernel, takes in TAKES.items()
-        for trees in ("shared", "copies")
-        for scores in SCORES
-        if takes(trees, scores)
-    ],
-)
-def test_windows_and_soft_caps_equal_attention(kernel, trees, scores, monkeypatch):
-    monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
-    monkeypatch.setattr(splash, "BLOCK", 128)
-    run = jax.jit(functools.partial(result_and_gradients, fused(kernel, scores)))
-    check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), (kernel, trees), scores)
-
-
+@pytest.mark.short("triton")
 @pytest.mark.parametrize(("kernel", "trees"), [("splash", "copies"), ("triton", "shared"), ("cudnn", "copies")])
-def test_a_window_as_wide_as_a_bin_is_none(kernel, trees, monkeypatch):
-    monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
+def test_a_window_as_wide_as_a_bin_is_none(kernel, trees):
     inputs = *arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))
 
     def program(scores):
@@ -228,9 +226,8 @@ def test_a_window_as_wide_as_a_bin_is_none(kernel, trees, monkeypatch):
     assert program(Scores(T)) == program(PLAIN) != program(Scores(1))
 
 
-def test_windows_leave_fewer_pairs(monkeypatch):
-    """Against the pairs themselves; splash in blocks of 128 slots."""
-    monkeypatch.setattr(splash, "BLOCK", 128)
+def test_windows_leave_fewer_pairs():
+    """Against the pairs themselves."""
     bins = bins_of("copies")
     real = (bins.trees > 0)[:, :, None]
     for window in (1, 16, 129, 200):
@@ -256,9 +253,8 @@ def test_responses_share_no_prompt_where_windows_cannot():
     assert shared_width("triton", windows=True, share_prompts=False) == 0
 
 
-def test_splash_computes_the_blocks_in_which_a_token_sees_another(monkeypatch):
-    """Of 128 slots, against the pairs themselves; and each block that it skips, it loads no keys for."""
-    monkeypatch.setattr(splash, "BLOCK", 128)
+def test_splash_computes_the_blocks_in_which_a_token_sees_another():
+    """Against the pairs themselves; and each block that it skips, it loads no keys for."""
     bins = bins_of("shared")
     found = splash.prepare(bins)
     visible = np.asarray(visible_in_bins(bins))
@@ -276,16 +272,16 @@ def test_splash_computes_the_blocks_in_which_a_token_sees_another(monkeypatch):
     assert splash.pairs(found).tolist() == (found.blocks.sum(axis=(1, 2)) * 128.0**2).tolist()
 
 
-def test_heads_of_any_size_fit_the_blocks():
+@pytest.mark.short("160")
+@pytest.mark.parametrize("size", [20, 160])
+def test_heads_of_any_size_fit_the_blocks(size, monkeypatch):
     """Heads above 128 have smaller blocks; others than powers of two are padded."""
-    bins = bins_of("shared")
-    draw = np.random.default_rng(0).normal
-    for size in (20, 160):
-        query, key, value = (jnp.float32(draw(size=(8, T, heads, size))) for heads in (N, K, K))
-        found = fused("triton")(query, key, value, prepared("triton", bins))
-        real = bins.trees > 0
-        expected = attention(query, key, value, visible_in_bins(bins))
-        np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(tree_attention, "BLOCK", 128)
+    bins, draw = bins_of("shared"), np.random.default_rng(0).normal
+    query, key, value = (draw(size=(8, T, heads, size)).astype(np.float32) for heads in (N, K, K))
+    found = jax.jit(fused("triton"))(query, key, value, prepared("triton", bins))
+    real, expected = bins.trees > 0, jax.jit(attention)(query, key, value, visible_in_bins(bins))
+    np.testing.assert_allclose(found[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
 def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
