@@ -18,20 +18,24 @@ from dapo_jax.models.attention import (
     visible_in_bins,
 )
 
+jit_attention = jax.jit(attention, static_argnums=4)
 
-@pytest.mark.short("31")
-@pytest.mark.parametrize("scores", [PLAIN, Scores(1), Scores(3), Scores(9, 0.5), Scores(40, 0.5)])
+
+# Each window and cap with one length, and each length with one window and cap.
+@pytest.mark.short("31-window None", "31-window 9")
+@pytest.mark.long("31", "window 9")
+@pytest.mark.parametrize(
+    "scores",
+    [PLAIN, Scores(1), Scores(3), Scores(9, 0.5), Scores(40, 0.5)],
+    ids=lambda scores: f"window {scores.window}",
+)
 @pytest.mark.parametrize("length", [16, 17, 24, 31])
 def test_blocks_of_queries_attend_like_all_at_once(length, scores, monkeypatch):
     monkeypatch.setattr(attention_module, "QUERY_BLOCK", 8)
     assert queries_at_once(length) == (16 if length == 16 else 8)
-    random = np.random.default_rng(0)
-    query = jnp.asarray(random.normal(size=(2, length, 4, 6)), jnp.float32)
-    key, value = (jnp.asarray(random.normal(size=(2, length, 2, 6)), jnp.float32) for _ in range(2))
-    mask = jnp.arange(length) >= jnp.array([[0], [5]])  # left-padded
-
-    def total(attend):
-        return lambda *arrays: jnp.sum(jnp.sin(attend(*arrays)) * mask[..., None, None])
+    normal = np.random.default_rng(0).normal
+    arrays = [normal(size=(2, length, heads, 6)).astype(np.float32) for heads in (4, 2, 2)]
+    mask = np.arange(length) >= np.array([[0], [5]])  # left-padded
 
     def at_once(query, key, value):
         distance = jnp.arange(length)[:, None] - jnp.arange(length)
@@ -41,9 +45,17 @@ def test_blocks_of_queries_attend_like_all_at_once(length, scores, monkeypatch):
     def in_blocks(query, key, value):
         return causal_attention(query, key, value, mask, scores)
 
-    np.testing.assert_allclose(in_blocks(query, key, value)[mask], at_once(query, key, value)[mask], atol=1e-6)
-    found, expected = (jax.grad(total(attend), (0, 1, 2))(query, key, value) for attend in (in_blocks, at_once))
-    for one, other in zip(found, expected, strict=True):
+    def with_gradients(attend):
+        def total(*arrays):
+            result = attend(*arrays)
+            return jnp.sum(jnp.sin(result) * mask[..., None, None]), result
+
+        gradients, result = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*arrays)
+        return result[mask], gradients
+
+    (found, gradients), (expected, expected_gradients) = with_gradients(in_blocks), with_gradients(at_once)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    for one, other in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
@@ -60,9 +72,8 @@ def test_a_block_of_queries_reads_the_keys_that_its_window_reaches(monkeypatch):
 
 def test_a_soft_cap_bounds_the_scores():
     """Of one token that sees two, with scores 3 and -1, where one is capped at 2."""
-    query, key = jnp.array([[[[3.0]]]]), jnp.array([[[[1.0]], [[-1 / 3]]]])
-    value = jnp.array([[[[1.0]], [[0.0]]]])
-    found = attention(query, key, value, jnp.ones((1, 1, 2), bool), 2.0)
+    query, key, value = np.float32([[[[3]]]]), np.float32([[[[1]], [[-1 / 3]]]]), np.float32([[[[1]], [[0]]]])
+    found = jit_attention(query, key, value, np.ones((1, 1, 2), bool), 2.0)
     high, low = 2 * np.tanh(3 / 2), 2 * np.tanh(-1 / 2)
     np.testing.assert_allclose(found[0, 0, 0, 0], np.exp(high) / (np.exp(high) + np.exp(low)), rtol=1e-6)
 
@@ -90,24 +101,16 @@ def test_attention_behind_a_shared_prompt_is_capped():
     """Two rows behind one prompt of three tokens, with two tokens of their own."""
     draw = np.random.default_rng(0).normal
     query, own, prompt = (
-        jnp.asarray(3 * draw(size=shape), jnp.float32) for shape in ((2, 1, 4, 6), (2, 2, 2, 2, 6), (2, 1, 3, 2, 6))
+        3 * draw(size=shape).astype(np.float32) for shape in ((2, 1, 4, 6), (2, 2, 2, 2, 6), (2, 1, 3, 2, 6))
     )
-    real = jnp.array([[False, True, True]])
     (prompt_key, prompt_value), (key, value) = prompt, own
-    found = shared_prompt_attention(
-        query,
-        jnp.moveaxis(key, 1, 3),
-        value.swapaxes(1, 2),
-        jnp.ones((1, 1, 2), bool),
-        jnp.moveaxis(prompt_key, 1, 3),
-        prompt_value.swapaxes(1, 2),
-        real,
-        0.7,
-    )
+    of_rows = np.moveaxis(key, 1, 3), value.swapaxes(1, 2), np.ones((1, 1, 2), bool)
+    of_prompt = np.moveaxis(prompt_key, 1, 3), prompt_value.swapaxes(1, 2), np.array([[False, True, True]])
+    found = jax.jit(shared_prompt_attention)(query, *of_rows, *of_prompt, 0.7)
     keys, values = (
-        jnp.concatenate([jnp.repeat(of_prompt, 2, axis=0), of_row], axis=1)
-        for of_prompt, of_row in ((prompt_key, key), (prompt_value, value))
+        np.concatenate([np.repeat(prompt, 2, axis=0), row], axis=1)
+        for prompt, row in ((prompt_key, key), (prompt_value, value))
     )
-    visible = jnp.broadcast_to(jnp.array([False, True, True, True, True]), (2, 1, 5))
-    np.testing.assert_allclose(found, attention(query, keys, values, visible, 0.7), atol=1e-6)
-    assert np.abs(found - attention(query, keys, values, visible)).max() > 0.1
+    visible = np.broadcast_to(np.array([False, True, True, True, True]), (2, 1, 5))
+    np.testing.assert_allclose(found, jit_attention(query, keys, values, visible, 0.7), atol=1e-6)
+    assert np.abs(found - jit_attention(query, keys, values, visible, None)).max() > 0.1

@@ -28,8 +28,10 @@ def operands(case):
     """x, y, weights, sizes; rows of no group are not finite."""
     rows, inner, columns, sizes = CASES[case]
     normal = np.random.default_rng(0).normal
-    x, y = (jnp.float32(normal(size=(rows, width))).at[sum(sizes) :].set(jnp.nan) for width in (inner, columns))
-    return x, y, jnp.float32(normal(size=(len(sizes), inner, columns))), jnp.int32(sizes)
+    shapes = (rows, inner), (rows, columns), (len(sizes), inner, columns)
+    x, y, weights = (normal(size=shape).astype(np.float32) for shape in shapes)
+    x[sum(sizes) :] = y[sum(sizes) :] = np.nan
+    return x, y, weights, np.int32(sizes)
 
 
 def expected(x, y, weights, sizes):
@@ -46,36 +48,49 @@ def expected(x, y, weights, sizes):
     return results
 
 
-@pytest.mark.short("several blocks and tiles")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def assert_close(found, expected, tolerance_of_outer_products):
+    for one, other, tolerance in zip(found, expected, (1e-5, 1e-5, tolerance_of_outer_products), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=tolerance, atol=10 * tolerance)
+
+
+# A dtype for each platform, and the other one in the long lane; the other sizes of groups with float32 alone.
+@pytest.mark.short(*(f"several blocks and tiles-{kind}" for kind in ("triton-bfloat16", "mosaic-float32")))
+@pytest.mark.long("several blocks and tiles", "float32")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_platform_multiplies_rows_by_their_group(case, platform, dtype):
     module, settings = PLATFORMS[platform]
     x, y, weights, sizes = operands(case)
     x, y, weights = (one.astype(dtype) for one in (x, y, weights))
-    found = [
-        module.products(x, weights, sizes, transposed=False, **settings),
-        module.products(y, weights, sizes, transposed=True, **settings),
-        module.outer_products(x, y, sizes, **settings),
-    ]
+
+    @jax.jit
+    def products(x, y, weights, sizes):
+        return (
+            module.products(x, weights, sizes, transposed=False, **settings),
+            module.products(y, weights, sizes, transposed=True, **settings),
+            module.outer_products(x, y, sizes, **settings),
+        )
+
+    found = products(x, y, weights, sizes)
     assert [one.dtype for one in found] == [jnp.float32, jnp.float32, dtype]
-    for one, other, tolerance in zip(
-        found, expected(x, y, weights, sizes), [1e-5, 1e-5, 1e-5 if dtype == jnp.float32 else 1e-2], strict=True
-    ):
-        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=tolerance, atol=10 * tolerance)
+    assert_close(found, expected(x, y, weights, sizes), 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
 def test_gradients_have_operands_in_the_dtype_of_the_weights():
     x, y, weights, sizes = operands("several blocks and tiles")
-    weights = weights.astype(jnp.bfloat16)
-    result, pull_back = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, weights)
-    to_x, to_weights = pull_back(y)
-    assert (result.dtype, to_x.dtype, to_weights.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
-    rounded_x, rounded_y = (one.astype(jnp.bfloat16) for one in (x, y))
-    exact = expected(rounded_x, rounded_y, weights, sizes)
-    for one, other, tolerance in zip((result, to_x, to_weights), exact, (1e-5, 1e-5, 1e-2), strict=True):
-        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=tolerance, atol=10 * tolerance)
+
+    @jax.jit
+    def product_and_gradients(x, y, weights):
+        result, pull_back = jax.vjp(functools.partial(grouped_product, sizes=sizes), x, weights)
+        return result, *pull_back(y)
+
+    found = product_and_gradients(x, y, weights.astype(jnp.bfloat16))
+    assert [one.dtype for one in found] == [jnp.float32, jnp.float32, jnp.bfloat16]
+    assert_close(found, expected(*(one.astype(jnp.bfloat16) for one in (x, y, weights)), sizes), 1e-2)
+
+
+jit_row_blocks = jax.jit(row_blocks, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,7 +98,7 @@ def test_gradients_have_operands_in_the_dtype_of_the_weights():
 def test_blocks_cover_each_group_once(case, block):
     rows, _, _, sizes = CASES[case]
     covered = np.full(rows, -1)
-    groups, starts, ends = map(np.asarray, row_blocks(jnp.int32(sizes), rows, block))
+    groups, starts, ends = map(np.asarray, jit_row_blocks(np.int32(sizes), rows, block))
     assert len(groups) == most_blocks(rows, len(sizes), block)
     for group, start, end in zip(groups, starts, ends, strict=True):
         there = slice(start, min(start + block, end))

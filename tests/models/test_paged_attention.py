@@ -10,11 +10,16 @@ import pytest
 from dapo_jax.models import paged_attention_gpu, paged_attention_tpu
 from dapo_jax.models.paged_attention import attend_gathered, attend_tail, merged
 
-KERNELS = [paged_attention_tpu.attend, paged_attention_gpu.attend]
+KERNELS = {
+    name: jax.jit(functools.partial(kernel, interpret=True), static_argnames="cap")
+    for name, kernel in (("tpu", paged_attention_tpu.attend), ("gpu", paged_attention_gpu.attend))
+}
+jit_gathered = jax.jit(attend_gathered, static_argnames="cap")
+jit_tail = jax.jit(attend_tail, static_argnums=(3, 4))
 LENGTHS = [0, 1, 200, 37, 0, 511, 64]  # tokens of each row in its pages; some rows are without
 
 
-def case(*, groups, kv_heads, size, page_length):
+def case(*, groups=7, kv_heads=2, size=64, page_length=32):
     """Pages in which each row sees so many tokens, at their end; the last two rows share their first pages."""
     rng, rows = np.random.default_rng(0), len(LENGTHS)
     counts = [-(-length // page_length) for length in LENGTHS]
@@ -30,59 +35,62 @@ def case(*, groups, kv_heads, size, page_length):
     starts = ends - np.array(LENGTHS, np.int32)
     ends[5] -= 1  # a row that has not filled its last page
     query = rng.normal(size=(rows, kv_heads * groups, size)).astype(np.float32)
-    return tuple(map(jnp.asarray, (query, pages, table, starts, ends)))
+    return query, pages, table, starts, ends
 
 
-@pytest.mark.short("7-2-64-32", "8-2-128-32")
-@pytest.mark.parametrize("kernel", KERNELS, ids=["tpu", "gpu"])
+def assert_same_parts(found, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@pytest.mark.short("7-2-64-32")
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("groups", "kv_heads", "size", "page_length"),
     [(1, 2, 64, 32), (7, 1, 128, 64), (2, 1, 64, 128), (8, 2, 128, 32), (7, 2, 64, 32)],
 )
 def test_kernels_equal_copies_of_the_pages(kernel, groups, kv_heads, size, page_length):
     arrays = case(groups=groups, kv_heads=kv_heads, size=size, page_length=page_length)
-    found, expected = kernel(*arrays, interpret=True), attend_gathered(*arrays)
-    assert float(expected.total[0].max()) == 0.0 and float(expected.total[2].min()) > 0.0
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    expected = jit_gathered(*arrays)
+    assert expected.total[0].max() == 0.0 and expected.total[2].min() > 0.0
+    assert_same_parts(KERNELS[kernel](*arrays), expected)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=["tpu", "gpu"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("window", "cap"), [(None, 0.7), (3, None), (40, 0.7), (64, None)])
 def test_kernels_equal_copies_of_the_pages_with_windows_and_caps(kernel, window, cap):
     """A window may begin in any page, and behind the last one."""
-    query, pages, table, starts, ends = case(groups=2, kv_heads=2, size=64, page_length=32)
+    query, pages, table, starts, ends = case()
     if window is not None:
-        starts = jnp.maximum(starts, ends - window + jnp.arange(len(LENGTHS)))
-        assert int(jnp.max(starts - ends)) > 0 or window > 3
+        starts = np.maximum(starts, ends - window + np.arange(len(LENGTHS), dtype=np.int32))
+        assert max(starts - ends) > 0 or window > 3
     arrays = query, pages, table, starts, ends
-    found, expected = kernel(*arrays, cap=cap, interpret=True), attend_gathered(*arrays, cap=cap)
-    assert (np.asarray(expected.total == 0).all(axis=1) == np.asarray(starts >= ends)).all()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    expected = jit_gathered(*arrays, cap=cap)
+    assert (np.asarray(expected.total == 0).all(axis=1) == (starts >= ends)).all()
+    assert_same_parts(KERNELS[kernel](*arrays, cap=cap), expected)
 
 
+@pytest.mark.slow
 def test_the_tpu_kernel_takes_fewer_tokens_at_once_of_large_pages(monkeypatch):
     monkeypatch.setattr(paged_attention_tpu, "BUFFER", 2**19)
-    arrays = case(groups=1, kv_heads=2, size=256, page_length=32)
+    arrays = tuple(map(jnp.asarray, case(groups=1, size=256)))
     assert "[2,2,2,32,512]" in str(jax.make_jaxpr(paged_attention_tpu.attend)(*arrays))  # two pages, twice
-    found, expected = paged_attention_tpu.attend(*arrays, interpret=True), attend_gathered(*arrays)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    assert_same_parts(paged_attention_tpu.attend(*arrays, interpret=True), jit_gathered(*arrays))
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 0.7), (3, None), (5, None), (20, 0.7), (600, 0.7)])
 def test_pages_and_tail_are_one_softmax(window, cap):
-    query, pages, table, starts, ends = case(groups=2, kv_heads=2, size=16, page_length=32)
+    query, pages, table, starts, ends = case()
     if window is not None:
-        starts = jnp.maximum(starts, ends + 5 - window)
-    tail = jnp.asarray(np.random.default_rng(1).normal(size=(len(query), 2, 32, 32)).astype(np.float32))
-    paged = attend_gathered(query, pages, table, starts, ends, cap=cap)
-    found = merged(paged, attend_tail(query, tail, jnp.int32(4), window, cap))
+        starts = np.maximum(starts, ends + np.int32(5 - window))
+    tail = np.random.default_rng(1).normal(size=(len(query), 2, 32, 128)).astype(np.float32)
+    paged = jit_gathered(query, pages, table, starts, ends, cap=cap)
+    found = np.asarray(jax.jit(merged)(paged, jit_tail(query, tail, np.int32(4), window, cap)))
     for row in range(len(query)):
-        held = [np.asarray(pages)[page] for page in np.asarray(table)[row]]
-        seen = np.concatenate(held, axis=1)[:, int(starts[row]) : int(ends[row])]
-        seen = np.concatenate([seen, np.asarray(tail)[row, :, :5]], axis=1)[:, -(window or 0) :]
-        for head in range(4):
-            scores = seen[head // 2, :, :16] @ np.asarray(query)[row, head] / 4
+        seen = np.concatenate([pages[page] for page in table[row]], axis=1)[:, starts[row] : ends[row]]
+        seen = np.concatenate([seen, tail[row, :, :5]], axis=1)[:, -(window or 0) :]
+        for head in range(14):
+            scores = seen[head // 7, :, :64] @ query[row, head] / 8
             scores = scores if cap is None else cap * np.tanh(scores / cap)
             weights = np.exp(scores - scores.max())
-            expected = weights @ seen[head // 2, :, 16:] / weights.sum()
+            expected = weights @ seen[head // 7, :, 64:] / weights.sum()
             np.testing.assert_allclose(found[row, head], expected, rtol=1e-5, atol=1e-5)
