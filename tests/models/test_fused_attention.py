@@ -1,4 +1,5 @@
 import functools
+import itertools
 import re
 from typing import Any, cast
 
@@ -166,22 +167,20 @@ TAKES = {  # which trees and scores each kernel takes
     "cudnn": lambda trees, scores: trees != "shared" and scores.cap is None,
 }
 CASES = {
-    f"{kernel} {trees} {'plain' if scores == PLAIN else f'window {scores.window} cap {scores.cap}'}": (
-        *(kernel, trees, scores),
-    )
-    for kernel, takes in TAKES.items()
-    for trees in TREES
-    for scores in SCORES
-    if takes(trees, scores)
+    f"{kernel} {trees} " + ("plain" if scores == PLAIN else f"window {scores.window} cap {scores.cap}"): arguments
+    for arguments in itertools.product(TAKES, TREES, SCORES)
+    for kernel, trees, scores in [arguments]
+    if TAKES[kernel](trees, scores)
 }
 
 
-# Each kernel without and with a window, and where it takes one with a cap; the long lane has all trees and all windows.
+# Short: each kernel without and with a window, and with a cap where it takes one. Long: all trees, with a window inside
+# branches and one as wide as a block; a cap alone.
 @pytest.mark.short(
     *("splash shared plain", "triton shared plain", "cudnn one by one plain"),
     *("splash copies window 16 ", "triton shared window 16 ", "cudnn copies window 3 "),
 )
-@pytest.mark.long("plain", "splash", "triton shared", "cudnn copies")
+@pytest.mark.long("plain", "window 3 ", "window 128 ", "shared window None cap")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_attention_whatever_stands_on_padding(case):
     kernel, trees, scores = CASES[case]
@@ -189,11 +188,13 @@ def test_equals_attention_whatever_stands_on_padding(case):
     check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), kernel, trees, scores)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "trees"), [("splash", "shared"), ("triton", "shared")])
-def test_equals_attention_in_one_block(kernel, trees, monkeypatch):
+@pytest.mark.short()
+@pytest.mark.long("shared", "cudnn copies")
+@pytest.mark.parametrize("case", [case for case in CASES if case.endswith("plain")])
+def test_equals_attention_in_one_block(case, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 512)
     monkeypatch.setattr(tree_attention, "BLOCK", 256)
+    kernel, trees, _ = CASES[case]
     run = jax.jit(functools.partial(result_and_gradients, fused(kernel)))
     check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), kernel, trees)
 

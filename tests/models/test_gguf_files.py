@@ -1,10 +1,10 @@
 import dataclasses
 import functools
+import json
 import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -42,7 +42,7 @@ WIDE = Architecture(  # rows are multiples of 32, the block of quantised types
 
 
 def place(weight, array):
-    return jnp.asarray(array)
+    return array
 
 
 def interleave(rows, heads):
@@ -111,6 +111,10 @@ def write(path, arch, tensors, type_of=lambda name: F32, **changed_metadata):
         kind = type_of(name) if tensor.ndim > 1 else F32
         data = gguf.quants.quantize(tensor.astype(np.float32), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
+    return finished(writer, path)
+
+
+def finished(writer, path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,7 +149,8 @@ def score(params, tokens, mask, arch):
         *("smollm3_nope", "olmo3", "gemma2_softcap", "gemma3"),
     ],
 )
-def test_float32_file_gives_the_parameters_and_logits_of_transformers(tmp_path, name):
+def test_float32_file_gives_the_architecture_and_the_parameters_of_safetensors(tmp_path, name):
+    """And so its logits, which test_transformer.py compares with transformers'."""
     arch, tensors = golden(name)
     pattern = {"olmo3": [True, True, True, False], "gemma3": 4}  # llama.cpp would take 4 and 6
     changed = {"attention.sliding_window_pattern": pattern[name]} if name in pattern else {}
@@ -156,10 +161,6 @@ def test_float32_file_gives_the_parameters_and_logits_of_transformers(tmp_path, 
     params, exact = load_gguf(path, found, place), load_safetensors(DATA / name, arch, place)
     rounding = 1e-7 if arch.norm_offset else 0.0  # of 1 + w
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=rounding), params, exact)
-    reference = np.load(DATA / name / "reference.npz")
-    mask = reference["attention_mask"].astype(bool)
-    scores = score(params, reference["input_ids"], mask, found)
-    np.testing.assert_allclose(scores[mask], reference["logits"][mask], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(F16, 11), (BF16, 8)])
@@ -179,7 +180,7 @@ def test_quantised_files_are_within_half_a_level(tmp_path, kind, levels, toleran
     params, exact = (load_gguf(file, WIDE, place) for file in (path, exact_path))
     tokens = np.random.default_rng(1).integers(0, WIDE.vocab_size, (2, 9), np.int32)
     mask = np.ones_like(tokens, bool)
-    error = np.abs(score(params, tokens, mask, WIDE) - score(exact, tokens, mask, WIDE))
+    error = np.abs(np.asarray(score(params, tokens, mask, WIDE)) - score(exact, tokens, mask, WIDE))
     assert 0 < error.mean() < tolerance
     spread = 2 * max(np.abs(tensor).max() for tensor in tensors.values())
     for found, expected in zip(jax.tree.leaves(params), jax.tree.leaves(exact), strict=True):
@@ -193,69 +194,41 @@ def test_untied_embeddings_are_seen_by_the_output_tensor(tmp_path):
     assert read_gguf_architecture(write(tmp_path / "tied.gguf", WIDE, tensors)).tie_embeddings
 
 
-def test_absent_metadata_takes_the_defaults_of_the_format(tmp_path):
-    arch, tensors = golden("llama_tied")
-    absent = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "rope.dimension_count")
-    found = read_gguf_architecture(write(tmp_path / "model.gguf", arch, tensors, **dict.fromkeys(absent)))
-    assert (found.num_kv_heads, found.head_dim, found.rope_theta) == (4, 12, 1e4)
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+ABSENT = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "rope.dimension_count")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "changes", "expected"),
     [
-        ({"architecture": "gemma"}, "general.architecture='gemma' must be one of"),
-        ({"rope.scaling.type": "longrope"}, "rope.scaling.type': 'longrope'.*not supported"),
-        ({"rope.scaling.type": "linear"}, "no factor for its linear rope scaling"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "no original_max_position_embeddings"),
-        (YARN | {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor=0.5: not supported"),
-        (YARN | {"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier=.*: not supported"),
-        (YARN | {"rope.scaling.attn_factor": 2.0}, "attn_factor=2.0: must be absent or 1.13863"),
-        (YARN | {"rope.scaling.yarn_beta_fast": -1.0}, "beta_fast=-1.0 of its rope scaling: must be a positive"),
-        ({"rope.freq_base_swa": 5.0}, "rope.freq_base_swa=5.0: must be rope.freq_base=10000.0"),
-        ({"expert_count": 8}, "expert_count=8: no experts"),
-        ({"attention.causal": False}, "attention.causal=False: must be True"),
-        ({"logit_scale": 0.5}, "logit_scale=0.5: must be absent"),
-        ({"attention.value_length": 8}, "attention.value_length=8: must be 16"),
-        ({"block_count": 10001}, "block_count=10001: must be at most 10000"),
-        ({"rope.scaling.factor": 4.0}, "rope.scaling.factor': 4.0.*not supported"),
-        ({"rope.dimension_count": 8}, "rope.dimension_count=8: must be 16"),
-        ({"attention.sliding_window": 64}, "attention.sliding_window=64"),
-        ({"attention.head_count_kv": [2, 2, 1]}, r"attention.head_count_kv=\[2, 2, 1\]: must be one value"),
-        ({"block_count": None, "embedding_length": None}, "block_count is missing; embedding_length is"),
+        ("llama_tied", dict.fromkeys(ABSENT), {"num_kv_heads": 4, "head_dim": 12, "rope_theta": 1e4}),
+        ("llama_tied", {"rope.scaling.type": "none"}, {"rope_scaling": None}),
+        ("llama_tied", LINEAR, {"rope_scaling": LinearRopeScaling(8.0)}),
+        ("gemma3", LINEAR, {"rope_scaling": LinearRopeScaling(8.0), "rope_theta": 1e6}),
+        ("olmo3", {}, {"family": "olmo3"}),
+        ("olmo3", {"attention.sliding_window": None}, {"family": "olmo2", "pattern": (Layer(),)}),
+        # queries of the 27B Gemmas are scaled by the share of a head: here 48 hidden, 4 heads of 16
+        ("gemma2_softcap", {"block_count": 46}, {"query_scale": (16 / 12) ** 0.5}),
+        ("gemma3", {"block_count": 62}, {"query_scale": (16 / 12) ** 0.5}),
     ],
 )
-def test_metadata_that_is_not_supported_is_an_error(tmp_path, changes, message):
-    arch, tensors = golden("llama_tied")
-    with pytest.raises(ValueError, match=message):
-        read_gguf_architecture(write(tmp_path / "model.gguf", arch, tensors, **changes))
+def test_metadata_is_read(tmp_path, name, changes, expected):
+    found = read_gguf_architecture(write(tmp_path / "model.gguf", *golden(name), **changes))
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("qwen3_moe", {"expert_gating_func": 2}, "expert_gating_func=2: must be 1"),
-        ("qwen3_moe", {"expert_weights_norm": False}, "expert_weights_norm=False: must be True"),
-        ("qwen3_moe", {"expert_shared_count": 1}, "expert_shared_count=1: must be 0"),
-        ("qwen3_moe", {"expert_used_count": None}, "expert_used_count is missing"),
-        ("qwen3_moe", {"expert_used_count": 7}, "num_experts_per_tok=7 must be at most num_experts=6"),
-        ("gemma3", {"attention.sliding_window_pattern": [True, False]}, "must be true or false for each of 4 layers"),
-        ("gemma3", {"attention.sliding_window_pattern": 0}, "sliding_window_pattern=0: must be a positive integer"),
-        ("gemma3", {"attention.sliding_window": 1.5}, "sliding_window=1.5: must be an integer from 0"),
-        ("gemma2_softcap", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0: must be a positive number"),
-    ],
-)
-def test_metadata_that_a_family_does_not_support_is_an_error(tmp_path, name, changes, message):
+REFUSED = json.loads(Path(__file__).with_name("refused_gguf_metadata.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_metadata_that_is_not_supported_is_an_error(tmp_path, name, changes, message):
     arch, tensors = golden(name)
     with pytest.raises(ValueError, match=message):
         read_gguf_architecture(write(tmp_path / "model.gguf", arch, tensors, **changes))
 
 
-def test_linear_scaling_is_read_and_spares_the_layers_with_windows(tmp_path):
-    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
-    found = read_gguf_architecture(write(tmp_path / "model.gguf", *golden("llama_tied"), **linear))
-    assert found.rope_scaling == LinearRopeScaling(8.0)
-    found = read_gguf_architecture(write(tmp_path / "gemma.gguf", *golden("gemma3"), **linear))
-    assert found.rope_scaling == LinearRopeScaling(8.0) and found.rope_theta == 1e6
+def test_rope_scaling_spares_the_layers_with_windows(tmp_path):
+    found = read_gguf_architecture(write(tmp_path / "gemma.gguf", *golden("gemma3"), **LINEAR))
     assert [kind.theta for kind in found.layers] == [1e4] * 4
     found = read_gguf_architecture(write(tmp_path / "olmo.gguf", *golden("olmo3"), **YARN))
     assert isinstance(found.rope_scaling, YarnRopeScaling) and found.rope_scaling.factor == 4.0
@@ -273,24 +246,6 @@ def test_windows_follow_the_familys_pattern_or_the_files(tmp_path):
     assert windows("gemma2_softcap", **{"attention.sliding_window_pattern": 3}) == [16, 16, None, 16]
     assert windows("olmo3") == [16, 16, 16, None]
     assert windows("olmo3", **{"attention.sliding_window": 0}) == [None] * 4
-
-
-def test_olmo_without_a_window_is_olmo2(tmp_path):
-    found = read_gguf_architecture(write(tmp_path / "a.gguf", *golden("olmo3"), **{"attention.sliding_window": None}))
-    assert found.family == "olmo2" and found.pattern == (Layer(),)
-    assert read_gguf_architecture(write(tmp_path / "b.gguf", *golden("olmo3"))).family == "olmo3"
-
-
-@pytest.mark.parametrize(("name", "layers"), [("gemma2_softcap", 46), ("gemma3", 62)])
-def test_queries_of_the_27b_gemmas_are_scaled_by_the_share_of_a_head(tmp_path, name, layers):
-    found = read_gguf_architecture(write(tmp_path / "model.gguf", *golden(name), block_count=layers))
-    assert found.query_scale == (16 / 12) ** 0.5  # 48 hidden, 4 heads of 16
-
-
-def test_scaling_type_none_is_accepted(tmp_path):
-    arch, tensors = golden("llama_tied")
-    path = write(tmp_path / "model.gguf", arch, tensors, **{"rope.scaling.type": "none"})
-    assert read_gguf_architecture(path).rope_scaling is None
 
 
 @pytest.mark.parametrize(
@@ -318,10 +273,7 @@ def test_a_type_that_cannot_be_dequantised_is_an_error(tmp_path):
     writer = gguf.GGUFWriter(path, "llama")
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor.astype(np.int8 if name == "blk.1.ffn_up.weight" else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finished(writer, path)
     with pytest.raises(ValueError, match="tensor blk.1.ffn_up.weight has type I8"):
         load_gguf(path, arch, place)
 
@@ -334,6 +286,9 @@ def test_a_damaged_file_or_a_git_lfs_pointer_is_an_error(tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match="model.gguf is damaged or incomplete"):
             read_gguf_architecture(path)
+    path.write_bytes(content.replace(b"llama", b"\xff\xfeama", 1))
+    with pytest.raises(ValueError, match="model.gguf is damaged or incomplete .'utf-8' codec"):
+        read_gguf_architecture(path)
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(ValueError, match="model.gguf is a Git LFS pointer"):
         load_gguf(path, arch, place)
@@ -343,17 +298,3 @@ def test_without_the_package_gguf_the_error_names_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r"needs the package gguf: pip install gguf"):
         read_gguf_architecture("model.gguf")
-
-
-def test_text_that_is_no_utf8_and_sizes_that_are_none_are_errors(tmp_path):
-    whole = write(tmp_path / "whole.gguf", *golden("llama_tied"))
-    (tmp_path / "bytes.gguf").write_bytes(whole.read_bytes().replace(b"llama", b"\xff\xfeama", 1))
-    with pytest.raises(ValueError, match="bytes.gguf is damaged or incomplete .'utf-8' codec"):
-        read_gguf_architecture(tmp_path / "bytes.gguf")
-    for value in (0, 2**31, 1.5, "two"):
-        path = write(tmp_path / f"{value}.gguf", *golden("llama_tied"), block_count=value)
-        with pytest.raises(ValueError, match="block_count=.*: must be a positive integer"):
-            read_gguf_architecture(path)
-    path = write(tmp_path / "heads.gguf", *golden("llama_tied"), **{"attention.head_count_kv": 3})
-    with pytest.raises(ValueError, match="heads.gguf: num_attention_heads=4 must be a multiple of num_key_value"):
-        read_gguf_architecture(path)

@@ -1,6 +1,7 @@
 """Adapters against PEFT's, which is skipped where torch or PEFT is missing."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -31,26 +32,36 @@ LORA = Lora(rank=3, alpha=12.0, targets=tuple(TARGETS))
 
 def moved_adapters(arch, lora):
     rng = np.random.default_rng(0)
-    fresh = init_adapters(arch, lora, 0)
-    return jax.tree.map(lambda x: jnp.asarray(x + 0.05 * rng.normal(size=x.shape), jnp.float32), fresh)
+    fresh = jax.device_get(jax.jit(init_adapters, static_argnums=(0, 1))(arch, lora, 0))
+    return jax.tree.map(lambda x: np.float32(x + 0.05 * rng.normal(size=x.shape)), fresh)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def score(params, tokens, arch):
     mask = jnp.ones(tokens.shape, bool)
-    return jax.jit(lambda params: logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch))(params)
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def score_with_adapters(params, adapters, tokens, arch):
+    return score(with_adapters(params, adapters, LORA, jnp.float32), tokens, arch)
+
+
+jit_merged = jax.jit(merged, static_argnums=2)
 
 
 def model_with_adapters(name):
     arch = read_architecture(DATA / name)
-    params = load_params(DATA / name, arch, lambda weight, array: jnp.asarray(array))
+    params = load_params(DATA / name, arch, lambda weight, array: array)
     return arch, params, moved_adapters(arch, LORA), np.random.default_rng(1).integers(0, arch.vocab_size, (2, 9))
 
 
+@pytest.mark.short("qwen2_bias_tied")
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2_bias_tied"])
 def test_adapters_apart_and_merged_give_the_same_logits(name):
     arch, params, adapters, tokens = model_with_adapters(name)
-    apart = score(with_adapters(params, adapters, LORA, jnp.float32), tokens, arch)
-    together = score(merged(params, adapters, LORA), tokens, arch)
+    apart = score_with_adapters(params, adapters, tokens, arch)
+    together = score(jit_merged(params, adapters, LORA), tokens, arch)
     assert np.abs(apart - score(params, tokens, arch)).max() > 0.01
     np.testing.assert_allclose(apart, together, atol=1e-4)
 
@@ -61,7 +72,7 @@ def test_written_adapters_act_in_peft_as_they_do_here(name, tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     directory = DATA / name
     arch, params, adapters, tokens = model_with_adapters(name)
-    apart = score(with_adapters(params, adapters, LORA, jnp.float32), tokens, arch)
+    apart = score_with_adapters(params, adapters, tokens, arch)
     write_safetensors(tmp_path, adapter_table(arch, LORA), adapters, dtype="float32", name="adapter_model")
     (tmp_path / "adapter_config.json").write_text(json.dumps(peft_config(LORA, str(directory))))
     shutil.copytree(directory, tmp_path / "base")
@@ -73,10 +84,9 @@ def test_written_adapters_act_in_peft_as_they_do_here(name, tmp_path):
 
 
 def test_a_target_without_adapters_is_left_alone():
-    arch = read_architecture(DATA / "llama_tied")
-    params = load_params(DATA / "llama_tied", arch, lambda weight, array: jnp.asarray(array))
+    arch, params, *_ = model_with_adapters("qwen2_bias_tied")
     lora = dataclasses.replace(LORA, targets=("v_proj",))
-    whole = merged(params, moved_adapters(arch, lora), lora)
+    whole = jit_merged(params, moved_adapters(arch, lora), lora)
     changed = {name for name in params["layers"] if (whole["layers"][name] != params["layers"][name]).any()}
     assert changed == {"value"}
 

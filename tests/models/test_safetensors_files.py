@@ -12,18 +12,16 @@ from safetensors.numpy import load_file, save_file
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.safetensors_files import load_safetensors
 
-DATA = Path(__file__).parent / "data"
-TIED, UNTIED = DATA / "qwen2_bias_tied", DATA / "qwen3_qknorm"
+TIED = Path(__file__).parent / "data" / "qwen2_bias_tied"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def place(weight, array):
-    return jnp.asarray(array)
+    return array
 
 
-def load(directory, source=TIED):
-    """The parameters in `directory`, whose tensors are those of `source`."""
-    return load_safetensors(directory, read_architecture(source), place)
+def load(directory):
+    return load_safetensors(directory, read_architecture(TIED), place)
 
 
 def save(directory, tensors):
@@ -51,17 +49,6 @@ def assert_equal(params, expected):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-def test_leaves_hold_the_tensors_of_the_file(tensors):
-    params = load(TIED)
-    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"])
-    np.testing.assert_array_equal(params["layers"]["up"][1], tensors[UP].T)
-    output = tensors["model.layers.2.self_attn.o_proj.weight"]
-    np.testing.assert_array_equal(params["layers"]["output"][2].reshape(64, 48), output.T)
-    bias = tensors["model.layers.0.self_attn.k_proj.bias"]
-    np.testing.assert_array_equal(params["layers"]["key_bias"][0].reshape(-1), bias)
-    assert "head" not in params and "head" in load(UNTIED, UNTIED)
-
-
 def test_shards_equal_one_file(tmp_path, tensors):
     shard(tmp_path, tensors)
     assert_equal(load(tmp_path), load(TIED))
@@ -79,19 +66,6 @@ def test_another_dtype_is_an_error(tmp_path, tensors):
     save(tmp_path, tensors | {UP: tensors[UP].astype(np.int8), "model.norm.weight": np.ones(48)})
     with pytest.raises(ValueError, match="up_proj.weight has dtype I8, expected.*norm.weight has dtype F64"):
         load(tmp_path)
-
-
-def test_missing_unknown_and_misshapen_tensors_are_errors(tmp_path, tensors):
-    del tensors["model.layers.2.mlp.down_proj.weight"]
-    tensors[UP] = np.ascontiguousarray(tensors[UP].T)
-    tensors["model.layers.3.input_layernorm.weight"] = np.ones(48, np.float32)
-    save(tmp_path, tensors)
-    with pytest.raises(ValueError) as error:
-        load(tmp_path)
-    message = str(error.value)
-    assert "tensor model.layers.2.mlp.down_proj.weight of shape (48, 80) is missing" in message
-    assert f"tensor {UP} has shape (48, 80), expected (80, 48)" in message
-    assert "tensor model.layers.3.input_layernorm.weight of shape (48,) is unknown" in message
 
 
 def test_rotary_buffers_and_the_head_of_tied_embeddings_are_not_read(tmp_path, tensors):
@@ -142,9 +116,7 @@ def test_a_missing_shard_is_an_error(tmp_path, tensors):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is damaged or incomplete"),
         ("{}", "must have a weight_map"),
-        ("null", "must hold a JSON object"),
         ('{"weight_map": ["a"]}', "must have a weight_map"),
         ('{"weight_map": {"a": 3}}', "must have a weight_map"),
         ('{"weight_map": {"a": "../a.safetensors"}}', "must have a weight_map"),

@@ -71,12 +71,15 @@ def test_initial_values_depend_on_seed_leaf_and_layer_only():
     assert (gate != up).all() and (gate[0] != gate[1]).all()
 
 
-def test_casting_keeps_norms_and_biases_in_float32():
-    params = _flat(cast_matrices(jit_init(ARCH, 0), ARCH, jnp.bfloat16))
-    kept = {path[-1] for path, leaf in params.items() if leaf.dtype == jnp.float32}
+def test_casting_keeps_norms_biases_and_a_scalar_head_in_float32():
+    arch = dataclasses.replace(ARCH, scalar_head=True)
+    params = unflatten((weight, np.zeros(weight.shape, np.float32)) for weight in weight_table(arch))
+    cast = jax.eval_shape(lambda params: cast_matrices(params, arch, jnp.bfloat16), params)
+    dtypes = {key.key: leaf.dtype for (*_, key), leaf in jax.tree_util.tree_leaves_with_path(cast)}
     norms = {"attention_norm", "mlp_norm", "query_norm", "key_norm", "final_norm"}
-    assert kept == norms | {"query_bias", "key_bias", "value_bias"}
-    assert all(leaf.dtype == jnp.bfloat16 for path, leaf in params.items() if path[-1] not in kept)
+    kept = {name for name, dtype in dtypes.items() if dtype == jnp.float32}
+    assert kept == norms | {"query_bias", "key_bias", "value_bias", "score"}
+    assert all(dtype == jnp.bfloat16 for name, dtype in dtypes.items() if name not in kept)
 
 
 def test_tied_embeddings_have_no_head():
@@ -92,20 +95,7 @@ def test_a_scalar_head_takes_the_place_of_the_vocabularys(tied):
     *trunk, score = weight_table(scoring)
     assert trunk == weight_table(dataclasses.replace(ARCH, tie_embeddings=True))
     assert (score.path, score.shape, score.axes) == (("score",), (32,), ("embed",))
-    assert (score.hf_name, score.hf_shape) == ("score.weight", (1, 32))
-
-
-def test_a_scalar_head_starts_at_zero_and_stays_in_float32():
-    scoring = dataclasses.replace(ARCH, scalar_head=True)
-    params = cast_matrices(jit_init(scoring, 0), scoring, jnp.bfloat16)
-    assert params["score"].dtype == jnp.float32 and not params["score"].any() and "head" not in params
-    assert params["embedding"].dtype == jnp.bfloat16
-
-
-def test_unflatten_nests_leaves_by_path():
-    params = unflatten((weight, weight.hf_name) for weight in weight_table(ARCH))
-    assert params["final_norm"] == "model.norm.weight"
-    assert params["layers"]["down"] == "model.layers.{layer}.mlp.down_proj.weight"
+    assert (score.hf_name, score.hf_shape, score.initializer) == ("score.weight", (1, 32), "zeros")
 
 
 def _flat(params):
