@@ -9,57 +9,35 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec
+from models.tree_bins import bins_of
 
-from dapo_jax.data.containers import Bins
 from dapo_jax.models import splash, tree_attention
 from dapo_jax.models.attention import PLAIN, XLA, Scores, attention, visible_in_bins
 from dapo_jax.models.fused_attention import CUDNN, IMPLEMENTATIONS, SPLASH, bin_attention, on_each_device, unfit
 from dapo_jax.models.remat import rematerialized
 from dapo_jax.parallel.mesh import make_mesh
 
-# Slots of prompts and of their responses, by bin and tree; a bin has 256 slots.
+# Of each bin its trees, of each tree the slots of its prompt and responses; a bin has 256 slots. cuDNN takes no shared
+# prompts.
 TREES = {
     "shared": [
-        [(5, [100, 1, 60]), (30, [10])],
-        [(200, [20, 20])],
+        [[5, 100, 1, 60], [30, 10]],
+        [[200, 20, 20]],
         [],
-        [(1, [0]), (3, [4, 0, 4]), (40, [180])],
-        [(120, [7] * 10), (2, [60])],
-        [(128, [128])],
-        [(7, [9])],
-        [(64, [64, 64, 64])],
+        [[1, 0], [3, 4, 0, 4], [40, 180]],
+        [[120, *[7] * 10], [2, 60]],
+        [[128, 128]],
+        [[7, 9]],
+        [[64, 64, 64, 64]],
     ],
-    "copies": [
-        [(5, [100]), (30, [10])],
-        [(200, [56])],
-        [],
-        [(1, [0]), (3, [4])],
-        *[[(i, [50]), (9, [i])] for i in range(1, 5)],
-    ],
-    "one by one": [[(n, [0])] if n else [] for n in (256, 0, 1, 128, 129, 50, 255, 7)],
+    "copies": [[[5, 100], [30, 10]], [[200, 56]], [], [[1, 0], [3, 4]], *([[i, 50], [9, i]] for i in range(1, 5))],
+    "one by one": [[[n, 0]] if n else [] for n in (256, 0, 1, 128, 129, 50, 255, 7)],
 }
 T, N, K, H = 256, 4, 2, 24
 DTYPES = {"splash": jnp.float32, "triton": jnp.float32, "cudnn": jnp.bfloat16}
 TOLERANCES = {"splash": 1e-5, "triton": 1e-5, "cudnn": 0.03}
 INTERPRETED = {"splash": splash.attend, "triton": tree_attention.attend}
-
-
-@functools.cache
-def bins_of(name) -> Bins:
-    """The bins of TREES; cuDNN takes no shared prompts."""
-    trees, branches, positions = np.zeros((3, len(TREES[name]), T), np.int32)
-    for row, bin_ in enumerate(TREES[name]):
-        slot = branch = 0
-        for number, (prompt, responses) in enumerate(bin_, start=1):
-            trees[row, slot : slot + prompt + sum(responses)] = number
-            positions[row, slot : slot + prompt] = range(prompt)
-            slot += prompt
-            for length in responses:
-                branch += 1
-                branches[row, slot : slot + length] = branch
-                positions[row, slot : slot + length] = range(prompt, prompt + length)
-                slot += length
-    return Bins(tokens=trees, positions=positions, trees=trees, branches=branches)
+BINS = {name: bins_of(trees, T) for name, trees in TREES.items()}
 
 
 @jax.custom_vjp
@@ -73,17 +51,7 @@ nan_gradient_on_padding.defvjp(
 
 
 def careless_cudnn(
-    query,
-    key,
-    value,
-    *,
-    scale,
-    mask_type,
-    sliding_window_length,
-    q_seqlen,
-    kv_seqlen,
-    q_offsets=None,
-    kv_offsets=None,
+    query, key, value, *, scale, mask_type, sliding_window_length, q_seqlen, kv_seqlen, q_offsets=None, kv_offsets=None
 ):
     """XLA's attention in the place of cuDNN's: it leaves NaN on padding, and everywhere if a row has no keys."""
     assert mask_type == cudnn.MaskType.PADDING_CAUSAL and cudnn.check_compute_capability("99.0")
@@ -149,7 +117,7 @@ def check(found, kernel, trees, scores=PLAIN):
 
     It is computed in float32, of operands rounded to `dtype`, with a cotangent that is zero on padding.
     """
-    dtype, tolerance, bins = DTYPES[kernel], TOLERANCES[kernel], bins_of(trees)
+    dtype, tolerance, bins = DTYPES[kernel], TOLERANCES[kernel], BINS[trees]
     *operands, cotangent = map(np.float32, arrays(dtype))
     real, visible = bins.trees > 0, visible_in_bins(bins, scores.window)
     expected = attention_and_gradients(*operands, cotangent * real[:, :, None, None], visible, cap=scores.cap)
@@ -185,7 +153,7 @@ CASES = {
 def test_equals_attention_whatever_stands_on_padding(case):
     kernel, trees, scores = CASES[case]
     run = jax.jit(functools.partial(result_and_gradients, fused(kernel, scores)))
-    check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), kernel, trees, scores)
+    check(run(*arrays(DTYPES[kernel]), prepared(kernel, BINS[trees])), kernel, trees, scores)
 
 
 @pytest.mark.short()
@@ -196,7 +164,7 @@ def test_equals_attention_in_one_block(case, monkeypatch):
     monkeypatch.setattr(tree_attention, "BLOCK", 256)
     kernel, trees, _ = CASES[case]
     run = jax.jit(functools.partial(result_and_gradients, fused(kernel)))
-    check(run(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))), kernel, trees)
+    check(run(*arrays(DTYPES[kernel]), prepared(kernel, BINS[trees])), kernel, trees)
 
 
 # The division is the same code for all kernels: the long lane has both ways for splash, and one for the others.
@@ -211,14 +179,14 @@ def test_equals_attention_on_a_mesh(case, manual):
         if manual:
             rows = PartitionSpec(manual)
             run = jax.shard_map(run, in_specs=rows, out_specs=rows, axis_names=set(manual), check_vma=False)
-        found = jax.jit(run)(*arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees)))
+        found = jax.jit(run)(*arrays(DTYPES[kernel]), prepared(kernel, BINS[trees]))
     check(found, kernel, trees)
 
 
 @pytest.mark.short("triton")
 @pytest.mark.parametrize(("kernel", "trees"), [("splash", "copies"), ("triton", "shared"), ("cudnn", "copies")])
 def test_a_window_as_wide_as_a_bin_is_none(kernel, trees):
-    inputs = *arrays(DTYPES[kernel]), prepared(kernel, bins_of(trees))
+    inputs = *arrays(DTYPES[kernel]), prepared(kernel, BINS[trees])
 
     def program(scores):
         text = str(jax.make_jaxpr(functools.partial(result_and_gradients, fused(kernel, scores)))(*inputs))
@@ -229,7 +197,7 @@ def test_a_window_as_wide_as_a_bin_is_none(kernel, trees):
 
 def test_windows_leave_fewer_pairs():
     """Against the pairs themselves."""
-    bins = bins_of("copies")
+    bins = BINS["copies"]
     real = (bins.trees > 0)[:, :, None]
     for window in (1, 16, 129, 200):
         visible = np.asarray(visible_in_bins(bins, window)) & real
@@ -256,7 +224,7 @@ def test_responses_share_no_prompt_where_windows_cannot():
 
 def test_splash_computes_the_blocks_in_which_a_token_sees_another():
     """Against the pairs themselves; and each block that it skips, it loads no keys for."""
-    bins = bins_of("shared")
+    bins = BINS["shared"]
     found = splash.prepare(bins)
     visible = np.asarray(visible_in_bins(bins))
     shared = np.array(
@@ -278,7 +246,7 @@ def test_splash_computes_the_blocks_in_which_a_token_sees_another():
 def test_heads_of_any_size_fit_the_blocks(size, monkeypatch):
     """Heads above 128 have smaller blocks; others than powers of two are padded."""
     monkeypatch.setattr(tree_attention, "BLOCK", 128)
-    bins, draw = bins_of("shared"), np.random.default_rng(0).normal
+    bins, draw = BINS["shared"], np.random.default_rng(0).normal
     query, key, value = (draw(size=(8, T, heads, size)).astype(np.float32) for heads in (N, K, K))
     found = jax.jit(fused("triton"))(query, key, value, prepared("triton", bins))
     real, expected = bins.trees > 0, jax.jit(attention)(query, key, value, visible_in_bins(bins))
@@ -286,9 +254,9 @@ def test_heads_of_any_size_fit_the_blocks(size, monkeypatch):
 
 
 def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
-    lengths = CUDNN.prepare(bins_of("copies")).lengths
+    lengths = CUDNN.prepare(BINS["copies"]).lengths
     assert lengths[:4].tolist() == [[105, 40], [256, 0], [1, 0], [1, 7]]  # an empty bin has one slot
-    assert CUDNN.pairs(CUDNN.prepare(bins_of("one by one"))).tolist()[:2] == [256 * 257 / 2, 1]
+    assert CUDNN.pairs(CUDNN.prepare(BINS["one by one"])).tolist()[:2] == [256 * 257 / 2, 1]
 
     def device(capability) -> Any:
         return cast(Any, type("Device", (), {"platform": "gpu", "device_kind": "?", "compute_capability": capability}))
@@ -302,7 +270,7 @@ def test_cudnn_has_a_length_for_every_tree_and_packs_from_hopper_on():
 def test_products_of_float32_are_not_rounded(kernel, least):
     """A TPU multiplies in bfloat16 what has no precision, and a GPU in TF32."""
     run = functools.partial(result_and_gradients, fused(kernel))
-    one_bin = jax.tree.map(lambda x: x[:1], (arrays(jnp.float32), prepared(kernel, bins_of("shared"))))
+    one_bin = jax.tree.map(lambda x: x[:1], (arrays(jnp.float32), prepared(kernel, BINS["shared"])))
     text = str(jax.make_jaxpr(run)(*one_bin[0], one_bin[1]))
     products = text.count("dot_general[")
     assert products >= least and text.count("precision=(Precision.HIGHEST") == products
@@ -311,7 +279,7 @@ def test_products_of_float32_are_not_rounded(kernel, least):
 @pytest.mark.parametrize(("policy", "passes"), [("full", 2), ("attention", 1)])
 def test_remat_attention_does_not_run_the_kernel_again(policy, passes):
     *operands, _ = (x[:1] for x in arrays(jnp.float32))
-    bins = jax.tree.map(lambda x: x[:1], prepared("splash", bins_of("shared")))
+    bins = jax.tree.map(lambda x: x[:1], prepared("splash", BINS["shared"]))
     attend = rematerialized(lambda *operands: fused("splash")(*operands, bins), policy)
     text = str(jax.make_jaxpr(jax.grad(lambda *operands: jnp.sum(attend(*operands))))(*operands))
     assert text.count("name=splash_mha_fwd") == passes and text.count("name=splash_mha_dkv") == 1
@@ -320,4 +288,4 @@ def test_remat_attention_does_not_run_the_kernel_again(policy, passes):
 def test_cudnn_refuses_float32():
     *operands, _ = arrays(jnp.float32)
     with pytest.raises(ValueError, match="query.dtype=float32 must be bfloat16 or float16"):
-        fused("cudnn")(*operands, prepared("cudnn", bins_of("copies")))
+        fused("cudnn")(*operands, prepared("cudnn", BINS["copies"]))

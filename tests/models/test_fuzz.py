@@ -133,32 +133,19 @@ def test_tokenizers_with_other_settings(places, settings, generation):
 @pytest.fixture(scope="module")
 def gguf_bytes(tmp_path_factory) -> bytes:
     """A model with a tokenizer of eight tokens."""
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path_factory.mktemp("whole") / "model.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in {
-        "block_count": ARCH.num_layers,
-        "embedding_length": ARCH.hidden_size,
-        "attention.key_length": ARCH.head_dim,
-        "feed_forward_length": ARCH.intermediate_size,
-        "attention.head_count": ARCH.num_heads,
-        "attention.head_count_kv": ARCH.num_kv_heads,
-    }.items():
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", ARCH.rms_norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(["a", "b", "ab", "<e>", "1", "2", "+", "="])
-    writer.add_token_types([1, 1, 1, 3, 1, 1, 1, 1])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(3)
-    for name, tensor in tensors(lambda weight: TENSOR_NAMES[weight.path[-1]]).items():
-        writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path.read_bytes()
+    pytest.importorskip("gguf")
+    from models.test_gguf_files import write
+
+    def add_tokenizer(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(["a", "b", "ab", "<e>", "1", "2", "+", "="])
+        writer.add_token_types([1, 1, 1, 3, 1, 1, 1, 1])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(3)
+
+    whole = tensors(lambda weight: TENSOR_NAMES[weight.path[-1]])
+    return write(tmp_path_factory.mktemp("whole") / "model.gguf", ARCH, whole, add=add_tokenizer).read_bytes()
 
 
 @fuzz(400)

@@ -88,8 +88,11 @@ def facts(arch):
     return metadata
 
 
-def write(path, arch, tensors, type_of=lambda name: F32, **changed_metadata):
-    """A GGUF file; `type_of` chooses the type of each matrix, a value None leaves a metadata entry out."""
+def write(path, arch, tensors, type_of=lambda name: F32, add=lambda writer: None, **changed_metadata):
+    """A GGUF file; `type_of` chooses the type of each matrix, a value None leaves a metadata entry out.
+
+    `add` may write more, such as a tokenizer.
+    """
     metadata = {
         "block_count": arch.num_layers,
         "embedding_length": arch.hidden_size,
@@ -107,6 +110,7 @@ def write(path, arch, tensors, type_of=lambda name: F32, **changed_metadata):
         if value is not None:
             kind = {int: "uint32", float: "float32", str: "string", list: "array", bool: "bool"}[type(value)]
             getattr(writer, f"add_{kind}")(f"{family}.{name}", value)
+    add(writer)
     for name, tensor in tensors.items():
         kind = type_of(name) if tensor.ndim > 1 else F32
         data = gguf.quants.quantize(tensor.astype(np.float32), kind)

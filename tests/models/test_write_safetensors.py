@@ -3,8 +3,6 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -47,16 +45,6 @@ def test_a_model_read_and_written_is_the_same_file_bit_by_bit(tmp_path, name):
     assert_same_tensors(load_file(tmp_path / "model.safetensors"), original(name))
     with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}
-
-
-@pytest.mark.parametrize("name", [TIED, UNTIED])
-def test_a_bfloat16_model_read_and_written_is_the_same_file_bit_by_bit(tmp_path, name):
-    half = {tensor: array.astype(ml_dtypes.bfloat16) for tensor, array in original(name).items()}
-    save_file(half, tmp_path / "model.safetensors")
-    params = model(name, tmp_path)
-    (tmp_path / "out").mkdir()
-    write_safetensors(tmp_path / "out", *params, dtype=jnp.bfloat16)
-    assert_same_tensors(load_file(tmp_path / "out" / "model.safetensors"), half)
 
 
 def test_bfloat16_rounds_to_the_nearest_and_half_way_to_even(tmp_path):
