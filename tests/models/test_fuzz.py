@@ -1,10 +1,12 @@
 """Readers of model files meet any bytes: a result or a ValueError, never a crash, a hang or memory without measure."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import shapes
 from damaged_bytes import JSON, damaged, fuzz, little_memory, read_or_refused
 from ends_within import ends_within
 from hypothesis import example, given
@@ -20,18 +22,9 @@ from dapo_jax.models.hf_config import hf_config
 from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.weights import weight_table
 
-ARCH = Architecture(
-    family="llama",
-    vocab_size=8,
-    hidden_size=4,
-    intermediate_size=6,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=2,
-    rope_theta=1e4,
-    rms_norm_eps=2.0**-17,
-    tie_embeddings=True,
+SIZES = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 6, "num_heads": 2, "num_kv_heads": 1, "head_dim": 2}
+ARCH = dataclasses.replace(
+    shapes.ARCH, **SIZES, rms_norm_eps=2.0**-17, tie_embeddings=True, initializer_range=Architecture.initializer_range
 )
 HF = hf_config(ARCH, dtype="float32", eos_ids=(1,), pad_id=0, bos_id=None, max_position_embeddings=64)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import shapes
 
-from dapo_jax.models.architecture import Architecture, Experts, Layer
+from dapo_jax.models.architecture import Experts, Layer
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.hf_config import hf_config
@@ -24,21 +25,8 @@ ALL, SOME, LOCAL = Layer(), Layer(window=24), Layer(window=24, theta=5000.0)
 
 def architecture(family, **changes):
     """One in which no value is the default of Hugging Face or of `Architecture`, nor can be had from another."""
-    arch = Architecture(
-        family=family,
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=72,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rope_theta=5000.0,
-        rms_norm_eps=0.125,
-        tie_embeddings=False,
-        **FAMILIES[family].traits,
-        initializer_range=0.25,
-    )
+    sizes = {"vocab_size": 96, "intermediate_size": 72, "num_heads": 6, "rope_theta": 5000.0, "rms_norm_eps": 0.125}
+    arch = dataclasses.replace(shapes.ARCH, family=family, **sizes, **FAMILIES[family].traits, initializer_range=0.25)
     if FAMILIES[family].experts:
         arch = dataclasses.replace(arch, experts=EXPERTS, pattern=(Layer(experts=True),))
     return dataclasses.replace(arch, **changes)

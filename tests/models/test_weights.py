@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shapes
 from safetensors.numpy import load_file
 
-from dapo_jax.models.architecture import Architecture
 from dapo_jax.models.assemble import tensor_names
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import cast_matrices, count_params, init_params, unflatten, weight_table
@@ -15,22 +15,8 @@ from dapo_jax.parallel.sharding import TRAIN_RULES
 
 DATA = Path(__file__).parent / "data"
 NAMES = sorted(path.name for path in DATA.iterdir())
-ARCH = Architecture(
-    family="qwen2",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    tie_embeddings=False,
-    qkv_bias=True,
-    qk_norm="head",
-    initializer_range=0.5,
-)
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "num_heads": 6, "head_dim": 8}
+ARCH = dataclasses.replace(shapes.ARCH, **SIZES, family="qwen2", qkv_bias=True, qk_norm="head", initializer_range=0.5)
 jit_init = jax.jit(init_params, static_argnums=0)
 
 
@@ -80,13 +66,6 @@ def test_casting_keeps_norms_biases_and_a_scalar_head_in_float32():
     kept = {name for name, dtype in dtypes.items() if dtype == jnp.float32}
     assert kept == norms | {"query_bias", "key_bias", "value_bias", "score"}
     assert all(dtype == jnp.bfloat16 for name, dtype in dtypes.items() if name not in kept)
-
-
-def test_tied_embeddings_have_no_head():
-    tied = dataclasses.replace(ARCH, tie_embeddings=True)
-    paths, tied_paths = ([weight.path for weight in weight_table(arch)] for arch in (ARCH, tied))
-    assert paths == [*tied_paths, ("head",)]
-    assert count_params(ARCH) - count_params(tied) == ARCH.vocab_size * ARCH.hidden_size
 
 
 @pytest.mark.parametrize("tied", [True, False])
