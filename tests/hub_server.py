@@ -81,7 +81,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         files = repository.commits[commit]
         if parts[0] == "api":
             siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
-            return self.answer(body=json.dumps({"id": f"{owner}/{name}", "sha": commit, "siblings": siblings}).encode())
+            return self.answer(body={"id": f"{owner}/{name}", "sha": commit, "siblings": siblings})
         if repository.gated:
             return self.answer(401, {"X-Error-Code": "GatedRepo", "X-Repo-Commit": commit})
         if "/".join(rest) not in files:
@@ -99,35 +99,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.hub.token and self.headers["Authorization"] != f"Bearer {self.hub.token}":
             return self.answer(401)
         parts = path.strip("/").split("/")
+        given = [json.loads(line) for line in body.splitlines()]
         if path == "/api/validate-yaml":
-            return self.answer(body=b'{"errors": [], "warnings": []}')
+            return self.answer(body={"errors": [], "warnings": []})
         if path == "/api/repos/create":
-            given = json.loads(body)
-            name = f"{given['organization']}/{given['name']}"
+            [asked] = given
+            name = f"{asked['organization']}/{asked['name']}"
+            found = {"url": f"{self.hub.address}/{name}"}
             if f"models/{name}" in self.hub.repositories:
-                return self.answer(409, body=json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
-            private = given.get("private") or given.get("visibility") == "private"
+                return self.answer(409, body=found)
+            private = asked.get("private") or asked.get("visibility") == "private"
             self.hub.repository(f"models/{name}").private = bool(private)
-            return self.answer(body=json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
+            return self.answer(body=found)
         if path.endswith(".git/info/lfs/objects/batch"):
-            objects = [
-                {**one, "actions": {"upload": {"href": f"{self.hub.address}/store/{one['oid']}"}}}
-                for one in json.loads(body)["objects"]
-            ]
-            return self.answer(body=json.dumps({"transfer": "basic", "objects": objects}).encode())
+            store = f"{self.hub.address}/store"
+            objects = [{**one, "actions": {"upload": {"href": f"{store}/{one['oid']}"}}} for one in given[0]["objects"]]
+            return self.answer(body={"transfer": "basic", "objects": objects})
         if "preupload" in parts:
-            files = [
-                {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if one["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for one in json.loads(body)["files"]
-            ]
-            return self.answer(body=json.dumps({"files": files}).encode())
+            names = [one["path"] for one in given[0]["files"]]
+            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
+            files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
+            return self.answer(body={"files": files})
         _, kind, owner, name, *_ = parts
         repository, files = self.hub.repository(f"{kind}/{owner}/{name}"), {}
-        for line in map(json.loads, body.splitlines()):
+        for line in given:
             value = line["value"]
             if line["key"] == "header":
                 repository.messages.append(value["summary"])
@@ -136,15 +131,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             else:
                 files[value["path"]] = base64.b64decode(value["content"])
         commit = repository.commit(files)
-        address = f"{self.hub.address}/{owner}/{name}/commit/{commit}"
-        self.answer(body=json.dumps({"commitUrl": address, "commitOid": commit}).encode())
+        self.answer(body={"commitUrl": f"{self.hub.address}/{owner}/{name}/commit/{commit}", "commitOid": commit})
 
     def do_PUT(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"]))
         self.hub.stored[hashlib.sha256(content).hexdigest()] = content
         self.answer()
 
-    def answer(self, status: int = 200, headers: dict[str, str] | None = None, body: bytes = b"{}") -> None:
+    def answer(self, status: int = 200, headers: dict[str, str] | None = None, body: object = None) -> None:
+        """`body` is bytes, or an object that becomes JSON."""
+        body = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

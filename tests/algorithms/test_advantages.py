@@ -176,24 +176,6 @@ def test_the_optimal_baseline_lowers_the_variance_of_the_gradient():
     assert variance("optimal_token_baseline", **arrays) < variance("grpo", norm_adv_by_std_in_grpo=False)
 
 
-def test_gae_without_discount_is_the_reward_minus_the_value():
-    rewards, values = np.array([[0, 0, 1.0], [0, 0, 0]]), np.array([[0.2, 0.4, 0.6], [0.1, 0.3, 0.5]])
-    of_reference = functools.partial(padded, shape=(8, 9))
-    found = estimate(
-        "gae",
-        of_reference(rewards),
-        of_reference(np.ones((2, 3), bool), False),
-        np.zeros(8, int),
-        values=of_reference(values),
-        gamma=1.0,
-        lam=1.0,
-    )
-    advantages, returns = (np.asarray(one)[:2, :3] for one in found)
-    np.testing.assert_allclose(returns, [[1, 1, 1], [0, 0, 0]], atol=1e-6)
-    raw = np.array([[0.8, 0.6, 0.4], [-0.1, -0.3, -0.5]])
-    np.testing.assert_allclose(advantages, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-5)
-
-
 CPO = {
     **{"num_groups": 3, "norm_adv_by_std_in_grpo": True, "vocab_size": 10, "cpo_lambda": 2.0},
     **{"pos_alpha": 0.05, "neg_alpha": 0.2, "mi_alpha": 0.1, "kl_alpha": 0.3},

@@ -1,28 +1,18 @@
 """Gradients of every checkpoint against transformers', which write_references.py recorded."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.checkpoints import DATA, NAMES, model
 from models.write_references import RANK, SCALE, adapter, projected, sequences
 
 from dapo_jax.models.assemble import tensor_names
-from dapo_jax.models.hf_architecture import read_architecture
-from dapo_jax.models.load import load_params
 from dapo_jax.models.lora import TARGETS, Lora, adapter_table, with_adapters
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import unflatten, weight_table
-
-DATA = Path(__file__).parent / "data"
-NAMES = sorted(path.name for path in DATA.iterdir())
-
-
-def model(name):
-    arch = read_architecture(DATA / name)
-    return arch, load_params(DATA / name, arch, lambda weight, array: array)
 
 
 def loss(params, tokens, arch):

@@ -63,13 +63,13 @@ def values_and_routing(operands, cotangent, **settings):
     return (result, *pull_back(cotangent)), routing
 
 
-def values(operands, cotangent, **settings):
-    return values_and_routing(operands, cotangent, **settings)[0]
-
-
-# All of one shape, so that each is compiled once for its settings.
 jit_values_and_routing = jax.jit(values_and_routing, static_argnames="normalized")
 jit_routing_counts = jax.jit(routing_counts)
+
+
+def run(operands, *, normalized=True, **replayed):
+    """All operands are of one shape, so that each setting is compiled once."""
+    return jax.device_get(jit_values_and_routing(operands, COTANGENT, normalized=normalized, **replayed))
 
 
 @jax.jit
@@ -79,44 +79,45 @@ def dense_values(operands, cotangent, normalized, replayed):
     return result, *pull_back(cotangent)
 
 
-def routing_of(operands, **settings):
-    return jax.device_get(jit_values_and_routing(operands, COTANGENT, **settings)[1])
-
-
-def check(operands, *, normalized=True, replayed=None):
-    """Result and gradients are those of `dense`."""
-    more = {} if replayed is None else {"replayed": replayed}
-    found, _ = jit_values_and_routing(operands, COTANGENT, normalized=normalized, **more)
-    replayed = np.full((B, T, K), -1, np.int32) if replayed is None else replayed
-    expected = dense_values(operands, COTANGENT, normalized, replayed)
+def assert_close(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+def check(operands, *, normalized=True, **replayed):
+    """Result and gradients are those of `dense`; the routing."""
+    found, routing = run(operands, normalized=normalized, **replayed)
+    choices = replayed.get("replayed", np.full((B, T, K), -1, np.int32))
+    assert_close(found, dense_values(operands, COTANGENT, normalized, choices))
+    return routing
+
+
 @pytest.mark.parametrize("normalized", [True, False])
 def test_equals_dense_experts_with_weights_of_the_own_or_of_replayed_choices(normalized):
-    check(draw(), normalized=normalized)
-    check(draw(), normalized=normalized, replayed=some_choices())
+    plain, replayed = check(draw(), normalized=normalized), some_choices()
+    routing = check(draw(), normalized=normalized, replayed=replayed)
+    recorded = (replayed >= 0).all(axis=-1, keepdims=True)
+    np.testing.assert_array_equal(routing.own, plain.chosen)
+    np.testing.assert_array_equal(routing.chosen, np.where(recorded, replayed, plain.chosen))
 
 
 def test_equal_probabilities_choose_the_first_experts():
     x, router, *weights = draw()
-    operands = x, np.zeros_like(router), *weights
-    assert (routing_of(operands, normalized=True).chosen == np.arange(K)).all()
-    check(operands)  # and the others have no rows
+    routing = check((x, np.zeros_like(router), *weights))  # and the others have no rows
+    assert (routing.chosen == np.arange(K)).all()
 
 
 def test_all_tokens_may_choose_one_expert():
     """No token is dropped, however many choose an expert."""
     x, router, *weights = draw()
     x[..., 0], router[0, 4] = 3.0, 100.0
-    assert (routing_of((x, router, *weights), normalized=False).chosen[..., 0] == 4).all()
-    check((x, router, *weights), normalized=False)
+    routing = check((x, router, *weights), normalized=False)
+    assert (routing.chosen[..., 0] == 4).all()
 
 
 def test_chosen_experts_fall_in_weight():
-    routing = routing_of(draw(), normalized=True)
+    _, routing = run(draw())
     weights = np.take_along_axis(routing.probabilities, routing.chosen, axis=-1)
     assert (np.diff(weights, axis=-1) <= 0).all() and routing.own is None
     np.testing.assert_allclose(routing.probabilities.sum(axis=-1), 1.0, rtol=1e-6)
@@ -124,29 +125,18 @@ def test_chosen_experts_fall_in_weight():
 
 
 def test_replaying_the_own_choice_changes_no_bit():
-    plain, routing = jit_values_and_routing(draw(), COTANGENT, normalized=True)
+    plain, routing = run(draw())
     for replayed in (routing.chosen, np.full_like(routing.chosen, -1)):
-        found, _ = jit_values_and_routing(draw(), COTANGENT, normalized=True, replayed=replayed)
-        for one, other in zip(plain, found, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
-def test_replayed_choices_are_reported_beside_the_own():
-    plain, replayed = routing_of(draw(), normalized=True), some_choices()
-    routing = routing_of(draw(), normalized=True, replayed=replayed)
-    recorded = (replayed >= 0).all(axis=-1, keepdims=True)
-    np.testing.assert_array_equal(routing.own, plain.chosen)
-    np.testing.assert_array_equal(routing.chosen, np.where(recorded, replayed, plain.chosen))
+        jax.tree.map(np.testing.assert_array_equal, run(draw(), replayed=replayed)[0], plain)
 
 
 def test_a_token_does_not_depend_on_the_others():
     """Padding may hold anything."""
     x, *weights = draw()
-    (whole, *_), _ = jit_values_and_routing((x, *weights), COTANGENT, normalized=True)
+    (whole, *_), _ = run((x, *weights))
     other = x.copy()
     other[:, 7:] = np.nan
-    (found, *_), _ = jit_values_and_routing((other, *weights), COTANGENT, normalized=True)
-    np.testing.assert_array_equal(found[:, :7], whole[:, :7])
+    np.testing.assert_array_equal(run((other, *weights))[0][0][:, :7], whole[:, :7])
     one_at_a_time = jax.jit(lambda *operands: sparse(*operands)[0])
     for token in (0, 5):
         found = one_at_a_time(x[:, token, None], *weights)
@@ -193,47 +183,38 @@ def test_the_mesh_changes_nothing(axes, replay):
         placed = jax.device_put(operands, tuple(shardings(mesh)))
         (found, found_chosen), gradients = jit_scanned(placed, COTANGENT, replayed)
     np.testing.assert_array_equal(found_chosen, chosen)
-    for one, other in zip((found, *gradients), (expected, *expected_gradients), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert_close((found, *gradients), (expected, *expected_gradients))
 
 
 def test_inside_a_shard_map_the_other_axes_divide_the_work():
     operands, replayed = draw(), some_choices()
-    expected, _ = jit_values_and_routing(operands, COTANGENT, normalized=True, replayed=replayed)
+    expected, _ = run(operands, replayed=replayed)
     mesh = make_mesh(2, 2, 2)
 
     def of_rows(x, cotangent, replayed, *weights):
-        result, to_x, *to_weights = values((x, *weights), cotangent, replayed=replayed)
+        result, to_x, *to_weights = values_and_routing((x, *weights), cotangent, replayed=replayed)[0]
         return result, to_x, jax.lax.psum(to_weights, "data")
 
     rows, whole = PartitionSpec("data"), PartitionSpec()
-    divided = jax.shard_map(
-        of_rows,
-        mesh=mesh,
-        in_specs=(rows, rows, rows, *[whole] * 4),
-        out_specs=(rows, rows, whole),
-        axis_names={"data"},
-        check_vma=False,
-    )
+    specs = {"in_specs": (rows, rows, rows, *[whole] * 4), "out_specs": (rows, rows, whole)}
+    divided = jax.shard_map(of_rows, mesh=mesh, **specs, axis_names={"data"}, check_vma=False)
     with jax.set_mesh(mesh):
         x, *weights = jax.device_put(operands, tuple(shardings(mesh)))
         result, to_x, to_weights = jax.jit(divided)(x, COTANGENT, replayed, *weights)
-    for one, other in zip((result, to_x, *to_weights), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert_close((result, to_x, *to_weights), expected)
 
 
 def test_bfloat16_weights_round_the_operands_of_products_alone():
     operands = draw(dtype=jnp.bfloat16)
-    found, _ = jit_values_and_routing(operands, COTANGENT, normalized=True)
+    found, _ = run(operands)
     assert [one.dtype for one in found] == [jnp.float32] * 3 + [jnp.bfloat16] * 3
-    exact, _ = jit_values_and_routing(tuple(map(np.float32, operands)), COTANGENT, normalized=True)
+    exact, _ = run(tuple(map(np.float32, operands)))
     for one, other in zip(found, exact, strict=True):
-        other = np.asarray(other)
         np.testing.assert_allclose(np.float32(one), other, rtol=0.02, atol=0.02 * np.abs(other).max())
 
 
 def test_counts_are_those_of_real_tokens():
-    routing = routing_of(draw(), normalized=True, replayed=some_choices())
+    _, routing = run(draw(), replayed=some_choices())
     mask = np.random.default_rng(1).random((B, T)) < 0.6
     counts = jit_routing_counts(routing, mask)
     chosen, own = routing.chosen[mask], routing.own[mask]
@@ -246,8 +227,8 @@ def test_counts_are_those_of_real_tokens():
 
 
 def test_the_same_experts_in_another_order_are_not_replaced():
-    plain = routing_of(draw(), normalized=True)
-    routing = routing_of(draw(), normalized=True, replayed=plain.chosen[..., ::-1])
+    _, plain = run(draw())
+    _, routing = run(draw(), replayed=plain.chosen[..., ::-1])
     for found in (routing, plain):
         assert jit_routing_counts(found, np.ones((B, T), bool)).replaced == 0
 

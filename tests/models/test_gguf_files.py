@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import shapes
+from models.checkpoints import DATA, place, score
 from safetensors.numpy import load_file
 
 from dapo_jax.models.architecture import Layer
@@ -17,31 +18,16 @@ from dapo_jax.models.gguf_files import TENSOR_NAMES, load_gguf
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.rope_scaling import LinearRopeScaling, YarnRopeScaling
 from dapo_jax.models.safetensors_files import load_safetensors
-from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
 
 gguf = pytest.importorskip("gguf")
 F32, F16, BF16, Q8_0, Q4_1 = (
     getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "F16", "BF16", "Q8_0", "Q4_1")
 )
-DATA = Path(__file__).parent / "data"
-LLAMA = DATA / "llama_tied"
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_heads": 3,
-    "num_kv_heads": 1,
-    "head_dim": 32,
-}
-WIDE = dataclasses.replace(
-    shapes.ARCH, **SIZES, num_kv_heads=1
-)  # rows are multiples of 32, the block of quantised types
-
-
-def place(weight, array):
-    return array
+# Rows are multiples of 32, the block of quantised types.
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_heads": 3, "head_dim": 32}
+WIDE = dataclasses.replace(shapes.ARCH, **SIZES, num_kv_heads=1)
 
 
 def interleave(rows, heads):
@@ -131,27 +117,18 @@ def golden(name):
 
 
 def random_tensors(arch):
-    random = np.random.default_rng(0)
-    shapes = {
-        weight.hf_name.format(layer=layer): weight.hf_shape
+    normal = np.random.default_rng(0).normal
+    return {
+        weight.hf_name.format(layer=layer): normal(0, 0.2, weight.hf_shape).astype(np.float32)
         for weight in weight_table(arch)
-        for layer in range(arch.num_layers if weight.stacked else 1)
+        for layer in weight.layers or range(1)
     }
-    return {name: random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def score(params, tokens, mask, arch):
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
+NAMES = ["llama_tied", "llama_biases", "qwen2_bias_tied", "qwen3_qknorm", "qwen3_yarn", "qwen3_moe", "smollm3_nope"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama_tied", "llama_biases", "qwen2_bias_tied", "qwen3_qknorm", "qwen3_yarn", "qwen3_moe"),
-        *("smollm3_nope", "olmo3", "gemma2_softcap", "gemma3"),
-    ],
-)
+@pytest.mark.parametrize("name", [*NAMES, "olmo3", "gemma2_softcap", "gemma3"])
 def test_float32_file_gives_the_architecture_and_the_parameters_of_safetensors(tmp_path, name):
     """And so its logits, which test_transformer.py compares with transformers'."""
     arch, tensors = golden(name)
@@ -170,7 +147,7 @@ def test_float32_file_gives_the_architecture_and_the_parameters_of_safetensors(t
 def test_half_precision_files_are_rounded_only(tmp_path, kind, bits):
     arch, tensors = golden("llama_tied")
     params = load_gguf(write(tmp_path / "model.gguf", arch, tensors, lambda name: kind), arch, place)
-    exact = load_safetensors(LLAMA, arch, place)
+    exact = load_safetensors(DATA / "llama_tied", arch, place)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2.0**-bits, atol=1e-7), params, exact)
 
 

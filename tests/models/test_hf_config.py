@@ -1,23 +1,19 @@
 import dataclasses
-import functools
 import json
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import shapes
+from models.checkpoints import DATA, score
 
 from dapo_jax.models.architecture import Experts, Layer
 from dapo_jax.models.families import FAMILIES
 from dapo_jax.models.hf_architecture import architecture_from_hf, read_architecture
 from dapo_jax.models.hf_config import hf_config
 from dapo_jax.models.rope_scaling import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
-from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import init_params, weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 
-DATA = Path(__file__).parent / "data"
 SCALING = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
 EXPERTS = Experts(number=5, per_token=3, intermediate_size=24, normalized=True)
 ALL, SOME, LOCAL = Layer(), Layer(window=24), Layer(window=24, theta=5000.0)
@@ -47,12 +43,6 @@ ARCHITECTURES = {
     "gemma3_window": architecture("gemma3_text", pattern=(dataclasses.replace(LOCAL, theta=300.0), ALL)),
     "reward_model": architecture("qwen2", scalar_head=True),
 }
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def score(params, tokens, arch):
-    mask = tokens >= 0
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
 
 
 def config_of(arch, **changes):
@@ -94,7 +84,7 @@ def test_transformers_computes_our_logits_from_the_config_and_the_weights(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config_of(arch)))
     write_safetensors(tmp_path, weight_table(arch), params, dtype="float32")
     tokens = np.random.default_rng(0).integers(0, arch.vocab_size, (2, 90), np.int32)
-    ours = np.asarray(score(params, tokens, arch))
+    ours = np.asarray(score(params, tokens, np.ones_like(tokens, bool), arch))
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert model.config.model_type == arch.family and model.dtype == torch.float32

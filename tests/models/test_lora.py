@@ -4,15 +4,14 @@ import dataclasses
 import functools
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.checkpoints import DATA, model, score
 
 from dapo_jax.models.hf_architecture import read_architecture
-from dapo_jax.models.load import load_params
 from dapo_jax.models.lora import (
     TARGETS,
     Lora,
@@ -23,10 +22,8 @@ from dapo_jax.models.lora import (
     present_targets,
     with_adapters,
 )
-from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.write_safetensors import write_safetensors
 
-DATA = Path(__file__).parent / "data"
 LORA = Lora(rank=3, alpha=12.0, targets=tuple(TARGETS))
 
 
@@ -36,23 +33,16 @@ def moved_adapters(arch, lora):
     return jax.tree.map(lambda x: np.float32(x + 0.05 * rng.normal(size=x.shape)), fresh)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def score(params, tokens, arch):
-    mask = jnp.ones(tokens.shape, bool)
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
-
-
 @functools.partial(jax.jit, static_argnums=3)
 def score_with_adapters(params, adapters, tokens, arch):
-    return score(with_adapters(params, adapters, LORA, jnp.float32), tokens, arch)
+    return score(with_adapters(params, adapters, LORA, jnp.float32), tokens, jnp.ones(tokens.shape, bool), arch)
 
 
 jit_merged = jax.jit(merged, static_argnums=2)
 
 
 def model_with_adapters(name):
-    arch = read_architecture(DATA / name)
-    params = load_params(DATA / name, arch, lambda weight, array: array)
+    arch, params = model(name)
     return arch, params, moved_adapters(arch, LORA), np.random.default_rng(1).integers(0, arch.vocab_size, (2, 9))
 
 
@@ -61,8 +51,9 @@ def model_with_adapters(name):
 def test_adapters_apart_and_merged_give_the_same_logits(name):
     arch, params, adapters, tokens = model_with_adapters(name)
     apart = score_with_adapters(params, adapters, tokens, arch)
-    together = score(jit_merged(params, adapters, LORA), tokens, arch)
-    assert np.abs(apart - score(params, tokens, arch)).max() > 0.01
+    mask = np.ones(tokens.shape, bool)
+    together = score(jit_merged(params, adapters, LORA), tokens, mask, arch)
+    assert np.abs(apart - score(params, tokens, mask, arch)).max() > 0.01
     np.testing.assert_allclose(apart, together, atol=1e-4)
 
 

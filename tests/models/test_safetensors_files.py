@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.checkpoints import DATA, place
 from safetensors.numpy import load_file, save_file
 
 from dapo_jax.models.hf_architecture import read_architecture
@@ -14,12 +15,8 @@ from dapo_jax.models.safetensors_files import load_safetensors
 from dapo_jax.models.weights import weight_table
 from dapo_jax.models.write_safetensors import write_safetensors
 
-TIED = Path(__file__).parent / "data" / "qwen2_bias_tied"
+TIED = DATA / "qwen2_bias_tied"
 UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def place(weight, array):
-    return array
 
 
 def load(directory):

@@ -1,32 +1,24 @@
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.checkpoints import DATA, NAMES, model, score
 
 from dapo_jax.models.layer_cache import LayerCache, last_columns, layer_cache
 from dapo_jax.models.layers import layer_weights
-from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.remat import POLICIES
 from dapo_jax.models.transformer import decode, forward, logits, positions_of, prefill
 from dapo_jax.models.weights import cast_matrices
 
-DATA = Path(__file__).parent / "data"
-NAMES = sorted(path.name for path in DATA.iterdir())
 PROMPT_LENGTHS, SAMPLES, RESPONSE = (6, 1, 4), 2, 5  # three prompts, left-padded to six tokens
 PAST_WINDOW = 50  # tokens of a response that is much longer than the windows of the models
 
 jit_prefill = jax.jit(prefill, static_argnums=3)
 jit_decode = jax.jit(decode, static_argnums=6)
 jit_logits = jax.jit(logits, static_argnums=2)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def score(params, tokens, mask, arch):
-    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
@@ -40,15 +32,8 @@ def loss_and_gradient(params, tokens, mask, arch, remat="none"):
     return jax.value_and_grad(loss)(params)
 
 
-@functools.cache
-def model(name):
-    """Architecture and parameters; as NumPy arrays, so that taking them apart compiles nothing."""
-    arch = read_model_architecture(DATA / name)
-    return arch, load_params(DATA / name, arch, lambda weight, array: array)
-
-
 def small_model(name, dtype=np.float32):
-    """The same with the first two layers only, or one repetition of their kinds, which compile faster."""
+    """Of the first two layers only, or of one repetition of their kinds, which compile faster."""
     arch, params = model(name)
     num_layers = max(2, len(arch.pattern))
     arch = dataclasses.replace(arch, num_layers=num_layers)

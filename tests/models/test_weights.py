@@ -1,11 +1,11 @@
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import shapes
+from models.checkpoints import DATA, NAMES
 from safetensors.numpy import load_file
 
 from dapo_jax.models.assemble import tensor_names
@@ -13,8 +13,6 @@ from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import cast_matrices, count_params, init_params, unflatten, weight_table
 from dapo_jax.parallel.sharding import TRAIN_RULES
 
-DATA = Path(__file__).parent / "data"
-NAMES = sorted(path.name for path in DATA.iterdir())
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "num_heads": 6, "head_dim": 8}
 ARCH = dataclasses.replace(shapes.ARCH, **SIZES, family="qwen2", qkv_bias=True, qk_norm="head", initializer_range=0.5)
 jit_init = jax.jit(init_params, static_argnums=0)

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from models.checkpoints import DATA, place
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -16,12 +17,11 @@ from dapo_jax.models.write_safetensors import write_safetensors
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.parallel.sharding import TRAIN_RULES, place_weight
 
-DATA = Path(__file__).parent / "data"
 NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]
 TIED, UNTIED = "qwen2_bias_tied", "qwen3_qknorm"
 
 
-def model(name, path=None, place=lambda weight, array: array):
+def model(name, path=None, place=place):
     """Weight table of the model `name`, and its parameters as `path` holds them."""
     arch = read_architecture(DATA / name)
     return weight_table(arch), load_safetensors(path or DATA / name, arch, place)

@@ -1,0 +1,30 @@
+"""The small checkpoints of tests/models/data."""
+
+import functools
+from pathlib import Path
+
+import jax
+
+from dapo_jax.models.load import load_params, read_model_architecture
+from dapo_jax.models.transformer import forward, logits, positions_of
+
+DATA = Path(__file__).parent / "data"
+NAMES = sorted(path.name for path in DATA.iterdir())
+
+
+def place(weight, array):
+    """A leaf stays a NumPy array, so that taking parameters apart compiles nothing."""
+    return array
+
+
+@functools.cache
+def model(name):
+    """Architecture and parameters."""
+    arch = read_model_architecture(DATA / name)
+    return arch, load_params(DATA / name, arch, place)
+
+
+@functools.partial(jax.jit, static_argnames="arch")
+def score(params, tokens, mask, arch):
+    """Logits [B, T, V]."""
+    return logits(params, forward(params, tokens, positions_of(mask), mask, arch), arch)
