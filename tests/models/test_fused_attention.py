@@ -77,10 +77,10 @@ def careless_cudnn(
 
 @pytest.fixture(autouse=True)
 def _kernels_as_far_as_a_cpu_can_run_them(monkeypatch):
-    """Pallas interprets them, cuDNN's has a stand-in; bins of two blocks of splash and four of Triton."""
+    """Pallas interprets them, cuDNN's has a stand-in; a bin has two blocks of splash and four of Triton."""
     monkeypatch.setattr(cudnn, "dot_product_attention", careless_cudnn)
     monkeypatch.setattr(splash, "BLOCK", 128)
-    monkeypatch.setattr(tree_attention, "BLOCK", 64)
+    assert tree_attention.BLOCK == 64
 
 
 def arrays(dtype):
@@ -156,15 +156,13 @@ def test_equals_attention_whatever_stands_on_padding(case):
     check(run(*arrays(DTYPES[kernel]), prepared(kernel, BINS[trees])), kernel, trees, scores)
 
 
-@pytest.mark.short()
+@pytest.mark.slow
 @pytest.mark.long("shared", "cudnn copies")
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith("plain")])
 def test_equals_attention_in_one_block(case, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 512)
     monkeypatch.setattr(tree_attention, "BLOCK", 256)
-    kernel, trees, _ = CASES[case]
-    run = jax.jit(functools.partial(result_and_gradients, fused(kernel)))
-    check(run(*arrays(DTYPES[kernel]), prepared(kernel, BINS[trees])), kernel, trees)
+    test_equals_attention_whatever_stands_on_padding(case)
 
 
 # The division is the same code for all kernels: the long lane has both ways for splash, and one for the others.
@@ -203,9 +201,8 @@ def test_windows_leave_fewer_pairs():
         visible = np.asarray(visible_in_bins(bins, window)) & real
         lengths = CUDNN.prepare(bins).lengths
         empty = (lengths == 1) & (bins.trees == 0).all(axis=1)[:, None]  # an empty bin has one slot
-        assert (
-            CUDNN.pairs(CUDNN.prepare(bins), window).tolist() == (visible.sum(axis=(1, 2)) + empty.sum(axis=1)).tolist()
-        )
+        expected = visible.sum(axis=(1, 2)) + empty.sum(axis=1)
+        assert CUDNN.pairs(CUDNN.prepare(bins), window).tolist() == expected.tolist()
         blocks = (visible | np.eye(T, dtype=bool)).reshape(8, 2, 128, 2, 128).any(axis=(2, 4))
         assert (SPLASH.pairs(SPLASH.prepare(bins), window) >= blocks.sum(axis=(1, 2)) * 128.0**2).all()
         assert XLA.pairs(bins, window).tolist() == [T * T] * 8
@@ -243,9 +240,8 @@ def test_splash_computes_the_blocks_in_which_a_token_sees_another():
 
 @pytest.mark.short("160")
 @pytest.mark.parametrize("size", [20, 160])
-def test_heads_of_any_size_fit_the_blocks(size, monkeypatch):
+def test_heads_of_any_size_fit_the_blocks(size):
     """Heads above 128 have smaller blocks; others than powers of two are padded."""
-    monkeypatch.setattr(tree_attention, "BLOCK", 128)
     bins, draw = BINS["shared"], np.random.default_rng(0).normal
     query, key, value = (draw(size=(8, T, heads, size)).astype(np.float32) for heads in (N, K, K))
     found = jax.jit(fused("triton"))(query, key, value, prepared("triton", bins))
