@@ -85,8 +85,10 @@ def logprobs(scores, tokens):
     return np.take_along_axis(np.asarray(jax.nn.log_softmax(scores)), tokens[..., None], axis=-1)[..., 0]
 
 
-# Layers are stacked for training and a list for decoding, which the tests below compare with stacked ones.
+# Layers are stacked for training and a list for decoding, which the tests below compare with stacked ones: as a list,
+# the long lane has a dense model and one with experts.
 @pytest.mark.short("stacked")
+@pytest.mark.long("gemma3-list", "qwen3_moe_mixed-list")
 @pytest.mark.parametrize("layers", ["stacked", "list"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_those_of_transformers(name, layers):
