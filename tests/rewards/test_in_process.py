@@ -5,7 +5,9 @@ from config_problems import assert_one, config_with, problems
 from small_run import rows_without_clock, small_config
 
 from dapo_jax.command.validation import validate
+from dapo_jax.config.sections import RewardConfig
 from dapo_jax.rewards.in_process import InProcessVerifiers
+from dapo_jax.rewards.opening import open_verifiers
 from dapo_jax.rewards.verifiers import load_verifier
 from dapo_jax.rewards.worker_pool import ScoreRequest
 from dapo_jax.training import train
@@ -56,12 +58,37 @@ def test_only_this_session_has_it():
         validate(config_with(changes), own=["own"])
 
 
-def test_a_run_is_that_of_the_same_function_in_worker_processes(tmp_path, capsys):
-    def score(data_source, solution, ground_truth, extra_info):
-        return load_verifier("arithmetic")(data_source, solution, ground_truth, extra_info)
+def score(data_source, solution, ground_truth, extra_info):
+    return load_verifier("arithmetic")(data_source, solution, ground_truth, extra_info)
 
-    steps = {"trainer.total_training_steps": 2}
-    train(small_config(tmp_path / "a", **{"reward.function": "python:own"}, **steps), own={"own": score})
+
+def test_the_verdicts_are_those_of_the_same_function_in_worker_processes(tmp_path):
+    names = ["python:own", "dapo_jax.rewards.arithmetic.score"]
+    requests = [ScoreRequest("sums", text, "34", {}) for text in ("34", "35", "\0")] + [
+        ScoreRequest("sums", "34", "", {})
+    ]
+    with open_verifiers(names, RewardConfig(num_workers=1), {"own": score}, tmp_path) as (opened, judge):
+        own, other = (opened[name].score(requests) for name in names)
+    assert judge is None and own == other and [verdict.numbers["acc"] for verdict in own] == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_run_is_that_of_the_same_function_in_worker_processes_and_each_part_has_its_curve(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        "def brief(a, text, b, c): return {'score': -len(text), 'words': len(text.split())}"
+    )
+
+    def trained(name, function, **keywords):
+        functions = {"correct": function, "brief": {"function": f"{tmp_path}/own.py:brief", "weight": 0.01}}
+        steps = {"trainer.total_training_steps": 2}
+        train(small_config(tmp_path / name, **{"reward.functions": functions}, **steps), **keywords)
+        return rows_without_clock(tmp_path / name)
+
+    start, step, _ = rows = trained("a", "python:own", own={"own": score})
     assert capsys.readouterr().err.count("runs in this process") == 1
-    train(small_config(tmp_path / "b", **{"reward.function": "dapo_jax.rewards.arithmetic.score"}, **steps))
-    assert rows_without_clock(tmp_path / "a") == rows_without_clock(tmp_path / "b")
+    assert rows == trained("b", "dapo_jax.rewards.arithmetic.score")
+    for name in ("correct", "brief", "brief.words"):
+        assert f"eval/arithmetic/{name}/mean@4" in start and f"rollout/{name}/mean" in step
+    assert step["rollout/correct/mean"] == step["rollout/acc/mean"]
+    shares = step["rollout/correct/mean"] + 0.01 * step["rollout/brief/mean"]
+    assert step["rollout/score/mean"] == pytest.approx(shares)

@@ -5,9 +5,16 @@ import pytest
 from dapo_jax.rewards.own_function import load_function
 
 
-@pytest.fixture(autouse=True)
-def _own_path(monkeypatch):
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Loads a function of a file with this code."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def load(code, name="score"):
+        (tmp_path / "own.py").write_text(code)
+        return load_function(f"{tmp_path}/own.py:{name}")
+
+    return load
 
 
 @pytest.mark.parametrize(
@@ -21,59 +28,49 @@ def _own_path(monkeypatch):
         ("prompts, completions, ground_truth, extra", "as TRL's reward functions do: wrap it"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_named_with_its_parameters(parameters, reason, tmp_path):
-    (tmp_path / "own.py").write_text(f"def score({parameters}): return 1.0")
+def test_a_function_that_cannot_be_called_is_named_with_its_parameters(parameters, reason, own):
     with pytest.raises(ValueError) as error:
-        load_function(f"{tmp_path}/own.py:score")
+        own(f"def score({parameters}): return 1.0")
     assert reason in str(error.value) and f"takes ({parameters})" in str(error.value)
     assert "must be score(data_source, solution, ground_truth, extra_info) -> float | dict" in str(error.value)
 
 
-def test_an_async_function_is_refused(tmp_path):
+def test_an_async_function_is_refused(own):
     code = "async def score(*a): return 1.0\nclass Judge:\n  async def __call__(self, *a): return 1.0\njudge = Judge()"
-    (tmp_path / "own.py").write_text(code)
     for name in ("score", "judge"):
         with pytest.raises(ValueError, match="it is async: write a plain function"):
-            load_function(f"{tmp_path}/own.py:{name}")
+            own(code, name)
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    ("parameters", "given"),
     [
-        "a, b, c, d",
-        "*arguments",
-        "a, b, c, d=None, e=3",
-        "data_source, solution, ground_truth, extra_info=None, **rest",
-        "source, solution_str, truth, info",
+        ("a, b, c, d", "a, b, c, d"),
+        ("*arguments", "arguments"),
+        ("a, b, c, d=None, e=3", "a, b, c, d"),
+        (
+            "data_source, solution, ground_truth, extra_info=None, **rest",
+            "data_source, solution, ground_truth, extra_info",
+        ),
+        ("source, solution_str, truth, info", "source, solution_str, truth, info"),
+        *(
+            (names, "data_source, solution_str, ground_truth, extra_info")  # those of verl
+            for names in (
+                "data_source, solution_str, ground_truth, extra_info=None",
+                "solution_str, ground_truth, data_source, extra_info",
+                "*, extra_info, ground_truth, data_source, solution_str, **kwargs",
+            )
+        ),
+        ("**named", "named['data_source'], named['solution_str'], named['ground_truth'], named['extra_info']"),
     ],
 )
-def test_a_function_that_takes_four_arguments_is_given_them_in_order(parameters, tmp_path):
-    (tmp_path / "own.py").write_text(f"def score({parameters}): return list(locals().values())")
-    given = load_function(f"{tmp_path}/own.py:score")("source", "solution", "truth", {})
-    assert (given[0] if parameters == "*arguments" else tuple(given[:4])) == ("source", "solution", "truth", {})
+def test_a_function_gets_its_four_arguments_in_order_or_by_the_names_of_verl(parameters, given, own):
+    score = own(f"def score({parameters}): return {given}")
+    assert score("source", "solution", "truth", {}) == ("source", "solution", "truth", {})
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        "data_source, solution_str, ground_truth, extra_info=None",
-        "solution_str, ground_truth, data_source, extra_info",
-        "*, extra_info, ground_truth, data_source, solution_str, **kwargs",
-    ],
-)
-def test_a_function_with_the_names_of_verl_is_called_by_them(parameters, tmp_path):
-    (tmp_path / "own.py").write_text(
-        f"def score({parameters}): return data_source, solution_str, ground_truth, extra_info"
-    )
-    assert load_function(f"{tmp_path}/own.py:score")("a", "b", "c", {}) == ("a", "b", "c", {})
-
-
-def test_a_function_of_names_alone_is_called_by_those_of_verl(tmp_path):
-    (tmp_path / "own.py").write_text("def score(**named): return named['solution_str'], named['ground_truth']")
-    assert load_function(f"{tmp_path}/own.py:score")("a", "b", "c", {}) == ("b", "c")
-
-
-def test_a_file_finds_the_modules_in_its_folder(tmp_path):
+def test_a_file_finds_the_modules_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbour_of_reward.py").write_text("ONE = 1.0")
     (tmp_path / "my-reward.v2.py").write_text(
         "from neighbour_of_reward import ONE\nfrom .neighbour_of_reward import ONE as SAME\n"
@@ -94,12 +91,18 @@ def test_a_file_finds_the_modules_in_its_folder(tmp_path):
         ("no_such_module.score", "module 'no_such_module' does not exist: .* or give its file as FILE.py:function"),
         ("xml.no_such_module.score", "module 'xml.no_such_module' does not exist"),
         ("DIR/fails.py:score", "importing 'DIR/fails.py' failed with ZeroDivisionError"),
+        ("fails.score", "does not load: importing 'fails' failed with ZeroDivisionError"),
+        ("exits.score", "does not load: importing 'exits' failed with SystemExit"),
+        ("math.no_such_function", "must be a path .*'math' has no function 'no_such_function'"),
+        ("math.pi", "must be a path .*'math' has no function 'pi'"),
     ],
 )
 def test_what_cannot_be_loaded_is_named_with_the_cure(name, reason, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("ONE = 1\ndef score(*a): return 1.0\ndef other(*a): return 1.0")
     (tmp_path / "imports.py").write_text("import no_such_package.part")
     (tmp_path / "fails.py").write_text("1 / 0")
+    (tmp_path / "exits.py").write_text("raise SystemExit")
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.syspath_prepend(tmp_path)
     name = name.replace("DIR", str(tmp_path))
     with pytest.raises(ValueError, match=f"reward.function='{name}' .*{reason.replace('DIR', str(tmp_path))}"):

@@ -1,12 +1,14 @@
 """Functions of a notebook, a script or the prompt become files that a verifier process can read."""
 
+import importlib
 import linecache
+import sys
 import types
 
 import pytest
 
 from dapo_jax.rewards.gsm8k import score as of_module
-from dapo_jax.rewards.own_function import taken
+from dapo_jax.rewards.own_function import load_function, taken
 from dapo_jax.rewards.own_source import reward_name
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
@@ -64,10 +66,8 @@ def notebook():
     return session
 
 
-def verdict(name, solution="so 34", ground_truth="34"):
-    with VerifierPool(name, num_workers=1, timeout_s=30) as pool:
-        [found] = pool.score([ScoreRequest("any", solution, ground_truth, {"n": 3})])
-    return found
+def score(name, solution="so 34", ground_truth="34"):
+    return load_function(name)("any", solution, ground_truth, {"n": 3})
 
 
 def test_a_function_of_a_module_keeps_its_path(tmp_path):
@@ -78,32 +78,33 @@ def test_a_function_of_a_module_keeps_its_path(tmp_path):
 def test_a_function_of_a_session_is_written_with_all_that_it_uses(notebook, tmp_path):
     name = reward_name(notebook.four, tmp_path)
     assert name == f"{tmp_path}/reward_function.py:four"
-    assert verdict(name).numbers == {"score": 1.0, "acc": 1.0, "words": 2.0}
-    assert verdict(name, solution="none").numbers["score"] == -1.0
+    with VerifierPool(name, num_workers=1, timeout_s=30) as pool:
+        right, wrong = pool.score([ScoreRequest("any", text, "34", {"n": 3}) for text in ("so 34", "none")])
+    assert right.numbers == {"score": 1.0, "acc": 1.0, "words": 2.0} and wrong.numbers["score"] == -1.0
 
 
 def test_modules_of_a_package_are_imported_too(notebook, tmp_path):
-    assert verdict(reward_name(notebook.tagged, tmp_path), "<b/>").numbers["score"] == 1.0
+    assert score(reward_name(notebook.tagged, tmp_path), "<b/>") == 1.0
 
 
 def test_functions_of_fewer_arguments_get_a_wrapper(notebook, tmp_path):
     one, two = reward_name(notebook.one, tmp_path, "even"), reward_name(notebook.two, tmp_path, "right")
-    assert (verdict(one, "abcd").numbers["score"], verdict(one, "abc").numbers["score"]) == (1.0, 0.0)
-    assert (verdict(two).numbers["score"], verdict(two, "35").numbers["score"]) == (1.0, 0.0)
+    assert (score(one, "abcd"), score(one, "abc")) == (1.0, 0.0)
+    assert (score(two), score(two, "35")) == (1.0, 0.0)
 
 
 def test_a_function_of_a_module_with_fewer_arguments_is_imported(tmp_path, monkeypatch):
     (tmp_path / "module_of_mine.py").write_text("opened = open('/dev/null')\ndef brief(text): return len(text)")
     monkeypatch.syspath_prepend(tmp_path)
-    import module_of_mine  # pyright: ignore[reportMissingImports]
-
-    assert verdict(reward_name(module_of_mine.brief, tmp_path / "run")).numbers["score"] == 5.0
+    name = reward_name(importlib.import_module("module_of_mine").brief, tmp_path / "run")
+    monkeypatch.delitem(sys.modules, "module_of_mine")
+    assert score(name) == 5
 
 
 def test_a_function_in_a_function_is_written_if_it_stands_alone(notebook, tmp_path):
     closure, free = notebook.outer()
     assert reward_name(closure, tmp_path) is None
-    assert verdict(reward_name(free, tmp_path)).numbers["score"] == 3.0
+    assert score(reward_name(free, tmp_path)) == 3.0
 
 
 def test_what_cannot_be_written_has_no_name(notebook, tmp_path):

@@ -38,21 +38,17 @@ def test_the_whole_response_must_match_a_pattern_of_your_own():
     assert one("any", "\\boxed{7} I think", "7", {}) == 0.0
 
 
-def test_it_runs_in_worker_processes_with_the_pattern_of_the_run():
-    with VerifierPool("format", num_workers=1, timeout_s=30, pattern="[0-9]+") as pool:
-        verdicts = pool.score([ScoreRequest("any", text, "7", {}) for text in ("34", "thirty", THOUGHT)])
-    assert [verdict.numbers for verdict in verdicts] == [{"score": x, "acc": x} for x in (1.0, 0.0, 0.0)]
-
-
-def test_it_is_one_of_several_rewards():
+def test_it_is_one_of_several_rewards_in_worker_processes_with_the_pattern_of_the_run():
     text = '{"correct": "arithmetic", "form": {"function": "format", "weight": 0.25}}'
     with VerifierPool(text, num_workers=1, timeout_s=30, pattern="Answer: [0-9]+") as pool:
-        [verdict] = pool.score([ScoreRequest("any", "Answer: 7", "8", {})])
-    assert verdict.numbers == {"score": 0.25, "acc": 0.0, "correct": 0.0, "form": 1.0}
+        good, bad = pool.score([ScoreRequest("any", text, "8", {}) for text in ("Answer: 7", THOUGHT)])
+    assert good.numbers == {"score": 0.25, "acc": 0.0, "correct": 0.0, "form": 1.0}
+    assert bad.numbers == {"score": 0.0, "acc": 0.0, "correct": 0.0, "form": 0.0}
 
 
+@pytest.mark.slow
 def test_backtracking_without_end_costs_only_its_sample():
     with ends_within(60), VerifierPool("format", num_workers=1, timeout_s=1, pattern="(a|aa)+b") as pool:
         slow, good = pool.score([ScoreRequest("any", text, "7", {}) for text in ("a" * 60, "aab")])
     assert slow.error == "timeout after 1 s" and slow.numbers == {"score": 0.0, "acc": 0.0}
-    assert good.numbers["score"] == 1.0
+    assert good.numbers == {"score": 1.0, "acc": 1.0}

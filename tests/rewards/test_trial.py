@@ -1,4 +1,6 @@
+import dataclasses
 import logging
+import re
 
 import pytest
 from ends_within import ends_within
@@ -9,20 +11,27 @@ from dapo_jax.rewards.trial import try_function
 from dapo_jax.rewards.worker_pool import VerifierPool
 
 ROW = PromptRow("p", "sums", "34", {"numbers": [3, 4]}, "a.jsonl row 1")
+OWN = """
+import json, math, time
+def score(data_source, solution, ground_truth, extra_info):
+    return eval(extra_info.pop("result"), {**globals(), **locals()})
+"""
 
 
-def tried(body, tmp_path):
-    """The verdicts of a reward function with this body."""
-    code = f"import math\ndef score(data_source, solution, ground_truth, extra_info):\n    {body}\n"
-    (tmp_path / "own.py").write_text(code)
-    name = f"{tmp_path}/own.py:score"
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    """The verdicts of a reward function that returns this expression."""
+    file = tmp_path_factory.mktemp("trial") / "own.py"
+    file.write_text(OWN)
+    name = f"{file}:score"
     with VerifierPool(name, num_workers=1, timeout_s=30) as pool:
-        return try_function(ROW, name, pool)
+        yield lambda result: try_function(
+            dataclasses.replace(ROW, extra_info={**ROW.extra_info, "result": result}), name, pool
+        )
 
 
-def test_a_function_that_works_gives_its_verdicts(tmp_path, caplog):
-    body = "return {'score': float(ground_truth in solution), 'sum': sum(extra_info['numbers'])}"
-    verdicts = tried(body, tmp_path)
+def test_a_function_that_works_gives_its_verdicts(tried, caplog):
+    verdicts = tried("{'score': float(ground_truth in solution), 'sum': sum(extra_info['numbers'])}")
     assert {verdict.numbers["score"] for verdict in verdicts} == {0.0, 1.0}  # one of the responses has no answer
     assert {verdict.numbers["sum"] for verdict in verdicts} == {7.0}
     assert not caplog.records
@@ -41,18 +50,16 @@ def test_a_function_that_works_gives_its_verdicts(tmp_path, caplog):
         ("1.0 if solution else None", "not None"),  # even for only one of the responses
     ],
 )
-def test_an_invalid_result_is_refused(result, found, tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"own.py:score' returns no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
-    ):
-        tried(f"return {result}", tmp_path)
+def test_an_invalid_result_is_refused(result, found, tried):
+    message = rf"own.py:score' returns no verdict on .* to a.jsonl row 1 .*{found}.*it must be"
+    with pytest.raises(ValueError, match=message):
+        tried(result)
 
 
-def test_a_function_that_always_raises_is_refused_with_its_error(tmp_path):
-    with pytest.raises(
-        ValueError, match="failed on all 8 made-up responses to a.jsonl row 1, .* KeyError: 'answer': corr"
-    ):
-        tried("return extra_info['answer']", tmp_path)
+def test_a_function_that_always_raises_is_refused_with_its_error(tried):
+    message = "failed on all 8 made-up responses to a.jsonl row 1, .* KeyError: 'answer': corr"
+    with pytest.raises(ValueError, match=message):
+        tried("extra_info['answer']")
 
 
 @pytest.mark.parametrize(
@@ -64,17 +71,18 @@ def test_a_function_that_always_raises_is_refused_with_its_error(tmp_path):
         "solution.split('<answer>')[1].split('</answer>')[0]",
         "solution.split('print(')[1].split(')')[0]",
         "solution",
-        "__import__('json').loads(solution)['answer']",
+        "json.loads(solution)['answer']",
     ],
 )
-def test_a_function_may_raise_for_what_it_cannot_read(reading, tmp_path, caplog):
+def test_a_function_may_raise_for_what_it_cannot_read(reading, tried, caplog):
     with caplog.at_level(logging.WARNING):
-        verdicts = tried(f"return float(int({reading}) == 34)", tmp_path)
+        verdicts = tried(f"float(int({reading}) == 34)")
     assert {verdict.numbers["acc"] for verdict in verdicts} == {1.0}
-    assert "made-up responses" in caplog.text and "counts as wrong" in caplog.text
+    assert re.search("made-up responses.*counts as wrong", caplog.text)
 
 
-def test_a_slow_judge_is_not_waited_for(tmp_path, monkeypatch):
+def test_a_slow_judge_is_not_waited_for(tried, monkeypatch):
+    """The last of this file: its worker sleeps on until the pool is closed."""
     monkeypatch.setattr(trial, "TRIAL_S", 0.5)
     with ends_within(60):
-        assert tried("import time; time.sleep(3600)", tmp_path) == []
+        assert tried("time.sleep(3600)") == []
