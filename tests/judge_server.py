@@ -12,8 +12,6 @@ from typing import Any
 
 from ports import free_port
 
-KEY_NAME, KEY = "TEST_JUDGE_KEY", "sk-secret-of-the-test"
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -38,7 +36,6 @@ class JudgeServer:
     rule: Callable[[str], Answer] = lambda prompt: Answer()
     asked: list[dict[str, Any]] = field(default_factory=list)  # bodies of requests
     headers: list[dict[str, str]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
     most_at_once: int = 0
     at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -64,7 +61,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             assert self.path == "/v1/chat/completions"
             judge.asked.append(body)
             judge.headers.append(dict(self.headers))
-            judge.times.append(time.monotonic())
             judge.at_once += 1
             judge.most_at_once = max(judge.most_at_once, judge.at_once)
             answer = judge.script.pop(0) if judge.script else judge.rule(body["messages"][0]["content"])
