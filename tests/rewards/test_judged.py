@@ -39,10 +39,10 @@ def server():
 
 
 @contextmanager
-def opened(server, folder, name, **changes):
+def opened(server, folder, name, own=NO_OWN, **changes):
     settings = JudgeConfig(base_url=server.base_url, model="grader", backoff_s=0.01, **changes)
     reward = RewardConfig(judge=settings, num_workers=1)
-    with open_verifiers([name, name], reward, NO_OWN, folder) as (verifiers, judge):
+    with open_verifiers([name, name], reward, own, folder) as (verifiers, judge):
         assert judge is not None
         yield verifiers[name]
 
@@ -60,10 +60,15 @@ def test_the_judge_is_summed_with_what_runs_in_processes(server, tmp_path):
     assert (right.pred, wrong.pred) == ("7", "8")
 
 
+# The others run in this process.
+OWN = {"right": lambda text, truth: float(truth in text), "fails": lambda a, b, c, d: d["absent"]}
+FIRST = '{"helpful": "judge", "correct": {"function": "python:right", "weight": 2}}'
+LAST = '{"correct": {"function": "python:right", "weight": 2}, "helpful": "judge"}'
+
+
 def test_the_first_part_says_what_is_right(server, tmp_path):
     server.rule = lambda prompt: Answer("Score: 6")
-    name = '{"helpful": "judge", "correct": {"function": "arithmetic", "weight": 2}}'
-    with opened(server, tmp_path, name) as verifiers:
+    with opened(server, tmp_path, FIRST, OWN) as verifiers:
         [verdict] = verifiers.score([request("8")])
     assert verdict.numbers == {"score": 0.6, "acc": 1.0, "helpful": 0.6, "correct": 0.0} and verdict.pred is None
 
@@ -77,27 +82,24 @@ def test_the_judge_alone_needs_no_process(server, tmp_path, name):
     assert verdict.numbers == expected
 
 
-def test_a_judge_that_fails_fails_the_sum(server, tmp_path):
+def test_a_judge_that_fails_fails_the_sum_with_the_lowest_score(server, tmp_path):
     server.rule = lambda prompt: Answer("no verdict")
-    name = '{"correct": "math_dapo", "helpful": "judge"}'
-    with opened(server, tmp_path, name) as verifiers:
+    name = '{"correct": "math_dapo", "helpful": "judge", "own": "python:right"}'
+    with opened(server, tmp_path, name, OWN) as verifiers:
         [verdict] = verifiers.score([request("Answer: 7")])
     assert verdict.numbers == {"score": -1.0, "acc": 0.0} and "judge: " in str(verdict.error)
     assert wrong_score(name, "any") == -1.0
 
 
 def test_a_function_that_fails_fails_the_sum(server, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text("def fails(*arguments):\n    return arguments[3]['absent']\n")
-    name = SEVERAL.replace('"format"', json.dumps(f"{own}:fails"))
-    with opened(server, tmp_path, name) as verifiers:
+    with opened(server, tmp_path, LAST.replace("right", "fails"), OWN) as verifiers:
         [verdict] = verifiers.score([request("7")])
-    assert verdict.numbers == {"score": 0.0, "acc": 0.0} and "'form' of reward.functions" in str(verdict.error)
+    assert verdict.numbers == {"score": 0.0, "acc": 0.0} and "'correct' of reward.functions" in str(verdict.error)
 
 
 def test_taking_a_request_back_takes_back_its_parts(server, tmp_path):
     server.rule = lambda prompt: Answer(wait_s=0.5)
-    with opened(server, tmp_path, SEVERAL, max_concurrency=1) as verifiers:
+    with opened(server, tmp_path, LAST, OWN, max_concurrency=1) as verifiers:
         first, second = verifiers.submit(request("a")), verifiers.submit(request("b"))
         assert second.cancel()
         with pytest.raises(CancelledError):
@@ -107,7 +109,7 @@ def test_taking_a_request_back_takes_back_its_parts(server, tmp_path):
 
 
 def test_a_limit_ends_the_sum_with_its_error(server, tmp_path):
-    with opened(server, tmp_path, SEVERAL, max_requests=1) as verifiers:
+    with opened(server, tmp_path, LAST, OWN, max_requests=1) as verifiers:
         with pytest.raises(RuntimeError, match="reward.judge.max_requests=1"):
             verifiers.score([request("a"), request("b")])
 
@@ -119,10 +121,9 @@ def test_the_parts_without_the_judge():
 
 
 def test_the_trial_asks_the_judge_once_and_checks_the_other_parts(server, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text("def brief(*arguments):\n    return {'score': -len(arguments[1]), 'words': 1}\n")
-    name = json.dumps({"correct": "arithmetic", "helpful": "judge", "brief": f"{own}:brief"})
-    with opened(server, tmp_path, name) as verifiers:
+    own = {"brief": lambda text: {"score": -len(text), "words": 1}}
+    name = json.dumps({"correct": "arithmetic", "helpful": "judge", "brief": "python:brief"})
+    with opened(server, tmp_path, name, own) as verifiers:
         for metric in (None, "helpful", "brief.words", "acc"):
             check_rewards([([ROW], name), ([ROW], name)], {name: verifiers}, metric)
         with pytest.raises(ValueError, match="metric='words' is not among the numbers"):
@@ -179,6 +180,7 @@ def test_a_killed_run_resumes_without_asking_twice(server, tmp_path, monkeypatch
     assert without_judge_counts("a") == without_judge_counts("b") and len(killed) == len(rows)
 
 
+@pytest.mark.slow
 def test_an_evaluation_asks_the_judge(server, tmp_path):
     config = judged(server, tmp_path / "run", **{"reward.functions": "{}", "reward.function": "judge"})
     [result] = bench(config, tmp_path / "bench")
