@@ -51,10 +51,13 @@ def config_with(directory, **changes):
     return small_config("unused", **{**common, **changes})
 
 
+def scorer_on(shape, directory, **changes):
+    return load_scorer(config_with(directory, **changes), jnp.dtype(jnp.float32), mesh_of(shape))
+
+
 def scores_on(shape, directory, **changes) -> np.ndarray:
-    mesh = mesh_of(shape)
-    with jax.set_mesh(mesh):
-        return load_scorer(config_with(directory, **changes), jnp.dtype(jnp.float32), mesh).score(PROMPTS, RESPONSES)[0]
+    with jax.set_mesh(mesh_of(shape)):
+        return scorer_on(shape, directory, **changes).score(PROMPTS, RESPONSES)[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,38 +65,34 @@ def scores(directory):
     return scores_on((1, 1, 1), directory)
 
 
-def expected_scores(directory, token_ids):
-    """Forward pass and head on each conversation alone, without padding."""
+@pytest.fixture(scope="module")
+def expected_scores(directory):
+    """The head at the last token of each conversation, padded on the right, which a causal pass does not see."""
     arch = read_architecture(directory)
     params = load_params(directory, arch, lambda weight, array: jnp.asarray(array))
     head = load_file(directory / "model.safetensors")["score.weight"][0]
+    forward = jax.jit(transformer.forward, static_argnums=4)
 
-    @jax.jit
-    def last_hidden(tokens):
-        positions = jnp.arange(tokens.shape[1])[None]
-        return transformer.forward(params, tokens, positions, jnp.ones(tokens.shape, bool), arch)[0, -1]
+    def of(token_ids):
+        lengths = np.array([len(ids) for ids in token_ids])
+        tokens = np.array([[*ids, *[0] * (160 - len(ids))] for ids in token_ids], np.int32)
+        mask = np.arange(160) < lengths[:, None]
+        hidden = forward(params, tokens, np.broadcast_to(np.arange(160), tokens.shape), mask, arch)
+        return np.asarray(hidden)[np.arange(len(lengths)), lengths - 1] @ head
 
-    return [np.asarray(last_hidden(jnp.array([ids]))) @ head for ids in token_ids]
+    return of
 
 
-def test_scores_are_the_heads_at_the_end_of_each_conversation(directory, scores):
+def test_scores_are_the_heads_at_the_end_of_each_conversation(directory, scores, expected_scores):
     encode = load_tokenizer(directory).encode
     assert scores.shape == (5,) and np.ptp(scores) > 0.1
-    expected = expected_scores(directory, [encode(text) for text in CONVERSATIONS])
-    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    np.testing.assert_allclose(scores, expected_scores([encode(text) for text in CONVERSATIONS]), atol=1e-5)
 
 
-def test_a_long_conversation_loses_its_beginning(directory):
+def test_a_long_conversation_loses_its_beginning(directory, expected_scores):
     encode = load_tokenizer(directory).encode
-    expected = expected_scores(directory, [encode(text)[-6:] for text in CONVERSATIONS])
     found = scores_on((1, 1, 1), directory, **{"reward.model.max_length": 6})
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_micro_batches_change_nothing(directory, scores, rows):
-    found = scores_on((1, 1, 1), directory, **{"reward.model.micro_batch_size_per_device": rows})
-    np.testing.assert_allclose(found, scores, atol=1e-5)
+    np.testing.assert_allclose(found, expected_scores([encode(text)[-6:] for text in CONVERSATIONS]), atol=1e-5)
 
 
 def long_tailed(count, median, longest):
@@ -102,23 +101,16 @@ def long_tailed(count, median, longest):
     return np.clip(lengths, 1, longest).astype(int)
 
 
-@pytest.fixture(scope="module")
-def long_tail(directory):
-    """Responses of many lengths to one prompt, and the score of each scored alone."""
+@pytest.mark.short("4")
+@pytest.mark.parametrize("rows", [1, 4, 14])
+def test_neighbours_change_no_score(directory, expected_scores, rows):
+    """Responses of many lengths to one prompt, in micro-batches of `rows`."""
     rng, letters = np.random.default_rng(1), list("0123456789 +=")
     texts = ["".join(rng.choice(letters, length)) for length in long_tailed(14, 12, 150)]
-    encode = load_tokenizer(directory).encode
-    return texts, np.array(expected_scores(directory, [encode("9" + text) for text in texts]))
-
-
-@pytest.mark.parametrize("rows", [1, 4, 14])
-def test_neighbours_change_no_score(directory, long_tail, rows):
-    texts, expected = long_tail
+    expected = expected_scores([load_tokenizer(directory).encode("9" + text) for text in texts])
     assert max(map(len, texts)) > 8 * min(map(len, texts)) and np.ptp(expected) > 0.1
-    mesh = mesh_of((1, 1, 1))
-    with jax.set_mesh(mesh):
-        config = config_with(directory, **{"reward.model.micro_batch_size_per_device": rows})
-        scorer = load_scorer(config, jnp.dtype(jnp.float32), mesh)
+    with jax.set_mesh(mesh_of((1, 1, 1))):
+        scorer = scorer_on((1, 1, 1), directory, **{"reward.model.micro_batch_size_per_device": rows})
         for order in (np.arange(14), np.random.default_rng(2).permutation(14)):
             found, _ = scorer.score(["9"] * 14, [texts[index] for index in order])
             np.testing.assert_allclose(found, expected[order], atol=1e-5)
@@ -152,6 +144,7 @@ def test_work_is_of_padded_rows_and_needed_by_causal_attention():
     assert scoring_work(lengths, batches, 2, flops) == Work(2 * 2 * 4 * (100 + 4), 9 * 100 + 3 + 10 + 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
 def test_the_mesh_changes_nothing(directory, scores, shape):
     found = scores_on(shape, directory, **{"reward.model.micro_batch_size_per_device": 1})
@@ -176,22 +169,21 @@ def test_hugging_face_gives_the_same_scores(directory, scores):
     ],
 )
 def test_other_models_are_refused(tmp_path, changes, message):
-    config = config_with(write_reward_model(tmp_path, **changes))
     with pytest.raises(ValueError, match=message):
-        load_scorer(config, jnp.dtype(jnp.float32), mesh_of((1, 1, 1)))
+        scorer_on((1, 1, 1), write_reward_model(tmp_path, **changes))
 
 
 def test_a_reward_model_needs_a_tokenizer(directory, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(directory / name, tmp_path)
     with pytest.raises(ValueError, match="has no tokenizer.json"):
-        load_scorer(config_with(tmp_path), jnp.dtype(jnp.float32), mesh_of((1, 1, 1)))
+        scorer_on((1, 1, 1), tmp_path)
 
 
 def test_a_mesh_that_does_not_divide_the_reward_model_is_named_with_the_cure(directory):
     message = "does not fit reward.model.path=.*mesh.tensor=8 must divide the heads dimension .*: set mesh.tensor="
     with pytest.raises(ValueError, match=message):
-        load_scorer(config_with(directory), jnp.dtype(jnp.float32), mesh_of((1, 1, 8)))
+        scorer_on((1, 1, 8), directory)
 
 
 @dataclasses.dataclass
@@ -245,19 +237,14 @@ def test_without_a_verifier_there_is_no_accuracy():
     np.testing.assert_array_equal(found.scores["score"], found.scores["reward_model"])
 
 
-@pytest.mark.parametrize(("enable", "penalty"), [(True, [[0, 0], [-0.25, -0.5]]), (False, [[0, 0], [0, 0]])])
-def test_the_overlong_penalty_counts_only_where_it_is_enabled(enable, penalty):
-    buffer = OverlongBufferConfig(enable=enable, len=2, penalty_factor=0.5)
+@pytest.mark.parametrize(("enable", "log"), [(True, True), (True, False), (False, True)])
+def test_the_overlong_penalty_counts_only_where_it_is_enabled_and_its_share_is_logged_if_asked(enable, log):
+    buffer = OverlongBufferConfig(enable=enable, len=2, penalty_factor=0.5, log=log)
     found = add_rewards(EXPERIENCE, buffer, NO_LENGTH, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
+    penalty = [[0, 0], [-0.25, -0.5]] if enable else np.zeros((2, 2))
     np.testing.assert_allclose(found["overlong_reward"], penalty)
     np.testing.assert_allclose(found["seq_reward"], EXPERIENCE.scores["score"] + penalty)
     np.testing.assert_array_equal(found["score"], EXPERIENCE.scores["score"])
-
-
-@pytest.mark.parametrize(("enable", "log"), [(True, True), (True, False), (False, True)])
-def test_the_share_of_overlong_responses_is_logged_if_asked(enable, log):
-    buffer = OverlongBufferConfig(enable=enable, len=2, log=log)
-    found = add_rewards(EXPERIENCE, buffer, NO_LENGTH, max_response_length=4, mesh=mesh_of((8, 1, 1))).scores
     assert ("overlong" in found) == (enable and log)
     if "overlong" in found:
         np.testing.assert_array_equal(found["overlong"], [[0, 0], [1, 1]])
@@ -279,16 +266,13 @@ def test_a_length_reward_is_a_score_of_its_own_and_changes_no_other(form, expect
 
 @pytest.mark.slow
 def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
-    config = small_config(
-        tmp_path,
-        **{
-            "reward.function": "none",
-            "reward.model.path": str(directory),
-            "algorithm.filter_groups.metric": "score",
-            "trainer.total_training_steps": 2,
-        },
-    )
-    train(config)
+    changes = {
+        "reward.function": "none",
+        "reward.model.path": str(directory),
+        "algorithm.filter_groups.metric": "score",
+        "trainer.total_training_steps": 2,
+    }
+    train(small_config(tmp_path, **changes))
     rows = read_metrics(tmp_path)
     names = {name for row in rows for name in row}
     assert not any("/acc/" in name for name in names)

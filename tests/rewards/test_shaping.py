@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,18 +38,14 @@ def test_a_reward_is_placed_at_the_last_token_and_nowhere_for_an_empty_response(
     np.testing.assert_array_equal(placed, [[2, 0, 0, 0], [0, 0, -1.5, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]])
 
 
-def test_the_group_form_is_that_of_kimi():
-    lengths = jnp.array([[100, 200, 300, 500], [7, 7, 7, 7], [0, 4, 0, 4]])
-    right = jnp.array([[1, 0, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]], bool)
-    found = group_length_reward(lengths, right)
-    np.testing.assert_allclose(found, [[0.5, 0.0, 0.0, -0.5], [0, 0, 0, 0], [0, -0.5, 0, -0.5]], atol=1e-7)
-    np.testing.assert_allclose(group_length_reward(lengths, ~right)[0], [0.0, 0.25, 0.0, -0.5], atol=1e-7)
-
-
-def test_the_group_form_does_not_depend_on_the_unit_of_length():
-    lengths, right = jnp.array([[3, 9, 4, 1]]), jnp.array([[True, True, False, True]])
-    found = group_length_reward(lengths, right)
-    np.testing.assert_allclose(found, group_length_reward(lengths * 7 + 5, right), atol=1e-6)
+def test_the_group_form_is_that_of_kimi_in_any_unit_of_length():
+    lengths = np.array([[100, 200, 300, 500], [7, 7, 7, 7], [0, 4, 0, 4], [100, 200, 300, 500], [3, 9, 4, 1]])
+    right = np.array([[1, 0, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1], [1, 1, 0, 1]], bool)
+    group = jax.jit(group_length_reward)
+    found = group(lengths, right)
+    expected = [[0.5, 0.0, 0.0, -0.5], [0, 0, 0, 0], [0, -0.5, 0, -0.5], [0.0, 0.25, 0.0, -0.5]]
+    np.testing.assert_allclose(found[:4], expected, atol=1e-7)
+    np.testing.assert_allclose(found, group(lengths * 7 + 5, right), atol=1e-6)
 
 
 def test_the_cosine_form_goes_from_one_bound_to_the_other():
