@@ -1,14 +1,16 @@
+from pathlib import Path
+
 import pytest
 
 from dapo_jax.data.chat_template import render
 
 USER = [{"role": "user", "content": "12 + 7 ="}]
-CHATML = (
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nHelp.<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+SYSTEM = {"role": "system", "content": "Be brief."}
+ANSWER = {"role": "assistant", "content": " 19\n"}
+FOLDER = Path(__file__).parent / "templates"  # with the constructs of published templates
+CHATML, GEMMA2, GEMMA3, QWEN3, SMOLLM3, OLMO, CONSTRUCTS = (
+    (FOLDER / f"{name}.jinja").read_text()
+    for name in ("chatml", "gemma2", "gemma3", "qwen3", "smollm3", "olmo", "constructs")
 )
 
 
@@ -34,49 +36,9 @@ def test_special_tokens_and_keyword_arguments_reach_the_template():
 
 
 def test_constructs_of_published_templates_render():
-    template = """{%- if not tools is defined %}{% set tools = none %}{% endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-{%- endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages[::-1] %}
-    {%- if message.role == 'user' and not message.content.startswith('<tool>') %}
-        {%- set ns.last = messages | length - 1 - loop.index0 %}{% break %}
-    {%- endif %}
-{%- endfor %}
-{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
-{{- [system, ns.last, tools is none, users | length] | tojson }}"""
     chat = [{"role": "system", "content": " Be <b>. "}, *USER, {"role": "assistant", "content": "é"}, *USER]
-    assert plain(template, chat) == '["Be <b>.", 2, true, 2]'
+    assert plain(CONSTRUCTS, chat) == '["Be <b>.", 2, true, 2]'
     assert plain("{{ messages[0] | tojson(indent=1) }}", [{"role": "é"}]) == '{\n "role": "é"\n}'
-
-
-# Templates with the constructs of published ones: Gemma 2 and 3, Qwen3, SmolLM3, OLMo 2.
-TURNS = """{%- for message in messages -%}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-        {{ raise_exception("Roles must alternate") }}
-    {%- endif -%}
-    {%- if message['content'] is string -%}{%- set text = message['content'] -%}
-    {%- elif message['content'] is iterable -%}{%- set text = message['content'][0]['text'] -%}
-    {%- else -%}{{ raise_exception("Invalid content type") }}
-    {%- endif -%}
-    {{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
-    {{- (prefix if loop.first else '') + text | trim + '<end_of_turn>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
-GEMMA2 = (
-    "{{ bos_token }}"
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% set prefix = '' %}" + TURNS
-)
-GEMMA3 = (
-    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- set prefix = messages[0]['content'] + '\n\n' -%}"
-    "{%- set messages = messages[1:] -%}{%- else -%}{%- set prefix = '' -%}{%- endif -%}" + TURNS
-)
-SYSTEM = {"role": "system", "content": "Be brief."}
-ANSWER = {"role": "assistant", "content": " 19\n"}
 
 
 def test_gemma_2_has_no_system_role_and_says_so():
@@ -99,43 +61,6 @@ def test_gemma_3_merges_the_system_message_into_the_first_turn_of_the_user():
     assert plain(GEMMA3, parts) == plain(GEMMA3)
 
 
-QWEN3 = """{%- if tools %}{{- '<|im_start|>system\n' }}
-    {%- for tool in tools %}{{- "\n" ~ (tool | tojson) }}{%- endfor %}{{- '<|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string
-        and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
-        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- if '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning) %}
-            {{- '<|im_start|>assistant\n<think>\n' + (reasoning or '').strip('\n') + '\n</think>\n\n' + content }}
-        {%- else %}{{- '<|im_start|>assistant\n' + content }}
-        {%- endif %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or loop.previtem.role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != "tool" %}{{- '<|im_end|>\n' }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
-{%- endif %}"""
-
-
 def test_constructs_of_qwen3_render():
     user = "<|im_start|>user\n12 + 7 =<|im_end|>\n"
     assert plain(QWEN3) == user + "<|im_start|>assistant\n"
@@ -150,45 +75,6 @@ def test_constructs_of_qwen3_render():
     results = [{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
     said = "<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
     assert said in plain(QWEN3, [*USER, thought, *results])
-
-
-SMOLLM3 = """{%- macro turn(role, text) -%}{{ '<|im_start|>' ~ role ~ '\n' ~ text ~ '<|im_end|>\n' }}{%- endmacro -%}
-{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
-{%- set mode = "/think" if enable_thinking else "/no_think" -%}
-{%- if messages[0].role == "system" -%}
-    {%- set system_message = messages[0].content -%}
-    {%- if "/no_think" in system_message -%}{%- set mode = "/no_think" -%}
-    {%- elif "/think" in system_message -%}{%- set mode = "/think" -%}
-    {%- endif -%}
-    {%- set custom = system_message.replace("/no_think", "").replace("/think", "").rstrip() -%}
-{%- endif -%}
-{{- '<|im_start|>system\n' -}}
-{%- if custom and "/system_override" in custom -%}{{- custom.replace("/system_override", "").rstrip() -}}
-{%- else -%}
-    {%- set today = strftime_now("%d %B %Y") -%}
-    {{- "Today Date: " ~ today ~ "\nReasoning Mode: " + mode + "\n" -}}
-    {%- if custom -%}{{- custom -}}{%- endif -%}
-    {%- if xml_tools or python_tools or tools -%}
-        {%- set ns = namespace(text="") -%}
-        {%- for tool in (xml_tools or tools) -%}{%- set ns.text = ns.text ~ (tool | string) -%}{%- endfor -%}
-        {{- ns.text -}}
-    {%- endif -%}
-{%- endif -%}
-{{- '<|im_end|>\n' -}}
-{%- for message in messages -%}
-    {%- set content = message.content if message.content is string else "" -%}
-    {%- if message.role == "user" -%}{{ turn("user", content) }}
-    {%- elif message.role == "assistant" -%}{% generation %}
-        {%- if mode == "/think" -%}{{ turn("assistant", content.lstrip("\n")) }}
-        {%- else -%}{{ turn("assistant", "<think>\n\n</think>\n" + content.lstrip("\n")) }}
-        {%- endif -%}
-    {% endgeneration %}
-    {%- elif message.role == "tool" -%}{{ turn("user", content) }}
-    {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{ '<|im_start|>assistant\n' ~ ('' if mode == "/think" else '<think>\n\n</think>\n') }}
-{%- endif -%}"""
 
 
 def test_constructs_of_smollm3_render():
@@ -207,19 +93,10 @@ def test_constructs_of_smollm3_render():
 
 
 def test_constructs_of_olmo_render():
-    template = (
-        "{{ bos_token }}{% for message in messages %}{% if message.get('functions', none) is not none %}f{% endif %}"
-        "{% if message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + eos_token }}"
-        "{% if not loop.last %}{{ '\n' }}{% endif %}"
-        "{% else %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '\n' }}{% endif %}"
-        "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-    )
-    text = render(template, [*USER, {"role": "assistant", "content": "19"}, *USER], special_tokens=OLMO_TOKENS)
+    tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    text = render(OLMO, [*USER, {"role": "assistant", "content": "19"}, *USER], special_tokens=tokens)
     turn = "<|user|>\n12 + 7 =\n<|assistant|>\n"
     assert text == f"<|endoftext|>{turn}19<|endoftext|>\n{turn}"
-
-
-OLMO_TOKENS = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 
 
 def test_todays_date_never_changes_and_can_be_given():
@@ -232,10 +109,7 @@ def test_todays_date_never_changes_and_can_be_given():
 @pytest.mark.parametrize(
     "template, message",
     [
-        (
-            "{{ raise_exception('roles must alternate') }}",
-            r"roles \['user'\]: TemplateError: roles must alternate",
-        ),
+        ("{{ raise_exception('roles must alternate') }}", r"roles \['user'\]: TemplateError: roles must alternate"),
         ("{% for %}", "TemplateSyntaxError"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{{ nothing.of.this }}", "UndefinedError"),
@@ -246,20 +120,7 @@ def test_failures_of_a_template_are_value_errors_that_say_why(template, message)
         plain(template)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ raise_exception.__globals__['json'] }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update({'content': 'other'}) }}",
-        "{{ (messages[0].content | attr('__class__')).__mro__ }}",
-        "{{ '{0.__class__.__mro__}'.format(messages) }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ (1).__class__.__base__.__subclasses__() }}",
-    ],
-)
+@pytest.mark.parametrize("template", (FOLDER / "forbidden.txt").read_text().splitlines())
 def test_a_template_can_neither_reach_python_nor_change_its_input(template):
     messages = [dict(USER[0])]
     with pytest.raises(ValueError, match="SecurityError"):

@@ -1,6 +1,7 @@
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from ends_within import ends_within
@@ -10,6 +11,7 @@ from dapo_jax.data import template_sandbox
 from dapo_jax.data.chat_template import render
 
 USER = [{"role": "user", "content": "12 + 7 ="}]
+FOLDER = Path(__file__).parent / "templates"
 SHORT = "{{ messages[0].content }}"
 
 
@@ -17,43 +19,7 @@ def plain(template, messages=USER):
     return render(template, messages, special_tokens={})
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10**10 }}",
-        "{{ 10**8 * 'ab' }}",
-        "{{ ([1] * 10**7) * 10 }}",
-        "{{ 9**(9**9) }}",
-        "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
-        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% macro f(x, n) %}{{ f(x ~ x, n - 1) if n else x }}{% endmacro %}{{ f('a' * 1000, 60) }}",
-        "{% set x = 'a' * 10**6 %}{% set y %}{% for i in range(10**5) %}{{ x }}{% endfor %}{% endset %}",
-        "{% set x = 'a' * 10**6 %}{% for i in range(10**5) %}{{ x }}{% endfor %}",
-        "{{ 'a'.ljust(10**10) }}",
-        "{{ 'a' | center(10**10) }}",
-        "{{ 'a' | indent(10**10) }}",
-        "{{ 'a\nb' | indent(width=10**10) }}",
-        "{{ '%10000000000d' % 1 }}",
-        "{{ '%*d' % (10**10, 1) }}",
-        "{{ '%10000000000d' | format(1) }}",
-        "{{ '{:10000000000d}'.format(1) }}",
-        "{{ '{:{}d}'.format(1, 10**10) }}",
-        "{{ ('a' * 10**5).replace('a', 'b' * 10**5) }}",
-        "{{ ('a' * 10**5) | replace('a', 'b' * 10**5) }}",
-        "{{ ('a' * 10**5).join(['b'] * 10**5) }}",
-        "{{ (['b' * 10**5] * 10**5) | join }}",
-        "{{ (['b'] * 10**5) | join('a' * 10**5) }}",
-        "{{ [1] | tojson(indent=10**10) }}",
-        "{{ (1).to_bytes(10**10, 'big') }}",
-        "{{ ('a' * 10**5).translate({97: 'b' * 10**5}) }}",
-        "{{ 1.5 | round(10**9, 'ceil') }}",
-        "{{ range(10**10) | list }}",
-        "{{ lipsum(10**9) }}",
-        "{{ [1, 2] | random }}",
-    ],
-)
+@pytest.mark.parametrize("template", (FOLDER / "too_large.txt").read_text().splitlines())
 def test_a_template_cannot_make_what_is_too_large(template):
     refusals = "SecurityError|OverflowError: Range too big|UndefinedError: 'lipsum'|No filter named 'random'"
     message = f"the chat template failed .*({refusals}).* the model's template"
@@ -61,15 +27,7 @@ def test_a_template_cannot_make_what_is_too_large(template):
         plain(template)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-        "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
-    ],
-)
+@pytest.mark.parametrize("template", (FOLDER / "endless.txt").read_text().splitlines())
 def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
     monkeypatch.setattr(template_sandbox, "TIME_LIMIT_S", 0.2)
     with ends_within(), pytest.raises(ValueError, match="TimeoutError: still running after 0.2 s|SecurityError"):
