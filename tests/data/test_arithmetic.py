@@ -28,12 +28,8 @@ def test_rows_state_problem_answer_and_split():
 def test_known_answers():
     train, _ = make(low=7, high=8, num_train=0, num_heldout=0)
     answers = {row.prompt[0]["content"]: row.ground_truth for row in train}
-    assert (answers["7 - 8 ="], answers["8 - 7 ="], answers["7 * 8 ="], answers["8 + 8 ="]) == (
-        "-1",
-        "1",
-        "56",
-        "16",
-    )
+    problems_of_all_signs = ("7 - 8 =", "8 - 7 =", "7 * 8 =", "8 + 8 =")
+    assert [answers[problem] for problem in problems_of_all_signs] == ["-1", "1", "56", "16"]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -26,45 +26,36 @@ def written(rows, **options) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-LINES = (json.dumps(ROW) + "\n" + json.dumps({**ROW, "prompt": "ü"}, ensure_ascii=False) + "\n").encode()
-WHOLE = {
-    "plain": written([ROW] * 3, compression="none", use_dictionary=False),
-    "snappy": written([ROW] * 40, compression="snappy"),
-    "zstd": written([ROW] * 40, compression="zstd"),
+def lines(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+UMLAUT = (json.dumps({**ROW, "prompt": "ü"}, ensure_ascii=False) + "\n").encode()
+OTHER_ROWS = st.lists(JSON | st.dictionaries(st.sampled_from([*ROW]), JSON).map(lambda new: {**ROW, **new}), max_size=3)
+CONTENTS = {
+    "damaged.jsonl": damaged(lines([ROW]) + UMLAUT),
+    "other_values.jsonl": OTHER_ROWS.map(lines),
+    "plain.parquet": damaged(written([ROW] * 3, compression="none", use_dictionary=False)),
+    "snappy.parquet": damaged(written([ROW] * 40, compression="snappy")),
+    "zstd.parquet": damaged(written([ROW] * 40, compression="zstd")),
 }
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    root = tmp_path_factory.mktemp("fuzz")
-    return (root / str(number) for number in range(10**6))
+@pytest.mark.short("50-damaged", "50-other", "50-snappy")
+@pytest.mark.long("300-")
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("examples", [50, 300])
+def test_any_content_is_read_or_refused(tmp_path, name, examples):
+    numbers = iter(range(examples + 1))
 
-
-def check(path, content):
-    path.write_bytes(content)
-    with little_memory(), ends_within(), read_or_refused(path):
-        for row in read_prompt_files([str(path)]):
-            assert row.prompt and row.data_source and row.ground_truth != "" and isinstance(row.extra_info, dict)
-            json.dumps([row.prompt, row.data_source, row.ground_truth], ensure_ascii=False).encode()
-
-
-@fuzz(300)
-@given(damaged(LINES))
-def test_damaged_json_lines(places, content):
-    check(next(places).with_suffix(".jsonl"), content)
-
-
-@fuzz(300)
-@given(st.lists(JSON | st.dictionaries(st.sampled_from([*ROW]), JSON).map(lambda new: {**ROW, **new}), max_size=3))
-def test_rows_with_other_values(places, rows):
-    check(next(places).with_suffix(".jsonl"), "".join(json.dumps(row) + "\n" for row in rows).encode())
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_parquet(places, name):
-    @fuzz(300)
-    @given(damaged(WHOLE[name]))
+    @fuzz(examples)
+    @given(CONTENTS[name])
     def read(content):
-        check(next(places).with_suffix(".parquet"), content)
+        path = tmp_path / f"{next(numbers)}{name}"
+        path.write_bytes(content)
+        with little_memory(), ends_within(), read_or_refused(path):
+            for row in read_prompt_files([str(path)]):
+                assert row.prompt and row.data_source and row.ground_truth != "" and isinstance(row.extra_info, dict)
+                json.dumps([row.prompt, row.data_source, row.ground_truth], ensure_ascii=False).encode()
 
     read()
