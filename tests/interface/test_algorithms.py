@@ -48,7 +48,7 @@ def test_the_loss_is_equation_8_over_all_tokens():
     np.testing.assert_allclose(found, by_response, rtol=1e-5)
 
 
-@pytest.mark.short("vanilla", "geo_mean")
+@pytest.mark.short("vanilla")
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "gpg", "cispo", "sapo", "geo_mean"])
 def test_masks_may_be_floats_and_losses_are_jitted(loss):
     old, new = RNG.normal(-1, 0.5, (2, 3, 5)).astype(np.float32)

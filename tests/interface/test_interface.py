@@ -1,5 +1,6 @@
 """The names of `import dapo_jax`, and their page."""
 
+import ast
 import inspect
 import re
 import subprocess
@@ -11,17 +12,30 @@ import pytest
 import dapo_jax as dx
 
 PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S):
+    for block in BLOCKS:
         exec(block, names)
-    assert (
-        len(names["accuracies"]) == 2 and names["result"].stopped == "" and names["samples"].tokens.shape == (25, 16, 4)
-    )
-    assert names["gradient"].shape == (4, 3)
+    assert len(names["accuracies"]) == 2 and names["result"].stopped == ""
+    assert names["samples"].tokens.shape == (25, 16, 4) and names["gradient"].shape == (4, 3)
+
+
+def test_the_examples_of_the_page_call_what_there_is():
+    of_class = {"policy": dx.Policy, "samples": dx.Samples, "result": dx.TrainResult}
+    called = set()
+    for call in ast.walk(ast.parse("".join(BLOCKS))):
+        match call:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name)) if owner in {"dx", *of_class}:
+                given = [owner] * (owner in of_class) + call.args  # a method has itself
+                function = getattr(of_class.get(owner, dx), name)
+                inspect.signature(function).bind(*given, **{keyword.arg: 0 for keyword in call.keywords})
+                called.add(name)
+    assert called >= {"load_config", "train", "Policy", "generate", "step", "select", "policy", "policy_loss"}
 
 
 def test_every_name_exists_is_documented_and_on_the_page():
@@ -39,8 +53,16 @@ def test_the_import_loads_nothing():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_no_module_takes_the_place_of_a_name():
+def test_nothing_imports_a_module_that_would_take_the_place_of_a_name():
     """`import dapo_jax.train` would bind the module to the name of the function."""
+    names = "|".join(name for name in dx.__all__ if name != "__version__")
+    imports = re.compile(rf"^ *(from|import) dapo_jax(\.| import .*\b)({names})\b", re.M)
+    assert imports.search("from dapo_jax import run, train") and imports.search("    import dapo_jax.train as t")
+    assert not [path for path in Path(dx.__file__).parent.rglob("*.py") if imports.search(path.read_text())]
+
+
+@pytest.mark.slow
+def test_no_module_takes_the_place_of_a_name():
     code = (
         "import sys, dapo_jax as dx\n"
         "for name in dx.__all__: getattr(dx, name)\n"

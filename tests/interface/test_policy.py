@@ -26,6 +26,11 @@ def test_sampled_logprobs_are_those_of_the_training_pass(config):
         assert [len(texts) for texts in samples.texts] == [3, 3] and samples.mask.any(axis=-1).all()
         np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
         assert len(samples.select([True, False])) == 1 and samples.select([1]).prompts == ["3 + 44 ="]
+
+
+@pytest.mark.slow
+def test_length_and_temperature_of_the_config_can_be_changed(config):
+    with dx.Policy(config) as policy:
         short = policy.generate(["1 + 2 ="], max_tokens=1)
         assert (short.mask.sum(axis=-1) == 1).all()
         greedy = policy.generate(["1 + 2 ="], n=2, temperature=0.0)
