@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from dapo_jax.data.prompts import hinted_prompts, tokenize_prompts, truncate
-from dapo_jax.data.rows import PromptRow
+from dapo_jax.data.rows import PromptRow, duplicate_rows
 from dapo_jax.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -14,33 +14,27 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def report(caplog):
-    """The line that counts the prompts."""
+@pytest.fixture(autouse=True)
+def _logged(caplog):
     caplog.set_level(logging.INFO, logger="dapo_jax.data.prompts")
-    return lambda: caplog.messages[0]
 
 
 def tokenize(rows, **changes):
-    settings = dict(
-        max_prompt_length=7,
-        truncation="error",
-        filter_overlong=False,
-        system_prompt=None,
-        chat_template_kwargs={},
+    settings = dict(max_prompt_length=7, truncation="error", filter_overlong=False)
+    return tokenize_prompts(
+        rows, TOKENIZER, **{"system_prompt": None, "chat_template_kwargs": {}, **settings, **changes}
     )
-    return tokenize_prompts(rows, TOKENIZER, **{**settings, **changes})
 
 
 def texts(prompts):
     return [TOKENIZER.decode(tokens) for tokens in prompts.tokens]
 
 
-def test_rows_and_tokens_stay_together_and_the_report_counts_them(report):
+def test_rows_and_tokens_stay_together_and_only_the_report_which_counts_them_is_logged(caplog):
     prompts = tokenize(ROWS, max_prompt_length=9)
     assert prompts.rows == ROWS and texts(prompts) == [row.prompt for row in ROWS] and len(prompts) == 4
     counts = "4 rows, the longest of 9 tokens; 0 longer than max_prompt_length=9: 0 dropped, 0 cut"
-    assert report() == f"prompts: {counts}"
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("INFO", f"prompts: {counts}")]
 
 
 @pytest.mark.parametrize(
@@ -52,40 +46,20 @@ def test_the_checksum_is_of_prompts_and_answers(changes):
     assert checksums[0] == checksums[1] != checksums[2]
 
 
-def test_an_overlong_prompt_is_an_error_that_names_count_longest_first_and_cures():
-    with pytest.raises(
-        ValueError,
-        match=r"2 of 4 prompts are longer than max_prompt_length=3 tokens \(longest 9; the first is b.jsonl row 2\):"
-        " raise data.max_prompt_length, drop them by .*filter_overlong_prompts.*truncation=left",
-    ):
-        tokenize(ROWS, max_prompt_length=3)
-
-
-def test_overlong_prompts_are_dropped_and_counted(report):
+def test_overlong_prompts_are_dropped_and_counted(caplog):
     prompts = tokenize(ROWS, max_prompt_length=6, filter_overlong=True)
     assert [row.extra_info["index"] for row in prompts.rows] == [0, 2] and texts(prompts) == ["abc", "ab"]
     counts = "4 rows, the longest of 9 tokens; 2 longer than max_prompt_length=6: 2 dropped, 0 cut"
-    assert report() == f"prompts: {counts}"
+    assert caplog.messages[0] == f"prompts: {counts}"
 
 
 @pytest.mark.parametrize("truncation, kept", [("left", "efghi"), ("right", "abcde"), ("middle", "abghi")])
-def test_overlong_prompts_are_cut_and_counted(truncation, kept, report):
+def test_overlong_prompts_are_cut_to_exactly_the_limit_and_counted(truncation, kept, caplog):
     prompts = tokenize(ROWS, max_prompt_length=5, truncation=truncation)
     assert texts(prompts)[3] == kept and texts(prompts)[0] == "abc" and prompts.rows == ROWS
-    assert report().endswith("; 2 longer than max_prompt_length=5: 0 dropped, 2 cut")
-
-
-@pytest.mark.parametrize("side", ["left", "right", "middle"])
-def test_cutting_leaves_exactly_the_limit(side):
-    tokens = list(range(10))
+    assert caplog.messages[0].endswith("; 2 longer than max_prompt_length=5: 0 dropped, 2 cut")
     for limit in range(1, 12):
-        assert len(truncate(tokens, limit, side)) == min(limit, 10)
-
-
-def test_messages_system_prompt_and_keyword_arguments_reach_the_tokenizer():
-    row = PromptRow(({"role": "user", "content": "hi"},), "task", "1", {})
-    prompts = tokenize([row], system_prompt="be.")
-    assert texts(prompts) == ["be.\nhi"]
+        assert len(truncate(list(range(10)), limit, truncation)) == min(limit, 10)
 
 
 def hinted(prompt, ground_truth="7", system_prompt=None, **extra_info):
@@ -99,16 +73,22 @@ def turn(role, content):
     return {"role": role, "content": content}
 
 
+def test_messages_and_system_prompt_reach_the_tokenizer():
+    assert texts(tokenize([PromptRow((turn("user", "hi"),), "task", "1", {})], system_prompt="be.")) == ["be.\nhi"]
+
+
 def test_the_hint_is_the_solution_or_else_the_ground_truth():
     assert hinted("3 + 4", solution="add.", index=1) == "add.\n3 + 4"
     assert hinted("3 + 4", index=1) == hinted("3 + 4", solution="") == hinted("3 + 4", solution=None) == "7\n3 + 4"
 
 
-def test_the_hint_is_at_the_start_of_the_last_user_turn():
+def test_the_hint_is_at_the_start_of_the_last_user_turn_which_there_must_be():
     messages = (turn("system", "be."), turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("tool", "d"))
     assert hinted(messages) == "be.\na\nb\n7\nc\nd"
     assert messages[3] == turn("user", "c")
     assert hinted(messages[1:2], system_prompt="own") == "own\n7\na"
+    with pytest.raises(ValueError, match="needs a user turn for the hint of adv_estimator=cpo.*assistant"):
+        hinted((turn("system", "be."), turn("assistant", "b")))
 
 
 def test_hinted_prompts_are_one_a_row_and_may_be_longer_than_the_plain_ones():
@@ -116,13 +96,7 @@ def test_hinted_prompts_are_one_a_row_and_may_be_longer_than_the_plain_ones():
     assert [TOKENIZER.decode(tokens) for tokens in found] == [f"1\n{row.prompt}" for row in ROWS]
 
 
-def test_a_hint_needs_a_user_turn():
-    with pytest.raises(ValueError, match="needs a user turn for the hint of adv_estimator=cpo.*assistant"):
-        hinted((turn("system", "be."), turn("assistant", "b")))
-
-
 def test_duplicates_are_counted_warned_of_and_share_their_tokens(caplog):
-    caplog.set_level(logging.INFO, logger="dapo_jax.data.prompts")
     prompts = tokenize([ROWS[0], ROWS[2], ROWS[0]])
     assert len(prompts) == 3
     assert prompts.tokens[0] is prompts.tokens[2]
@@ -130,22 +104,28 @@ def test_duplicates_are_counted_warned_of_and_share_their_tokens(caplog):
     assert "1 of 3 prompts repeat" in caplog.messages[1]
 
 
-def test_without_duplicates_only_the_report_is_logged(caplog):
-    caplog.set_level(logging.INFO, logger="dapo_jax.data.prompts")
-    tokenize(ROWS, max_prompt_length=9)
-    assert [record.levelname for record in caplog.records] == ["INFO"]
+def test_only_later_rows_with_the_same_prompt_and_ground_truth_are_duplicates():
+    chat, reordered = (turn("user", "a"),), ({"content": "a", "role": "user"},)
+    pairs = [("a", "1"), ("a", "2"), ("b", "1"), (chat, "1"), ("a", "1"), (reordered, "1"), ("a", "1")]
+    rows = [PromptRow(prompt, "task", truth, {}) for prompt, truth in pairs]
+    assert duplicate_rows(rows) == 3
+    assert duplicate_rows(rows[:4]) == 0
+
+
+OVERLONG = (
+    r"2 of 4 prompts are longer than max_prompt_length=3 tokens \(longest 9; the first is b.jsonl row 2\): raise "
+    r"data.max_prompt_length, drop them by .*filter_overlong_prompts.*truncation=left"
+)
+NONE_LEFT = "no prompt is left: 1 rows, 1 of them longer than max_prompt_length=7"
 
 
 @pytest.mark.parametrize(
     "rows, changes, message",
     [
+        (ROWS, {"max_prompt_length": 3}, OVERLONG),
         ([ROWS[0], PromptRow("", "task", "1", {}, "b.jsonl row 2")], {}, "the prompt of b.jsonl row 2 has no tokens"),
         ([], {}, "no prompt is left: 0 rows"),
-        (
-            [ROWS[3]],
-            {"filter_overlong": True},
-            "no prompt is left: 1 rows, 1 of them longer than max_prompt_length=7",
-        ),
+        ([ROWS[3]], {"filter_overlong": True}, NONE_LEFT),
         (ROWS, {"truncation": "centre"}, "truncation='centre' must be one of error, left, right, middle"),
         (ROWS, {"max_prompt_length": 0, "truncation": "left"}, "max_prompt_length=0 must be at least 1"),
     ],
