@@ -17,7 +17,7 @@ USER = ({"role": "user", "content": "hi"},)
 TEXTS = ["12 + 7 =\n", "  two  spaces", "Ünïcödé 数学 🙂 \u200d", "", "tab\tand\r\nlines"]
 
 
-def write_directory(path, *, config=None, generation_config=None, tokenizer_config=None, adds_bos=False):
+def write_directory(path, *, adds_bos=False, **files):
     """A Hugging Face directory with a byte-level tokenizer of 256 bytes and four special tokens."""
     vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
@@ -29,27 +29,29 @@ def write_directory(path, *, config=None, generation_config=None, tokenizer_conf
     backend.enable_truncation(3)
     backend.enable_padding(length=3)
     backend.save(str(path / "tokenizer.json"))
-    files = {
-        "config.json": config,
-        "generation_config.json": generation_config,
-        "tokenizer_config.json": tokenizer_config,
-    }
     for name, content in files.items():
-        if content is not None:
-            (path / name).write_text(json.dumps(content), encoding="utf-8")
+        (path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
-def full_directory(path):
-    tokenizer_config = {
-        "bos_token": {"content": "<start>", "lstrip": False},
-        "eos_token": "<end>",
-        "pad_token": "<pad>",
-        "unk_token": None,
-        "add_bos_token": True,
-        "chat_template": TEMPLATE,
-    }
-    return write_directory(path, generation_config={"eos_token_id": [257, 258]}, tokenizer_config=tokenizer_config)
+SETTINGS = {
+    "bos_token": {"content": "<start>", "lstrip": False},
+    "eos_token": "<end>",
+    "pad_token": "<pad>",
+    "unk_token": None,
+    "add_bos_token": True,
+    "chat_template": TEMPLATE,
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return write_directory(tmp_path, generation_config={"eos_token_id": [257, 258]}, tokenizer_config=SETTINGS)
+
+
+@pytest.fixture
+def tokenizer(directory):
+    return load_tokenizer(str(directory))
 
 
 def encode(tokenizer, prompt, system_prompt=None, response=None, **chat_template_kwargs):
@@ -62,15 +64,13 @@ def text_of(tokenizer, ids):
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_a_directory_gives_its_special_tokens(tmp_path):
-    tokenizer = load_tokenizer(full_directory(tmp_path))
+def test_a_directory_gives_its_special_tokens(tokenizer):
     assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((257, 258), 259, 260)
     assert tokenizer.special_tokens == {"bos_token": "<start>", "eos_token": "<end>", "pad_token": "<pad>"}
     assert tokenizer.add_bos and tokenizer.chat_template == TEMPLATE
 
 
-def test_text_survives_encoding_whatever_its_length(tmp_path):
-    tokenizer = load_tokenizer(str(full_directory(tmp_path)))
+def test_text_survives_encoding_whatever_its_length(tokenizer):
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert len(tokenizer.encode(text)) == len(text.encode())
@@ -84,39 +84,31 @@ def test_encoding_adds_no_special_token_but_knows_those_in_the_text(tmp_path):
     assert tokenizer.decode(np.array(ids, np.int32), skip_special_tokens=False) == "a<end>b"
 
 
-def test_messages_go_through_the_template_up_to_the_answer(tmp_path):
-    tokenizer = load_tokenizer(full_directory(tmp_path))
+def test_messages_go_through_the_template_up_to_the_answer(tokenizer):
     ids = encode(tokenizer, USER)
     assert ids[0] == 256 and ids.count(256) == 1 and ids.count(257) == 1
     assert text_of(tokenizer, ids) == "<start>[user]hi<end>[assistant]"
     assert text_of(tokenizer, encode(tokenizer, USER, think="no")) == "<start>[user]hi<end>no[assistant]"
 
 
-def test_system_prompt_is_put_before_messages_that_have_none(tmp_path):
-    tokenizer = load_tokenizer(full_directory(tmp_path))
+def test_system_prompt_is_put_before_messages_that_have_none(tokenizer):
     own = ({"role": "system", "content": "own"}, *USER)
     assert text_of(tokenizer, encode(tokenizer, USER, "ours")).startswith("<start>[system]ours<end>[user]")
     assert encode(tokenizer, own, "ours") == encode(tokenizer, own)
     assert "[system]<end>" in text_of(tokenizer, encode(tokenizer, USER, ""))
 
 
-def test_a_response_ends_the_conversation_and_no_answer_is_begun(tmp_path):
-    tokenizer = load_tokenizer(full_directory(tmp_path))
+def test_a_response_ends_the_conversation_and_no_answer_is_begun(tokenizer):
     ids = encode(tokenizer, USER, "ours", response="yo", think="no")
     assert text_of(tokenizer, ids) == "<start>[system]ours<end>[user]hi<end>[assistant]yo<end>no"
     assert text_of(tokenizer, encode(tokenizer, USER, response="")) == "<start>[user]hi<end>[assistant]<end>"
     assert USER == ({"role": "user", "content": "hi"},)
 
 
-def test_a_response_follows_plain_text_at_once(tmp_path):
-    tokenizer = load_tokenizer(full_directory(tmp_path))
+def test_plain_text_gets_no_template_but_the_bos_token_if_configured_and_a_response_at_once(tokenizer):
+    plain = [256, *tokenizer.encode("hi")]
+    assert encode(tokenizer, "hi", "ours") == encode(tokenizer, "hi", response="") == plain
     assert encode(tokenizer, "hi", "ours", response=" yo") == [256, *tokenizer.encode("hi yo")]
-    assert encode(tokenizer, "hi", response="") == encode(tokenizer, "hi")
-
-
-def test_plain_text_gets_no_template_and_the_bos_token_if_configured(tmp_path):
-    tokenizer = load_tokenizer(full_directory(tmp_path))
-    assert encode(tokenizer, "hi", "ours") == [256, *tokenizer.encode("hi")]
 
 
 @pytest.mark.parametrize(
@@ -129,30 +121,19 @@ def test_bos_is_the_post_processors_choice_unless_configured(tmp_path, add_bos_t
     assert load_tokenizer(path).add_bos is expected
 
 
-def test_a_chat_template_file_wins_over_the_configured_one(tmp_path):
-    path = full_directory(tmp_path)
-    (path / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
-    assert text_of(load_tokenizer(path), encode(load_tokenizer(path), USER)) == "hi!"
-
-
-def test_a_chat_template_in_json_wins_over_the_configured_one_but_not_over_the_file(tmp_path):
-    path = full_directory(tmp_path)
-    (path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
-    assert load_tokenizer(path).chat_template == "json"
-    named = [{"name": "default", "template": "first"}, {"name": "tool_use", "template": "tools"}]
-    (path / "chat_template.json").write_text(json.dumps({"chat_template": named}))
-    assert load_tokenizer(path).chat_template == "first"
-    (path / "chat_template.json").write_text(json.dumps({"chat_template": 7}))
+def test_a_template_file_wins_over_one_in_json_and_that_over_the_configured_one(directory):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "first"}]
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": named}))
+    assert load_tokenizer(directory).chat_template == "first"
+    for given, used in ("json", "json"), (named[::-1], "first"):
+        (directory / "chat_template.json").write_text(json.dumps({"chat_template": given}))
+        assert load_tokenizer(directory).chat_template == used
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": 7}))
     with pytest.raises(ValueError, match="chat_template.json: chat_template='7' must be text"):
-        load_tokenizer(path)
-    (path / "chat_template.jinja").write_text("file", encoding="utf-8")
-    assert load_tokenizer(path).chat_template == "file"
-
-
-def test_of_several_named_templates_the_default_is_used(tmp_path):
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    settings = {"eos_token": "<end>", "chat_template": named}
-    assert load_tokenizer(write_directory(tmp_path, tokenizer_config=settings)).chat_template == "plain"
+        load_tokenizer(directory)
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
+    tokenizer = load_tokenizer(directory)
+    assert text_of(tokenizer, encode(tokenizer, USER)) == "hi!"
 
 
 @pytest.mark.parametrize(
@@ -174,47 +155,37 @@ def test_eos_ids_come_from_the_first_file_that_says_and_pad_falls_back_to_eos(tm
 def test_what_is_missing_in_a_directory_is_named_with_the_cure(tmp_path):
     with pytest.raises(ValueError, match="has no tokenizer.json: save"):
         load_tokenizer(tmp_path)
-    write_directory(tmp_path)
-    with pytest.raises(ValueError, match="no end-of-sequence token: give eos_token_id"):
-        load_tokenizer(tmp_path)
-    write_directory(tmp_path, config={"eos_token_id": 999})
-    with pytest.raises(ValueError, match="eos_token_id=999 must be a token"):
-        load_tokenizer(tmp_path)
-    write_directory(tmp_path, config={"eos_token_id": 257}, tokenizer_config={"pad_token": "[PAD]"})
-    with pytest.raises(ValueError, match=r"pad_token='\[PAD\]' must be a token"):
-        load_tokenizer(tmp_path)
-    write_directory(tmp_path, config={"eos_token_id": 257}, tokenizer_config={"add_bos_token": True})
-    with pytest.raises(ValueError, match="there must be a bos_token"):
-        load_tokenizer(tmp_path)
+    end = {"config": {"eos_token_id": 257}}
+    for files, message in (
+        ({}, "no end-of-sequence token: give eos_token_id"),
+        ({"config": {"eos_token_id": 999}}, "eos_token_id=999 must be a token"),
+        (end | {"tokenizer_config": {"pad_token": "[PAD]"}}, r"pad_token='\[PAD\]' must be a token"),
+        (end | {"tokenizer_config": {"add_bos_token": True}}, "there must be a bos_token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(write_directory(tmp_path, **files))
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="no chat template.*plain text"):
         encode(load_tokenizer(tmp_path), USER)
 
 
-def gemma_directory(path, **config):
+@pytest.fixture
+def gemma(tmp_path):
     """A directory like that of a Gemma: spaces as ▁, bytes for unknown characters, an image token beyond the table."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeor\nu", "▁a", "ab"]
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            {token: index for index, token in enumerate(tokens)},
-            [("▁", "a"), ("a", "b")],
-            byte_fallback=True,
-            fuse_unk=True,
-            unk_token="<unk>",
-        )
-    )
+    vocab, merges = {token: index for index, token in enumerate(tokens)}, [("▁", "a"), ("a", "b")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([*special, "<image_soft_token>"])
     backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    path.mkdir(exist_ok=True)
-    backend.save(str(path / "tokenizer.json"))
+    backend.save(str(tmp_path / "tokenizer.json"))
     settings = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "image_token": "<image_soft_token>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]} | config))
-    (path / "chat_template.jinja").write_text(GEMMA_TEMPLATE, encoding="utf-8")
-    return path, len(tokens)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    (tmp_path / "chat_template.jinja").write_text(GEMMA_TEMPLATE, encoding="utf-8")
+    return tmp_path
 
 
 GEMMA_TEMPLATE = (
@@ -224,28 +195,24 @@ GEMMA_TEMPLATE = (
 )
 
 
-def test_a_gemma_has_two_end_tokens_and_one_bos_token(tmp_path):
-    tokenizer = load_tokenizer(gemma_directory(tmp_path)[0])
+def test_a_gemma_has_two_end_tokens_one_bos_token_and_bytes_for_unknown_characters(gemma):
+    tokenizer = load_tokenizer(gemma)
     assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.add_bos) == ((1, 5), 0, True)
     ids = encode(tokenizer, ({"role": "user", "content": " ab  "},))
     assert text_of(tokenizer, ids) == "<bos><start_of_turn>user\nab<end_of_turn>\n<start_of_turn>model\n"
     assert ids.count(2) == 1 and ids.count(4) == 2 and encode(tokenizer, "ab") == [2, *tokenizer.encode("ab")]
     told = encode(tokenizer, ({"role": "user", "content": "a"},), response="b")
     assert text_of(tokenizer, told).endswith("<start_of_turn>model\nb<end_of_turn>\n")
-
-
-def test_text_survives_bytes_for_unknown_characters(tmp_path):
-    tokenizer = load_tokenizer(gemma_directory(tmp_path)[0])
     for text in [*TEXTS, " a b  ab", "é", "\x00"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     euro = tokenizer.encode("€")
     assert len(euro) == 3 and "€" not in tokenizer.decode(euro[:2])
 
 
-def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(tmp_path):
-    path, num_rows = gemma_directory(tmp_path)
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.vocab_size == num_rows + 1 and tokenizer.encode("<image_soft_token>") == [num_rows]
+def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(gemma):
+    tokenizer = load_tokenizer(gemma)
+    num_rows = tokenizer.vocab_size - 1
+    assert tokenizer.encode("<image_soft_token>") == [num_rows]
     within = within_rows(tokenizer, num_rows)
     assert within.vocab_size == num_rows and max(within.encode("<image_soft_token>")) < num_rows
     assert within.decode(within.encode("<image_soft_token>a<end_of_turn>b")) == "<image_soft_token>ab"
@@ -254,11 +221,10 @@ def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(tmp_path):
     assert within_rows(tokenizer, num_rows - 1).vocab_size == num_rows  # of the model's own tokens none is left out
 
 
-def test_a_system_prompt_that_a_template_refuses_is_an_error_with_its_words_and_the_cure(tmp_path):
-    path, _ = gemma_directory(tmp_path)
+def test_a_system_prompt_that_a_template_refuses_is_an_error_with_its_words_and_the_cure(gemma):
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    (path / "chat_template.jinja").write_text(refusal + GEMMA_TEMPLATE, encoding="utf-8")
-    tokenizer = load_tokenizer(path)
+    (gemma / "chat_template.jinja").write_text(refusal + GEMMA_TEMPLATE, encoding="utf-8")
+    tokenizer = load_tokenizer(gemma)
     told = ({"role": "system", "content": "own"}, *USER)
     for prompt, system_prompt in ((USER, "ours"), (told, None)):
         with pytest.raises(InputError, match="System role not supported. If .* leave data.system_prompt null, and put"):
