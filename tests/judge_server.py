@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ports import free_port
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -77,7 +75,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name, value in {**answer.headers, "Content-Length": str(len(body.encode()))}.items():
             self.send_header(name, value)
         self.end_headers()
-        for part in [body.encode()] if not answer.drip_s else [bytes([byte]) for byte in body.encode()]:
+        for part in [bytes([byte]) for byte in body.encode()] if answer.drip_s else [body.encode()]:
             self.wfile.write(part)
             self.wfile.flush()
             time.sleep(answer.drip_s)
@@ -88,15 +86,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def judge_server() -> Iterator[JudgeServer]:
-    port = free_port()
-    judge = JudgeServer(f"http://127.0.0.1:{port}/v1")
-    handler = type("Handler", (_Handler,), {"judge": judge})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+    handler = type("Handler", (_Handler,), {})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    handler.judge = JudgeServer(f"http://127.0.0.1:{server.server_port}/v1")
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
-        yield judge
+        yield handler.judge
     finally:
         server.shutdown()
         server.server_close()

@@ -66,20 +66,21 @@ FIRST = '{"helpful": "judge", "correct": {"function": "python:right", "weight": 
 LAST = '{"correct": {"function": "python:right", "weight": 2}, "helpful": "judge"}'
 
 
-def test_the_first_part_says_what_is_right(server, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (FIRST, {"score": 0.6, "acc": 1.0, "helpful": 0.6, "correct": 0.0}),  # the first part says what is right
+        (LAST, {"score": 0.6, "acc": 0.0, "helpful": 0.6, "correct": 0.0}),
+        ("judge", {"score": 0.6, "acc": 1.0}),
+        ('{"helpful": {"function": "judge", "weight": -2}}', {"score": -1.2, "acc": 1.0, "helpful": 0.6}),
+    ],
+)
+def test_the_score_is_the_weighted_sum_and_the_judge_alone_needs_no_process(server, tmp_path, name, expected):
     server.rule = lambda prompt: Answer("Score: 6")
-    with opened(server, tmp_path, FIRST, OWN) as verifiers:
+    with opened(server, tmp_path, name, OWN) as verifiers:
         [verdict] = verifiers.score([request("8")])
-    assert verdict.numbers == {"score": 0.6, "acc": 1.0, "helpful": 0.6, "correct": 0.0} and verdict.pred is None
-
-
-@pytest.mark.parametrize("name", ["judge", '{"helpful": {"function": "judge", "weight": -2}}'])
-def test_the_judge_alone_needs_no_process(server, tmp_path, name):
-    with opened(server, tmp_path, name) as verifiers:
-        [verdict] = verifiers.score([request("8")])
-        assert verifiers.rest is None and verifiers.take_replaced() == 0
-    expected = {"score": 0.7, "acc": 1.0} if name == "judge" else {"score": -1.4, "acc": 1.0, "helpful": 0.7}
-    assert verdict.numbers == expected
+        assert verifiers.take_replaced() == 0 and (verifiers.rest is None) == ("python" not in name)
+    assert verdict.numbers == expected and verdict.pred is None
 
 
 def test_a_judge_that_fails_fails_the_sum_with_the_lowest_score(server, tmp_path):
