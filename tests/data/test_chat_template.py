@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from dapo_jax.data.chat_template import render
+from dapo_jax.errors import InputError
 
 USER = [{"role": "user", "content": "12 + 7 ="}]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -46,9 +47,10 @@ def test_gemma_2_has_no_system_role_and_says_so():
     assert plain(GEMMA2) == text
     answered = plain(GEMMA2, [*USER, ANSWER], add_generation_prompt=False)
     assert answered == text + "19<end_of_turn>\n"
-    with pytest.raises(ValueError, match="System role not supported. If the model has no system role, leave data.sys"):
+    refused = "System role not supported. If the model has no system role, leave data.system_prompt null, and put"
+    with pytest.raises(InputError, match=refused):
         plain(GEMMA2, [SYSTEM, *USER])
-    with pytest.raises(ValueError, match="Roles must alternate. Change the messages"):
+    with pytest.raises(InputError, match="Roles must alternate. Change the messages"):
         plain(GEMMA2, [*USER, *USER])
 
 

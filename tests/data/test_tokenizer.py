@@ -7,7 +7,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer, within_rows
-from dapo_jax.errors import InputError
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}<end>{% endfor %}"
@@ -219,17 +218,6 @@ def test_added_tokens_beyond_the_embeddings_are_text_like_any_other(gemma):
     assert within.encode(" ab<end_of_turn>é") == tokenizer.encode(" ab<end_of_turn>é")
     assert within_rows(tokenizer, num_rows + 1) is tokenizer
     assert within_rows(tokenizer, num_rows - 1).vocab_size == num_rows  # of the model's own tokens none is left out
-
-
-def test_a_system_prompt_that_a_template_refuses_is_an_error_with_its_words_and_the_cure(gemma):
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    (gemma / "chat_template.jinja").write_text(refusal + GEMMA_TEMPLATE, encoding="utf-8")
-    tokenizer = load_tokenizer(gemma)
-    told = ({"role": "system", "content": "own"}, *USER)
-    for prompt, system_prompt in ((USER, "ours"), (told, None)):
-        with pytest.raises(InputError, match="System role not supported. If .* leave data.system_prompt null, and put"):
-            encode(tokenizer, prompt, system_prompt)
-    assert encode(tokenizer, USER)
 
 
 @pytest.mark.parametrize("name", ["absent", "absent.gguf", "file.txt"])

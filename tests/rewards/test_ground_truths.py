@@ -3,27 +3,21 @@ import pytest
 from dapo_jax.data.rows import PromptRow
 from dapo_jax.rewards import ground_truths
 from dapo_jax.rewards.ground_truths import check_ground_truths
-from dapo_jax.rewards.results import normalize_result
-from dapo_jax.rewards.verifiers import VERIFIERS, wrong_score
-from dapo_jax.rewards.worker_pool import Verdict
+from dapo_jax.rewards.in_process import InProcessVerifiers
+from dapo_jax.rewards.verdicts import Verdict
+from dapo_jax.rewards.verifiers import VERIFIERS
 
 
-class InThisProcess:
-    """A pool for one verifier that runs in this process."""
+class InThisProcess(InProcessVerifiers):
+    """Counts what it is asked."""
 
     def __init__(self, name):
-        self.name, self.num_asked = name, 0
+        super().__init__(name if name in VERIFIERS else "none", {})
+        self.num_asked = 0
 
-    def score(self, requests):
-        self.num_asked += len(requests)
-        return [self._judge(request) for request in requests]
-
-    def _judge(self, request):
-        arguments = request.data_source, request.solution, request.ground_truth, request.extra_info
-        try:
-            return Verdict(*normalize_result(VERIFIERS[self.name].score(*arguments)), None)
-        except ValueError as error:
-            return Verdict({"score": wrong_score(self.name, request.data_source), "acc": 0.0}, None, str(error))
+    def submit(self, request):
+        self.num_asked += 1
+        return super().submit(request)
 
 
 def row(ground_truth, data_source="openai/gsm8k", number=1):

@@ -59,18 +59,8 @@ def test_the_last_line_is_the_verdict(answer, score):
 @pytest.mark.parametrize(
     "answer",
     [
-        "",
-        "Score: 10\nbecause it is right",
-        "The response says Score: 10",
-        "Score: 11",
-        "Score: -1",
-        "Score: nan",
-        "Score: 1e1",
-        "Score: 7/5",
-        "Score: \N{ARABIC-INDIC DIGIT SEVEN}",
-        "Score: 7 8",
-        "Score: N",
-        "score 7",
+        *["", "Score: 10\nbecause it is right", "The response says Score: 10", "Score: 11", "Score: -1", "Score: nan"],
+        *["Score: 1e1", "Score: 7/5", "Score: \N{ARABIC-INDIC DIGIT SEVEN}", "Score: 7 8", "Score: N", "score 7"],
     ],
 )
 def test_anything_else_is_no_verdict(answer):

@@ -4,6 +4,7 @@ import importlib
 import linecache
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -12,48 +13,7 @@ from dapo_jax.rewards.own_function import load_function, taken
 from dapo_jax.rewards.own_source import reward_name
 from dapo_jax.rewards.worker_pool import ScoreRequest, VerifierPool
 
-CELL = """
-import math
-import re
-from collections import Counter
-import os.path as paths
-import xml.etree.ElementTree
-
-NUMBER = re.compile(r"[0-9]+", re.I)
-SCALE = {"wrong": -1.0, "right": 1}
-opened = open("/dev/null")
-counter = 0
-
-def last(text, default=SCALE["wrong"]):
-    found = NUMBER.findall(text)
-    return float(found[-1]) if found else default
-
-def is_even(n): return n == 0 or is_odd(n - 1)
-def is_odd(n): return n != 0 and is_even(n - 1)
-
-def four(data_source, solution, ground_truth, extra_info):
-    words = Counter(word for word in solution.split() if paths.basename(word) != math.inf)
-    return {"score": SCALE["right"] if last(solution) == float(ground_truth) else SCALE["wrong"], "words": len(words)}
-
-def tagged(solution): return float(xml.etree.ElementTree.fromstring(solution).tag == "b")
-def one(text): return float(is_even(len(text)))
-def two(solution, ground_truth): return float(ground_truth in solution)
-def reads_file(solution): return opened.read()
-def counts(solution):
-    global counter
-    counter += 1
-    return counter
-def absent(solution): return not_defined_yet(solution)
-def uses_lambda(solution): return short(solution)
-short = lambda text: 0.0
-def outer():
-    scale = 2.0
-    def inner(solution): return scale
-    def free(solution): return 3.0
-    return inner, free
-class Judge:
-    def method(self, solution): return 0.0
-"""
+CELL = (Path(__file__).parent / "data" / "notebook_cell.txt").read_text()
 
 
 @pytest.fixture(scope="module")

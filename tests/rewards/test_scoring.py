@@ -141,13 +141,6 @@ def test_work_is_of_padded_rows_and_needed_by_causal_attention():
     assert scoring_work(lengths, batches, 2, flops) == Work(2 * 2 * 4 * (100 + 4), 9 * 100 + 3 + 10 + 6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
-def test_the_mesh_changes_nothing(directory, scores, shape):
-    found = scores_on(shape, directory, **{"reward.model.micro_batch_size_per_device": 1})
-    np.testing.assert_allclose(found, scores, atol=1e-5)
-
-
 def test_hugging_face_gives_the_same_scores(directory, scores):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
