@@ -250,29 +250,16 @@ def test_a_length_reward_is_a_score_of_its_own_and_changes_no_other(form, expect
 
 
 @pytest.mark.slow
-def test_a_reward_model_alone_is_trained_on(directory, tmp_path):
-    changes = {
-        "reward.function": "none",
-        "reward.model.path": str(directory),
-        "algorithm.filter_groups.metric": "score",
-        "trainer.total_training_steps": 2,
-    }
-    train(small_config(tmp_path, **changes))
+@pytest.mark.parametrize("function", ["none", "arithmetic"])
+def test_a_run_trains_on_the_sum_of_verifier_and_reward_model(directory, tmp_path, function):
+    changes = {"reward.function": function, "reward.model.path": str(directory), "trainer.total_training_steps": 2}
+    train(small_config(tmp_path, **changes, **{"algorithm.filter_groups.metric": "score"}))
     rows = read_metrics(tmp_path)
     names = {name for row in rows for name in row}
-    assert not any("/acc/" in name for name in names)
+    assert any("/acc/" in name for name in names) == (function != "none")
     assert any(name.startswith("eval/") and "/reward_model/mean@" in name for name in names)
     for row in rows[1:]:
         assert np.isfinite(row["actor/pg_loss"]) and row["actor/grad_norm"] > 0
-        assert row["rollout/score/mean"] == row["rollout/reward_model/mean"] != 0
+        expected = row.get("rollout/acc/mean", 0.0) + row["rollout/reward_model/mean"]
+        assert row["rollout/score/mean"] == pytest.approx(expected) != 0
         assert 0 < row["perf/reward_model_efficiency"] < 1
-
-
-@pytest.mark.slow
-def test_a_reward_model_does_not_change_the_accuracy(directory, tmp_path):
-    once = {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
-    train(small_config(tmp_path / "plain", **once))
-    train(small_config(tmp_path / "both", **once, **{"reward.model.path": str(directory)}))
-    plain, both = (read_metrics(tmp_path / name)[-1] for name in ("plain", "both"))
-    assert plain["rollout/acc/mean"] == both["rollout/acc/mean"]
-    assert both["rollout/score/mean"] == pytest.approx(plain["rollout/score/mean"] + both["rollout/reward_model/mean"])

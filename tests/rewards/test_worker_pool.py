@@ -40,6 +40,7 @@ def hostile_pool(timeout_s=30, num_workers=1):
 
 @pytest.fixture(scope="module", autouse=True)
 def _path():
+    (DATA / "forged.was_run").unlink(missing_ok=True)
     sys.path.insert(0, str(DATA))
     yield
     sys.path.remove(str(DATA))
@@ -145,6 +146,7 @@ def test_a_verifier_without_end_is_one_wrong_sample_and_the_others_are_scored(ha
 def test_a_forged_message_is_no_answer(how):
     with pytest.raises(MalformedAnswer):
         decode_answer(hostile_verifier.FORGED[how])
+    assert not (DATA / "forged.was_run").exists()
 
 
 @pytest.mark.short("huge", "pickle")
