@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 KEPT = []
+LONG = "3600"  # seconds: a test that waits for the end of a process gives up before
 RESULTS = {  # that are no verdicts
     "none": None,
     "text": "1.0",
@@ -132,17 +133,17 @@ def close_stdout(extra_info):
 
 def where(extra_info):
     Path(extra_info["path"]).write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(int(LONG))
 
 
 def start_a_child(extra_info):
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", LONG])
     Path(extra_info["path"]).write_text(str(child.pid))
     child.wait()
 
 
 def leave_a_child(extra_info):
-    child = subprocess.Popen(["sleep", "60"], start_new_session=extra_info["daemon"])
+    child = subprocess.Popen(["sleep", LONG], start_new_session=extra_info["daemon"])
     Path(extra_info["path"]).write_text(str(child.pid))
     return 1.0
 
