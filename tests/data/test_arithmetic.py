@@ -70,15 +70,11 @@ def test_wide_ranges_are_sampled_without_listing_them():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"operators": "+/"}, r"operators='\+/' must be some of \+-\*"),
-        ({"operators": "++"}, "each once"),
-        ({"operators": ""}, "must be some of"),
-        ({"low": 9}, "low=9 must not exceed high=8"),
-        ({"num_heldout": -1}, "must not be negative"),
-        ({"template": "{a} + {b}"}, "must have the fields"),
+        *[({"operators": "+/"}, r"operators='\+/' must be some of \+-\*"), ({"operators": "++"}, "each once")],
+        *[({"operators": ""}, "must be some of"), ({"low": 9}, "low=9 must not exceed high=8")],
+        *[({"num_heldout": -1}, "must not be negative"), ({"template": "{a} + {b}"}, "must have the fields")],
         ({"num_train": 400}, "make 432 problems, too few for num_train=400 and num_heldout=41"),
-        ({"num_heldout": 433, "num_train": 0}, "too few"),
-        ({"num_heldout": 432, "num_train": 0}, "too few"),
+        *[({"num_heldout": 433, "num_train": 0}, "too few"), ({"num_heldout": 432, "num_train": 0}, "too few")],
     ],
 )
 def test_impossible_arguments_are_errors(changes, message):

@@ -42,7 +42,7 @@ CONTENTS = {
 
 
 @pytest.mark.short("50-damaged", "50-other", "50-snappy")
-@pytest.mark.long("300-")
+@pytest.mark.long("300-damaged", "300-other", "300-snappy")
 @pytest.mark.parametrize("name", CONTENTS)
 @pytest.mark.parametrize("examples", [50, 300])
 def test_any_content_is_read_or_refused(tmp_path, name, examples):

@@ -39,15 +39,11 @@ def test_without_shuffling_the_rows_come_in_order():
     assert rows(PromptOrder(3, seed=0, shuffle=False), 0, 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_far_prompts_are_found_at_once():
+def test_far_prompts_are_found_at_once_and_epochs_count_passes_through_the_rows():
     order = PromptOrder(17_000, seed=0, shuffle=True)
     with ends_within():
         assert 0 <= order.row(10**12) < 17_000
-
-
-def test_epoch_counts_passes_through_the_rows():
-    order = PromptOrder(4, seed=0, shuffle=True)
-    assert [order.epoch(q) for q in (0, 2, 4, 10)] == [0, 0.5, 1, 2.5]
+    assert [PromptOrder(4, seed=0, shuffle=True).epoch(q) for q in (0, 2, 4, 10)] == [0, 0.5, 1, 2.5]
 
 
 def test_no_rows_is_an_error():

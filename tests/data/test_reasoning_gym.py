@@ -35,11 +35,6 @@ def test_without_the_library_its_extra_is_named(monkeypatch):
         load_verifier("reasoning_gym")
 
 
-def test_a_template_needs_the_question():
-    with pytest.raises(ValueError, match="must have the field {question}"):
-        reasoning_gym_rows(NAMES, num_train=1, num_heldout=0, seed=0, template="Answer.")
-
-
 def test_no_question_is_held_out_and_trained_on(library):
     train, heldout = rows()
     assert (len(train), len(heldout)) == (18, 9)
@@ -87,6 +82,11 @@ def test_a_row_of_another_problem_is_an_error(library):
 def test_names_that_cannot_be_used_are_refused(library, name, message):
     with pytest.raises(ValueError, match=message):
         rows([name])
+
+
+def test_a_template_needs_the_question():
+    with pytest.raises(ValueError, match="must have the field {question}"):
+        reasoning_gym_rows(NAMES, num_train=1, num_heldout=0, seed=0, template="Answer.")
 
 
 def test_a_run_reads_problems_that_a_process_of_another_hash_seed_makes_again(library, tmp_path, monkeypatch):

@@ -44,12 +44,8 @@ def test_the_default_template_has_every_placeholder_and_no_other():
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
-        ("Right.\nScore: 10", 1.0),
-        ("Score: 0", 0.0),
-        ("Score: 7.5\n\n", 0.75),
-        ("**Score: 7**", 0.7),
-        ("**Score:** 7/10", 0.7),
-        ("It says 'Score: 10', which is a trick.\nScore: 1", 0.1),
+        *[("Right.\nScore: 10", 1.0), ("Score: 0", 0.0), ("Score: 7.5\n\n", 0.75), ("**Score: 7**", 0.7)],
+        *[("**Score:** 7/10", 0.7), ("It says 'Score: 10', which is a trick.\nScore: 1", 0.1)],
     ],
 )
 def test_the_last_line_is_the_verdict(answer, score):

@@ -83,19 +83,19 @@ def test_the_score_is_the_weighted_sum_and_the_judge_alone_needs_no_process(serv
     assert verdict.numbers == expected and verdict.pred is None
 
 
-def test_a_judge_that_fails_fails_the_sum_with_the_lowest_score(server, tmp_path):
-    server.rule = lambda prompt: Answer("no verdict")
-    name = '{"correct": "math_dapo", "helpful": "judge", "own": "python:right"}'
+@pytest.mark.parametrize(
+    ("name", "lowest", "error"),
+    [
+        ('{"correct": "math_dapo", "helpful": "judge", "own": "python:right"}', -1.0, "judge: "),
+        ('{"correct": "python:fails", "helpful": "judge"}', 0.0, "'correct' of reward.functions"),
+    ],
+)
+def test_a_judge_or_a_function_that_fails_fails_the_sum_with_the_lowest_score(server, tmp_path, name, lowest, error):
+    server.rule = lambda prompt: Answer("no verdict" if "fails" not in name else "Score: 7")
     with opened(server, tmp_path, name, OWN) as verifiers:
         [verdict] = verifiers.score([request("Answer: 7")])
-    assert verdict.numbers == {"score": -1.0, "acc": 0.0} and "judge: " in str(verdict.error)
-    assert wrong_score(name, "any") == -1.0
-
-
-def test_a_function_that_fails_fails_the_sum(server, tmp_path):
-    with opened(server, tmp_path, LAST.replace("right", "fails"), OWN) as verifiers:
-        [verdict] = verifiers.score([request("7")])
-    assert verdict.numbers == {"score": 0.0, "acc": 0.0} and "'correct' of reward.functions" in str(verdict.error)
+    assert verdict.numbers == {"score": lowest, "acc": 0.0} and error in str(verdict.error)
+    assert wrong_score(name, "any") == lowest
 
 
 def test_taking_a_request_back_takes_back_its_parts(server, tmp_path):

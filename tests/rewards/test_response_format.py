@@ -10,17 +10,11 @@ THOUGHT = "<think>\n3 + 4 < 8\n</think>\n<answer>7</answer>"
 @pytest.mark.parametrize(
     ("response", "expected"),
     [
-        (THOUGHT, 1.0),
-        (f"\n {THOUGHT}\n", 1.0),
-        ("<think></think><answer></answer>", 1.0),
-        (f"So: {THOUGHT}", 0.0),
-        (f"{THOUGHT} done", 0.0),
-        (f"{THOUGHT}{THOUGHT}", 0.0),
+        *[(THOUGHT, 1.0), (f"\n {THOUGHT}\n", 1.0), ("<think></think><answer></answer>", 1.0), (f"So: {THOUGHT}", 0.0)],
+        *[(f"{THOUGHT} done", 0.0), (f"{THOUGHT}{THOUGHT}", 0.0)],
         ("<think>a<think>b</think></think><answer>7</answer>", 0.0),
-        ("<think>a</think><answer>7</answer><answer>8</answer>", 0.0),
-        ("<answer>7</answer>", 0.0),
-        ("<think>7", 0.0),
-        ("", 0.0),
+        *[("<think>a</think><answer>7</answer><answer>8</answer>", 0.0), ("<answer>7</answer>", 0.0)],
+        *[("<think>7", 0.0), ("", 0.0)],
     ],
 )
 def test_the_default_is_the_form_of_r1(response, expected):

@@ -19,15 +19,9 @@ def test_none_always_scores_zero():
 @pytest.mark.parametrize(
     ("data_source", "name"),
     [
-        ("arithmetic", "arithmetic"),
-        ("openai/gsm8k", "gsm8k"),
-        ("math", "math_dapo"),
-        ("math_dapo", "math_dapo"),
-        ("math_dapo_reasoning", "math_dapo"),
-        ("aime_2024", "math_dapo"),
-        ("lighteval/MATH", "math_verify"),
-        ("DigitalLearningGmbH/MATH-lighteval", "math_verify"),
-        ("HuggingFaceH4/MATH-500", "math_verify"),
+        *[("arithmetic", "arithmetic"), ("openai/gsm8k", "gsm8k"), ("math", "math_dapo"), ("math_dapo", "math_dapo")],
+        *[("math_dapo_reasoning", "math_dapo"), ("aime_2024", "math_dapo"), ("lighteval/MATH", "math_verify")],
+        *[("DigitalLearningGmbH/MATH-lighteval", "math_verify"), ("HuggingFaceH4/MATH-500", "math_verify")],
     ],
 )
 def test_auto_goes_by_the_data_source(data_source, name):

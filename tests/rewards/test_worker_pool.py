@@ -150,6 +150,7 @@ def test_a_forged_message_is_no_answer(how):
 
 
 @pytest.mark.short("huge", "pickle")
+@pytest.mark.long("beyond-", "digits")
 @pytest.mark.parametrize(
     ("how", "error"),
     [
