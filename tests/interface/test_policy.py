@@ -12,6 +12,7 @@ CHANGES = {
     "actor.optim.lr": 1e-2,
     "actor.ppo_micro_batch_size_per_device": 4,
 }
+SUMS = ["1 + 2 =", "3 + 4 ="]
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +22,19 @@ def config():
 
 def test_sampled_logprobs_are_those_of_the_training_pass(config):
     with dx.Policy(config) as policy:
-        samples = policy.generate(["1 + 2 =", "3 + 44 ="], n=3)
-        assert samples.tokens.shape == samples.mask.shape == samples.logprobs.shape == (2, 3, 4)
-        assert [len(texts) for texts in samples.texts] == [3, 3] and samples.mask.any(axis=-1).all()
+        samples = policy.generate(SUMS)
+        assert samples.tokens.shape == samples.mask.shape == samples.logprobs.shape == (2, 4, 4)
+        assert [len(texts) for texts in samples.texts] == [4, 4] and samples.mask.any(axis=-1).all()
         np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
-        assert len(samples.select([True, False])) == 1 and samples.select([1]).prompts == ["3 + 44 ="]
+        assert len(samples.select([True, False])) == 1 and samples.select([1]).prompts == SUMS[1:]
 
 
 @pytest.mark.slow
-def test_length_and_temperature_of_the_config_can_be_changed(config):
+def test_number_length_and_temperature_can_be_other_than_in_the_config(config):
     with dx.Policy(config) as policy:
+        samples = policy.generate(SUMS, n=3)
+        assert samples.tokens.shape == (2, 3, 4) and [len(texts) for texts in samples.texts] == [3, 3]
+        np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
         short = policy.generate(["1 + 2 ="], max_tokens=1)
         assert (short.mask.sum(axis=-1) == 1).all()
         greedy = policy.generate(["1 + 2 ="], n=2, temperature=0.0)
@@ -42,7 +46,7 @@ def test_rewarded_responses_become_likelier_and_a_program_repeats_itself(config)
     for _ in range(2):
         with dx.Policy(config) as policy:
             for _ in range(4):
-                samples = policy.generate(["1 + 2 =", "3 + 4 ="])
+                samples = policy.generate(SUMS)
                 rewards = samples.tokens[..., 0] % 2
                 metrics = policy.step(samples, rewards)
             after = policy.logprobs(samples)[..., 0]
@@ -57,7 +61,7 @@ def test_rewarded_responses_become_likelier_and_a_program_repeats_itself(config)
 
 def test_an_exported_policy_is_the_same_policy(config, tmp_path):
     with dx.Policy(config) as policy:
-        samples = policy.generate(["1 + 2 ="])
+        samples = policy.generate(SUMS)
         policy.step(samples, samples.tokens[..., 0] % 2)
         policy.export(tmp_path / "model", dtype="float32")
         expected = policy.logprobs(samples)
@@ -69,12 +73,12 @@ def test_an_exported_policy_is_the_same_policy(config, tmp_path):
 
 def test_what_does_not_fit_is_refused(config):
     with dx.Policy(config) as policy:
-        samples = policy.generate(["1 + 2 ="])
+        samples = policy.generate(SUMS)
         for given, rewards, message in (
-            (samples, np.zeros((1, 3)), "give one per response"),
-            (samples, np.full((1, 4), np.nan), "not finite"),
-            (policy.generate(["1 + 2 ="], n=2), np.zeros((1, 2)), "do not fit data.train_batch_size=4 and rollout.n=4"),
-            (policy.generate(["1 + 2 ="] * 5), np.zeros((5, 4)), "do not fit data.train_batch_size=4"),
+            (samples, np.zeros((2, 3)), "give one per response"),
+            (samples, np.full((2, 4), np.nan), "not finite"),
+            (policy.generate(SUMS, n=2), np.zeros((2, 2)), "do not fit data.train_batch_size=4 and rollout.n=4"),
+            (samples.select([0, 1, 0, 1, 0]), np.zeros((5, 4)), "do not fit data.train_batch_size=4"),
         ):
             with pytest.raises(dx.InputError, match=message):
                 policy.step(given, rewards)
