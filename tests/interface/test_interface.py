@@ -61,7 +61,7 @@ def test_nothing_imports_a_module_that_would_take_the_place_of_a_name():
     assert not [path for path in Path(dx.__file__).parent.rglob("*.py") if imports.search(path.read_text())]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_module_takes_the_place_of_a_name():
     code = (
         "import sys, dapo_jax as dx\n"
