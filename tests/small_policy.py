@@ -1,5 +1,6 @@
 """A small policy with rollouts and updates, for the tests of the laws."""
 
+import contextlib
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from dapo_jax.learner.actor import Actor, ActorSettings, build_actor
 from dapo_jax.learner.critic import CriticSettings, build_critic, critic_architecture
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.optimizer import OptimizerSettings
-from dapo_jax.learner.update import UpdateSettings, update_policy
+from dapo_jax.learner.update import UpdateSettings, compute_statistics, update_policy
 from dapo_jax.models.attention import XLA, BinAttention
 from dapo_jax.models.flops import TokenFlops
 from dapo_jax.parallel.mesh import num_batch_shards
@@ -67,6 +68,15 @@ def actor_settings(**changes) -> ActorSettings:
 def actor_on(mesh: Mesh, *, decode_mesh: Mesh | None = None, **changes) -> Actor:
     """One for all tests, with all that it has compiled: it holds no state."""
     return build_actor(actor_settings(**changes), mesh, decode_mesh=decode_mesh)
+
+
+@contextlib.contextmanager
+def policy_on(mesh: Mesh | None = None, **changes):
+    """A mesh, which is set meanwhile, an actor on it and its first state; without a mesh, on one device."""
+    mesh = mesh or one_device_mesh()
+    with jax.set_mesh(mesh):
+        actor = actor_on(mesh, **changes)
+        yield mesh, actor, actor.trainable.init_random(0)
 
 
 @functools.cache
@@ -173,24 +183,32 @@ def step(actor, state, batch, mesh, **changes):
     return state, finish()[0]
 
 
+def logprobs_of(actor, params, batch, split, mesh):
+    """The log-probabilities that training computes, in these micro-batches."""
+    return compute_statistics(actor, params, batch, split, mesh).logprobs
+
+
 @functools.cache
 def reference():
     """The run on one device that the others are compared with."""
-    mesh = one_device_mesh()
-    with jax.set_mesh(mesh):
-        actor = actor_on(mesh)
-        rollout = roll_out(actor, actor.trainable.init_random(0), mesh)
-        state, metrics = step(actor, actor.trainable.init_random(0), batch_of(rollout), mesh)
+    with policy_on() as (mesh, actor, state):
+        rollout = roll_out(actor, state, mesh)
+        state, metrics = step(actor, state, batch_of(rollout), mesh)
         return rollout, metrics, jax.device_get(state.params)
 
 
 def gradient_of(batch, *, micro, mode="token-mean", mesh=None, **changes):
     """The gradient of one mini-batch, read from an optimizer that changes no direction."""
-    mesh = mesh or one_device_mesh()
-    with jax.set_mesh(mesh):
-        actor = actor_on(mesh, **changes)
-        state, metrics = step(actor, actor.trainable.init_random(0), batch, mesh, mini=32, micro=micro, mode=mode)
+    with policy_on(mesh, **changes) as (used, actor, state):
+        state, metrics = step(actor, state, batch, used, mini=32, micro=micro, mode=mode)
         return jax.device_get(state.moments[0].mu), metrics
+
+
+def assert_same_gradient(found, expected, names, **tolerance):
+    """Two gradients with their metrics, of which those of the names are compared."""
+    assert_close(found[0], expected[0], 1e-5)
+    for name in names:
+        np.testing.assert_allclose(found[1][name], expected[1][name], err_msg=name, **tolerance)
 
 
 def assert_close(actual, expected, tolerance):

@@ -21,7 +21,8 @@ from dapo_jax.monitor.records import read_metrics
 from dapo_jax.progress import Progress, kl_coef_of, resumed_coefficient
 from dapo_jax.run import open_run
 from dapo_jax.settings import updates_of_step
-from dapo_jax.step import train_on
+from dapo_jax.state import first_state
+from dapo_jax.step import sample_batch, train_on
 from dapo_jax.training import train
 
 REWARDS = {"gdpo": {"algorithm.gdpo_reward_keys": ("acc", "score")}}  # of estimators
@@ -34,6 +35,7 @@ SHORT = {
 
 
 @pytest.mark.slow
+@pytest.mark.long("gae", "remax", "cpo", "gdpo")  # those that need more than rewards
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_trains_with_finite_changing_losses(tmp_path, estimator):
     train(small_config(tmp_path, **SHORT, **REWARDS.get(estimator, {}), **{"algorithm.adv_estimator": estimator}))
@@ -41,6 +43,7 @@ def test_every_estimator_trains_with_finite_changing_losses(tmp_path, estimator)
 
 
 @pytest.mark.slow
+@pytest.mark.long("kl_cov")
 @pytest.mark.parametrize("loss", SELECTIONS)
 def test_losses_that_draw_tokens_train(tmp_path, loss):
     drawn = {"clip_cov_lb": -9.0, "clip_cov_ratio": 0.1} if loss == "clip_cov" else {"kl_cov_ratio": 0.1}
@@ -152,85 +155,68 @@ def test_the_reference_is_loaded_only_when_a_kl_divergence_is_on(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_the_kl_loss_holds_the_policy_near_its_start(tmp_path):
+def test_the_kl_loss_holds_the_policy_near_its_start_and_an_entropy_bonus_keeps_its_entropy_up(tmp_path):
     common = {"actor.use_kl_loss": True, "actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
-    for name, coefficient in (("free", 1e-9), ("held", 10.0)):
-        train(small_config(tmp_path / name, **common, **{"actor.kl_loss_coef": coefficient}))
-    free, held = (read_metrics(tmp_path / name)[-1]["actor/kl_loss"] for name in ("free", "held"))
-    assert 0 < held < 0.5 * free
-
-
-@pytest.mark.slow
-def test_an_entropy_bonus_keeps_the_entropy_up(tmp_path):
-    common = {"actor.optim.lr": 1e-2, "trainer.test_freq": -1, "trainer.save_freq": -1}
-    for name, coefficient in (("without", 0.0), ("with", 1.0)):
-        train(small_config(tmp_path / name, **common, **{"actor.entropy_coeff": coefficient}))
-    without, bonus = (read_metrics(tmp_path / name)[-1]["actor/entropy"] for name in ("without", "with"))
-    assert bonus > without + 0.1
+    rows = []
+    for number, (kl, entropy) in enumerate([(1e-9, 0.0), (10.0, 0.0), (1e-9, 1.0)]):
+        folder = tmp_path / str(number)
+        train(small_config(folder, **common, **{"actor.kl_loss_coef": kl, "actor.entropy_coeff": entropy}))
+        rows.append(read_metrics(folder)[-1])
+    free, held, bonus = rows
+    assert 0 < held["actor/kl_loss"] < 0.5 * free["actor/kl_loss"]
+    assert bonus["actor/entropy"] > free["actor/entropy"] + 0.1
 
 
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory):
     """One step's accepted groups, the models before it and the config, made once."""
-    from dapo_jax.state import first_state
-    from dapo_jax.step import sample_batch
-
     config = small_config(tmp_path_factory.mktemp("accepted"))
     with open_run(config, initial_step=0) as run:
         state = first_state(run)
-        batch, _ = sample_batch(
-            run, run.learner.decode_weights(state.models.actor.params), state.stream, state.progress, 1
-        )
+        weights = run.learner.decode_weights(state.models.actor.params)
+        batch, _ = sample_batch(run, weights, state.stream, state.progress, 1)
         return config, batch.experience, jax.device_get(state.models)
 
 
-def training_batch(run, experience, models, **options):
-    return make_batch(run.learner, experience, models, **options, **estimator_inputs(run, experience, models))
+def training_batch(run, experience, *, recompute=False):
+    models = run.learner.init_models()
+    inputs = estimator_inputs(run, experience, models)
+    return make_batch(run.learner, experience, models, recompute=recompute, kl_coef=0.0, **inputs)
 
 
-def batch_with(accepted, *, fallen_back=False, **changes):
-    """The batch that other options make of the same groups."""
-    config, experience, models = accepted
-    config = small_config(config.workdir, **changes)
+def batch_with(accepted, experience=None, *, fallen_back=False, **changes):
+    """The batch that other options make of the same groups, or of others like them, and its metrics."""
+    config = small_config(accepted[0].workdir, **changes)
     with open_run(config, initial_step=0) as run:
         recompute = fallen_back or config.actor.old_logprob == "recompute"
-        return experience, *training_batch(run, experience, run.learner.init_models(), recompute=recompute, kl_coef=0.0)
+        return training_batch(run, accepted[1] if experience is None else experience, recompute=recompute)
 
 
-@pytest.mark.parametrize(
-    "estimator", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpg", "remax", "cpo", "gae"))]
-)
+def less_likely(experience):
+    """As if the sampler had found the first token of the first response less likely, by a whole one."""
+    logprobs = experience.logprobs.copy()
+    logprobs[0, 0, 0] -= 1.0
+    return dataclasses.replace(experience, logprobs=logprobs)
+
+
+@pytest.mark.short("grpo")
+@pytest.mark.parametrize("estimator", ["grpo", "gpg", "remax", "cpo", "gae"])
 def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing(accepted, estimator):
-    config, experience, models = accepted
-    changes = (
-        {"algorithm.adv_estimator": estimator, "algorithm.keep_neg_ratio": 0.5}
-        if estimator == "grpo"
-        else {"algorithm.adv_estimator": estimator}
-    )
-    config = small_config(config.workdir, **changes, **{"algorithm.overlong_filtering": True})
-    count = experience.finished.shape[1]
-    with open_run(config) as run:
-        made = {}
+    config, experience, _ = accepted
+    changes = {"algorithm.adv_estimator": estimator, "algorithm.overlong_filtering": True}
+    if estimator == "grpo":
+        changes["algorithm.keep_neg_ratio"] = 0.5
+    count, made = experience.finished.shape[1], {}
+    with open_run(small_config(config.workdir, **changes)) as run:
         for groups in (4, 3, 1):
             chosen = experience.select(np.arange(groups))
-            made[groups], metrics = training_batch(run, chosen, run.learner.init_models(), recompute=True, kl_coef=0.0)
+            made[groups], metrics = training_batch(run, chosen, recompute=True)
             assert metrics["actor/overlong_filtered"] == np.mean(~chosen.finished)
             assert metrics.get("actor/kept_samples", 0.5) < 1
         assert run.learner.estimator._cache_size() == 1
-    alone = small_config(
-        config.workdir,
-        **changes,
-        **{
-            "data.train_batch_size": 1,
-            "actor.ppo_mini_batch_size": 1,
-            "actor.ppo_micro_batch_size_per_device": 2,
-            "algorithm.overlong_filtering": True,
-        },
-    )
-    with open_run(alone) as run:
-        wanted, _ = training_batch(
-            run, experience.select(np.arange(1)), run.learner.init_models(), recompute=True, kl_coef=0.0
-        )
+    one = {"data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1, "actor.ppo_micro_batch_size_per_device": 2}
+    with open_run(small_config(config.workdir, **changes, **one)) as run:
+        wanted, _ = training_batch(run, experience.select(np.arange(1)), recompute=True)
     assert jax.tree.map(np.shape, made[1]) == jax.tree.map(np.shape, made[3]) == jax.tree.map(np.shape, made[4])
     for name in ("mask", "loss_mask", "old_logprobs", "advantages"):
         found, expected = getattr(made[1], name), getattr(wanted, name)
@@ -242,24 +228,20 @@ def test_a_partial_step_has_the_shapes_of_a_full_one_and_padding_changes_nothing
 @pytest.mark.parametrize("count_empty", [False, True])
 def test_sequence_means_of_a_partial_step_divide_by_the_configured_size_if_asked(accepted, count_empty):
     config, experience, _ = accepted
-    changes = {
-        "actor.loss_agg_mode": "seq-mean-token-sum",
-        "actor.ppo_mini_batch_size": 4,
-        "actor.count_empty_sequences": count_empty,
-    }
+    changes = {"actor.loss_agg_mode": "seq-mean-token-sum", "actor.ppo_mini_batch_size": 4}
     chosen = experience.select(np.arange(3))
-    with open_run(small_config(config.workdir, **changes)) as run:
-        models = run.learner.init_models()
-        batch, _ = training_batch(run, chosen, models, recompute=False, kl_coef=0.0)
-        metrics, _ = update(run.learner, models, batch, updates_of_step(run.config, run.arch, run.learner.mesh, 1))[1]()
+    with open_run(small_config(config.workdir, **changes, **{"actor.count_empty_sequences": count_empty})) as run:
+        batch, _ = training_batch(run, chosen)
+        updates = updates_of_step(run.config, run.arch, run.learner.mesh, 1)
+        metrics, _ = update(run.learner, run.learner.init_models(), batch, updates)[1]()
     total = -np.sum(batch.advantages, where=batch.mask)  # the ratio is 1
     sequences = (4 if count_empty else 3) * chosen.finished.shape[1]
     assert metrics["actor/pg_loss"] == pytest.approx(total / sequences, rel=1e-3, abs=1e-6)
 
 
 def test_overlong_filtering_masks_what_was_cut_off(accepted):
-    experience, batch, metrics = batch_with(accepted, **{"algorithm.overlong_filtering": True})
-    cut = ~experience.finished.reshape(-1)
+    batch, metrics = batch_with(accepted, **{"algorithm.overlong_filtering": True})
+    cut = ~accepted[1].finished.reshape(-1)
     assert cut.any() and not cut.all()
     assert not batch.loss_mask[cut].any() and (batch.loss_mask[~cut] == batch.mask[~cut]).all()
     assert metrics["actor/overlong_filtered"] == cut.mean()
@@ -267,9 +249,8 @@ def test_overlong_filtering_masks_what_was_cut_off(accepted):
 
 
 def test_kept_samples_alone_are_trained_on(accepted):
-    options = {"algorithm.keep_neg_ratio": 0.25, "algorithm.compute_new_adv": True}
-    experience, batch, metrics = batch_with(accepted, **options)
-    scores = experience.scores["seq_reward"]
+    batch, metrics = batch_with(accepted, **{"algorithm.keep_neg_ratio": 0.25, "algorithm.compute_new_adv": True})
+    scores = accepted[1].scores["seq_reward"]
     trained = batch.loss_mask.any(axis=1).reshape(scores.shape)
     assert (trained | (scores < scores.max(axis=1, keepdims=True))).all()  # all good ones
     wrong = (scores == 0).sum(axis=1)
@@ -281,32 +262,25 @@ def test_kept_samples_alone_are_trained_on(accepted):
 
 @pytest.mark.slow
 def test_samples_are_kept_by_the_reward_after_the_kl_divergence(accepted):
-    config, experience, models = accepted
+    experience = accepted[1]
     scores = experience.scores["seq_reward"]
     kl = np.zeros(experience.mask.shape, np.float32)
     kl[..., 0] = np.arange(scores.shape[1]) / 100  # later samples of a group are further from the reference
     final = scores - kl.sum(axis=-1)
     penalised = dataclasses.replace(experience.with_scores(seq_final_reward=final), kl=kl)
-    _, batch, _ = batch_with((config, penalised, models), **{"algorithm.keep_neg_ratio": 1e-6})
+    batch, _ = batch_with(accepted, penalised, **{"algorithm.keep_neg_ratio": 1e-6})
     for group, trained in zip(final, batch.loss_mask.any(axis=1).reshape(scores.shape), strict=True):
         assert np.flatnonzero(trained & (group < group.mean())).tolist() == [np.argmin(group)]
 
 
 def test_rollout_correction_weighs_and_rejects(accepted):
-    options = {
-        "actor.old_logprob": "recompute",
-        "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_rs": ("token_k1",),
-        "algorithm.rollout_correction.rollout_rs_threshold": ("2.0",),
-    }
-    experience, batch, metrics = batch_with(accepted, **options)
+    correction = {"rollout_is": "token", "rollout_rs": ("token_k1",), "rollout_rs_threshold": ("2.0",)}
+    options = {f"algorithm.rollout_correction.{name}": value for name, value in correction.items()}
+    options["actor.old_logprob"] = "recompute"
+    batch, metrics = batch_with(accepted, **options)
     np.testing.assert_allclose(batch.importance_weights[batch.mask], 1.0, atol=1e-4)  # one model
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0 and metrics["rollout_corr/k3_kl"] < 1e-8
-    config, experience, models = accepted
-    logprobs = experience.logprobs.copy()
-    logprobs[0, 0, 0] -= 1.0  # as if the sampler had found this token less likely
-    shifted = dataclasses.replace(experience, logprobs=logprobs)
-    _, batch, metrics = batch_with((config, shifted, models), **options)
+    batch, metrics = batch_with(accepted, less_likely(accepted[1]), **options)
     assert batch.importance_weights[0, 0] == pytest.approx(2.0) and not batch.loss_mask[0, 0] and batch.mask[0, 0]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / batch.mask.sum())
 
@@ -314,14 +288,10 @@ def test_rollout_correction_weighs_and_rejects(accepted):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["recompute", "auto"])
 def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(accepted, mode):
-    config, experience, _ = accepted
-    logprobs = experience.logprobs.copy()
-    logprobs[0, 0, 0] -= 1.0
-    shifted = dataclasses.replace(experience, logprobs=logprobs)
     progress = Progress(recompute_logprobs=mode == "auto")  # fallen back
-    with open_run(small_config(config.workdir, **{"actor.old_logprob": mode})) as run:
-        metrics, _ = train_on(run, run.learner.init_models(), shifted, progress, 1)[1]()
-    tokens = experience.num_tokens
+    with open_run(small_config(accepted[0].workdir, **{"actor.old_logprob": mode})) as run:
+        metrics, _ = train_on(run, run.learner.init_models(), less_likely(accepted[1]), progress, 1)[1]()
+    tokens = accepted[1].num_tokens
     assert metrics["rollout_corr/logprob_abs_diff_max"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["rollout_corr/logprob_outliers"] == pytest.approx(1 / tokens)
     assert metrics["rollout_corr/logprob_abs_diff"] == pytest.approx(1 / tokens, rel=1e-2)
@@ -334,25 +304,23 @@ def test_recomputed_logprobs_are_compared_with_the_samplers_not_with_themselves(
 
 @pytest.mark.slow
 def test_once_it_has_fallen_back_tokens_are_weighed_up_to_two(accepted):
-    config, experience, models = accepted
+    config, experience, _ = accepted
     assert config.actor.old_logprob == "auto"
-    logprobs = experience.logprobs.copy()
-    logprobs[0, 0, 0] -= 1.0  # as if the sampler had found this token less likely
-    logprobs[1, 0, 0] += 0.5
-    shifted = dataclasses.replace(experience, logprobs=logprobs)
-    _, batch, metrics = batch_with((config, shifted, models), fallen_back=True)
+    shifted = less_likely(experience)
+    shifted.logprobs[1, 0, 0] += 0.5
+    batch, metrics = batch_with(accepted, shifted, fallen_back=True)
     weights = batch.importance_weights.reshape(*experience.finished.shape, -1)[:, 0, 0]
     assert weights[:2] == pytest.approx([2.0, np.exp(-0.5)], rel=1e-3)
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
-    assert batch_with(accepted)[1].importance_weights is None
+    assert batch_with(accepted)[0].importance_weights is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", CPO_METHODS)
 def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
-    _, plain, _ = batch_with(accepted)
+    plain, _ = batch_with(accepted)
     options = {"algorithm.adv_estimator": "cpo", "algorithm.cpo.wrap_method": method, "algorithm.cpo.mi_alpha": 1.0}
-    _, batch, _ = batch_with(accepted, **options)
+    batch, _ = batch_with(accepted, **options)
     difference = (batch.advantages - plain.advantages)[batch.mask]
     assert np.isfinite(difference).all() and np.abs(difference).max() > 1e-6
     np.testing.assert_allclose(difference, 0, atol=0.5)
@@ -361,17 +329,16 @@ def test_cpo_differs_from_grpo_by_what_the_hint_changes(accepted, method):
 @pytest.mark.slow
 def test_a_hint_that_says_nothing_changes_nothing(accepted, monkeypatch):
     """Both log-probabilities of CPO are the training forward pass's."""
-    config, experience, models = accepted
+    experience = accepted[1]
     monkeypatch.setattr(inputs_module, "hinted_prompts", lambda *_, **__: experience.prompts)
     sampled = dataclasses.replace(experience, logprobs=experience.logprobs - 0.5 * experience.mask)
-    _, batch, _ = batch_with((config, sampled, models), **{"algorithm.adv_estimator": "cpo"})
-    _, plain, _ = batch_with(accepted)
-    np.testing.assert_allclose(batch.advantages, plain.advantages, atol=1e-6)
+    batch, _ = batch_with(accepted, sampled, **{"algorithm.adv_estimator": "cpo"})
+    np.testing.assert_allclose(batch.advantages, batch_with(accepted)[0].advantages, atol=1e-6)
 
 
 def test_only_the_tokens_of_highest_entropy_have_advantages(accepted):
-    _, plain, _ = batch_with(accepted)
-    _, batch, metrics = batch_with(accepted, **{"algorithm.top_entropy_quantile": 0.25})
+    plain, _ = batch_with(accepted)
+    batch, metrics = batch_with(accepted, **{"algorithm.top_entropy_quantile": 0.25})
     has = (batch.advantages != 0) & batch.loss_mask
     assert has.sum() == pytest.approx(0.25 * batch.loss_mask.sum(), abs=2)
     np.testing.assert_array_equal(batch.advantages[has], plain.advantages[has])
@@ -384,22 +351,22 @@ def test_only_the_tokens_of_highest_entropy_have_advantages(accepted):
 @pytest.mark.slow
 def test_gdpo_without_names_takes_the_parts_of_the_reward(accepted):
     """Two parts of which one never differs: the other's advantages, whitened."""
-    config, experience, models = accepted
-    constant = experience.with_scores(right=experience.scores["acc"], same=np.ones_like(experience.scores["acc"]))
+    scores = accepted[1].scores["acc"]
+    constant = accepted[1].with_scores(right=scores, same=np.ones_like(scores))
+    gdpo = {"algorithm.adv_estimator": "gdpo"}
     parts = '{"right": "arithmetic", "same": {"function": "arithmetic", "weight": 0.5}}'
-    options = {"algorithm.adv_estimator": "gdpo", "reward.functions": parts}
-    _, batch, _ = batch_with((config, constant, models), **options)
-    _, plain, _ = batch_with(accepted)
+    batch, _ = batch_with(accepted, constant, **gdpo, **{"reward.functions": parts})
+    plain, _ = batch_with(accepted)
     real = plain.advantages[plain.mask]
     np.testing.assert_allclose(batch.advantages[batch.mask], (real - real.mean()) / real.std(ddof=1), atol=1e-4)
     with pytest.raises(ValueError, match="gdpo_reward_keys has nothing, which the verifier does not return"):
-        batch_with(accepted, **{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ("nothing",)})
+        batch_with(accepted, **gdpo, **{"algorithm.gdpo_reward_keys": ("nothing",)})
 
 
 @pytest.mark.slow
 def test_remax_compares_with_the_greedy_response(accepted):
-    experience, batch, _ = batch_with(accepted, **{"algorithm.adv_estimator": "remax"})
-    scores = experience.scores["seq_reward"]
+    batch, _ = batch_with(accepted, **{"algorithm.adv_estimator": "remax"})
+    scores = accepted[1].scores["seq_reward"]
     baseline = scores - batch.advantages[:, 0].reshape(scores.shape)
     assert (baseline == baseline[:, :1]).all() and np.isin(baseline, (0.0, 1.0)).all()
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from shapes import mesh_of, one_device_mesh
-from small_experts import ARCH, PROMPTS, SAMPLES, chosen_by_forward, engine, params, roll_out, shifted
+from small_experts import ARCH, LENGTH, PROMPTS, SAMPLES, chosen_by_forward, engine, params, roll_out, shifted
 from small_policy import actor_settings, update_settings
 
 from dapo_jax.data.containers import Batch
@@ -24,23 +24,45 @@ ROWS = MicroBatches(1, rows_per_device=8, choices=ARCH.choices)
 BINS = MicroBatches(1, max_tokens_per_device=150, choices=ARCH.choices)  # prompts are shared
 
 
-@functools.cache
-def batch() -> Batch:
-    rollout = roll_out(engine("waves", one_device_mesh()))
-    tokens, mask = pad_prompts(PROMPTS, 8, 0)
-    advantages = np.random.default_rng(0).normal(size=(len(rollout.mask), 1)) * rollout.mask
+def batch_of(responses, mask, logprobs, experts, prompt_experts) -> Batch:
+    tokens, prompt_mask = pad_prompts(PROMPTS, 8, 0)
+    advantages = np.random.default_rng(0).normal(size=(len(mask), 1)) * mask
     return Batch(
         prompts=tokens,
-        prompt_mask=mask,
-        responses=rollout.responses,
-        mask=rollout.mask,
-        loss_mask=rollout.mask,
+        prompt_mask=prompt_mask,
+        responses=responses,
+        mask=mask,
+        loss_mask=mask,
         group_ids=np.repeat(np.arange(len(PROMPTS), dtype=np.int32), SAMPLES),
-        old_logprobs=rollout.logprobs,
+        old_logprobs=logprobs,
         advantages=advantages.astype(np.float32),
-        experts=expert_records(rollout.experts, len(rollout.mask)),
-        prompt_experts=expert_records(rollout.prompt_experts, len(PROMPTS)),
+        experts=expert_records(experts, len(mask)),
+        prompt_experts=expert_records(prompt_experts, len(PROMPTS)),
     )
+
+
+@functools.cache
+def batch() -> Batch:
+    """Any responses, with the experts that a pass over each sequence gives its tokens."""
+    rng = np.random.default_rng(0)
+    mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, len(PROMPTS) * SAMPLES)[:, None]
+    responses = np.where(mask, rng.integers(4, 140, mask.shape), 0).astype(np.int32)
+    found = [chosen_by_forward(sequence(responses, mask, row)) for row in range(len(mask))]
+    ends = np.repeat([len(prompt) for prompt in PROMPTS], SAMPLES)
+    experts = [chosen[end:-1].astype(np.int8) for chosen, end in zip(found, ends, strict=True)]
+    prompt_experts = [found[row][: ends[row]].astype(np.int8) for row in range(0, len(mask), SAMPLES)]
+    return batch_of(responses, mask, np.zeros(mask.shape, np.float32), experts, prompt_experts)
+
+
+@functools.cache
+def sampled() -> Batch:
+    """Responses of an engine, with what it has recorded."""
+    rollout = roll_out(engine("waves", one_device_mesh()))
+    return batch_of(rollout.responses, rollout.mask, rollout.logprobs, rollout.experts, rollout.prompt_experts)
+
+
+def sequence(responses, mask, row) -> tuple[int, ...]:
+    return (*PROMPTS[row // SAMPLES], *responses[row][mask[row]].tolist())
 
 
 @functools.cache
@@ -71,14 +93,8 @@ def update(batch, micro_batches, mesh=None, mini=32):
 
 def with_records(change, which=("experts",)) -> Batch:
     """The batch whose records are changed."""
-    found = batch()
-    return dataclasses.replace(
-        found,
-        **{
-            name: expert_records([change(record) for record in getattr(found, name)], len(getattr(found, name)))
-            for name in which
-        },
-    )
+    records = {name: [change(record) for record in getattr(batch(), name)] for name in which}
+    return dataclasses.replace(batch(), **{name: expert_records(of, len(of)) for name, of in records.items()})
 
 
 @pytest.mark.parametrize("split", [ROWS, BINS], ids=["rows", "bins"])
@@ -89,52 +105,47 @@ def test_each_slot_has_the_experts_of_its_token(split):
         bins = piece.micro_batch.bins
         assert bins.experts.shape == (*bins.tokens.shape, LAYERS, PER_TOKEN) and bins.experts.dtype == np.int8
         assert (bins.experts[bins.trees == 0] == -1).all()
-        for bin_, tree, branch in {
-            *zip(
-                *(
-                    x.ravel().tolist()
-                    for x in (
-                        np.broadcast_to(np.arange(len(bins.trees))[:, None], bins.trees.shape),
-                        bins.trees,
-                        bins.branches,
-                    )
-                ),
-                strict=True,
-            )
-        }:
+        numbers = np.broadcast_to(np.arange(len(bins.trees))[:, None], bins.trees.shape)
+        for number, tree, branch in np.unique(
+            np.stack([numbers, bins.trees, bins.branches], axis=-1).reshape(-1, 3), axis=0
+        ):
             if tree and branch:
-                slots = (bins.trees[bin_] == tree) & np.isin(bins.branches[bin_], (0, branch))
-                expected = chosen_by_forward(tuple(bins.tokens[bin_][slots].tolist()))
-                np.testing.assert_array_equal(bins.experts[bin_][slots], expected)
+                slots = (bins.trees[number] == tree) & np.isin(bins.branches[number], (0, branch))
+                expected = chosen_by_forward(tuple(bins.tokens[number][slots].tolist()))
+                np.testing.assert_array_equal(bins.experts[number][slots], expected)
                 found += 1
     assert found == np.sum(batch().mask.sum(axis=1) > 1)
 
 
-@pytest.mark.short("bins")
+def test_replaying_what_training_would_choose_changes_nothing():
+    replayed = logprobs(batch(), BINS)
+    np.testing.assert_allclose(replayed, logprobs(batch(), dataclasses.replace(BINS, choices=None)), atol=1e-6)
+    np.testing.assert_allclose(replayed, logprobs(choosing_experts(batch()), BINS), atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [ROWS, BINS], ids=["rows", "bins"])
-def test_replaying_what_training_would_choose_changes_nothing(split):
-    mask, replayed = batch().mask, logprobs(batch(), split)
-    np.testing.assert_allclose(replayed, logprobs(batch(), dataclasses.replace(split, choices=None)), atol=1e-6)
-    np.testing.assert_allclose(replayed, logprobs(choosing_experts(batch()), split), atol=1e-6)
-    np.testing.assert_allclose(replayed[mask], batch().old_logprobs[mask], atol=1e-5)
+def test_replaying_what_the_sampler_chose_gives_its_log_probabilities(split):
+    mask, replayed = sampled().mask, logprobs(sampled(), split)
+    np.testing.assert_allclose(replayed, logprobs(sampled(), dataclasses.replace(split, choices=None)), atol=1e-6)
+    np.testing.assert_allclose(replayed[mask], sampled().old_logprobs[mask], atol=1e-5)
 
 
 @pytest.mark.parametrize("which", ["experts", "prompt_experts"])
 def test_other_experts_give_other_probabilities(which):
-    changed = logprobs(with_records(shifted, (which,)), BINS)
-    first, later = np.abs(changed - batch().old_logprobs)[:, :1], np.abs(changed - batch().old_logprobs)[:, 1:]
+    changed, plain = logprobs(with_records(shifted, (which,)), BINS), logprobs(batch(), BINS)
+    first, later = np.abs(changed - plain)[:, :1], np.abs(changed - plain)[:, 1:]
     assert later.max() > 0.1 and (first.max() > 0.1) == (which == "prompt_experts")
-    np.testing.assert_allclose(logprobs(with_records(shifted, (which,)), ROWS), changed, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_the_mesh_and_the_split_change_nothing():
-    changed = with_records(shifted, ("experts", "prompt_experts"))
+    both = "experts", "prompt_experts"
+    changed = with_records(shifted, both)
+    np.testing.assert_allclose(logprobs(changed, ROWS), logprobs(changed, BINS), atol=1e-5)
     gradient, metrics = update(changed, ROWS)
-    for mesh, split in (
-        (one_device_mesh(), BINS),
-        (mesh_of((2, 2, 2)), dataclasses.replace(BINS, num_shards=4, max_tokens_per_device=50)),
-    ):
+    divided = dataclasses.replace(BINS, num_shards=4, max_tokens_per_device=50)
+    for mesh, split in ((one_device_mesh(), BINS), (mesh_of((2, 2, 2)), divided)):
         other, found = update(changed, split, mesh)
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-3), other, gradient)
         assert min(found["router/replay_differs"], metrics["router/replay_differs"]) > 0.3
@@ -166,13 +177,14 @@ def test_the_share_of_choices_that_training_would_not_have_made():
     assert "router/replay_differs" not in off and off["router/aux_loss"] > 0
 
 
+@pytest.mark.slow
 def test_loads_are_those_of_the_choices_in_use():
     """By rows, every sequence has its own prompt, and its last token is not passed over."""
     loads = np.zeros((LAYERS, 6))
     for row in range(len(batch().mask)):
-        tokens = (*PROMPTS[row // SAMPLES], *batch().responses[row][batch().mask[row]].tolist())
-        for layer, chosen in enumerate(np.moveaxis(chosen_by_forward(tokens)[:-1], 1, 0)):
-            loads[layer] += np.bincount(chosen.ravel(), minlength=6)
+        chosen = chosen_by_forward(sequence(batch().responses, batch().mask, row))[:-1]
+        for layer, of_layer in enumerate(np.moveaxis(chosen, 1, 0)):
+            loads[layer] += np.bincount(of_layer.ravel(), minlength=6)
     loads /= loads.mean(axis=1, keepdims=True)
     _, metrics = update(batch(), ROWS)
     assert metrics["router/max_load"] == pytest.approx(loads.max(), rel=1e-6)

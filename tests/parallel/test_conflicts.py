@@ -41,19 +41,13 @@ def test_what_fits_is_no_conflict():
     ("changed", "expected"),
     [
         ({"jax": "0.7.2"}, r"dapo_jax 0.1.0 needs jax<0.13,>=0.10.2, but 0.7.2 is installed: pip install 'jax<"),
-        (
-            {"jaxlib": "0.11.0"},
-            r"jax 0.10.2 needs jaxlib<=0.10.2,>=0.10.1, but 0.11.0 is installed: pip install 'jaxlib",
-        ),
+        ({"jaxlib": "0.11.0"}, r"0.10.2 needs jaxlib<=0.10.2,>=0.10.1, but 0.11.0 is installed: pip install 'jaxlib"),
         ({"libtpu": "0.0.21"}, r"jax 0.10.2 needs libtpu==0.0.42.\*, but 0.0.21 is installed: pip install '?libtpu"),
         ({"libtpu": "0.0.21", "torch-xla": "2.8"}, r"0.0.21 is installed \(torch_xla wanted another one, and will not"),
         ({"libtpu": "0.0.21", "tensorflow_tpu": "2.18"}, r"\(tensorflow-tpu wanted another one"),
         ({"jax-cuda13-plugin": "0.9.2"}, r"jax 0.10.2 needs jax-cuda13-plugin<=0.10.2,>=0.10.2, but 0.9.2 is"),
         (ON_GPU | {"nvidia-cudnn-cu13": "9.0.0"}, r"jax-cuda13-plugin 0.10.2 needs nvidia-cudnn-cu13<10.0,>=9.12, but"),
-        (
-            ON_GPU | {"jax-cuda12-plugin": "0.10.2"},
-            r"jax-cuda12-plugin and jax-cuda13-plugin are both installed.*uninst",
-        ),
+        (ON_GPU | {"jax-cuda12-plugin": "0.10.2"}, r"jax-cuda12-plugin and jax-cuda13-plugin are both inst.*uninst"),
         ({"libtpu": "0.0.42.1", "libtpu_nightly": "0.1"}, r"libtpu and libtpu-nightly are both .* 'dapo_jax.tpu.'"),
     ],
 )
@@ -81,37 +75,21 @@ def test_a_libtpu_of_the_system_is_noticed():
 
 
 TPU = "Unable to initialize backend 'tpu': "
+HELD = "ABORTED: The TPU is already in use by "
+OLDER = "INVALID_ARGUMENT: Mismatched PJRT plugin PJRT API version (0.54) and framework PJRT API version 0.51)."
+NEWER = "Unexpected PJRT_Plugin_Attributes_Args size: expected 32, got 24. The plugin is likely built with a later"
+LOCKED = "ABORTED: Internal error when accessing libtpu multi-process lockfile. The potential"
 
 
 @pytest.mark.parametrize(
     ("message", "installed", "expected"),
     [
-        (
-            "ABORTED: The TPU is already in use by process with pid 31. Not attempting to load",
-            (),
-            "process 31 holds the",
-        ),
-        (
-            "ABORTED: The TPU is already in use by process with pid 7. Not attempting",
-            (),
-            "started this one.*restart it",
-        ),
-        (
-            "ABORTED: The TPU is already in use by another process probably owned by another user.",
-            (),
-            "libtpu_lockfile",
-        ),
-        ("ABORTED: Internal error when accessing libtpu multi-process lockfile. The potential", (), "libtpu_lockfile"),
-        (
-            "INVALID_ARGUMENT: Mismatched PJRT plugin PJRT API version (0.54) and framework PJRT API version 0.51).",
-            ("jax_cuda12_plugin",),
-            "different releases: pip install --upgrade 'dapo_jax.cuda12.'",
-        ),
-        (
-            "Unexpected PJRT_Plugin_Attributes_Args size: expected 32, got 24. The plugin is likely built with a later",
-            ("libtpu",),
-            "different releases: pip install --upgrade 'dapo_jax.tpu.'",
-        ),
+        (f"{HELD}process with pid 31. Not attempting to load", (), "process 31 holds the"),
+        (f"{HELD}process with pid 7. Not attempting", (), "started this one.*restart it"),
+        (f"{HELD}another process probably owned by another user.", (), "libtpu_lockfile"),
+        (LOCKED, (), "libtpu_lockfile"),
+        (OLDER, ("jax_cuda12_plugin",), "different releases: pip install --upgrade 'dapo_jax.cuda12.'"),
+        (NEWER, ("libtpu",), "different releases: pip install --upgrade 'dapo_jax.tpu.'"),
         ("module 'libtpu' has no attribute 'get_library_path'", (), "different releases"),
     ],
 )

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from shapes import ARCH
 from small_run import small_config
 
 from dapo_jax.base_models import read_model
 from dapo_jax.command.validation import validate
 from dapo_jax.meshes import check_mesh
+from dapo_jax.models.weights import weight_table
 from dapo_jax.parallel.divisors import divisors, nearest
 from dapo_jax.parallel.mesh import make_mesh, split_devices
 from dapo_jax.parallel.sharding import TRAIN_RULES, indivisible_weights
@@ -27,30 +29,25 @@ def test_the_nearest_in_their_order():
     assert nearest(divisors(24), 32) == "8, 12 or 24" and nearest([5], 1) == "5" and nearest([], 1) == ""
 
 
-@pytest.mark.parametrize(
-    ("data", "fsdp", "tensor", "count"),
-    [
-        case
-        for case in itertools.product((-1, 1, 2, 3), (1, 2, 3, 8), (1, 2, 3), (1, 2, 6, 8))
-        if case[0] * case[1] * case[2] != case[3]
-    ],
-)
-def test_axes_that_do_not_make_up_the_devices_are_refused_with_some_that_do(data, fsdp, tensor, count):
+@pytest.mark.parametrize("count", [1, 2, 6, 8])
+@pytest.mark.parametrize("data", [-1, 1, 2, 3])
+def test_axes_that_do_not_make_up_the_devices_are_refused_with_some_that_do(data, count):
     devices = jax.devices()[:count]
-    if data == -1 and count % (fsdp * tensor) == 0:
-        assert make_mesh(data, fsdp, tensor, devices).size == count
-        return
-    with pytest.raises(ValueError, match=f"devices, {count} .cpu.: set ") as refused:
-        make_mesh(data, fsdp, tensor, devices)
-    message = str(refused.value)
-    proposed_fsdp = numbers_of(message, "mesh.fsdp") or [fsdp]
-    proposed_tensor = numbers_of(message, "mesh.tensor") or [tensor]
-    assert "mesh.data=0" not in message and ("set mesh.data=-1" in message) == (data != -1)
-    for one, other in itertools.product(proposed_fsdp, proposed_tensor):
-        assert make_mesh(-1, one, other, devices).size == count
+    for fsdp, tensor in itertools.product((1, 2, 3, 8), (1, 2, 3)):
+        if data * fsdp * tensor == count or data == -1 and count % (fsdp * tensor) == 0:
+            assert make_mesh(data, fsdp, tensor, devices).size == count
+            continue
+        with pytest.raises(ValueError, match=f"devices, {count} .cpu.: set ") as refused:
+            make_mesh(data, fsdp, tensor, devices)
+        message = str(refused.value)
+        proposed_fsdp = numbers_of(message, "mesh.fsdp") or [fsdp]
+        proposed_tensor = numbers_of(message, "mesh.tensor") or [tensor]
+        assert "mesh.data=0" not in message and ("set mesh.data=-1" in message) == (data != -1)
+        for one, other in itertools.product(proposed_fsdp, proposed_tensor):
+            assert make_mesh(-1, one, other, devices).size == count
 
 
-def test_devices_that_sample_are_proposed(monkeypatch):
+def test_devices_that_sample_are_proposed():
     with pytest.raises(ValueError, match="trainer.rollout_devices=3 must") as refused:
         split_devices(3, 2)
     for proposed in numbers_of(str(refused.value), "trainer.rollout_devices"):
@@ -59,12 +56,13 @@ def test_devices_that_sample_are_proposed(monkeypatch):
 
 
 def test_one_number_divides_all_dimensions_of_an_axis():
-    table = [
-        SimpleNamespace(path=("query",), shape=(12, 5), axes=("heads", "layers")),
-        SimpleNamespace(path=("key",), shape=(6,), axes=("kv_heads",)),
-    ]
-    problems = indivisible_weights(table, {"tensor": 4, "fsdp": 1, "data": 1}, TRAIN_RULES)
+    query = SimpleNamespace(path=("query",), shape=(12, 5), axes=("heads", "layers"))
+    key = SimpleNamespace(path=("key",), shape=(6,), axes=("kv_heads",))
+    problems = indivisible_weights([query, key], {"tensor": 4, "fsdp": 1, "data": 1}, TRAIN_RULES)
     assert len(problems) == 1 and numbers_of(problems[0], "mesh.tensor") == [2, 3, 6]
+    problems = indivisible_weights(weight_table(ARCH), {"data": 1, "fsdp": 5, "tensor": 4}, TRAIN_RULES)
+    assert any("kv_heads" in line and "mesh.tensor=4" in line for line in problems)
+    assert any("embed" in line and "mesh.fsdp=5" in line for line in problems)
 
 
 @pytest.mark.parametrize(
@@ -88,22 +86,16 @@ def test_batches_are_proposed_that_fit(changes):
 
 @pytest.mark.parametrize(("devices", "micro"), [(8, 3), (8, 16), (6, 4), (5, 1)])
 def test_batches_are_proposed_that_the_mesh_divides(devices, micro):
-    changes = {
-        "actor.ppo_micro_batch_size_per_device": micro,
-        "actor.ppo_mini_batch_size": 4,
-        "data.train_batch_size": 8,
-        "rollout.n": 4,
-        "actor.use_dynamic_bsz": False,
-    }
+    batches = {"actor.ppo_mini_batch_size": 4, "data.train_batch_size": 8, "rollout.n": 4}
+    changes = {**batches, "actor.ppo_micro_batch_size_per_device": micro, "actor.use_dynamic_bsz": False}
     config = small_config("unused", **changes)
     arch, mesh = read_model(config)[0], make_mesh(-1, 1, 1, jax.devices()[:devices])
     with pytest.raises(ValueError, match="must be a multiple of") as refused:
         check_mesh(config, arch, mesh)
     check_mesh(config, arch, mesh, training=False)  # an evaluation or an export has no batches
-    mini = numbers_of(str(refused.value), "actor.ppo_mini_batch_size")
-    proposed = [{"actor.ppo_mini_batch_size": number, "data.train_batch_size": number} for number in mini]
-    small = numbers_of(str(refused.value), "actor.ppo_micro_batch_size_per_device")
-    proposed += [{"actor.ppo_micro_batch_size_per_device": number} for number in small]
+    mini, small = "actor.ppo_mini_batch_size", "actor.ppo_micro_batch_size_per_device"
+    proposed = [{mini: size, "data.train_batch_size": size} for size in numbers_of(str(refused.value), mini)]
+    proposed += [{small: size} for size in numbers_of(str(refused.value), small)]
     assert proposed
     for one in proposed:
         check_mesh(small_config("unused", **{**changes, **one}), arch, mesh)

@@ -4,14 +4,11 @@ import http.server
 import os
 import socket
 import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import jax
 import pytest
-from ports import free_port
-from waiting import LIMIT_S
+from forked import CLUSTERS
 
 from dapo_jax.parallel import cluster
 from dapo_jax.parallel.cluster import check_address, find_cluster, waiting_for
@@ -23,53 +20,38 @@ try:
 except ImportError:
     NoServer, SlowServer = OSError, TimeoutError
 
-ROOT = Path(__file__).parents[2]
-NAMES = ("OMPI_", "SLURM_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_INDEX", "JAX_COORDINATOR", "GCE_")
 NOTHING = {"TPU_SKIP_MDS_QUERY": "1"}  # as set by importing JAX without a TPU
 NOTHING_FOUND = ValueError("coordinator_address should be defined.")
 
 
 def slurm(tasks: int, nodes: str) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_NODELIST": nodes,
-        "SLURM_NTASKS": str(tasks),
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-    }
+    names = {"JOB_ID": 7, "STEP_NODELIST": nodes, "NTASKS": tasks, "PROCID": 0, "LOCALID": 0}
+    return {f"SLURM_{name}": str(value) for name, value in names.items()}
 
 
 def open_mpi(size: int) -> dict[str, str]:
-    return {
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
-    }
+    names = {"COMM_WORLD_SIZE": size, "COMM_WORLD_RANK": 0, "COMM_WORLD_LOCAL_RANK": 0}
+    names |= {"MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}
+    return {f"OMPI_{name}": str(value) for name, value in names.items()}
 
 
 KAGGLE = {"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+IN_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+ON_GKE = {"TPU_WORKER_HOSTNAMES": "job-0-0.service", "MEGASCALE_NUM_SLICES": "1", "JOB_COMPLETION_INDEX": "0", **IN_POD}
 ALONE = {
     "kaggle": KAGGLE,
     "colab": {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
     "tpu_without_names": {"TPU_PROCESS_ADDRESSES": ""},
-    "gke_host": {
-        "TPU_WORKER_HOSTNAMES": "job-0-0.service",
-        "MEGASCALE_NUM_SLICES": "1",
-        "KUBERNETES_SERVICE_HOST": "x",
-        "JOB_COMPLETION_INDEX": "0",
-    },
+    "gke_host": ON_GKE,
     "slurm_task": slurm(1, "node7"),
     "open_mpi_process": open_mpi(1),
-    "notebook_in_a_pod": {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    "notebook_in_a_pod": IN_POD,
 }
+HOSTS = {"TPU_WORKER_HOSTNAMES": "a.svc,b.svc", "TPU_WORKER_ID": "1"}
 SEVERAL = {
     "slurm": (slurm(4, "node[1-2]"), "4 processes: SLURM_NTASKS=4, SLURM_PROCID=0, SLURM_STEP_NODELIST=node[1-2]"),
     "open_mpi": (open_mpi(2), "2 processes: OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_RANK=0, OMPI_MCA_orte_hnp_uri=153"),
-    "gke_hosts": (
-        {"TPU_WORKER_HOSTNAMES": "a.svc,b.svc", "TPU_WORKER_ID": "1"},
-        "2 processes: TPU_WORKER_HOSTNAMES=a.svc,b.svc, TPU_WORKER_ID=1",
-    ),
+    "gke_hosts": (HOSTS, "2 processes: TPU_WORKER_HOSTNAMES=a.svc,b.svc, TPU_WORKER_ID=1"),
     "processes_of_a_host": ({**KAGGLE, "TPU_PROCESS_ADDRESSES": "h:8476,h:8477"}, "=h:8476,h:8477, TPU_WORKER_ID=0"),
     "slices": ({**KAGGLE, "MEGASCALE_NUM_SLICES": "3"}, "3 processes: TPU_PROCESS_ADDRESSES=local, TPU_WORKER_ID=0, M"),
 }
@@ -77,7 +59,7 @@ SEVERAL = {
 
 def set_environment(monkeypatch, values):
     for name in list(os.environ):
-        if name.startswith(NAMES):
+        if name.startswith(CLUSTERS):
             monkeypatch.delenv(name)
     for name, value in {**NOTHING, **values}.items():
         monkeypatch.setenv(name, value)
@@ -95,9 +77,8 @@ def join(monkeypatch, environment, outcome=None, *, coordinator="", num_processe
     set_environment(monkeypatch, environment)
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    with joined_processes(
-        coordinator=coordinator, num_processes=num_processes, process_id=process_id, heartbeat_timeout_s=10
-    ):
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    with joined_processes(**given, heartbeat_timeout_s=10):
         return calls[0] if calls else None
 
 
@@ -259,125 +240,3 @@ def test_what_a_process_waits_for_has_the_address(monkeypatch):
         assert waiting_for() == "JAX looks for process 0"
     monkeypatch.delattr(distributed, "global_state")
     assert waiting_for() == "JAX looks for process 0"
-
-
-# In separate processes, with JAX itself.
-
-
-def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(*running: subprocess.Popen) -> list[tuple[int, str, str]]:
-    """The exit code, output and errors of each process."""
-    try:
-        return [(process.returncode, *texts) for process in running for texts in [process.communicate(timeout=LIMIT_S)]]
-    finally:
-        for process in running:
-            process.kill()
-
-
-def command(
-    body="print('processes', jax.process_count())",
-    *,
-    quiet_s: float = 100,
-    limit_s: int = 200,
-    together_s: int = 100,
-    **options,
-):
-    """A command that prints the number of processes or runs other code, with these limits and trainer options."""
-    arguments = ["command", "--config", "configs/tiny.py"]
-    arguments += [f"--config.trainer.{name}={value}" for name, value in options.items()]
-    return (
-        "import time\nimport jax\nfrom dapo_jax.command.command_line import command\n"
-        "from dapo_jax.errors import InputError\nfrom dapo_jax.parallel import endings, processes\n"
-        f"processes.QUIET_S, processes.JOIN_TIMEOUT_S, endings.TOGETHER_S = {quiet_s}, {limit_s}, {together_s}\n"
-        f"with command({arguments}):\n    {body}"
-    )
-
-
-def test_on_kaggles_tpu_machine_a_command_starts_alone():
-    # JAX_FORCE_TPU_INIT makes JAX treat this host as a TPU machine. It queries a metadata server that does not exist.
-    environment = {**KAGGLE, "JAX_FORCE_TPU_INIT": "1", "GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}
-    [(_, _, unguarded), (code, output, errors)] = finish(
-        start("import jax\njax.distributed.initialize()", environment), start(command(), environment)
-    )
-    assert "ConnectionError" in unguarded or "requests" in unguarded, unguarded
-    assert (code, output, errors) == (0, "processes 1\n", "")
-
-
-# Processes wait for each other only as long as JAX needs to find the address of process 0.
-AT_ONCE = """
-import threading, time, types
-from dapo_jax.parallel import processes
-
-class Joined(threading.Event):
-    def wait(self, timeout=None):
-        while processes.waiting_for() == "JAX looks for process 0":
-            time.sleep(0.05)
-        return False
-
-processes.threading = types.SimpleNamespace(Event=Joined, Thread=threading.Thread)
-"""
-
-
-def test_processes_that_do_not_find_each_other_end_with_the_addresses():
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    given = [{"coordinator": address, "num_processes": 2, "process_id": i} for i, address in enumerate(addresses)]
-    port = free_port()
-    by_slurm = {**slurm(2, "localhost"), "SLURM_PROCID": "1", "JAX_COORDINATOR_PORT": str(port)}
-    running = [start(AT_ONCE + command(limit_s=2, **values), {}) for values in given]
-    ended = finish(*running, start(AT_ONCE + command(limit_s=2), by_slurm))
-    waits = (
-        f"process 0 waits at {addresses[0]} for the others",
-        f"process 1 does not reach process 0 at {addresses[1]} (",
-        f"process 1 does not reach process 0 at localhost:{port} (",
-    )
-    for (code, output, errors), wait in zip(ended, waits, strict=True):
-        assert code == 2 and output == "", errors
-        first, last = errors.splitlines()
-        assert first.startswith(f"dapo_jax: waiting up to 2 s: {wait}")
-        assert last.startswith(f"dapo_jax: cannot join the other processes of this run: after 2 s, {wait}")
-        assert last.endswith("trainer.num_processes=1 starts this process alone")
-    assert "2 processes: SLURM_NTASKS=2, SLURM_PROCID=1, SLURM_STEP_NODELIST=localhost" in ended[2][2]
-
-
-def test_tasks_of_slurm_join():
-    environment = {**slurm(2, "localhost"), "JAX_COORDINATOR_PORT": str(free_port())}
-    ended = finish(*(start(command(), {**environment, "SLURM_PROCID": str(i)}) for i in range(2)))
-    assert [(code, output.splitlines()[-1]) for code, output, _ in ended] == [(0, "processes 2")] * 2, ended
-
-
-def test_one_that_fails_is_named_by_the_others():
-    """On one CPU, fetching from a failed gather raises ValueError, which is not wrong input."""
-    environment = {"JAX_NUM_CPU_DEVICES": "1"}
-    given = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
-    gathers = "[processes.gather('x' * length) for length in (1, 5000, 1)]"
-    fails = "processes.gather('x'); 1 / 0"
-    running = [
-        start(command(body, together_s=1, process_id=process, **given), environment)
-        for process, body in enumerate((gathers, fails))
-    ]
-    (code, _, errors), (other_code, _, other_errors) = finish(*running)
-    assert (code, other_code) == (1, 1) and "ZeroDivisionError" in other_errors, errors + other_errors
-    assert "JAX cannot continue: " in errors and "this is a bug" not in errors
-    assert errors.splitlines()[-1] == "dapo_jax: process 1 has failed: division by zero"
-
-
-def test_when_all_fail_each_tells_its_reason():
-    """If process 0 ended first, JAX would abort the other, whichever is slower."""
-    for slower in (0, 1):
-        given = {"coordinator": f"127.0.0.1:{free_port()}", "num_processes": 2}
-        fails = "raise InputError('no such file')"
-        bodies = [f"processes.gather(1); time.sleep({2 * (process == slower)}); {fails}" for process in (0, 1)]
-        running = [start(command(body, process_id=process, **given), {}) for process, body in enumerate(bodies)]
-        for process, (code, _, errors) in enumerate(finish(*running)):
-            assert (code, errors.splitlines()[-1:]) == (2, [f"dapo_jax: no such file (process {process})"]), errors

@@ -46,19 +46,23 @@ def test_a_signal_that_arrives_twice_at_once_counts_once(monkeypatch):
             stop.check()
 
 
+TWICE = """
+import os, signal
+from dapo_jax.parallel import stopping
+
+stopping._REPEATED_S = 0.0
+with stopping.StopRequest() as stop:
+    with stop.safe():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("goes on", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("too far", flush=True)
+"""
+
+
 def test_a_second_signal_ends_the_process_at_once():
-    code = (
-        "import os, signal\n"
-        "from dapo_jax.parallel import stopping\n"
-        "stopping._REPEATED_S = 0.0\n"
-        "with stopping.StopRequest() as stop:\n"
-        "    with stop.safe(): pass\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('goes on', flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('too far', flush=True)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGTERM and ended.stdout == "goes on\n"
 
 
@@ -103,8 +107,7 @@ def test_the_host_stays_two_micro_batches_ahead_and_stops_between_them(monkeypat
 @pytest.mark.parametrize(("long", "num_calls"), [(1000.0, 24), (0.0, 10)])
 def test_several_processes_ask_each_other_now_and_then_and_always_where_that_takes_long(monkeypatch, long, num_calls):
     monkeypatch.setattr(stopping.jax, "process_count", lambda: 2)
-    asked = []
-    calls = []
+    asked, calls = [], []
 
     def any_process(*values):
         asked.append(values[0])

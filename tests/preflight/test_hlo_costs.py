@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -73,58 +74,12 @@ def test_a_loop_reads_the_slice_of_a_turn():
     assert weights <= costs.bytes < 8 * weights
 
 
-# Instructions that only TPUs have, shortened from a program by libtpu.
-TPU = """HloModule jit_f
+def shortened(name):
+    """A part of a program by XLA or libtpu."""
+    return (Path(__file__).parent / "data" / f"{name}.hlo").read_text()
 
-%body.1 (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
-  %p = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
-  %x = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%p), index=1
-  %one = s32[]{:T(128)} constant(1)
-  %add.1 = s32[]{:T(128)} add(%i, %one)
-  %add.2 = s32[]{:T(128)} add(%add.1, %one)
-  %y = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} fusion(%x), kind=kOutput, calls=%start
-  ROOT %t = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) tuple(%add.2, %y)
-}
 
-%cond (p: (s32[], bf16[8,4])) -> pred[] {
-  %p.1 = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) parameter(0)
-  %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
-  %bound = s32[]{:T(128)} constant(6)
-  ROOT %less = pred[]{:T(512)} compare(%i.1, %bound), direction=LT
-}
-
-%start (q: bf16[8,4]) -> bf16[8,4] {
-  %q = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %g = bf16[16,4]{1,0:T(8,128)(2,1)} all-gather(%q), channel_id=9, GROUPS
-  ROOT %d = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} custom-call(%g), custom_call_target="AsyncCollectiveStart"
-}
-
-%finish (r: bf16[8,4]) -> bf16[8,4] {
-  %r = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  ROOT %h = bf16[16,4]{1,0:T(8,128)(2,1)} all-gather(%r), channel_id=9, GROUPS
-}
-
-ENTRY %main (a: bf16[8,4], b: bf16[4,32,7], c: bf16[4,7,16]) -> f32[4,32,16] {
-  %a = bf16[8,4]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %b = bf16[4,32,7]{2,1,0:T(8,128)(2,1)} parameter(1)
-  %c = bf16[4,7,16]{2,1,0:T(8,128)(2,1)} parameter(2)
-  %zero = s32[]{:T(128)} constant(0)
-  %both = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) tuple(%zero, %a)
-  %w = (s32[]{:T(128)}, bf16[8,4]{1,0:T(8,128)(2,1)S(1)}) while(%both), condition=%cond, body=%body.1
-  %late = bf16[16,4]{1,0:T(8,128)(2,1)S(1)} fusion(%a), kind=kOutput, calls=%finish
-  %splash_mha_dq_segmented_no_residuals.1 = bf16[2,14,1024,64]{3,2,1,0} custom-call(%m, %qq), KERNEL
-  %m = s8[1,2,2]{2,1,0} constant({...})
-  %qq = bf16[2,14,1024,64]{3,2,1,0:T(8,128)(2,1)S(1)} constant({...})
-  ROOT %conv = f32[4,32,16]{2,1,0:T(8,128)} convolution(%b, %c), WINDOW
-}
-"""
-for short, whole in {
-    "GROUPS": "replica_groups=mesh['data'=1,'fsdp'=2] {'fsdp'}, dimensions={0}",
-    "KERNEL": 'custom_call_target="tpu_custom_call"',
-    "WINDOW": "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
-}.items():
-    TPU = TPU.replace(short, whole)
+TPU = shortened("tpu")  # instructions that only TPUs have
 
 
 def test_tpu_text():
@@ -146,20 +101,7 @@ def test_what_lies_on_the_chip_is_not_moved():
 
 HBM, CHIP = "{1,0:T(8,128)(2,1)}", "{1,0:T(8,128)(2,1)S(1)}"  # main memory, and on-chip memory managed by the compiler
 PART, WHOLE = 16 * 8 * 2, 64 * 8 * 2  # bytes
-ONE_OPERATION = """HloModule f
-
-%wrapped (q: bf16[64,8]) -> bf16[16,8] {
-  %q = bf16[64,8]FROM parameter(0)
-  ROOT %inside = bf16[16,8]TO slice(%q), slice={[0:16], [0:8]}
-}
-
-ENTRY %main (a: bf16[64,8], i: s32[]) -> bf16[16,8] {
-  %a = bf16[64,8]FROM parameter(0)
-  %i = s32[]{:T(128)} parameter(1)
-  %u = bf16[16,8]TO parameter(2)
-  LINE
-}
-"""
+ONE_OPERATION = shortened("one_operation")
 STARTED = "((bf16[64,8]FROM), bf16[16,8]TO, s32[]{:S(2)})"
 STARTED_AT = STARTED.replace("FROM", "FROM, s32[]{:T(128)}, s32[]{:T(128)}")
 PERMUTED = "(bf16[64,8]FROM, bf16[64,8]TO, u32[]{:S(2)})"
@@ -212,41 +154,7 @@ def test_bytes_of_a_copy(kind):
     assert program_costs(text, [0]).bytes == 2 * 128 * 64 * jnp.dtype(kind).itemsize
 
 
-# Instructions that only GPUs have, shortened from programs by XLA:GPU: two hosts with four GPUs each.
-GPU = """HloModule jit_f
-
-%gemm (x: bf16[8,16], y: bf16[16,32]) -> f32[8,32] {
-  %x = bf16[8,16]{1,0} parameter(0)
-  %y = bf16[16,32]{1,0} parameter(1)
-  ROOT %dot = f32[8,32]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main (q: bf16[2,64,4,16], w: bf16[16,8], a: bf16[8,16], b: bf16[16,32]) -> f32[8,32] {
-  %q = bf16[2,64,4,16]{3,2,1,0} parameter(0)
-  %w = bf16[16,8]{1,0} parameter(1)
-  %a = bf16[8,16]{1,0} parameter(2)
-  %b = bf16[16,32]{1,0} parameter(3)
-  %gather = (bf16[16,8]{1,0}, bf16[64,8]{1,0}) all-gather-start(%w), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
-  %gathered = bf16[64,8]{1,0} all-gather-done(%gather)
-  %far = (bf16[16,8]{1,0}, bf16[32,8]{1,0}) all-gather-start(%w), channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
-  %far.1 = bf16[32,8]{1,0} all-gather-done(%far)
-  %sum = bf16[16,8]{1,0} all-reduce-start(%w), channel_id=3, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
-  %sum.1 = bf16[16,8]{1,0} all-reduce-done(%sum)
-  %sent = (bf16[16,8]{1,0}, bf16[16,8]{1,0}) collective-permute-start(%w), channel_id=4, source_target_pairs={{0,1},{3,4}}
-  %sent.1 = bf16[16,8]{1,0} collective-permute-done(%sent)
-  %fmha = (bf16[2,4,64,16]{3,1,2,0}, f32[2,4,64]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={FMHA}
-  %back = (bf16[2,4,64,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={FMHA}
-  %tree = (bf16[2,64,4,16]{3,2,1,0}, f32[2,4,64]{2,1,0}) custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/jvp(tree_attention_fwd)/pallas_call"}
-  %tree.1 = bf16[2,64,4,16]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/tree_attention_dkv/pallas_call"}
-  %lt = (bf16[8,32]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
-  ROOT %triton = f32[8,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm, backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}
-}
-"""  # noqa: E501
-GPU = GPU.replace(
-    "{FMHA}",
-    '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["2","4","64","64"]},'
-    '"mask_type":"PADDING_CAUSAL"}}',
-)
+GPU = shortened("gpu")  # instructions that only GPUs have: two hosts with four GPUs each
 HOSTS = [0] * 4 + [1] * 4
 
 
@@ -257,17 +165,7 @@ def test_gpu_products_are_those_of_cudnn_triton_and_cublas():
     assert program_costs(GPU, HOSTS, pairs=100.0).flops == score * 100 + others
 
 
-# Paged attention of 4 rows with 2 heads of 16 to 1024 pages of 32 tokens, shortened from programs for both platforms.
-PAGED = """HloModule jit_f
-
-ENTRY %main (q: bf16[4,2,16,16], pages: bf16[1024,2,32,32], table: s32[4,8], ends: s32[4]) -> f32[4,2,16,16] {
-  %q = bf16[4,2,16,16]{3,2,1,0} parameter(0)
-  %pages = bf16[1024,2,32,32]{3,2,1,0} parameter(1)
-  %table = s32[4,8]{1,0} parameter(2)
-  %ends = s32[4]{0} parameter(3)
-  ROOT %paged_attention.1 = f32[4,2,16,16]{3,2,1,0} custom-call(OPERANDS), custom_call_target="TARGET", metadata={op_name="jit(f)/shard_map/paged_attention/pallas_call"}
-}
-"""  # noqa: E501
+PAGED = shortened("paged_attention")  # of 4 rows with 2 heads of 16 to 1024 pages of 32 tokens
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import cast
 import jax
 import numpy as np
 import pytest
+from forked import options
 from jax.sharding import Mesh
 from shapes import BATCHES, mesh_of
 from small_run import load_config, small_config
@@ -28,7 +29,8 @@ from dapo_jax.preflight.report import preflight, read_shape, seconds, totals, us
 from dapo_jax.preflight.tables import tables
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--config", "configs/tiny.py", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
+DIVIDED = {"mesh.fsdp": 4, "mesh.tensor": 2}
+TINY = options(DIVIDED)
 STAGES = ["weights", "prefill", "decode", "log-probabilities", "update"]
 
 
@@ -52,7 +54,7 @@ def test_the_report_for_a_slice_that_is_not_here(tmp_path):
 def test_the_report_for_a_cpu(monkeypatch, capsys):
     """The command without a topology prints the tables, and the report on its own line."""
     monkeypatch.chdir(ROOT)
-    main([*TINY, *(f"--config.{name}={value}" for name, value in BATCHES.items())])
+    main(options({**DIVIDED, **BATCHES, "model.random.num_layers": 1}))
     printed, _, line = capsys.readouterr().out.rstrip().rpartition("\n")
     report = json.loads(line)
     check(report)
@@ -62,8 +64,8 @@ def test_the_report_for_a_cpu(monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_expected_time_at_lengths_is_reported_beside_the_longest_case(monkeypatch):
     monkeypatch.setattr(report, "limits_of", lambda device: Limits("device", 10 * GIB, 1e9, 1e9, 1e9))
-    changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "data.max_prompt_length": 8, "data.max_response_length": 60}
-    config = small_config("unused", **changes, **{"rollout.max_num_seqs": 64})
+    changes = {"data.max_prompt_length": 8, "data.max_response_length": 60, "rollout.max_num_seqs": 64}
+    config = small_config("unused", **DIVIDED, **changes)
     found = preflight(config, "cpu", lengths="lognormal:median=10,sigma=0.3", quick=True)
     expected, longest = found["expected"], found["stages"]
     assert expected["response_tokens"]["median"] == pytest.approx(10, abs=1) and expected["prompt_tokens"]["max"] == 8
@@ -197,55 +199,44 @@ def test_what_the_compiler_refuses_does_not_fit():
     assert not totals([measured(parameters=1, costs=None)], LIMIT, LIMIT.memory)["fits"]
 
 
+XLA_SCORES = {"data.max_response_length": 4096}
+RECOMPUTED = {"model.enable_gradient_checkpointing": True}
+CACHED = measured("decode", **{CACHE.replace(" ", "_"): 16, "parameters": 2})
+
+
+def advice_of(taken, changes, *meshes, gib=10):
+    """What is advised on a step that needs so much, where a device has so many GiB."""
+    config, step = small_config("unused", **changes), Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1)
+    training, sampling = (mesh_of(shape) for shape in (meshes * 2)[:2])
+    return advise(config, read_shape(config), Meshes(training, sampling), step, [taken], gib * GIB, attention="xla")
+
+
 @pytest.mark.parametrize(
     ("taken", "changes", "advice"),
     [
-        (
-            measured(temporaries=11),
-            {"data.max_response_length": 4096, "model.attention": "xla"},
-            "set model.attention=fused",
-        ),
-        (
-            measured(temporaries=11),
-            {"data.max_response_length": 4096, "model.dtype": "float32"},
-            "set model.dtype=bfloat16",
-        ),
+        (measured(temporaries=11), {**XLA_SCORES, "model.attention": "xla"}, "set model.attention=fused"),
+        (measured(temporaries=11), {**XLA_SCORES, "model.dtype": "float32"}, "set model.dtype=bfloat16"),
         (measured(temporaries=11), {}, "set model.enable_gradient_checkpointing=True"),
-        (
-            measured(temporaries=11),
-            {"model.enable_gradient_checkpointing": True},
-            "set actor.ppo_micro_batch_size_per_device=2",
-        ),
+        (measured(temporaries=11), RECOMPUTED, "set actor.ppo_micro_batch_size_per_device=2"),
         (measured(optimizer=11), {}, "set actor.optim.offload=True"),
-        (measured("decode", **{CACHE.replace(" ", "_"): 16, "parameters": 2}), {}, "set rollout.max_num_seqs=64"),
+        (CACHED, {}, "set rollout.max_num_seqs=64"),
         (measured("decode", **{DECODING.replace(" ", "_"): 11}), {}, "set mesh.tensor=2 and mesh.fsdp=2"),
     ],
     ids=["scores", "scores in float32", "kept", "rows", "moments", "cache", "weights"],
 )
 def test_advice_names_the_setting_to_change_first(taken, changes, advice):
-    config = small_config("unused", **changes)
-    step = Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1)
-    arch = read_shape(config)
-    mesh = mesh_of((1, 4, 1))
-    (line,) = advise(config, arch, Meshes(mesh, mesh), step, [taken], 10 * GIB, attention="xla")
+    (line,) = advice_of(taken, changes, (1, 4, 1))
     assert line.split("; ")[1].startswith(advice), line
-    assert not advise(config, arch, Meshes(mesh, mesh), step, [taken], 99 * GIB, attention="xla")
+    assert not advice_of(taken, changes, (1, 4, 1), gib=99)
 
 
 def test_passes_that_do_not_fit_are_divided_by_more_tensor_in_training_alone():
-    config = small_config("unused", **{"model.enable_gradient_checkpointing": True})
-    step, arch = Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1), read_shape(config)
-    assert arch.num_kv_heads == 2
+    assert read_shape(small_config("unused")).num_kv_heads == 2
     for training, proposed in (((1, 8, 1), True), ((1, 4, 2), False)):
-        meshes = Meshes(mesh_of(training), mesh_of((1, 4, 2)))
-        (line,) = advise(config, arch, meshes, step, [measured(temporaries=11)], 10 * GIB, attention="xla")
+        (line,) = advice_of(measured(temporaries=11), RECOMPUTED, training, (1, 4, 2))
         assert ("set mesh.train_tensor=2" in line) == proposed and "mesh.tensor" not in line
 
 
 def test_copies_of_the_parameters_are_divided_before_anything_is_offloaded():
-    taken = measured(**{OPTIMIZER: 6, PARAMETERS: 5})
-    config = small_config("unused")
-    step = Step((), 0.0, {"waves": 1}, rows=128, micro_batches=1)
-    meshes = Meshes(mesh_of((2, 4, 1)), mesh_of((2, 4, 1)))
-    (line,) = advise(config, read_shape(config), meshes, step, [taken], 10 * GIB, attention="xla")
+    (line,) = advice_of(measured(**{OPTIMIZER: 6, PARAMETERS: 5}), {}, (2, 4, 1))
     assert line.split("; ")[1] == "set mesh.fsdp=8 and mesh.data=1"

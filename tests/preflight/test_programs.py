@@ -15,6 +15,7 @@ from dapo_jax.rollout.programs import Programs
 from dapo_jax.training import train
 
 ONE_STEP = {
+    "model.random.num_layers": 1,
     "mesh.fsdp": 4,
     "mesh.tensor": 2,
     "data.max_prompt_length": 8,
@@ -55,29 +56,24 @@ def texts_of_a_run(config) -> set[tuple[str, str]]:
 
         return called
 
+    prefilling = [(waves, "empty_wave"), (waves, "prefill_part"), (slots, "empty_slots"), (slots, "prefill_pages")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainable.WithFrozen, "__call__", called)
         patch.setattr(Programs, "get", got)
-        called = {waves: ("empty_wave", "prefill_part"), slots: ("empty_slots", "prefill_pages")}
-        for module, names in called.items():
-            for name in names:
-                patch.setattr(module, name, seen_by(getattr(module, name)))
+        for module, name in prefilling:
+            patch.setattr(module, name, seen_by(getattr(module, name)))
         train(config)
     return seen
+
+
+ADAPTERS = {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2}
+TEACHER = {"algorithm.distillation.path": "random", "algorithm.distillation.form": "top_k"}
 
 
 @pytest.mark.short("full")
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"rollout.engine": "slots"},
-        pytest.param(
-            {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, "model.lora.rank": 2}, marks=pytest.mark.slow
-        ),
-        pytest.param({"actor.policy_loss.loss_mode": "kl_cov"}, marks=pytest.mark.slow),
-        {"algorithm.distillation.path": "random", "algorithm.distillation.form": "top_k"},
-    ],
+    [{}, {"rollout.engine": "slots"}, ADAPTERS, {"actor.policy_loss.loss_mode": "kl_cov"}, TEACHER],
     ids=["full", "slots", "adapters", "drawn_tokens", "teacher"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
