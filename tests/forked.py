@@ -21,7 +21,7 @@ from waiting import LIMIT_S
 ROOT = Path(__file__).parents[1]
 CLUSTERS = ("OMPI_", "SLURM_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JOB_COMPLETION_INDEX", "JAX_COORDINATOR", "GCE_")
 COMMAND = "from dapo_jax.{0} import main; main()"
-OPTIONS = {"JAX_NUM_CPU_DEVICES": "jax_num_cpu_devices", "JAX_PLATFORMS": "jax_platforms"}  # JAX read them at import
+READ_AT_IMPORT = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")  # by JAX
 
 
 class Process(NamedTuple):
@@ -89,9 +89,9 @@ def main() -> None:
             for stream in (1, 2):
                 os.dup2(os.open(_file(sys.argv[1], number, stream), os.O_CREAT | os.O_RDWR), stream)
             os.environ.update(process.environment)
-            for name, option in OPTIONS.items():
+            for name in READ_AT_IMPORT:
                 if value := process.environment.get(name):
-                    jax.config.update(option, int(value) if value.isdigit() else value)
+                    jax.config.update(name.lower(), int(value) if value.isdigit() else value)
             sys.argv = ["command", *process.arguments]
             return exec(process.code, {"__name__": "__main__"})
         children.append(child)

@@ -121,25 +121,40 @@ def roll_out(actor, state, mesh, *, prompts=PROMPTS, numbers=NUMBERS, purpose=TR
     )
 
 
+def plain_batch(prompt_mask: np.ndarray, mask: np.ndarray, **fields) -> Batch:
+    """A batch with these masks [Q, P] and [B, R]; what `fields` do not say is 0, or 1 for a token."""
+    zeros = np.broadcast_to(np.float32(0), mask.shape)
+    samples = len(mask) // len(prompt_mask)
+    values = {
+        "prompts": prompt_mask.astype(np.int32),
+        "prompt_mask": prompt_mask,
+        "group_ids": np.arange(len(mask), dtype=np.int32) // samples,
+        "responses": mask.astype(np.int32),
+        "mask": mask,
+        "loss_mask": mask,
+        "old_logprobs": zeros,
+        "advantages": zeros,
+    }
+    return Batch(**{**values, **fields})
+
+
 def batch_of(rollout: Rollout, width: int = 8) -> Batch:
-    tokens, mask = pad_prompts(PROMPTS, width, PAD)
-    rng = np.random.default_rng(0)
-    advantages = rng.normal(size=(len(rollout.mask), 1)) * rollout.mask
+    prompts, prompt_mask = pad_prompts(PROMPTS, width, PAD)
+    mask, rng = rollout.mask, np.random.default_rng(0)
+    advantages = rng.normal(size=(len(mask), 1)) * mask
 
     def noise(size):
-        return rng.normal(0, size, rollout.mask.shape).astype(np.float32) * rollout.mask
+        return rng.normal(0, size, mask.shape).astype(np.float32) * mask
 
-    return Batch(
-        prompts=tokens,
-        prompt_mask=mask,
+    return plain_batch(
+        prompt_mask,
+        mask,
+        prompts=prompts,
         responses=rollout.responses,
-        mask=rollout.mask,
-        loss_mask=rollout.mask,
-        group_ids=np.repeat(np.arange(len(PROMPTS), dtype=np.int32), SAMPLES),
         old_logprobs=rollout.logprobs,
         advantages=advantages.astype(np.float32),
         ref_logprobs=rollout.logprobs + noise(0.3),
-        noise=rng.uniform(size=rollout.mask.shape).astype(np.float32),
+        noise=rng.uniform(size=mask.shape).astype(np.float32),
         values=noise(0.1),
         returns=noise(1.0),
     )

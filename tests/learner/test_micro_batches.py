@@ -2,8 +2,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from small_policy import plain_batch
 
-from dapo_jax.data.containers import Batch
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.models.attention import XLA, visible_in_bins
 from dapo_jax.models.flops import TokenFlops
@@ -29,15 +29,13 @@ def batch_of(seed=0):
     mask = np.arange(RESPONSE) < lengths[:, None]
     prompt_mask = np.arange(PROMPT) >= PROMPT - rng.integers(1, PROMPT + 1, PROMPTS)[:, None]
     names = 1000 * np.arange(1, rows + 1)[:, None] + np.arange(RESPONSE)
-    return Batch(
+    return plain_batch(
+        prompt_mask,
+        mask,
         prompts=np.where(prompt_mask, 1 + np.arange(PROMPTS)[:, None] * PROMPT + np.arange(PROMPT), 0),
-        prompt_mask=prompt_mask,
         responses=np.where(mask, names, 0),
-        mask=mask,
         loss_mask=mask & (names % 3 > 0),
-        group_ids=np.arange(rows) // SAMPLES,
         old_logprobs=np.where(mask, names, 0).astype(np.float32),
-        advantages=np.zeros(mask.shape, np.float32),
     )
 
 
@@ -97,18 +95,7 @@ def test_a_batch_without_responses_has_no_micro_batch():
 
 def test_work_is_counted_in_operations():
     """A prompt of two tokens with responses of one and three: slots a b | c d, whose last tokens predict nothing."""
-    mask = np.arange(3) < np.array([[1], [3]])
-    zeros = np.zeros(mask.shape, np.float32)
-    batch = Batch(
-        prompts=np.array([[5, 6]]),
-        prompt_mask=np.ones((1, 2), bool),
-        responses=mask.astype(np.int32),
-        mask=mask,
-        loss_mask=mask,
-        group_ids=np.zeros(2, np.int32),
-        old_logprobs=zeros,
-        advantages=zeros,
-    )
+    batch = plain_batch(np.ones((1, 2), bool), np.arange(3) < np.array([[1], [3]]))
     split = MicroBatches(1, max_tokens_per_device=6, flops=TokenFlops(layers=1.0, head=100.0, pair=10_000.0))
     assert split.needed(batch) == 4 + 4 * 100 + (1 + 2 + 3 + 4) * 10_000
     (piece,) = split.split(batch)

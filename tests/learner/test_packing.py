@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_policy import plain_batch
 
-from dapo_jax.data.containers import Batch
 from dapo_jax.learner.micro_batches import MicroBatches
 from dapo_jax.learner.packing import EIGHTHS, plan_passes
 from dapo_jax.models.attention import XLA
@@ -70,20 +70,10 @@ def ratio(batches, *, shards, tokens, attention, flops):
 
 
 def batch_of(sizes):
-    """A batch of sequences of these lengths, whose tokens are 0."""
+    """A batch of sequences of these lengths."""
     prompts, responses = sizes
-    mask = np.arange(responses.max()) < responses[:, None]
-    zeros = np.broadcast_to(np.float32(0), mask.shape)
-    return Batch(
-        prompts=np.zeros((len(prompts), prompts.max()), np.int32),
-        prompt_mask=np.arange(prompts.max()) >= prompts.max() - prompts[:, None],
-        group_ids=np.arange(len(responses)) // SAMPLES,
-        responses=np.broadcast_to(np.int32(0), mask.shape),
-        mask=mask,
-        loss_mask=mask,
-        old_logprobs=zeros,
-        advantages=zeros,
-    )
+    prompt_mask = np.arange(prompts.max()) >= prompts.max() - prompts[:, None]
+    return plain_batch(prompt_mask, np.arange(responses.max()) < responses[:, None])
 
 
 def flops_of(name):

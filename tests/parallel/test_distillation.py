@@ -56,7 +56,7 @@ def whole():
     return scored(one_device_mesh(), rows(32))
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.full)])
 def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape):
     expected, logprobs = whole()
     mesh, split = mesh_of(shape), bins(shape[0] * shape[1], 40)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shapes import ARCH, mesh_of, one_device_mesh
+from shapes import ARCH, mesh_of
 from small_policy import (
     EOS,
     LENGTH,
@@ -41,8 +41,8 @@ from dapo_jax.learner.token_logprobs import TokenStatistics
 from dapo_jax.learner.update import compute_values, update_critic
 from dapo_jax.models import transformer
 from dapo_jax.models.weights import init_params
-from dapo_jax.parallel.mesh import make_mesh, with_tensor
-from dapo_jax.rollout.sampling import EVALUATE, Sampling
+from dapo_jax.parallel.mesh import with_tensor
+from dapo_jax.rollout.sampling import EVALUATE
 
 METRICS = ("actor/pg_loss", "actor/entropy", "actor/grad_norm")
 TERMS = {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}
@@ -164,13 +164,6 @@ def test_end_of_sequence_as_the_first_token_is_a_response_of_one_token():
     assert (rollout.mask.sum(axis=1) == 1).all() and rollout.finished.all() and (rollout.logprobs[:, 0] < 0).all()
 
 
-def test_greedy_samples_of_a_prompt_are_equal():
-    with policy_on() as (mesh, actor, state):
-        rollout = roll_out(actor, state, mesh, sampling=Sampling.create(0.0, 1.0, -1))
-    groups = rollout.responses.reshape(len(PROMPTS), SAMPLES, -1)
-    assert (groups == groups[:, :1]).all()
-
-
 def test_one_model_sampler_and_training_logprobs_agree():
     rollout, _, _ = reference()
     with policy_on() as (mesh, actor, state):
@@ -199,17 +192,6 @@ def test_empty_rows_change_nothing_unless_they_are_counted():
             changes = {"mini": 32, "count_empty": count, "mode": "seq-mean-token-mean"}
             losses[count] = step(actor, state, empty, mesh, **changes)[1]["actor/pg_loss"]
     np.testing.assert_allclose(losses[True], losses[False] * 28 / 32, rtol=1e-5)
-
-
-def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted():
-    batch = batch_of(reference()[0])
-    advantages = batch.advantages.copy()
-    advantages[20, 0] = np.inf
-    with policy_on() as (mesh, actor, state):
-        before = jax.device_get(state.params)
-        state, metrics = step(actor, state, batch.replace(advantages=advantages), mesh, mini=32)
-    assert metrics["actor/skipped_updates"] == 1 and int(state.skipped) == 1 and int(state.updates) == 0
-    assert_close(jax.device_get(state.params), before, 0)
 
 
 def test_the_first_update_sees_the_sampling_policy():
@@ -241,7 +223,7 @@ def test_the_pieces_of_a_loss_add_up(loss):
         return jax.value_and_grad(of_logprobs, has_aux=True)(piece.values)
 
     results = []
-    for size in (32, 16, 6):
+    for size in (32, 6):
         total, merged, gradient = 0.0, {}, np.zeros(shape, np.float32)
         for piece in rows(size).split(batch):
             (loss, metrics), part = found(jax.tree.map(jnp.asarray, piece.micro_batch))
@@ -249,32 +231,30 @@ def test_the_pieces_of_a_loss_add_up(loss):
             merged = {name: merged[name].merge(metrics[name]) if merged else metrics[name] for name in metrics}
             total += loss
         results.append((total, merged, gradient))
-    for total, merged, gradient in results[1:]:
-        np.testing.assert_allclose(total, results[0][0], rtol=1e-5, atol=1e-6)
-        assert_close(merged, results[0][1], 1e-4)
-        np.testing.assert_allclose(gradient, results[0][2], rtol=1e-5, atol=1e-7)
-    assert np.abs(results[0][2]).max() > 0
+    (whole, of_whole, expected), (total, merged, gradient) = results
+    np.testing.assert_allclose(total, whole, rtol=1e-5, atol=1e-6)
+    assert_close(merged, of_whole, 1e-4)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert np.abs(expected).max() > 0
 
 
 @pytest.mark.slow
 def test_the_critic_does_not_depend_on_micro_batches_or_mesh():
-    rollout, _, _ = reference()
-    batch = batch_of(rollout)
-    results = []
-    for micro, mesh in ((32, one_device_mesh()), (6, one_device_mesh()), (16, make_mesh(2, 2, 2))):
+    batch, results = batch_of(reference()[0]), []
+    for micro, shape in ((32, (1, 1, 1)), (6, (1, 1, 1)), (16, DIVIDED)):
+        mesh = mesh_of(shape)
         with jax.set_mesh(mesh):
-            actor, critic = actor_on(mesh), critic_of(mesh)
-            state = critic.init_from_policy(actor.trainable.init_random(0).params)
+            critic = critic_of(mesh)
+            state = critic.init_from_policy(actor_on(mesh).trainable.init_random(0).params)
             assert (compute_values(critic, state.params, batch, rows(micro), mesh) == 0).all()  # a zero head
             for _ in range(2):  # the head learns first, then the layers below it
                 state, finish = update_critic(critic, state, batch, update_settings(mini=32, micro=micro), mesh)
-                metrics, _ = finish()
             values = compute_values(critic, state.params, batch, rows(micro), mesh)
-            results.append((jax.device_get(state.moments[0].mu), values, metrics))
-    for moments, values, metrics in results[1:]:
+            results.append((jax.device_get(state.moments[0].mu), values, finish()[0]["critic/vf_loss"]))
+    for moments, values, loss in results[1:]:
         assert_close(moments, results[0][0], 1e-5)
         np.testing.assert_allclose(values, results[0][1], atol=1e-5)
-        np.testing.assert_allclose(metrics["critic/vf_loss"], results[0][2]["critic/vf_loss"], rtol=1e-5)
+        np.testing.assert_allclose(loss, results[0][2], rtol=1e-5)
     assert np.abs(results[0][0]["layers"]["query"]).max() > 0 and np.abs(results[0][1]).max() > 0
 
 

@@ -20,6 +20,7 @@ from small_policy import (
     gradient_of,
     logprobs_of,
     micro_batch,
+    plain_batch,
     policy_on,
     reference,
     roll_out,
@@ -28,7 +29,7 @@ from small_policy import (
     update_settings,
 )
 
-from dapo_jax.data.containers import Batch, Bins, MicroBatch
+from dapo_jax.data.containers import Bins, MicroBatch
 from dapo_jax.learner.actor import RATIO_BUCKETS, build_actor, count_ratios, loss_fn
 from dapo_jax.learner.token_logprobs import response_statistics
 from dapo_jax.learner.update import update_policy
@@ -142,10 +143,9 @@ def test_what_the_tables_of_tokens_get_from_many_tokens_adds_up_in_float32():
     length = 700
     arch = dataclasses.replace(ARCH, num_layers=1, tie_embeddings=False)
     params = new_params(arch, 0)
-    mask, tokens = np.ones((1, length), bool), np.full((1, length), 5, np.int32)
-    prompts = {"prompts": tokens[:, :2], "prompt_mask": mask[:, :2], "group_ids": np.zeros(1, np.int32)}
-    ones = dict.fromkeys(("old_logprobs", "advantages", "loss_weights"), np.ones((1, length), np.float32))
-    batch = micro_batch(Batch(**prompts, responses=tokens, mask=mask, loss_mask=mask, **ones))
+    mask, ones = np.ones((1, length), bool), np.ones((1, length), np.float32)
+    weights = dict.fromkeys(("old_logprobs", "advantages", "loss_weights"), ones)
+    batch = micro_batch(plain_batch(mask[:, :2], mask, responses=np.full((1, length), 5, np.int32), **weights))
 
     def gradients(dtype):
         settings = actor_settings(arch=arch, dtype=jnp.dtype(dtype), chunk_size=1)

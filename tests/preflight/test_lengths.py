@@ -50,13 +50,14 @@ def test_limits_of_the_config_are_defaults():
 
 
 def test_the_longest_case_is_a_distribution():
-    for lengths in (
-        all_longest(DATA),
-        parse_lengths("lognormal:median=1e9,sigma=0,prompt_median=2048,prompt_sigma=0", DATA),
-    ):
+    text = "lognormal:median=1e9,sigma=0,prompt_median=2048,prompt_sigma=0"
+    for lengths in (all_longest(DATA), parse_lengths(text, DATA)):
         responses, prompts = lengths.sample(3, 2)
         np.testing.assert_array_equal(responses, np.full((3, 2), 20480))
         np.testing.assert_array_equal(prompts, np.full(3, 2048))
+
+
+OF_THREE = "lognormal:median=3,sigma=1"
 
 
 @pytest.mark.parametrize(
@@ -64,23 +65,14 @@ def test_the_longest_case_is_a_distribution():
     [
         ("uniform:1,2", r"--lengths=uniform:1,2 must be lognormal:median=3000,.* or the path of a run's metrics.jsonl"),
         ("lognormal:median=3000", "must have a sigma: write it like lognormal:"),
-        ("lognormal:median=3000,sigma=1,mean=4", "'mean=4' must be NAME=NUMBER with a name of median, sigma, clip"),
+        (f"{OF_THREE},mean=4", "'mean=4' must be NAME=NUMBER with a name of median, sigma, clip"),
         ("lognormal:median=long,sigma=1", "'median=long' must be a number"),
         ("lognormal:median=0,sigma=1", "median=0 must be at least 1: give it in tokens"),
-        (
-            "lognormal:median=3,sigma=-1",
-            "sigma=-1 must be between 0 and 10: give the standard deviation of the logarithm",
-        ),
+        ("lognormal:median=3,sigma=-1", "sigma=-1 must be between 0 and 10: give the standard deviation of the logar"),
         ("lognormal:median=3,sigma=nan", "sigma=nan must be between 0 and 10"),
-        ("lognormal:median=3,sigma=1,within=2", "within=2 must be between 0 and 1: give a share of the variance"),
-        (
-            "lognormal:median=3,sigma=1,clip=30000",
-            "clip=30000 must be between 1 and 20480: leave it out, or raise data",
-        ),
-        (
-            "lognormal:median=3,sigma=1,prompt_median=4000",
-            "prompt_median=4000 must be between 1 and 2048: lower it, or",
-        ),
+        (f"{OF_THREE},within=2", "within=2 must be between 0 and 1: give a share of the variance"),
+        (f"{OF_THREE},clip=30000", "clip=30000 must be between 1 and 20480: leave it out, or raise data"),
+        (f"{OF_THREE},prompt_median=4000", "prompt_median=4000 must be between 1 and 2048: lower it, or"),
         ("nowhere/metrics.jsonl", "--lengths=nowhere/metrics.jsonl does not exist: give the metrics.jsonl of a run"),
     ],
 )

@@ -29,6 +29,10 @@ ONE_STEP = {
 }
 
 
+def one_step(**changes):
+    return small_config("unused", **{**ONE_STEP, **changes})
+
+
 def programs_of(config, **changes):
     arch, tokenizer = read_model(config)
     lengths = all_longest(config.data)
@@ -71,10 +75,11 @@ TEACHER = {"algorithm.distillation.path": "random", "algorithm.distillation.form
 
 
 @pytest.mark.short("full")
+@pytest.mark.long("slots", "teacher")
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"rollout.engine": "slots"}, ADAPTERS, {"actor.policy_loss.loss_mode": "kl_cov"}, TEACHER],
-    ids=["full", "slots", "adapters", "drawn_tokens", "teacher"],
+    [{}, {"rollout.engine": "slots", **ADAPTERS}, TEACHER, {"actor.policy_loss.loss_mode": "kl_cov"}],
+    ids=["full", "slots and adapters", "teacher", "drawn tokens"],
 )
 def test_a_run_calls_these_programs(tmp_path, changes):
     config = small_config(tmp_path, **ONE_STEP, **changes)
@@ -85,7 +90,7 @@ def test_a_run_calls_these_programs(tmp_path, changes):
 
 def test_shorter_responses_read_fewer_keys_of_the_pages():
     changes = {"rollout.engine": "slots", "data.max_response_length": 40, "rollout.decode_chunk_length": 8}
-    config = small_config("unused", **{**ONE_STEP, **changes})
+    config = one_step(**changes)
     longest = programs_of(config)
     shorter = programs_of(config, lengths=parse_lengths("lognormal:median=12,sigma=0.5", config.data))
     assert longest.sizes == shorter.sizes == {"slots": 128, "pages": longest.sizes["pages"], "page_tokens": 8}
@@ -99,12 +104,9 @@ def test_shorter_responses_read_fewer_keys_of_the_pages():
 
 def test_a_step_of_segments_begins_responses_and_continues_those_of_the_steps_before():
     """8 prompts of 8 tokens, 16 responses of 12 in segments of 5: per step 128 begin, and 2 x 128 continue."""
-    config = small_config("unused", **{**ONE_STEP, "data.max_response_length": 12})
-    whole = programs_of(config)
+    whole = programs_of(one_step(**{"data.max_response_length": 12}))
     carry = {"algorithm.filter_groups.leftover": "carry", "algorithm.filter_groups.leftover_max_staleness": 3}
-    config = small_config(
-        "unused", **{**ONE_STEP, **carry, "data.max_response_length": 12, "rollout.segment_length": 5}
-    )
+    config = one_step(**carry, **{"data.max_response_length": 12, "rollout.segment_length": 5})
     step, flops = programs_of(config), token_flops(read_model(config)[0])
     assert step.sizes == {**whole.sizes, "continued_waves": 2, "continued_rows_of_a_wave": 128}
     begun = 8 * flops.of_prompts(np.array([8.0]))
@@ -116,8 +118,7 @@ def test_a_step_of_segments_begins_responses_and_continues_those_of_the_steps_be
 
 
 def test_kinds_of_memory_are_counted_once_and_on_one_device():
-    config = small_config("unused", **ONE_STEP)
-    step = programs_of(config)
+    step = programs_of(one_step())
     for program in step.programs:
         arguments = program.lower().compile().memory_analysis()
         assert set(program.inside) | set(program.beside) <= set(KINDS)
@@ -126,25 +127,24 @@ def test_kinds_of_memory_are_counted_once_and_on_one_device():
     update = next(program for program in step.programs if "optimizer step" in program.name)
     assert update.inside[GRADIENTS] == update.inside[PARAMETERS]
     assert update.inside[OPTIMIZER] == pytest.approx(2 * update.inside[PARAMETERS], abs=8)
-    everywhere = [
-        {kind: program.inside.get(kind, 0) + program.beside.get(kind, 0) for kind in (PARAMETERS, OPTIMIZER)}
-        for program in step.programs
-    ]
-    assert all(found == everywhere[0] for found in everywhere)
+    for kind in (PARAMETERS, OPTIMIZER):
+        assert len({program.inside.get(kind, 0) + program.beside.get(kind, 0) for program in step.programs}) == 1
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_micro_batches_follow_from_the_lengths(packed):
     """Packed, there are fewer of them for shorter responses; by rows, equally many that are less wide."""
-    changes = {"data.max_response_length": 40, "actor.use_dynamic_bsz": packed}
-    config = small_config("unused", **{**ONE_STEP, **changes})
+    config = one_step(**{"data.max_response_length": 40, "actor.use_dynamic_bsz": packed})
     longest = programs_of(config)
     shorter = programs_of(config, lengths=parse_lengths("lognormal:median=5,sigma=0.5", config.data))
     assert shorter.work["update"].needed < longest.work["update"].needed
     assert 0 < shorter.work["update"].efficiency <= 1 and 0 < longest.work["update"].efficiency <= 1
     assert shorter.work["update"].computed < longest.work["update"].computed
     if not packed:
-        assert shorter.micro_batches == longest.micro_batches == 2 * num_micro_batches(config)
+        mesh = make_meshes(config, read_model(config)[0]).training
+        rows = config.actor.ppo_mini_batch_size * config.rollout.n
+        passes = rows // (config.actor.ppo_micro_batch_size_per_device * num_batch_shards(mesh))
+        assert shorter.micro_batches == longest.micro_batches == 2 * passes
     same = parse_lengths("lognormal:median=40,sigma=0,prompt_median=8,prompt_sigma=0", config.data)
     found = programs_of(config, lengths=same)
     assert [(p.name, p.calls) for p in found.programs] == [(p.name, p.calls) for p in longest.programs]
@@ -152,7 +152,7 @@ def test_micro_batches_follow_from_the_lengths(packed):
 
 def test_pairs_are_those_of_a_bin():
     """By rows, a share of the devices has several bins in a pass, each with all pairs of its slots."""
-    config = small_config("unused", **{**ONE_STEP, "actor.use_dynamic_bsz": False})
+    config = one_step()
     arch = read_model(config)[0]
     mesh = make_meshes(config, arch).training
     (shape,) = StepBatch(config, arch, mesh, all_longest(config.data), draws=False, others={}).updates["actor"]
@@ -160,14 +160,7 @@ def test_pairs_are_those_of_a_bin():
     assert bins > num_batch_shards(mesh) and shape.pairs == slots**2
 
 
-def num_micro_batches(config):
-    """Of a mini-batch, by rows."""
-    mesh = make_meshes(config, read_model(config)[0]).training
-    rows = config.actor.ppo_mini_batch_size * config.rollout.n
-    return rows // (config.actor.ppo_micro_batch_size_per_device * num_batch_shards(mesh))
-
-
 def test_rows_follow_from_the_memory():
-    config = small_config("unused", **{**ONE_STEP, "rollout.max_num_seqs": 0, "data.max_response_length": 400})
+    config = one_step(**{"rollout.max_num_seqs": 0, "data.max_response_length": 400})
     rows = [programs_of(config, memory=memory).rows for memory in (2e6, 2e7)]
     assert rows[0] < rows[1]
