@@ -74,9 +74,8 @@ def test_what_does_not_compile_has_no_costs_to_interpolate():
 @pytest.mark.slow
 def test_interpolated_costs_are_those_of_compiled_programs():
     """Of all programs that decode, for lengths whose waves become narrow and grow to the last window."""
-    changes = {"model.random.num_layers": 1, "mesh.fsdp": 4, "mesh.tensor": 2, "rollout.max_num_seqs": 256}
+    changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "rollout.max_num_seqs": 256, "data.arithmetic.num_heldout": 0}
     changes |= {"data.train_batch_size": 32, "data.gen_batch_size": 32, "data.max_response_length": 400}
-    changes |= {"data.arithmetic.num_heldout": 0}
     config = small_config("unused", **changes)
     mesh = make_mesh(1, 4, 2)
     lengths = parse_lengths("lognormal:median=60,sigma=1", config.data)
