@@ -1,7 +1,6 @@
 """Laws of a teacher: its scores, candidates and their loss do not depend on the mesh or on packing."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -51,28 +50,33 @@ def scored(mesh, split):
     return batch.replace(teacher_logprobs=found.of_candidates), found.logprobs
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def whole():
+    """The scores of one device."""
     return scored(one_device_mesh(), rows(32))
 
 
+@pytest.fixture(scope="module")
+def gradient(whole):
+    return gradient_of(whole[0], micro=32, **TOP_K)
+
+
 @pytest.mark.parametrize("shape", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.full)])
-def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape):
-    expected, logprobs = whole()
+def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape, whole, gradient):
+    expected, logprobs = whole
     mesh, split = mesh_of(shape), bins(shape[0] * shape[1], 40)
     batch, found = scored(mesh, split)
     np.testing.assert_array_equal(batch.candidates, expected.candidates)
     np.testing.assert_allclose(found, logprobs, atol=1e-5)
     np.testing.assert_allclose(batch.teacher_logprobs, expected.teacher_logprobs, atol=1e-5)
-    one_device = gradient_of(expected, micro=32, **TOP_K)
     divided = gradient_of(batch, micro=split, mesh=mesh, chunk_size=7, **TOP_K)
     names = ("actor/distillation_loss", "actor/loss", "actor/grad_norm")
-    assert_same_gradient(divided, one_device, names, rtol=1e-4, atol=1e-6)
-    assert one_device[1]["actor/distillation_loss"] > 0.1
+    assert_same_gradient(divided, gradient, names, rtol=1e-4, atol=1e-6)
+    assert gradient[1]["actor/distillation_loss"] > 0.1
 
 
-def test_the_candidates_are_the_most_likely_tokens_and_the_sampled_one_has_its_log_probability():
-    batch, logprobs = whole()
+def test_the_candidates_are_the_most_likely_tokens_and_the_sampled_one_has_its_log_probability(whole):
+    batch, logprobs = whole
     assert batch.candidates.shape == (*batch.mask.shape, 5) and not batch.candidates[~batch.mask].any()
     same = (batch.candidates == batch.responses[..., None]) & batch.mask[..., None]
     assert same.any(axis=-1).sum() > 10
@@ -124,8 +128,8 @@ def test_a_teacher_that_is_the_policy_changes_nothing():
     assert not alone.advantages.any()
 
 
-def test_the_sampled_form_adds_the_weighted_difference_of_log_probabilities():
-    batch, logprobs = whole()
+def test_the_sampled_form_adds_the_weighted_difference_of_log_probabilities(whole):
+    batch, logprobs = whole
     found, metrics = judged(batch, TokenStatistics(logprobs, None, None), weight=2.0, use_task_rewards=True)
     difference = np.where(batch.mask, logprobs - batch.old_logprobs, 0)
     np.testing.assert_allclose(found.advantages, batch.advantages + 2 * difference, atol=1e-5)

@@ -1,7 +1,6 @@
 """Laws: tokens, losses and parameters do not depend on the mesh, the wave or the micro-batch."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +64,7 @@ def assert_same_rollout(found, expected):
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def divided():
     """What a mesh of eight samples, and the state and metrics after an update with every term in packed passes."""
     sampling = mesh_of((2, 4, 1))
@@ -81,9 +80,9 @@ def divided():
     return rollout, state, metrics
 
 
-def test_a_mesh_of_eight_gives_the_tokens_and_the_gradient_of_one_device():
+def test_a_mesh_of_eight_gives_the_tokens_and_the_gradient_of_one_device(divided):
     """With entropy bonus, KL loss, importance weights, and tokens that clip_cov chooses from the mini-batch."""
-    rollout, state, metrics = divided()
+    rollout, state, metrics = divided
     assert_same_rollout(rollout, reference()[0])
     whole = gradient_of(weighted(rollout), micro=32, loss_mode="clip_cov", **TERMS)
     names = metrics.keys() - {"rollout_corr/k3_kl", "perf/update_efficiency"}
@@ -121,8 +120,8 @@ def test_every_mesh_gives_the_tokens_losses_and_parameters_of_one_device(shape, 
     assert_close(jax.device_get(state.params), params, 1e-5)
 
 
-def test_parameters_and_moments_are_really_divided():
-    _, state, _ = divided()
+def test_parameters_and_moments_are_really_divided(divided):
+    _, state, _ = divided
     for tree in (state.params, state.moments[0].mu, state.moments[0].nu):
         for leaf in (*(tree["layers"][name] for name in ("query", "output", "gate", "down")), tree["embedding"]):
             assert leaf.addressable_shards[0].data.size * 4 == leaf.size, leaf.shape
