@@ -346,18 +346,23 @@ def test_processes_train_alike(tmp_path, two, number, devices, changes):
 FILTER = "algorithm.filter_groups"
 CARRIED = {f"{FILTER}.leftover": "carry", f"{FILTER}.leftover_max_staleness": 3}
 GROWING = {f"{FILTER}.leftover": "carry", "data.max_response_length": 80}  # rows become fewer and the cache grows
+TAUGHT = {  # by the first policy, which has something to say from the second step on
+    "algorithm.distillation.path": "random",
+    "algorithm.distillation.form": "top_k",
+    "algorithm.distillation.top_k": 6,
+}
 IN_SLOTS = {"rollout.engine": "slots", "rollout.decode_chunk_length": 8, "rollout.max_num_seqs": 16}
 
 
 @pytest.mark.parametrize(
     "changes",  # pairs of an engine and what happens to leftover groups
     [
-        {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream"},
+        {f"{FILTER}.leftover": "requeue", f"{FILTER}.backfill": "stream", **TAUGHT},
         {**CARRIED, "rollout.segment_length": 2, "data.max_response_length": 6, "rollout.engine": "slots"},
         pytest.param(GROWING, marks=pytest.mark.full),
         pytest.param({**GROWING, **IN_SLOTS}, marks=pytest.mark.full),
     ],
-    ids=["waves", "segments", "growing waves", "growing slots"],
+    ids=["waves with a teacher", "segments", "growing waves", "growing slots"],
 )
 @pytest.mark.slow
 def test_processes_sample_and_keep_alike(tmp_path, changes):
@@ -365,6 +370,8 @@ def test_processes_sample_and_keep_alike(tmp_path, changes):
     changes |= {"trainer.test_freq": 10, "trainer.save_freq": -1}
     trained(tmp_path / "two", also=started(tmp_path / "one", number=1, devices=1, **changes), **MESH, **changes)
     assert_alike(tmp_path / "two", tmp_path / "one", 3, first=3 if "rollout.segment_length" in changes else 1)
+    if TAUGHT.items() <= changes.items():
+        assert rows_without_clock(tmp_path / "two")[2]["distillation/reverse_kl"] > 1e-3
 
 
 @pytest.mark.slow
