@@ -1,9 +1,11 @@
 """Every test runs on eight fake CPU devices; the environment is set before JAX is first imported."""
 
 import atexit
+import fcntl
 import gc
 import importlib.metadata
 import os
+import pickle
 import resource
 import shutil
 import tempfile
@@ -117,12 +119,19 @@ def traced_policies():
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """The workdir, the last parameters and the rows of a run of four steps that nothing disturbs."""
+    """The workdir, last parameters and rows of an undisturbed run of four steps, each saved. Run in copies of it."""
     import jax
     from small_run import rows_without_clock, small_config
 
     from dapo_jax.training import train
 
-    folder = tmp_path_factory.mktemp("undisturbed")
-    models = train(small_config(folder))
-    return folder, jax.device_get(models.actor.params), rows_without_clock(folder)
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent  # one run for all workers
+    folder, params = place / "undisturbed", place / "undisturbed.params"
+    with open(place / "undisturbed.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not params.exists():
+            models = train(small_config(folder, **{"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 9}))
+            params.write_bytes(pickle.dumps(jax.device_get(models.actor.params)))
+    return folder, pickle.loads(params.read_bytes()), rows_without_clock(folder)

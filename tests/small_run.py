@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,26 @@ def rows_without_clock(workdir: Any) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in read_metrics(workdir)]
 
 
+def sampling_work(workdir: Any) -> list[list[float]]:
+    """The engine's counters in each row, which do not depend on the clock."""
+    names = ("perf/prefill_efficiency", "perf/decode_efficiency")
+    return [[row[name] for name in names if name in row] for row in read_metrics(workdir)]
+
+
+def saved(folder: Path) -> list[int]:
+    """Steps of which a run has a checkpoint."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def copied(folder: Path, to: Path, *, step: int) -> Path:
+    """A copy of a run that has saved every step, as if it had ended after `step`."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    for later in saved(to):
+        if later > step:
+            shutil.rmtree(to / "checkpoints" / str(later))
+    return to
+
+
 # Adam divides a gradient that is only rounding by itself: with a larger epsilon, what is equal up to rounding stays so.
 DAMPED = {"actor.optim.eps": 1e-4}
 
@@ -71,6 +92,14 @@ def assert_same_policy(models: Any, expected: Any, tolerance: float = 0.0) -> No
     params = jax.device_get(models.actor.params)
     for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
+
+
+def assert_as_undisturbed(models: Any, folder: Path, whole: Any) -> None:
+    """The run in `folder` has the policy, rows, work and names of samples of the fixture `whole`."""
+    assert_same_policy(models, whole[1])
+    assert rows_without_clock(folder) == whole[2] and sampling_work(folder) == sampling_work(whole[0])
+    names, expected = ({path.name for path in (run / "samples").iterdir()} for run in (folder, whole[0]))
+    assert names == expected
 
 
 def resumed(tmp_path: Path, monkeypatch: Any, changes: dict[str, Any], *, killed_in: int = 3) -> Any:

@@ -1,5 +1,7 @@
 """Whole runs with a teacher, and what is refused."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,10 +9,11 @@ from config_problems import assert_one, config_with, problems
 from shapes import mesh_of, one_device_mesh
 from small_families import with_tokenizer
 from small_run import assert_same_policy, resumed, small_config
+from test_export import save_checkpoint
 
 from dapo_jax.data.tokenizer import character_tokenizer
 from dapo_jax.errors import InputError
-from dapo_jax.monitor.records import read_metrics
+from dapo_jax.monitor.records import read_metrics, write_config
 from dapo_jax.settings import micro_batches
 from dapo_jax.teacher import check_vocabulary, load_teacher, read_teacher, teacher_micro_batches
 from dapo_jax.training import train
@@ -25,32 +28,30 @@ ALONE = {  # no verdict on any response
     "reward.function": "none",
 }
 TOP_K = {f"{NAME}.form": "top_k", f"{NAME}.top_k": 6}
-
-
-def teacher_of(folder):
-    """The workdir of a run of a model with other random weights."""
-    changes = {**QUIET, "trainer.save_freq": 1, "trainer.total_training_steps": 1, "actor.optim.lr": 0.0, "seed": 5}
-    train(small_config(folder, **changes))
-    return str(folder)
+FORMS = pytest.mark.parametrize("form", [{}, {**TOP_K, f"{NAME}.top_k": 40}], ids=["sampled", "top_k"])
 
 
 @pytest.mark.short("sampled")
-@pytest.mark.parametrize("form", [{}, {**TOP_K, f"{NAME}.top_k": 40}], ids=["sampled", "top_k"])
+@FORMS
 def test_a_student_comes_closer_to_its_teacher_without_any_verdict(tmp_path, form):
-    teacher = teacher_of(tmp_path / "teacher")
-    changes = {**ALONE, **form, f"{NAME}.path": teacher, "trainer.total_training_steps": 12, "actor.optim.lr": 1e-2}
-    train(small_config(tmp_path / "student", **changes))
+    teacher = small_config(tmp_path / "teacher")  # a run whose policy has other random weights
+    save_checkpoint(teacher)
+    write_config(teacher.workdir, dataclasses.asdict(teacher))
+    learns = {f"{NAME}.path": teacher.workdir, "trainer.total_training_steps": 12, "actor.optim.lr": 1e-2}
+    train(small_config(tmp_path / "student", **{**ALONE, **form, **learns}))
     divergence = [row["distillation/reverse_kl"] for row in read_metrics(tmp_path / "student")]
     assert len(divergence) == 12 and np.mean(divergence[-3:]) < 0.5 * np.mean(divergence[:3])
 
 
-@pytest.mark.short("sampled")
-@pytest.mark.parametrize("form", [{}, TOP_K], ids=["sampled", "top_k"])
+@pytest.mark.slow
+@pytest.mark.long("sampled")  # test_experts_run has the other form
+@FORMS
 def test_a_run_with_a_teacher_resumes_as_if_not_stopped(tmp_path, monkeypatch, form):
     resumed(tmp_path, monkeypatch, {f"{NAME}.path": "random", **form})
 
 
-@pytest.mark.short("recompute")
+@pytest.mark.slow
+@pytest.mark.long("recompute")
 @pytest.mark.parametrize("old", ["rollout", "recompute", "auto"])
 def test_a_policy_with_adapters_and_a_teacher_of_another_architecture(tmp_path, old):
     changes = {f"{NAME}.path": with_tokenizer("qwen3_qknorm", tmp_path), "model.lora.rank": 2, "actor.old_logprob": old}
@@ -59,10 +60,11 @@ def test_a_policy_with_adapters_and_a_teacher_of_another_architecture(tmp_path, 
     assert row["distillation/reverse_kl"] > 0 and row["actor/distillation_loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_its_teacher_trains_as_without_one(tmp_path):
-    changes = {"trainer.total_training_steps": 1, "actor.old_logprob": "recompute", **QUIET}
-    expected = train(small_config(tmp_path / "a", **changes, **{"actor.ppo_mini_batch_size": 4}))
-    found = train(small_config(tmp_path / "b", **changes, **{"actor.ppo_mini_batch_size": 4, f"{NAME}.path": "random"}))
+    changes = {"trainer.total_training_steps": 1, "actor.old_logprob": "recompute", "actor.ppo_mini_batch_size": 4}
+    expected = train(small_config(tmp_path / "a", **changes, **QUIET))
+    found = train(small_config(tmp_path / "b", **changes, **QUIET, **{f"{NAME}.path": "random"}))
     assert_same_policy(found, jax.device_get(expected.actor.params), 1e-6)
 
 
@@ -95,8 +97,7 @@ def test_a_teacher_chooses_its_experts_itself(tmp_path):
 
 
 def test_what_does_not_go_with_a_teacher_is_refused():
-    teacher = {f"{NAME}.path": "models/teacher"}
-    alone = {**teacher, f"{NAME}.use_task_rewards": False}
+    alone = {f"{NAME}.path": "models/teacher", f"{NAME}.use_task_rewards": False}
     assert_one(problems(alone), "filter_groups.enable=False")
     off = {**alone, "algorithm.filter_groups.enable": False}
     assert_one(problems({**off, "algorithm.keep_neg_ratio": 0.5}), "keep_pos_ratio=1")

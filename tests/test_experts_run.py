@@ -1,12 +1,18 @@
-"""Whole runs of a mixture of experts."""
+"""Whole runs of models with experts, and with windows: kills and meshes change nothing."""
 
+import jax
 import pytest
 from preflight.test_programs import ONE_STEP, programs_of, texts_of_a_run
 from small_families import changes_of, with_tokenizer
-from small_run import resumed, small_config
+from small_run import DAMPED, assert_same_policy, resumed, small_config
 
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training import train
+
+pytestmark = pytest.mark.slow
+LENGTHS = {"data.max_prompt_length": 16, "data.max_response_length": 24}  # windows are of 16 tokens
+SHORT_RUN = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "actor.optim.lr": 1e-2}
+SLOTS = {"rollout.engine": "slots", "rollout.decode_chunk_length": 4}
 
 
 @pytest.fixture
@@ -14,37 +20,28 @@ def model(tmp_path):
     return with_tokenizer("qwen3_moe", tmp_path)
 
 
-def test_a_run_replays_what_the_sampler_chose_and_logs_it(model, tmp_path):
-    train(small_config(tmp_path / "run", **changes_of(model)))
-    for row in read_metrics(tmp_path / "run")[-2:]:
+def test_partial_rollouts_resume_with_the_experts_that_the_sampler_chose(model, tmp_path, monkeypatch):
+    """A run that is killed while responses are begun ends as one that is not, with a teacher that judges them."""
+    partial = {
+        "rollout.segment_length": 2,
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.leftover": "carry",
+        "algorithm.filter_groups.leftover_max_staleness": 3,
+        "algorithm.distillation.path": model,  # whose experts the sampler does not choose
+        "algorithm.distillation.form": "top_k",
+        "algorithm.distillation.top_k": 6,
+    }
+    changes = changes_of(model, **(SHORT_RUN | partial | {"trainer.total_training_steps": 4}))
+    resumed(tmp_path, monkeypatch, changes, killed_in=2)
+    rows = read_metrics(tmp_path / "a")
+    for row in rows:
         assert row["router/max_load"] > 1 > row["router/min_load"] and row["router/aux_loss"] > 0
         assert 0 <= row["router/replay_differs"] < 0.5
     # In the first optimizer step of the run, training would have chosen the same, in float32.
-    assert read_metrics(tmp_path / "run")[-2]["rollout_corr/logprob_abs_diff_max"] < 1e-3
+    assert rows[0]["rollout_corr/logprob_abs_diff_max"] < 1e-3
 
 
-@pytest.mark.slow
-def test_partial_rollouts_resume_with_their_records(model, tmp_path, monkeypatch):
-    """A run that is killed while responses are begun ends as one that is not, with a teacher that judges them."""
-    changes = changes_of(
-        model,
-        **{
-            "rollout.segment_length": 2,
-            "algorithm.filter_groups.enable": True,
-            "algorithm.filter_groups.leftover": "carry",
-            "algorithm.filter_groups.leftover_max_staleness": 3,
-            "trainer.total_training_steps": 4,
-            "trainer.save_freq": 1,
-            "actor.optim.lr": 1e-2,
-            "algorithm.distillation.path": model,  # whose experts the sampler does not choose
-            "algorithm.distillation.form": "top_k",
-            "algorithm.distillation.top_k": 6,
-        },
-    )
-    resumed(tmp_path, monkeypatch, changes, killed_in=2)
-
-
-@pytest.mark.slow
+@pytest.mark.long("slots")
 @pytest.mark.parametrize(
     "chosen",
     [{}, {"rollout.engine": "slots", "model.lora.rank": 2, "model.lora.target_modules": ("q_proj", "o_proj")}],
@@ -55,7 +52,30 @@ def test_the_preflight_compiles_what_a_run_of_experts_calls(chosen, model, tmp_p
     changes = {"actor.old_logprob": "recompute", "actor.use_kl_loss": True, **chosen}
     config = small_config(tmp_path / "run", **changes_of(model, **(ONE_STEP | changes)))
     texts = {program.lower().as_text() for program in programs_of(config).programs}
-    missing = [stage for stage, text in texts_of_a_run(config) if text not in texts]
-    assert not missing
+    assert not [stage for stage, text in texts_of_a_run(config) if text not in texts]
     row = read_metrics(tmp_path / "run")[-1]
     assert row["rollout_corr/logprob_abs_diff_max"] < 1e-3 and row["router/replay_differs"] < 0.1
+
+
+@pytest.mark.full  # the test above, and test_train with adapters on windows in slots, are of the long lane
+@pytest.mark.parametrize(("name", "engine"), [("gemma3", SLOTS), ("qwen3_moe", {})], ids=["gemma3", "qwen3_moe"])
+def test_a_killed_run_ends_with_the_same_bits(name, engine, tmp_path, monkeypatch):
+    model = with_tokenizer(name, tmp_path)
+    resumed(tmp_path, monkeypatch, changes_of(model, **LENGTHS, **SHORT_RUN, **engine))
+
+
+@pytest.mark.long("qwen3_moe")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+def test_the_mesh_changes_no_policy(name, tmp_path):
+    """Data parallel on eight devices, or 2x2x2 with training divided like sampling: tokens equal, rounding apart."""
+    model, found = with_tokenizer(name, tmp_path), {}
+    # With seed 0, on some processors, rounding decides a draw or a choice of experts in one of the meshes.
+    changes = changes_of(model, **LENGTHS, **DAMPED, **{"seed": 1})
+    for data, fsdp, tensor in ((8, 1, 1), (2, 2, 2)):
+        mesh = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor, "mesh.train_tensor": tensor}
+        found[data] = train(small_config(tmp_path / str(data), **changes, **mesh))
+    query = found[2].actor.params["layers"]["query"]
+    assert query.addressable_shards[0].data.size * 4 == query.size
+    assert_same_policy(found[8], jax.device_get(found[2].actor.params), tolerance=1e-4)
+    alone, divided = (read_metrics(tmp_path / folder) for folder in ("8", "2"))
+    assert [row["response_length/mean"] for row in alone] == [row["response_length/mean"] for row in divided]

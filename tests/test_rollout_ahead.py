@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from small_run import Killed, assert_same_policy, rows_without_clock, small_config
 
+from dapo_jax import meshes
 from dapo_jax import training as train_module
 from dapo_jax.command.validation import validate
 from dapo_jax.monitor.records import read_metrics
@@ -21,21 +22,34 @@ from dapo_jax.training import train
 STEPS = 4
 AHEAD = {
     "trainer.rollout_ahead": 1,
-    "trainer.rollout_devices": 4,
-    "mesh.fsdp": 2,
-    "mesh.tensor": 2,
     "trainer.total_training_steps": STEPS,
     "trainer.save_freq": 1,
     "actor.ppo_micro_batch_size_per_device": 16,
     "actor.optim.lr": 1e-2,
 }
+DIVIDED = {**AHEAD, "trainer.rollout_devices": 4, "mesh.fsdp": 2, "mesh.tensor": 2}
+
+
+def use_two_devices(monkeypatch):
+    """One trains and one samples, which compiles faster."""
+    monkeypatch.setattr(meshes, "split_devices", lambda *_: (jax.devices()[:1], jax.devices()[1:2]))
 
 
 @pytest.fixture(scope="module")
 def ahead(tmp_path_factory):
-    """The workdir of a run and its last policy."""
+    """The workdir and the last policy of a run on two devices."""
     folder = tmp_path_factory.mktemp("ahead")
-    models = train(small_config(folder, **AHEAD))
+    with pytest.MonkeyPatch.context() as patch:
+        use_two_devices(patch)
+        models = train(small_config(folder, **AHEAD))
+    return folder, jax.device_get(models.actor.params)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    """The same on eight devices."""
+    folder = tmp_path_factory.mktemp("divided")
+    models = train(small_config(folder, **DIVIDED))
     return folder, jax.device_get(models.actor.params)
 
 
@@ -53,18 +67,16 @@ def one_after_the_other(config):
             models, finish = train_on(run, models, batch.experience, progress, step)
             metrics = batch.metrics | finish()[0]
             progress, further = advance(config, progress, batch, metrics)
-            metrics |= further
             policies.append(jax.device_get(models.actor.params))
-            found.append(metrics)
+            found.append(metrics | further)
     return policies[-1], found
 
 
 @pytest.mark.slow
-def test_it_is_what_it_is_defined_to_be(tmp_path, ahead):
-    folder, params = ahead
-    expected, metrics = one_after_the_other(small_config(tmp_path, **AHEAD))
-    for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+def test_it_is_what_it_is_defined_to_be(tmp_path, divided):
+    folder, params = divided
+    expected, metrics = one_after_the_other(small_config(tmp_path, **DIVIDED))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
     for row, wanted in zip(read_metrics(folder)[1:], metrics, strict=True):
         assert {name: row[name] for name in wanted} == wanted
 
@@ -87,6 +99,7 @@ def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch,
             raise Killed
         return original(step, *rest)
 
+    use_two_devices(monkeypatch)
     original = train_module.is_due
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "is_due", stop)
@@ -98,27 +111,28 @@ def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch,
 
 
 @pytest.mark.slow
-def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path):
+def test_the_greedy_baseline_is_sampled_on_the_devices_that_sample(tmp_path, monkeypatch):
     """In the last step nothing is sampled ahead, so the baseline asks for the decoding weights itself."""
+    use_two_devices(monkeypatch)
     remax = {"algorithm.adv_estimator": "remax", "trainer.total_training_steps": 2}
-    never = {"trainer.test_freq": -1, "trainer.val_before_train": False}
-    train(small_config(tmp_path, **{**AHEAD, **remax, **never}))
+    train(small_config(tmp_path, **{**AHEAD, **remax, "trainer.test_freq": -1, "trainer.val_before_train": False}))
     assert len(read_metrics(tmp_path)) == 2
 
 
 @pytest.mark.slow
-def test_training_ahead_may_be_divided_without_tensor(tmp_path, ahead):
+def test_training_ahead_may_be_divided_without_tensor(tmp_path, divided):
     """The first two batches are of the first policy, so their tokens are equal; then rounding may differ."""
-    divided = {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 8, "trainer.total_training_steps": 2}
-    models = train(small_config(tmp_path, **{**AHEAD, **divided}))
+    folder = divided[0]
+    changes = {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 8, "trainer.total_training_steps": 2}
+    models = train(small_config(tmp_path, **{**DIVIDED, **changes}))
     query = models.actor.params["layers"]["query"]
     assert query.sharding.mesh.shape == {"data": 1, "fsdp": 4, "tensor": 1}
     for step in (1, 2):
-        name = f"samples/step_{step:06d}.jsonl"
-        divided_lines, wanted_lines = ((folder / name).read_text().splitlines() for folder in (tmp_path, ahead[0]))
-        trained = [line for line in divided_lines if '"held_out"' not in line]  # step 2 is the last of only one run
-        assert trained == [line for line in wanted_lines if '"held_out"' not in line] and trained
-    for row, wanted in zip(read_metrics(tmp_path)[1:], read_metrics(ahead[0])[1:3], strict=True):
+        texts = [(run / f"samples/step_{step:06d}.jsonl").read_text() for run in (tmp_path, folder)]
+        # step 2 is the last, and evaluated, of only one run
+        trained, wanted = ([line for line in text.splitlines() if '"held_out"' not in line] for text in texts)
+        assert trained == wanted and trained
+    for row, wanted in zip(read_metrics(tmp_path)[1:], read_metrics(folder)[1:3], strict=True):
         assert row["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-4)
 
 
@@ -134,29 +148,25 @@ def test_training_and_sampling_have_devices_of_their_own():
 def test_weights_move_to_other_devices_as_they_are_divided():
     training, sampling = split_devices(4, 2)
     mesh, other = make_mesh(1, 2, 2, training), make_mesh(2, 1, 2, sampling)
+    array = np.arange(32.0).reshape(4, 8)
     sharding = weight_sharding(_Matrix, mesh, {**TRAIN_RULES, "embed": None})
-    array = jax.device_put(np.arange(32.0).reshape(4, 8), sharding)
-    moved = move({"a": array}, other)["a"]
+    moved = move({"a": jax.device_put(array, sharding)}, other)["a"]
     np.testing.assert_array_equal(moved, array)
     assert moved.sharding.device_set == {*sampling} and moved.addressable_shards[0].data.shape == (4, 4)
-    divided = jax.device_put(np.arange(32.0).reshape(4, 8), weight_sharding(_Matrix, mesh, TRAIN_RULES))
     with pytest.raises(ValueError, match="lack some of the weights"):
-        move(divided, make_mesh(4, 1, 1, sampling))
+        move(jax.device_put(array, weight_sharding(_Matrix, mesh, TRAIN_RULES)), make_mesh(4, 1, 1, sampling))
 
 
 class _Matrix:
     path, shape, axes = ("matrix",), (4, 8), ("embed", "mlp")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"algorithm.use_kl_in_reward": True}, "cannot be combined with algorithm.use_kl_in_reward"),
-        ({"actor.old_logprob": "recompute"}, "whose log-probabilities cannot be recomputed"),
-        ({"algorithm.filter_groups.leftover": "carry"}, "carried groups would be older"),
-        ({"trainer.rollout_ahead": 2}, "trainer.rollout_ahead=2 must be 0 or 1"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        validate(small_config(tmp_path, **{**AHEAD, **changes}))
+def test_what_does_not_go_with_it_is_refused(tmp_path):
+    for name, value, message in (
+        ("algorithm.use_kl_in_reward", True, "cannot be combined with algorithm.use_kl_in_reward"),
+        ("actor.old_logprob", "recompute", "whose log-probabilities cannot be recomputed"),
+        ("algorithm.filter_groups.leftover", "carry", "carried groups would be older"),
+        ("trainer.rollout_ahead", 2, "trainer.rollout_ahead=2 must be 0 or 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate(small_config(tmp_path, **{**DIVIDED, name: value}))
