@@ -26,12 +26,23 @@ def models(value: float) -> Models:
 SHAPE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), models(0.0))
 
 
+def save(checkpoints, step, metric=None):
+    checkpoints.save(models(step), Progress(step=step), {"next_prompt": np.array(step)}, metric=metric)
+
+
 def write(directory, values, **options):
     """A checkpoint of each step; values: step -> metric."""
     checkpoints = Checkpoints(str(directory), **options)
     for step, metric in values.items():
-        checkpoints.save(models(step), Progress(step=step), {"next_prompt": np.array(step)}, metric=metric)
-    return checkpoints
+        save(checkpoints, step, metric)
+    checkpoints.close()
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A directory with a checkpoint of step 1."""
+    write(tmp_path, {1: None})
+    return tmp_path
 
 
 def steps(directory):
@@ -41,55 +52,52 @@ def steps(directory):
 @pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
 def test_the_newest_and_the_best_are_kept(tmp_path, mode, best):
     values = {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4, 5: None, 6: float("nan"), 7: 0.4}
-    write(tmp_path / mode, values, max_to_keep=2, keep_best=1, mode=mode).close()
+    write(tmp_path / mode, values, max_to_keep=2, keep_best=1, mode=mode)
     assert steps(tmp_path / mode) == [best, 6, 7]
-    write(tmp_path / mode, {8: 0.45}, max_to_keep=2, keep_best=1, mode=mode).close()  # after a restart
+    write(tmp_path / mode, {8: 0.45}, max_to_keep=2, keep_best=1, mode=mode)  # after a restart
     assert steps(tmp_path / mode) == [best, 7, 8]
 
 
 def test_the_best_by_another_metric_is_not_the_best(tmp_path):
-    write(tmp_path, {1: 0.9, 2: 0.1, 3: 0.2}, max_to_keep=1, keep_best=1).close()
+    write(tmp_path, {1: 0.9, 2: 0.1, 3: 0.2}, max_to_keep=1, keep_best=1)
     assert steps(tmp_path) == [1, 3]
     length = {"metric": "eval/sums/response_length/mean", "mode": "min"}
-    write(tmp_path, {4: 6.0, 5: 7.0, 6: 8.0}, max_to_keep=1, keep_best=1, **length).close()
+    write(tmp_path, {4: 6.0, 5: 7.0, 6: 8.0}, max_to_keep=1, keep_best=1, **length)
     assert steps(tmp_path) == [4, 6]
 
 
-def test_what_is_saved_comes_back(tmp_path):
-    write(tmp_path, {3: None}).close()
-    checkpoints = Checkpoints(str(tmp_path), read_only=True)
-    restored, progress, stream = checkpoints.restore(3, SHAPE)
-    checkpoints.close()
-    assert progress == Progress(step=3) and stream["next_prompt"] == 3
-    np.testing.assert_array_equal(restored.actor.params["w"], 3.0)
-
-
-def test_reading_warns_of_nothing(tmp_path, caplog):
-    write(tmp_path, {3: None}).close()
+def test_what_is_saved_comes_back_without_a_warning(tmp_path, caplog):
+    write(tmp_path, {3: None})
     log = absl.logging.get_absl_logger()
     log.addHandler(caplog.handler)
     try:
-        Checkpoints(str(tmp_path), read_only=True).close()
+        checkpoints = Checkpoints(str(tmp_path), read_only=True)
+        restored, progress, stream = checkpoints.restore(3, SHAPE)
+        checkpoints.close()
     finally:
         log.removeHandler(caplog.handler)
+    assert progress == Progress(step=3) and stream["next_prompt"] == 3
+    np.testing.assert_array_equal(restored.actor.params["w"], 3.0)
     assert caplog.messages == []
 
 
-def test_a_half_written_checkpoint_does_not_count_and_is_no_obstacle(tmp_path):
-    write(tmp_path, {1: None}).close()
+def test_only_whole_checkpoints_count_as_steps_and_others_are_no_obstacle(held):
     for name in ("2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-17"):
-        shutil.copytree(tmp_path / "1", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "progress")
-    checkpoints = Checkpoints(str(tmp_path), max_to_keep=2)
+        shutil.copytree(held / "1", held / name)
+        shutil.rmtree(held / name / "progress")
+    checkpoints = Checkpoints(str(held), max_to_keep=2)
     assert checkpoints.latest_step() == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]  # at once: no thread is left to end in a traceback
-    checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+    assert sorted(path.name for path in held.iterdir()) == ["1"]  # at once: no thread is left to end in a traceback
+    save(checkpoints, 2)
     checkpoints.close()
-    assert steps(tmp_path) == [1, 2]
+    assert steps(held) == [1, 2]
+    for name in ("10", "run_5", "7.orbax-checkpoint-tmp"):  # workdirs beside it, and one that is being written
+        (held / name).mkdir()
+    assert checkpoint.saved_steps(held) == [1, 2] and checkpoint.saved_steps(held / "none") == []
 
 
 def test_a_damaged_checkpoint_is_named_and_never_skipped(tmp_path):
-    write(tmp_path, {1: None, 2: None}, max_to_keep=2).close()
+    write(tmp_path, {1: None, 2: None}, max_to_keep=2)
     for path in (tmp_path / "2").rglob("*"):
         if path.is_file() and path.stat().st_size > 100:
             path.write_bytes(path.read_bytes()[:50])
@@ -101,41 +109,35 @@ def test_a_damaged_checkpoint_is_named_and_never_skipped(tmp_path):
     checkpoints.close()
 
 
-def test_without_room_nothing_is_written_and_the_last_one_stays(tmp_path, monkeypatch):
-    checkpoints = write(tmp_path, {1: None})
-    checkpoints.close()
-    checkpoints = Checkpoints(str(tmp_path))
+def test_without_room_nothing_is_written_and_the_last_one_stays(held, monkeypatch):
+    checkpoints = Checkpoints(str(held))
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
-    with pytest.raises(
-        RuntimeError, match=r"it needs 0.02 GB, but only 0.00 GB are free. The one of step 1 is complete"
-    ):
-        checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+    message = "it needs 0.02 GB, but only 0.00 GB are free. The one of step 1 is complete"
+    with pytest.raises(RuntimeError, match=message):
+        save(checkpoints, 2)
     checkpoints.close()
-    assert steps(tmp_path) == [1]
+    assert steps(held) == [1]
 
 
-def test_an_error_in_the_background_is_told(tmp_path, monkeypatch):
+def test_an_error_in_the_background_is_told(held, monkeypatch):
     from orbax.checkpoint import PyTreeCheckpointHandler
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    checkpoints = write(tmp_path, {1: None})
-    checkpoints.close()
-    checkpoints = Checkpoints(str(tmp_path))
+    checkpoints = Checkpoints(str(held))
     monkeypatch.setattr(PyTreeCheckpointHandler, "finalize", full)
     with pytest.raises(RuntimeError, match="No space left on device. The one of step 1 is complete: make room"):
-        checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+        save(checkpoints, 2)
         checkpoints.close()
-    assert 1 in {int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()}
+    assert 1 in {int(path.name) for path in held.iterdir() if path.name.isdigit()}
 
 
-def test_a_checkpoint_that_takes_too_long_names_the_option(tmp_path, monkeypatch):
+def test_a_checkpoint_that_takes_too_long_names_the_option(held, monkeypatch):
     from orbax.checkpoint import JsonCheckpointHandler
 
     end = threading.Event()
-    write(tmp_path, {1: None}).close()
-    checkpoints = Checkpoints(str(tmp_path), timeout_s=1)
+    checkpoints = Checkpoints(str(held), timeout_s=1)
 
     async def write_slowly(*_):
         while not end.is_set():
@@ -144,23 +146,15 @@ def test_a_checkpoint_that_takes_too_long_names_the_option(tmp_path, monkeypatch
     monkeypatch.setattr(JsonCheckpointHandler, "_save_fn", write_slowly)
     with pytest.raises(RuntimeError, match="step 1 is complete: raise trainer.checkpoint_timeout_s, or write less"):
         try:
-            checkpoints.save(models(2), Progress(step=2), {"next_prompt": np.array(2)})
+            save(checkpoints, 2)
             checkpoints.close()
         finally:
             end.set()
 
 
-def test_only_checkpoints_count_as_steps(tmp_path):
-    write(tmp_path, {1: None}).close()
-    for name in ("10", "run_5", "7.orbax-checkpoint-tmp"):  # workdirs beside it, and one that is being written
-        (tmp_path / name).mkdir()
-    assert checkpoint.saved_steps(tmp_path) == [1] and checkpoint.saved_steps(tmp_path / "none") == []
-
-
-def test_an_array_that_cannot_be_read_leaves_no_read_under_way(tmp_path, monkeypatch):
+def test_an_array_that_cannot_be_read_leaves_no_read_under_way(held, monkeypatch):
     """Those that Orbax leaves print tracebacks, some when Python ends."""
-    write(tmp_path, {1: None}).close()
-    checkpoints, ended, begun = Checkpoints(str(tmp_path), read_only=True), [], asyncio.new_event_loop
+    checkpoints, ended, begun = Checkpoints(str(held), read_only=True), [], asyncio.new_event_loop
 
     async def fail():
         raise OSError("cut off. See full TensorStore details: a page")
@@ -187,9 +181,8 @@ def test_an_array_that_cannot_be_read_leaves_no_read_under_way(tmp_path, monkeyp
     checkpoints.close()
 
 
-def test_an_interrupt_leaves_the_loop_open_to_the_reads_under_way(tmp_path, monkeypatch):
-    write(tmp_path, {1: None}).close()
-    checkpoints, loops = Checkpoints(str(tmp_path), read_only=True), []
+def test_an_interrupt_leaves_the_loop_open_to_the_reads_under_way(held, monkeypatch):
+    checkpoints, loops = Checkpoints(str(held), read_only=True), []
 
     def restore(*_, **__):
         loops.append(asyncio.new_event_loop())

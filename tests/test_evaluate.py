@@ -51,20 +51,18 @@ def test_the_table_has_a_line_a_model_and_task_set():
     assert c.split() == ["20", "c", "7.000", "7.000", "-", "-1.000"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--config is missing"),
-        (["--config", "configs/tiny.py", "--steps=3"], "unknown|unexpected|Unknown"),
-        (["--config", "configs/tiny.py", "--config.evaluate.n=0"], "evaluate.n=0 must be greater"),
-        (["--config", "configs/tiny.py", "--step=3", "--config.workdir=absent"], "is the workdir of one"),
-        (["--config", "configs/tiny.py", "--output", "tests"], "must be a new or an empty directory"),
-    ],
-)
-def test_the_command_refuses_with_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2 and re.search(f"dapo_jax: (?s:.)*({message})", capsys.readouterr().err)
+def test_the_command_refuses_with_one_line(capsys):
+    tiny = ("--config", "configs/tiny.py")
+    for arguments, message in (
+        ((), "--config is missing"),
+        ((*tiny, "--steps=3"), "unknown|unexpected|Unknown"),
+        ((*tiny, "--config.evaluate.n=0"), "evaluate.n=0 must be greater"),
+        ((*tiny, "--step=3", "--config.workdir=absent"), "is the workdir of one"),
+        ((*tiny, "--output", "tests"), "must be a new or an empty directory"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2 and re.search(f"dapo_jax: (?s:.)*({message})", capsys.readouterr().err)
 
 
 def recorded_run(folder, *steps, **values):
@@ -89,26 +87,13 @@ def test_a_run_is_measured_with_its_own_lengths_and_sampling(tmp_path):
     assert flat(config) == flat(given) | {"evaluate.temperature": 0.5} and "evaluate.n=" not in line
     same = with_values(given, theirs | {"evaluate.n": 4})
     assert as_in_the_run(same, (), checkpoints=False) == (same, ())
-    validate(
-        as_in_the_run(
-            with_values(
-                given,
-                {
-                    "rollout.min_response_length": 4,
-                    "reward.overlong_buffer.enable": True,
-                    "data.max_response_length": 300,
-                },
-            ),
-            (),
-            checkpoints=False,
-        )[0],
-        training=False,
-    )
+    of_training = {"rollout.min_response_length": 4, "reward.overlong_buffer.enable": True}
+    longer = with_values(given, of_training | {"data.max_response_length": 300})
+    validate(as_in_the_run(longer, (), checkpoints=False)[0], training=False)
 
 
 def test_the_run_in_the_workdir_is_measured_where_its_checkpoints_are_asked_for(tmp_path):
-    given = recorded_run(tmp_path / "run", 1, **{"evaluate.n": 3})
-    given = with_values(given, {"evaluate.n": 2})
+    given = with_values(recorded_run(tmp_path / "run", 1, **{"evaluate.n": 3}), {"evaluate.n": 2})
     config, lines = as_in_the_run(given, (), checkpoints=True)
     assert config.evaluate.n == 3 and len(lines) == 1
     config, [line] = as_in_the_run(given, (), checkpoints=False)
@@ -120,7 +105,7 @@ def test_a_step_that_is_not_there_is_named_before_the_output(tmp_path):
     config = recorded_run(tmp_path / "run", 1)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    with pytest.raises(ValueError, match="--step=7 must be a checkpoint"):
+    with pytest.raises(ValueError, match=r"--step=7 must be a checkpoint of .*: choose one of \[1\]"):
         bench(config, tmp_path / "out", step=7)
     with pytest.raises(ValueError, match="must be a new or an empty directory"):
         bench(config, tmp_path / "out", step=1)
@@ -135,16 +120,9 @@ def trained(tmp_path_factory):
         "own": {"files": file, "n": 2, "batch_size": 2, "max_prompts": 3},
         "greedy": {"files": file, "n": 1, "temperature": 0, "reward_function": "gsm8k_flexible"},
     }
-    config = small_config(
-        folder / "run",
-        **{
-            "trainer.total_training_steps": 2,
-            "trainer.test_freq": 1,
-            "trainer.save_freq": 1,
-            "evaluate.tasks": json.dumps(tasks),
-            "monitor.detailed_stats": True,
-        },
-    )
+    each = {"trainer.total_training_steps": 2, "trainer.test_freq": 1, "trainer.save_freq": 1}
+    measured = {"evaluate.tasks": json.dumps(tasks), "monitor.detailed_stats": True}
+    config = small_config(folder / "run", **each, **measured)
     train(config)
     return config
 
@@ -193,13 +171,8 @@ def test_the_checkpoints_measure_as_the_run_did(trained, tmp_path):
 @pytest.mark.slow
 def test_a_model_is_measured_without_training_data_and_in_pieces(trained, tmp_path):
     whole = bench(trained, tmp_path / "step", step=2)[0]["metrics"]
-    config = dataclasses.replace(
-        trained,
-        model=dataclasses.replace(trained.model, path=trained.workdir),
-        workdir=str(tmp_path / "another"),
-        data=dataclasses.replace(trained.data, task="files"),
-        evaluate=dataclasses.replace(trained.evaluate, batch_size=1),
-    )
+    changes = {"model.path": trained.workdir, "data.task": "files", "evaluate.batch_size": 1}
+    config = with_values(trained, changes | {"workdir": str(tmp_path / "another")})
     config = without_switched_off(trained, config, ())
     [result] = bench(config, tmp_path / "out")
     assert result["step"] == 2 and result["model"] == trained.workdir
@@ -207,17 +180,9 @@ def test_a_model_is_measured_without_training_data_and_in_pieces(trained, tmp_pa
     assert own == set(result["metrics"]) - {"time/bench", "bench/num_errors"}
     for name in own:
         assert result["metrics"][name] == pytest.approx(whole[name], abs=1e-12), name
-    nothing = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, tasks="{}"))
-    nothing = without_switched_off(config, nothing, ())
+    nothing = without_switched_off(config, with_values(config, {"evaluate.tasks": "{}"}), ())
     with pytest.raises(ValueError, match="nothing to evaluate"):
         bench(nothing, tmp_path / "nothing")
-
-
-@pytest.mark.slow
-def test_a_step_that_was_not_saved_is_refused_with_those_that_were(trained, tmp_path):
-    with pytest.raises(ValueError, match=r"--step=7 must be a checkpoint of .*: choose one of \[1, 2\]"):
-        bench(trained, tmp_path / "out", step=7)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

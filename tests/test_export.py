@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from shapes import mesh_of, one_device_mesh
 from small_run import CONFIGS, small_config
 
 from dapo_jax.base_models import read_model
@@ -26,10 +27,8 @@ from dapo_jax.models.load import load_params, read_model_architecture
 from dapo_jax.models.lora import TARGETS
 from dapo_jax.models.transformer import forward, logits, positions_of
 from dapo_jax.models.weights import weight_table
-from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress
 from dapo_jax.settings import actor_settings, critic_settings
-from dapo_jax.training import train
 
 DATA = Path(__file__).parent / "models" / "data"
 NAMES = ["llama3_rope_scaled", "llama_tied", "qwen2_bias_tied", "qwen3_qknorm"]
@@ -50,10 +49,9 @@ def hf_directory(path, name):
     return path
 
 
-def save_checkpoint(config, step=3):
+def save_checkpoint(config, step=3, mesh=None):
     """A checkpoint of `config` with random numbers in the place of all that is trained; returns the policy's."""
-    arch, _ = read_model(config)
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    arch, mesh = read_model(config)[0], mesh or one_device_mesh()
     actor = build_actor(actor_settings(config, arch, mesh), mesh).trainable
     critic = build_critic(critic_settings(config, arch, mesh), mesh).trainable if uses_critic(config) else None
     shape = Models(actor=actor.state_shape, critic=critic.state_shape if critic is not None else None)
@@ -104,14 +102,12 @@ def assert_transformers_has_the_tokenizer(path, expected):
 
 
 @pytest.mark.slow
-def test_the_command_exports_what_a_run_has_trained(tmp_path, capsys):
-    config = small_config(tmp_path / "run", **{"trainer.total_training_steps": 2, "trainer.save_freq": 1})
-    models = train(config)
-    output = tmp_path / "deep" / "export"
+def test_the_command_exports_what_a_run_has_trained(whole, tmp_path, capsys):
+    config, output = small_config(whole[0]), tmp_path / "deep" / "export"
     command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={config.workdir}"]
     main([*command, "--output", str(output), "--dtype", "float32"])
-    assert f"after step 2 is in {output}, in float32" in capsys.readouterr().out
-    assert_equal(loaded(output), jax.device_get(models.actor.params))
+    assert f"after step 4 is in {output}, in float32" in capsys.readouterr().out
+    assert_equal(loaded(output), whole[1])
     exported = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(output)))
     (arch, tokenizer), (found_arch, found_tokenizer) = read_model(config), read_model(exported)
     assert found_arch == arch
@@ -119,20 +115,47 @@ def test_the_command_exports_what_a_run_has_trained(tmp_path, capsys):
     main([*command, f"--output={tmp_path / 'first'}", "--step=1"])
     assert json.loads((tmp_path / "first" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     first = loaded(tmp_path / "first")
-    assert all((leaf != last).any() for leaf, last in zip(*map(jax.tree.leaves, (first, loaded(output))), strict=True))
+    assert all((leaf != last).any() for leaf, last in zip(*map(jax.tree.leaves, (first, whole[1])), strict=True))
 
 
-def test_a_random_models_export_is_the_checkpoint_and_has_its_tokenizer(tmp_path):
-    config = small_config(tmp_path / "run")
-    old, new = save_checkpoint(config, 3), save_checkpoint(config, 5)
-    assert export(config, tmp_path / "new", dtype="float32") == 5
+AXES = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+CRITIC = {"algorithm.adv_estimator": "gae"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The workdir of a run with a critic, and its policy after step 3 on one device and after step 12 on four."""
+    folder = tmp_path_factory.mktemp("run")
+    meshes = {3: one_device_mesh(), 12: mesh_of((1, 2, 2))}
+    config = small_config(folder, **CRITIC)
+    return folder, {step: save_checkpoint(config, step, mesh) for step, mesh in meshes.items()}
+
+
+def test_a_random_models_export_is_the_checkpoint_and_has_its_tokenizer(run, tmp_path):
+    config, policies = small_config(run[0]), run[1]
+    assert export(config, tmp_path / "new", dtype="float32") == 12
     assert export(config, tmp_path / "old", dtype="float32", step=3) == 3
-    assert_equal(loaded(tmp_path / "new"), new)
-    assert_equal(loaded(tmp_path / "old"), old)
+    assert_equal(loaded(tmp_path / "new"), policies[12])
+    assert_equal(loaded(tmp_path / "old"), policies[3])
     assert_same_tokenizer(load_tokenizer(tmp_path / "new"), character_tokenizer())
     hf = json.loads((tmp_path / "new" / "config.json").read_text())
     assert hf["max_position_embeddings"] == config.data.max_prompt_length + config.data.max_response_length
     assert_transformers_has_the_tokenizer(tmp_path / "new", character_tokenizer())
+    with pytest.raises(ValueError, match=re.escape("--step=4 must be a checkpoint") + r".* one of \[3, 12\]"):
+        export(config, tmp_path / "out", step=4)
+    for name, value in (("model.random.hidden_size", 64), ("model.lora.rank", 2)):
+        with pytest.raises(ValueError, match=f"step 12 in workdir={run[0]} must be of the model in the config"):
+            export(small_config(run[0], **{name: value}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes", [{**AXES, **CRITIC}, {"actor.optim.moments_dtype": "bfloat16"}])
+def test_only_the_policy_is_read_on_any_mesh_without_an_accelerator(run, tmp_path, changes):
+    """Neither the critic nor the moments are wanted, nor has the config to say that the run had them."""
+    config = small_config(run[0], **changes)
+    fused = dataclasses.replace(config.model, attention="splash")
+    export(dataclasses.replace(config, model=fused), tmp_path / "out", dtype="float32")
+    assert_equal(loaded(tmp_path / "out"), run[1][12])
 
 
 def test_a_directorys_own_files_are_kept_and_only_the_dtype_changes(tmp_path):
@@ -184,60 +207,36 @@ def test_transformers_computes_our_logits_and_token_ids_from_an_export(tmp_path,
         assert_transformers_has_the_tokenizer(tmp_path / "out", load_tokenizer(source))
 
 
-def test_the_mesh_may_change_and_a_critic_is_left_out(tmp_path):
-    changes = {"algorithm.adv_estimator": "gae"}
-    axes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
-    params = save_checkpoint(small_config(tmp_path / "run", **changes, **axes))
-    for output, mesh in (("divided", axes), ("whole", {})):
-        export(small_config(tmp_path / "run", **changes, **mesh), tmp_path / output, dtype="float32")
-        assert_equal(loaded(tmp_path / output), params)
-
-
-def test_a_run_with_a_fused_kernel_is_exported_without_its_accelerator(tmp_path):
-    config = small_config(tmp_path / "run")
-    save_checkpoint(config)
-    fused = dataclasses.replace(config.model, attention="splash")
-    export(dataclasses.replace(config, model=fused), tmp_path / "out")
-
-
-def test_adapters_are_merged_into_the_weights_that_they_belong_to(tmp_path):
+def test_adapters_are_merged_or_written_alone_with_the_names_that_peft_reads(tmp_path):
     source = hf_directory(tmp_path / "model", "qwen3_qknorm")
-    lora = {"model.lora.rank": 2, "model.lora.alpha": 3.0, "model.lora.target_modules": ("q_proj", "down_proj")}
+    lora = {"model.lora.rank": 2, "model.lora.alpha": 3.0, "model.lora.target_modules": ("all-linear",)}
     config = small_config(tmp_path / "run", **{"model.path": str(source)}, **lora)
     adapters = save_checkpoint(config)["layers"]
-    export(config, tmp_path / "out", dtype="float32")
-    base, found = loaded(source), loaded(tmp_path / "out")
-    query = np.einsum("ldr,lrnh->ldnh", adapters["query_lora_a"], adapters["query_lora_b"])
-    down = np.einsum("lfr,lrd->lfd", adapters["down_lora_a"], adapters["down_lora_b"])
-    for name, change in (("query", query), ("down", down)):
-        expected = base["layers"].pop(name) + 1.5 * change
-        assert np.abs(1.5 * change).max() > 1e-4
-        np.testing.assert_allclose(found["layers"].pop(name), expected, rtol=0, atol=1e-6)
+    export(config, tmp_path / "merged", dtype="float32")
+    base, found = loaded(source), loaded(tmp_path / "merged")
+    for name in TARGETS.values():
+        first, second = adapters[f"{name}_lora_a"], adapters[f"{name}_lora_b"]
+        before = base["layers"].pop(name)
+        change = 1.5 * first.reshape(len(first), -1, 2) @ second.reshape(len(second), 2, -1)
+        assert np.abs(change).max() > 1e-4
+        np.testing.assert_allclose(
+            found["layers"].pop(name), before + change.reshape(before.shape), rtol=0, atol=1e-6, err_msg=name
+        )
     assert_equal(found, base)
 
-
-def test_adapters_alone_have_the_names_that_peft_reads(tmp_path):
-    source = hf_directory(tmp_path / "model", "qwen3_qknorm")
-    lora = {"model.lora.rank": 2, "model.lora.target_modules": ("all-linear",)}
-    config = small_config(tmp_path / "run", **{"model.path": str(source)}, **lora)
-    adapters = save_checkpoint(config)["layers"]
-    export(config, tmp_path / "out", dtype="float32", adapter=True)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
-    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    export(config, tmp_path / "alone", dtype="float32", adapter=True)
+    files = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    tensors = load_file(tmp_path / "alone" / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * adapters["query_lora_a"].shape[0]
     stem = "base_model.model.model.layers.1.mlp.down_proj.lora_"
     np.testing.assert_array_equal(tensors[stem + "A.weight"], adapters["down_lora_a"][1].T)
     np.testing.assert_array_equal(tensors[stem + "B.weight"], adapters["down_lora_b"][1].T)
-    described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    described = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
     assert described["target_modules"] == list(TARGETS)
     assert described["r"] == 2 and described["base_model_name_or_path"] == str(source)
-    without = small_config(tmp_path / "run", **{"model.path": str(source)})
     with pytest.raises(ValueError, match="--adapter needs a run with adapters"):
-        export(without, tmp_path / "none", adapter=True)
+        export(small_config(tmp_path / "run", **{"model.path": str(source)}), tmp_path / "none", adapter=True)
 
 
 def write_gguf(path, arch, pre):
@@ -282,6 +281,7 @@ def write_gguf(path, arch, pre):
     return path
 
 
+@pytest.mark.short("llama3")
 @pytest.mark.parametrize(("name", "pre"), [("llama_tied", "llama3"), ("qwen2_bias_tied", "qwen2")])
 def test_a_gguf_model_becomes_a_directory_with_its_tokenizer(tmp_path, name, pre):
     arch = dataclasses.replace(read_model_architecture(DATA / name), vocab_size=264)
@@ -302,53 +302,22 @@ def test_a_gguf_model_becomes_a_directory_with_its_tokenizer(tmp_path, name, pre
     assert_transformers_has_the_tokenizer(tmp_path / "out", expected)
 
 
-def test_without_a_checkpoint_nothing_is_written(tmp_path):
-    config = small_config(tmp_path / "run")
+def test_without_a_checkpoint_or_into_something_nothing_is_written(tmp_path):
+    config, held = small_config(tmp_path / "run"), tmp_path / "held"
     with pytest.raises(ValueError, match=f"workdir={config.workdir} must be that of a run that has saved a checkpoint"):
         export(config, tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_step_that_was_not_saved_is_refused_with_those_that_were(tmp_path):
-    config = small_config(tmp_path / "run")
-    save_checkpoint(config, 3), save_checkpoint(config, 12)
-    with pytest.raises(ValueError, match=re.escape("--step=4 must be a checkpoint") + r".* one of \[3, 12\]"):
-        export(config, tmp_path / "out", step=4)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_output_that_holds_something_is_refused(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"precious")
-    for output in (tmp_path, tmp_path / "model.safetensors"):
+    held.mkdir()
+    (held / "model.safetensors").write_bytes(b"precious")
+    for output in (held, held / "model.safetensors"):
         with pytest.raises(ValueError, match=f"--output={output} must be a new or an empty directory"):
-            export(small_config(tmp_path / "run"), output)
-    assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
+            export(config, output)
+    assert (held / "model.safetensors").read_bytes() == b"precious"
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    config = small_config(tmp_path / "run")
-    save_checkpoint(config)
-    for name, value in (("model.random.hidden_size", 64), ("model.lora.rank", 2)):
-        with pytest.raises(ValueError, match=f"step 3 in workdir={config.workdir} must be of the model in the config"):
-            export(small_config(tmp_path / "run", **{name: value}), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-
-def test_only_the_policy_is_read(tmp_path):
-    """Neither the critic nor the moments are wanted, nor has the config to say that the run had them."""
-    config = small_config(tmp_path / "run", **{"algorithm.adv_estimator": "gae"})
-    params = save_checkpoint(config)
-    for number, changes in enumerate(({}, {"actor.optim.moments_dtype": "bfloat16"})):
-        export(small_config(tmp_path / "run", **changes), tmp_path / str(number), dtype="float32")
-        assert_equal(loaded(tmp_path / str(number)), params)
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [("--config.seed=0", "holds none"), ("--config.sead=0", "sead"), ("--config.mesh.fsdp=3", "holds none")],
-)
-def test_the_command_ends_with_one_line_on_what_is_wrong(tmp_path, capsys, argument, message):
-    command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={tmp_path}", argument]
-    with pytest.raises(SystemExit) as error:
-        main([*command, "--output", str(tmp_path / "out")])
-    assert error.value.code == 2 and re.fullmatch(f"dapo_jax: .*{message}.*\n", capsys.readouterr().err)
+def test_the_command_ends_with_one_line_on_what_is_wrong(tmp_path, capsys):
+    command = ["--config", str(CONFIGS / "tiny.py"), f"--config.workdir={tmp_path}", "--output", str(tmp_path / "out")]
+    for argument, message in (("seed=0", "holds none"), ("sead=0", "sead"), ("mesh.fsdp=3", "holds none")):
+        with pytest.raises(SystemExit) as error:
+            main([*command, f"--config.{argument}"])
+        assert error.value.code == 2 and re.fullmatch(f"dapo_jax: .*{message}.*\n", capsys.readouterr().err)

@@ -18,26 +18,20 @@ from dapo_jax.monitor.records import write_config
 from dapo_jax.other_runs import PINNED, find_checkpoint, find_trained, pinned
 from dapo_jax.progress import Progress
 
-STREAM = {"next_prompt": np.array(0)}
 SETTINGS = OptimizerSettings(betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, grad_clip=1.0)
 
 
 def save(directory, *steps) -> None:
     checkpoints = Checkpoints(str(directory), max_to_keep=9)
+    models = Models(actor=init_state({"w": jnp.ones(2)}, SETTINGS), critic=None)
     for step in steps:
-        checkpoints.save(
-            Models(actor=init_state({"w": jnp.ones(2)}, SETTINGS), critic=None), Progress(step=step), STREAM
-        )
+        checkpoints.save(models, Progress(step=step), {"next_prompt": np.array(0)})
     checkpoints.close()
-
-
-def changed(config: Config, section: str, **values) -> Config:
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
 
 def run_in(workdir, *steps, elsewhere: Path | None = None) -> Path:
     """The workdir of a run with checkpoints of these steps, which lie `elsewhere` if that is given."""
-    config = changed(Config(workdir=str(workdir)), "trainer", checkpoint_dir=str(elsewhere or ""))
+    config = with_values(Config(workdir=str(workdir)), {"trainer.checkpoint_dir": str(elsewhere or "")})
     write_config(workdir, dataclasses.asdict(config))
     save(checkpoint_dir(config), *steps)
     return workdir
@@ -61,9 +55,13 @@ def test_a_workdir_may_be_named_by_a_number(tmp_path):
     assert find_trained(str(tmp_path / "lr")) is None
 
 
-def test_checkpoints_alone_are_found_but_belong_to_no_run(tmp_path):
-    save(tmp_path / "run" / "checkpoints", 1, 2)  # and no config.json
+def test_checkpoints_alone_are_found_and_pinned_but_belong_to_no_run(tmp_path):
+    save(tmp_path / "run" / "checkpoints", 1)  # and no config.json
     directory = str(tmp_path / "run" / "checkpoints")
+    config = with_values(Config(workdir=str(tmp_path / "next")), {"trainer.resume_from_path": directory})
+    write_config(config.workdir, dataclasses.asdict(pinned(config)))
+    save(directory, 2)
+    assert pinned(config).trainer.resume_from_path == f"{directory}/1"
     assert find_checkpoint(str(tmp_path / "run")) == find_checkpoint(directory) == Origin(directory, 2)
     assert find_checkpoint(f"{directory}/1") == Origin(directory, 1)
     for path, held in ((f"{directory}/7", r"steps \[1, 2\]"), (str(tmp_path / "none"), "none holds none")):
@@ -74,40 +72,33 @@ def test_checkpoints_alone_are_found_but_belong_to_no_run(tmp_path):
             find_trained(path)
 
 
-@pytest.mark.parametrize("key", PINNED)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_restart_begins_with_the_same_checkpoint(tmp_path, monkeypatch, key, elsewhere):
+def test_a_restart_begins_with_the_same_checkpoint(tmp_path, monkeypatch, elsewhere):
     """It read the other run's newest one, if that had a trainer.checkpoint_dir or was named to resume from."""
     place = tmp_path / "elsewhere" if elsewhere else None
     other = run_in(tmp_path / "other", 1, elsewhere=place)
-    config = with_values(Config(workdir=str(tmp_path / "run")), {key: str(other)})
-
-    def chosen(config: Config) -> str:
-        return attrgetter(key)(pinned(config))
-
-    first = pinned(config)
-    write_config(config.workdir, dataclasses.asdict(first))
+    configs = {key: with_values(Config(workdir=str(tmp_path / key)), {key: str(other)}) for key in PINNED}
+    first = {key: pinned(config) for key, config in configs.items()}
+    for key, config in configs.items():
+        write_config(config.workdir, dataclasses.asdict(first[key]))
     save(place or other / "checkpoints", 2)
-    assert chosen(config) == f"{other}/checkpoints/1"
-    assert find_checkpoint(chosen(config)).step == 1
     monkeypatch.chdir(tmp_path)
-    assert chosen(with_values(config, {key: "other"})) == f"{other}/checkpoints/1"  # the same, said otherwise
-    assert chosen(with_values(config, {key: f"{other}/checkpoints/2"})) == f"{other}/checkpoints/2"
-    assert chosen(dataclasses.replace(config, workdir=str(tmp_path / "new"))) == f"{other}/checkpoints/2"
-    assert pinned(first) == first
+    for key, config in configs.items():
 
+        def chosen(config: Config, key: str = key) -> str:
+            return attrgetter(key)(pinned(config))
 
-def test_checkpoints_alone_are_pinned_too(tmp_path):
-    save(tmp_path / "saved", 1)
-    config = changed(Config(workdir=str(tmp_path / "run")), "trainer", resume_from_path=str(tmp_path / "saved"))
-    write_config(config.workdir, dataclasses.asdict(pinned(config)))
-    save(tmp_path / "saved", 2)
-    assert pinned(config).trainer.resume_from_path == f"{tmp_path}/saved/1"
+        assert chosen(config) == f"{other}/checkpoints/1"
+        assert find_checkpoint(chosen(config)).step == 1
+        assert chosen(with_values(config, {key: "other"})) == f"{other}/checkpoints/1"  # the same, said otherwise
+        assert chosen(with_values(config, {key: f"{other}/checkpoints/2"})) == f"{other}/checkpoints/2"
+        assert chosen(dataclasses.replace(config, workdir=str(tmp_path / "new"))) == f"{other}/checkpoints/2"
+        assert pinned(first[key]) == first[key]
 
 
 def test_what_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     for path in ("random", str(tmp_path / "hf"), str(tmp_path / "none"), str(run_in(tmp_path / "empty"))):
-        config = changed(Config(workdir=str(tmp_path / "run")), "model", path=path)
+        config = with_values(Config(workdir=str(tmp_path / "run")), {"model.path": path})
         assert pinned(config) == config

@@ -1,3 +1,5 @@
+"""What a run begins with: policy, reference and critic; and when it recomputes log-probabilities."""
+
 import dataclasses
 import json
 import re
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from reward_model_files import write_reward_model
 from safetensors.numpy import load_file, save_file
+from shapes import one_device_mesh
 from small_run import small_config
 
 from dapo_jax.base_models import load_policy, load_reference, read_model
@@ -16,18 +19,19 @@ from dapo_jax.learner.actor import build_actor
 from dapo_jax.learner.critic import build_critic
 from dapo_jax.models.hf_architecture import read_architecture
 from dapo_jax.models.weights import build_freeze
-from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress, advance, recomputes
 from dapo_jax.run import init_models
 from dapo_jax.settings import actor_settings, critic_settings
 
 DATA = Path(__file__).parent / "models" / "data"
 LLAMA, QWEN2 = str(DATA / "llama_tied"), str(DATA / "qwen2_bias_tied")
+POLICY = {"architectures": ["LlamaForCausalLM"]}
 
 
-def reference_of(changes, freeze=lambda params: params, path=LLAMA):
-    """What `load_reference` gives a policy of the architecture at `path`."""
-    return load_reference(small_config("unused", **changes), read_architecture(path), freeze, make_mesh(8, 1, 1))
+def reference_of(**changes):
+    """What `load_reference` gives a policy of the architecture at LLAMA."""
+    config = small_config("unused", **changes)
+    return load_reference(config, read_architecture(LLAMA), lambda params: params, one_device_mesh())
 
 
 def assert_equal(found, expected):
@@ -35,13 +39,16 @@ def assert_equal(found, expected):
 
 
 def test_the_reference_is_the_models_own_start_unless_another_is_named():
-    expected = load_policy(LLAMA, read_architecture(LLAMA), make_mesh(8, 1, 1))
-    assert_equal(reference_of({"model.path": LLAMA}), expected)
-    assert_equal(reference_of({"model.path": "elsewhere", "reference.path": LLAMA}), expected)
+    expected = load_policy(LLAMA, read_architecture(LLAMA), one_device_mesh())
+    assert_equal(reference_of(**{"model.path": LLAMA}), expected)
+    assert_equal(reference_of(**{"model.path": "elsewhere", "reference.path": LLAMA}), expected)
+    message = f"reference.path={QWEN2} must have the architecture of model.path={LLAMA}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        reference_of(**{"model.path": LLAMA, "reference.path": QWEN2})
 
 
 def test_the_reference_of_a_random_model_is_its_start():
-    config, mesh = small_config("unused"), make_mesh(8, 1, 1)
+    config, mesh = small_config("unused"), one_device_mesh()
     arch, _ = read_model(config)
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(config, arch, mesh), mesh)
@@ -49,23 +56,11 @@ def test_the_reference_of_a_random_model_is_its_start():
         assert_equal(reference, actor.trainable.init_random(config.seed).params)
 
 
-def test_a_reference_of_another_architecture_is_refused():
-    message = f"reference.path={QWEN2} must have the architecture of model.path={LLAMA}"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        reference_of({"model.path": LLAMA, "reference.path": QWEN2})
-
-
 def critic_of(policy, critic_path):
     """The parameters that a run of the policy at `policy` and its critic begin with."""
-    config = small_config(
-        "unused",
-        **{
-            "model.path": str(policy),
-            "algorithm.adv_estimator": "gae",
-            "critic.model.path": str(critic_path),
-        },
-    )
-    mesh, (arch, _) = make_mesh(8, 1, 1), read_model(config)
+    changes = {"algorithm.adv_estimator": "gae", "critic.model.path": str(critic_path)}
+    config = small_config("unused", **changes, **{"model.path": str(policy)})
+    mesh, (arch, _) = one_device_mesh(), read_model(config)
     with jax.set_mesh(mesh):
         actor = build_actor(actor_settings(config, arch, mesh), mesh)
         critic = build_critic(critic_settings(config, arch, mesh), mesh)
@@ -74,9 +69,8 @@ def critic_of(policy, critic_path):
     return models.actor.params, models.critic.params
 
 
-def test_a_critic_begins_with_its_own_files(tmp_path):
-    policy = write_reward_model(tmp_path / "policy", architectures=["LlamaForCausalLM"])
-    other = write_reward_model(tmp_path / "other", architectures=["LlamaForCausalLM"])
+def test_a_critic_begins_with_the_weights_and_the_scalar_head_of_its_own_files(tmp_path):
+    policy, other = (write_reward_model(tmp_path / name, **POLICY) for name in ("policy", "other"))
     tensors = {name: 2 * values for name, values in load_file(other / "model.safetensors").items()}
     save_file(tensors, other / "model.safetensors")
     params, begun = critic_of(policy, "")
@@ -84,43 +78,36 @@ def test_a_critic_begins_with_its_own_files(tmp_path):
     assert_equal(params, same_params)
     assert_equal(twice["layers"], jax.tree.map(lambda x: 2 * x, begun["layers"]))
     assert not np.any(begun["score"]) and not np.any(twice["score"])
-
-
-def test_a_critic_takes_the_scalar_head_of_its_files(tmp_path):
-    policy = write_reward_model(tmp_path / "policy", architectures=["LlamaForCausalLM"])
     scored = write_reward_model(tmp_path / "scored", initializer_range=0.5)
     head = load_file(scored / "model.safetensors")["score.weight"]
     np.testing.assert_array_equal(critic_of(policy, scored)[1]["score"], head[0])
 
 
 def test_a_critic_of_another_architecture_or_of_a_run_is_refused(tmp_path):
-    policy = write_reward_model(tmp_path / "policy", architectures=["LlamaForCausalLM"])
+    policy = write_reward_model(tmp_path / "policy", **POLICY)
     wider = write_reward_model(tmp_path / "wider", intermediate_size=96)
-    with pytest.raises(
-        ValueError, match="critic.model.path=.*wider must have the architecture of model.path, except for"
-    ):
+    message = "critic.model.path=.*wider must have the architecture of model.path, except for"
+    with pytest.raises(ValueError, match=message):
         critic_of(policy, wider)
-    config = {**dataclasses.asdict(small_config(tmp_path / "run")), "workdir": str(tmp_path / "run")}
-    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "3" / "_CHECKPOINT_METADATA").write_text("{}")
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    run = tmp_path / "run"
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    (run / "checkpoints" / "3" / "_CHECKPOINT_METADATA").write_text("{}")
+    (run / "config.json").write_text(json.dumps(dataclasses.asdict(small_config(run))))
     with pytest.raises(ValueError, match="critic.model.path=.*run is a run: give a model's files"):
-        critic_of(policy, tmp_path / "run")
+        critic_of(policy, run)
 
 
-def test_a_sequence_classification_model_is_no_policy(tmp_path):
-    path = write_reward_model(tmp_path)
-    message = f"model.path={path} is a sequence-classification model: give a language model"
+def test_a_policy_is_a_language_model_with_an_embedding_for_each_token(tmp_path):
+    config = small_config("unused", **{"model.path": str(tmp_path)})
+    write_reward_model(tmp_path)
+    message = f"model.path={tmp_path} is a sequence-classification model: give a language model"
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_model(small_config("unused", **{"model.path": str(path)}))
-    write_reward_model(tmp_path, architectures=["LlamaForCausalLM"])
-    assert not read_model(small_config("unused", **{"model.path": str(path)}))[0].scalar_head
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
-    path = write_reward_model(tmp_path, architectures=["LlamaForCausalLM"], vocab_size=48)
+        read_model(config)
+    write_reward_model(tmp_path, **POLICY)
+    assert not read_model(config)[0].scalar_head
+    write_reward_model(tmp_path, **POLICY, vocab_size=48)
     with pytest.raises(ValueError, match="has 48 embeddings: use the tokenizer"):
-        read_model(small_config("unused", **{"model.path": str(path)}))
+        read_model(config)
 
 
 @pytest.mark.parametrize(("leftover", "falls_back"), [("requeue", True), ("carry", False)])

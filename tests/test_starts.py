@@ -1,8 +1,11 @@
+"""Checks of a start before the first step, and steps whose verdicts all fail."""
+
 import json
 
 import pytest
 from small_run import small_config
 
+from dapo_jax.data.experience import check_score_names
 from dapo_jax.evaluate import bench
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training import train
@@ -16,15 +19,12 @@ def own_function(tmp_path, body):
 
 
 def rows_file(tmp_path, name, numbers):
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
-            "data_source": "arithmetic",
-            "reward_model": {"ground_truth": str(number + 1)},
-        }
-        for number in numbers
-    ]
-    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = []
+    for number in numbers:
+        prompt = [{"role": "user", "content": f"{number} + 1 ="}]
+        truth = {"data_source": "arithmetic", "reward_model": {"ground_truth": str(number + 1)}}
+        lines.append(json.dumps({"prompt": prompt, **truth}) + "\n")
+    (tmp_path / name).write_text("".join(lines))
     return str(tmp_path / name)
 
 
@@ -35,23 +35,18 @@ def reached(config, monkeypatch):
         train(config)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return None", "returns no verdict"),
-        ("return solution['answer']", "failed on all 8 made-up responses to a generated row"),
-        ("return {'score': 1.0, 'seq_reward': 1.0}", "returns 'seq_reward', which is computed"),
-        ("return {'score': 1.0, 'a/b': 1.0}", "returns 'a/b': / separates the parts"),
-        ("return {'score': 1.0, 'acc': 1.0}", "metric='right' is not among the numbers .*own.py:score' .*score, acc"),
-    ],
-)
-def test_a_function_that_cannot_work_is_refused_before_the_first_step(body, message, tmp_path, monkeypatch):
+def test_a_function_that_cannot_work_is_refused_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr("dapo_jax.run.build_engine", None)  # nothing is built to sample with
-    changes = {"reward.function": own_function(tmp_path, body)}
-    if "right" in message:
-        changes["algorithm.filter_groups.metric"] = "right"
-    with pytest.raises(ValueError, match=message):
-        train(small_config(tmp_path / "run", **changes))
+    for body, metric, message in (
+        ("return None", "acc", "returns no verdict"),
+        ("return {'score': 1.0, 'seq_reward': 1.0}", "acc", "returns 'seq_reward', which is computed"),
+        ("return {'score': 1.0, 'acc': 1.0}", "right", "'right' is not among the numbers .*own.py:score' .*score, acc"),
+    ):
+        changes = {"reward.function": own_function(tmp_path, body), "algorithm.filter_groups.metric": metric}
+        with pytest.raises(ValueError, match=message):
+            train(small_config(tmp_path / "run", **changes))
+    with pytest.raises(ValueError, match="returns 'a/b': / separates the parts"):
+        check_score_names({"score": 1.0, "a/b": 1.0})
 
 
 def test_the_function_of_a_task_set_is_tried_too(tmp_path):
@@ -72,6 +67,7 @@ WORKS_AT_FIRST = (
 )
 
 
+@pytest.mark.short("0-True", "16-False")
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize("more", [0, 16])
 def test_a_step_in_which_every_verdict_failed_stops_the_run(more, filtered, tmp_path, capfd):
@@ -99,6 +95,9 @@ def test_an_evaluation_of_its_own_needs_verdicts(tmp_path):
 
 
 def test_too_few_rows_and_held_out_prompts_that_are_trained_on_are_warned_of(tmp_path, monkeypatch, capfd):
+    reached(small_config(tmp_path / "usual"), monkeypatch)
+    warned = capfd.readouterr().err
+    assert "also trained on" not in warned and "prompts repeat" not in warned
     shared = rows_file(tmp_path, "shared.jsonl", [2, 7, 8])
     changes = {
         "data.task": "files",
@@ -111,9 +110,3 @@ def test_too_few_rows_and_held_out_prompts_that_are_trained_on_are_warned_of(tmp
     assert "3 problems to train on, fewer than data.gen_batch_size=8: prompts repeat within a batch" in warned
     assert "1 of 3 prompts of data.val_files are also trained on" in warned
     assert "1 of 1 prompts of evaluate.tasks, 'easy' are also trained on" in warned
-
-
-def test_a_usual_run_is_not_warned_of_its_data(tmp_path, monkeypatch, capfd):
-    reached(small_config(tmp_path / "run"), monkeypatch)
-    warned = capfd.readouterr().err
-    assert "also trained on" not in warned and "prompts repeat" not in warned

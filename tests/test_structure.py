@@ -1,6 +1,7 @@
 """The tree keeps its shape: imports point one way, a file is host or device, importing does nothing."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -38,33 +39,34 @@ def modules() -> list[Path]:
     return [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
 
 
-def part(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in modules()}
 
 
-def imported_parts(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dapo_jax"):
-            names = node.module.split(".")[1:] or [alias.name for alias in node.names]
-            found |= {names[0]} - {"__version__"}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("dapo_jax.")}
+def imported(tree: ast.AST) -> list[tuple[str, list[str]]]:
+    """Each imported module; with `from`, also the names that are taken from it."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append((node.module or "", [alias.name for alias in node.names]))
     return found
 
 
 def test_imports_never_point_upwards():
-    for path in modules():
-        for name in imported_parts(path):
-            assert LEVEL[name] <= LEVEL[part(path)], f"{path} imports {name}, which is above it"
+    for path, tree in trees().items():
+        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        for module, names in imported(tree):
+            package, *parts = module.split(".")
+            for name in set(parts[:1] or names) - {"__version__"} if package == "dapo_jax" else ():
+                assert LEVEL[name] <= LEVEL[own], f"{path} imports {name}, which is above it"
 
 
 def test_every_file_says_whether_it_is_host_or_device():
-    for path in modules():
-        if path.name in ("containers.py",):
-            continue
-        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-        assert docstring.startswith(("Host:", "Device:")), path
+    for path, tree in trees().items():
+        assert path.name == "containers.py" or (ast.get_docstring(tree) or "").startswith(("Host:", "Device:")), path
 
 
 # What runs in a verifier's process, where the text of an error is the sample's, and what reads no input.
@@ -74,26 +76,18 @@ WITHOUT_INPUT |= {"preflight/hlo_text.py"}
 
 def test_wrong_input_is_refused_by_an_error_of_its_own():
     """A plain ValueError is a bug, or JAX's: with exit code 2 another command would not be tried."""
-    for path in modules():
-        found = "ValueError(" in path.read_text()
-        assert found == (str(path.relative_to(PACKAGE)) in WITHOUT_INPUT), path
+    found = {str(path.relative_to(PACKAGE)) for path in modules() if "ValueError(" in path.read_text()}
+    assert found == WITHOUT_INPUT
 
 
 def test_the_package_does_not_import_torch_or_transformers():
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.split(".")[0] for name in names} & {"torch", "transformers"}, path
+    for path, tree in trees().items():
+        assert not {module.split(".")[0] for module, _ in imported(tree)} & {"torch", "transformers"}, path
 
 
 def test_importing_everything_touches_no_device():
-    names = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in modules()
-        if path.name != "worker.py"
-    ]
-    code = "\n".join(f"import {name}" for name in names)
+    paths = [path.relative_to(PACKAGE.parent).with_suffix("") for path in modules() if path.name != "worker.py"]
+    code = "\n".join(f"import {'.'.join(path.parts)}" for path in paths)
     code += "\nfrom jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
 
@@ -107,14 +101,11 @@ UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "torch.load", "joblib.load"}
 
 
-def unsafe_uses(code: str) -> set[str]:
+def unsafe_uses(tree: ast.AST) -> set[str]:
     """What in the code can run code that it reads from a file, a text or another process."""
-    found = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            found |= {name for name in names if name.split(".")[0] in UNSAFE_MODULES}
-        elif isinstance(node, ast.Call):
+    found = {module for module, _ in imported(tree) if module.split(".")[0] in UNSAFE_MODULES}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if function in UNSAFE_CALLS or given.get("allow_pickle", "False") != "False":
@@ -123,9 +114,11 @@ def unsafe_uses(code: str) -> set[str]:
 
 
 def test_nothing_that_is_read_can_run_code():
-    for path in modules():
-        assert not unsafe_uses(path.read_text()), path
+    for path, tree in trees().items():
+        assert not unsafe_uses(tree), path
     for code in ("import pickle", "from pickle import loads", "import dill.source", "eval(x)", "yaml.load(x)"):
-        assert unsafe_uses(code)
-    assert unsafe_uses("np.load(x, allow_pickle=True)") and unsafe_uses("np.load(x, allow_pickle=flag)")
-    assert not unsafe_uses("jax.eval_shape(f)\nre.compile(x)\nnp.load(x, allow_pickle=False)")
+        assert unsafe_uses(ast.parse(code))
+    for code in ("np.load(x, allow_pickle=True)", "np.load(x, allow_pickle=flag)"):
+        assert unsafe_uses(ast.parse(code))
+    for code in ("jax.eval_shape(f)", "re.compile(x)", "np.load(x, allow_pickle=False)"):
+        assert not unsafe_uses(ast.parse(code))

@@ -263,7 +263,7 @@ def test_a_batch_without_a_token_to_train_on_changes_nothing(tmp_path, estimator
 
 
 @pytest.mark.slow
-def test_bfloat16_trains_with_a_small_mismatch_and_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, one_device):
+def test_bfloat16_trains_with_a_small_mismatch_and_later_steps_compile_nothing(tmp_path, monkeypatch, one_device):
     """Responses of one chunk: keep rates and samples change from step to step, shapes do not."""
     compiled, after_step = [], []
     recorded = train_module.record
