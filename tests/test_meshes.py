@@ -3,7 +3,6 @@
 import re
 
 import jax
-import numpy as np
 import pytest
 from shapes import ARCH
 from small_policy import actor_on
@@ -46,25 +45,20 @@ def test_mesh_train_tensor_is_taken_as_given():
     assert shapes(**{"mesh.fsdp": 8, "mesh.tensor": 1, "mesh.train_tensor": 2}) == ((1, 4, 2), (1, 8, 1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_does_not_fit_is_refused_with_values_that_do():
+    by_rows = {"actor.ppo_micro_batch_size_per_device": 4, "actor.use_dynamic_bsz": False}
+    for changes, message in (
         ({"mesh.train_tensor": 3}, "mesh.train_tensor=3 must divide mesh.fsdp x mesh.tensor = 8: set"),
         ({"mesh.train_tensor": 4}, "mesh.train_tensor = 4 must divide the kv_heads dimension of layers.key, 2: set"),
-        (
-            {"mesh.train_tensor": 1, "actor.ppo_micro_batch_size_per_device": 4, "actor.use_dynamic_bsz": False},
-            "x 8 devices that rows are divided over",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_values_that_do(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        shapes(**changes)
-    proposed = re.findall(r"set (mesh\.train_tensor|actor\.ppo_\w+)=([\d, or]+)", str(refused.value))
-    assert proposed
-    for option, values in proposed:
-        for value in re.findall(r"\d+", values):
-            shapes(**{**changes, option: int(value)})
+        ({"mesh.train_tensor": 1, **by_rows}, "x 8 devices that rows are divided over"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as refused:
+            shapes(**changes)
+        proposed = re.findall(r"set (mesh\.train_tensor|actor\.ppo_\w+)=([\d, or]+)", str(refused.value))
+        assert proposed
+        for option, values in proposed:
+            for value in re.findall(r"\d+", values):
+                shapes(**{**changes, option: int(value)})
 
 
 def test_groups_along_tensor_stay_where_they_were():
@@ -75,16 +69,16 @@ def test_groups_along_tensor_stay_where_they_were():
             assert any({*group} <= one for one in old)
 
 
-@pytest.mark.parametrize(("tensor", "compiled"), [(1, 18.95), (2, 12.45), (4, 8.84)])
-def test_the_estimate_of_memory_is_near_what_is_compiled(tensor, compiled):
+def test_the_estimate_of_memory_is_near_what_is_compiled():
     """7B on v5e:8x8, one row of 2048 + 20480 tokens for each share of the mesh."""
     values = load_config("dapo_qwen2.5_7b_math")
     values.data.max_response_length = 20480
     values.actor.ppo_micro_batch_size_per_device = 1
     config = freeze(values)
-    mesh = jax.sharding.AbstractMesh((1, 64 // tensor, tensor), ("data", "fsdp", "tensor"))
-    found = training_bytes(config, read_shape(config), mesh, stores_scores=False) / GIB
-    assert found == pytest.approx(compiled, abs=2.5)
+    for tensor, compiled in ((1, 18.95), (2, 12.45), (4, 8.84)):
+        mesh = jax.sharding.AbstractMesh((1, 64 // tensor, tensor), ("data", "fsdp", "tensor"))
+        found = training_bytes(config, read_shape(config), mesh, stores_scores=False) / GIB
+        assert found == pytest.approx(compiled, abs=2.5)
 
 
 def test_no_matrix_is_whole_on_a_device_on_its_way_to_the_sampler():
@@ -109,16 +103,11 @@ def test_a_run_resumes_with_another_train_tensor(tmp_path):
     params = jax.device_get(train(small_config(tmp_path / "whole", **DAMPED)).actor.params)
     rows = rows_without_clock(tmp_path / "whole")
     for steps, size in ((2, 2), (4, 1)):
-        changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.train_tensor": size}
-        models = train(
-            small_config(tmp_path / "divided", **DAMPED, **changes, **{"trainer.total_training_steps": steps})
-        )
+        changes = {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.train_tensor": size, "trainer.total_training_steps": steps}
+        models = train(small_config(tmp_path / "divided", **DAMPED, **changes))
     query = models.actor.params["layers"]["query"]
     assert query.sharding.mesh.shape == {"data": 1, "fsdp": 8, "tensor": 1}
     assert_same_policy(models, params, 1e-5)
     found = rows_without_clock(tmp_path / "divided")
-    assert len(found) == len(rows)
-    for row, wanted in zip(found, rows, strict=True):
-        for name in ("rollout/response_length/mean", "critic/score/mean"):
-            if name in wanted:
-                np.testing.assert_array_equal(row[name], wanted[name])
+    for name in ("step", "rollout/response_length/mean", "critic/score/mean"):
+        assert [row.get(name) for row in found] == [row.get(name) for row in rows]

@@ -10,11 +10,12 @@ import fsspec
 import jax
 import pytest
 from bucket import ADDRESS, make_bucket
-from small_run import assert_same_policy, rows_without_clock, small_config
+from small_run import assert_as_undisturbed, assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import places
 from dapo_jax.checkpoint import saved_steps
 from dapo_jax.command.validation import validate
+from dapo_jax.config.values import with_values
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.evaluate import bench
 from dapo_jax.export import export
@@ -50,23 +51,24 @@ def test_listings_are_not_kept(bucket):
 
 def test_a_model_is_copied_once_and_again_when_it_has_changed(bucket):
     (bucket / "model").mkdir()
+    model = bucket / "model"
     for name in ("config.json", "a.safetensors", "pytorch_model.bin"):
-        (bucket / "model" / name).write_text(name)
+        (model / name).write_text(name)
     address = f"{ADDRESS}/model"
     copy = local_model(address)
     assert sorted(path.name for path in copy.iterdir()) == ["a.safetensors", "config.json"]
     (copy / "config.json").write_text("CONFIG.JSON")  # to see whether it is copied
-    os.utime(copy / "config.json", (0, int((bucket / "model" / "config.json").stat().st_mtime)))
-    (bucket / "model" / "a.safetensors").rename(bucket / "model" / "b.safetensors")
+    os.utime(copy / "config.json", (0, int((model / "config.json").stat().st_mtime)))
+    (model / "a.safetensors").rename(model / "b.safetensors")
     assert local_model(address) == copy and (copy / "config.json").read_text() == "CONFIG.JSON"
     assert sorted(path.name for path in copy.iterdir()) == ["b.safetensors", "config.json"]
-    (bucket / "model" / "config.json").write_text("longer than before")
+    (model / "config.json").write_text("longer than before")
     assert (local_model(address) / "config.json").read_text() == "longer than before"
-    (bucket / "model" / "m.gguf").write_text("weights")
+    (model / "m.gguf").write_text("weights")
     assert local_model(f"{ADDRESS}/model/m.gguf").read_text() == "weights"
     assert (local_model(address) / "m.gguf").read_text() == "weights"
-    (bucket / "model" / "tuned").mkdir()
-    (bucket / "model" / "tuned" / "config.json").write_text("tuned")
+    (model / "tuned").mkdir()
+    (model / "tuned" / "config.json").write_text("tuned")
     assert (local_model(f"{address}/tuned") / "config.json").read_text() == "tuned"
     assert (local_model(address) / "config.json").read_text() == "longer than before"
     with pytest.raises(ValueError, match="the model path gs://bucket/none does not exist"):
@@ -75,10 +77,9 @@ def test_a_model_is_copied_once_and_again_when_it_has_changed(bucket):
 
 def test_outputs_of_commands_are_not_written_to_a_directory_called_gs(bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory on this machine"):
-        export(small_config(tmp_path), f"{ADDRESS}/out")
-    with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory on this machine"):
-        bench(small_config(tmp_path), f"{ADDRESS}/out")
+    for command in (export, bench):
+        with pytest.raises(ValueError, match=f"--output={ADDRESS}/out must be a directory on this machine"):
+            command(small_config(tmp_path), f"{ADDRESS}/out")
 
 
 def test_a_copy_without_room_is_refused(bucket, monkeypatch):
@@ -106,40 +107,35 @@ def test_prompts_are_read_from_a_bucket(bucket, suffix):
 
 
 @pytest.mark.slow
-def test_checkpoints_in_a_bucket(bucket, tmp_path):
-    place = {"trainer.checkpoint_dir": f"{ADDRESS}/run/checkpoints", "trainer.save_freq": 1}
-    train(small_config(tmp_path / "run", **place, **{"trainer.total_training_steps": 2}))
-    models = train(small_config(tmp_path / "run", **place))  # resumes
+def test_checkpoints_in_a_bucket(whole, bucket, tmp_path):
+    config = small_config(tmp_path, **{"trainer.checkpoint_dir": f"{ADDRESS}/run/checkpoints", "trainer.save_freq": 1})
+    train(with_values(config, {"trainer.total_training_steps": 2}))
+    models = train(config)  # resumes
     assert saved_steps(f"{ADDRESS}/run/checkpoints")[-1] == 4 and (bucket / "run" / "checkpoints" / "4").is_dir()
-    whole = train(small_config(tmp_path / "whole"))
-    assert_same_policy(models, jax.device_get(whole.actor.params))
-    assert rows_without_clock(tmp_path / "run") == rows_without_clock(tmp_path / "whole")
+    assert_as_undisturbed(models, tmp_path, whole)
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket(bucket, tmp_path):
+def test_a_run_in_a_bucket(whole, bucket, tmp_path):
     """Data, base model, workdir and checkpoints; the machine is lost between two starts."""
-    train(small_config(tmp_path / "base", **{"trainer.total_training_steps": 1}))
-    export(small_config(tmp_path / "base"), bucket / "model", dtype="float32")
+    export(small_config(whole[0]), bucket / "model", dtype="float32")
     address = f"{ADDRESS}/runs/10"
-    place = {"model.path": f"{ADDRESS}/model"}
-    train(small_config(address, **place, **{"trainer.total_training_steps": 2}))
+    config = small_config(address, **{"model.path": f"{ADDRESS}/model"})
+    train(with_values(config, {"trainer.total_training_steps": 2}))
     assert not any(path.name.startswith("gs:") for path in (*tmp_path.iterdir(), *Path.cwd().iterdir()))
     shutil.rmtree(tmp_path / "cache")
-    models = train(small_config(address, **place))
+    models = train(config)
     folder = bucket / "runs" / "10"
     events = {path.name for path in folder.glob(EVENTS)}
-    assert {path.name for path in folder.iterdir()} - events == {
-        *("checkpoints", "config.json", "environment.json", "lock.2", "metrics.jsonl"),
-        *("samples", "train.log"),
-    }
-    whole = train(small_config(tmp_path / "whole", **{"model.path": str(bucket / "model")}))
-    assert_same_policy(models, jax.device_get(whole.actor.params))
-    assert rows_without_clock(folder) == rows_without_clock(tmp_path / "whole")
-    assert len(events) == 2
-    assert "resuming after step 2" in (folder / "train.log").read_text()
+    names = {path.name for path in folder.iterdir()} - events
+    of_config = {"config.json", "environment.json", "lock.2"}
+    assert names == {"checkpoints", "metrics.jsonl", "samples", "train.log"} | of_config
+    local = train(small_config(tmp_path / "local", **{"model.path": str(bucket / "model")}))
+    assert_same_policy(models, jax.device_get(local.actor.params))
+    assert rows_without_clock(folder) == rows_without_clock(tmp_path / "local")
+    assert len(events) == 2 and "resuming after step 2" in (folder / "train.log").read_text()
     trained = find_trained(address)
     assert trained is not None and trained.step == 4
-    assert export(small_config(address, **place), tmp_path / "exported") == 4
+    assert export(config, tmp_path / "exported") == 4
     with pytest.raises(ValueError, match="is in this run's own workdir"):
-        train(small_config(address, **place | {"model.path": address}))
+        train(with_values(config, {"model.path": address}))

@@ -1,3 +1,5 @@
+"""What is trained on and measured: task sets and their options."""
+
 import json
 
 import pytest
@@ -27,9 +29,8 @@ def test_a_task_set_has_the_held_out_problems_options_unless_it_has_its_own():
     assert {task.reward_function for task in (aime, greedy)} == {"math_dapo"}
 
 
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
+def test_what_is_wrong_with_tasks_is_named():
+    for tasks, message in (
         ("{", "must be JSON"),
         ("[]", "must be a JSON object"),
         ({"a": 3}, "an object of options"),
@@ -42,11 +43,9 @@ def test_a_task_set_has_the_held_out_problems_options_unless_it_has_its_own():
         ({"a": {"files": "f", "n": "3"}}, "n='3' must be a whole number"),
         ({"a": {"files": "f", "n": True}}, "n=True must be a whole number"),
         ({"a": {"files": "f", "temperature": "hot"}}, "temperature='hot' must be a number"),
-    ],
-)
-def test_what_is_wrong_with_tasks_is_named(tasks, message):
-    with pytest.raises(ValueError, match=message):
-        parse_tasks(config_with(tasks))
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_tasks(config_with(tasks))
 
 
 def test_auto_is_the_verifier_of_the_data_if_there_is_only_one(tmp_path):
