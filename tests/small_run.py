@@ -40,6 +40,18 @@ def small_config(workdir: Any, **changes: Any) -> Config:
     return without_switched_off(recipe, freeze(values), changes)
 
 
+def sums(*numbers: int) -> list[dict[str, Any]]:
+    """Rows of a prompt file, each of a number plus one."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
+            "data_source": "arithmetic",
+            "reward_model": {"ground_truth": str(number + 1)},
+        }
+        for number in numbers
+    ]
+
+
 class Killed(BaseException):
     """What ends a run as SIGKILL does: nothing catches it."""
 

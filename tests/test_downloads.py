@@ -16,11 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from hub_server import Hub, directory, serving, unplug, use
 from ports import free_port
-from small_run import small_config
+from small_run import small_config, sums
 from test_export import hf_directory
 from waiting import LIMIT_S
 
 from dapo_jax.config.sections import Config
+from dapo_jax.config.values import with_values
 from dapo_jax.data.prompt_files import read_prompt_files
 from dapo_jax.downloads import with_downloads
 from dapo_jax.evaluate import bench
@@ -33,6 +34,7 @@ from dapo_jax.preflight.report import read_shape
 from dapo_jax.training import train
 
 MODEL, DATA = "someone/tiny-model", "hf://someone/sums"
+FILES = {"data.task": "files", "data.train_files": (f"{DATA}/train",)}
 UNREAD = {"pytorch_model.bin": b"pickle", "README.md": b"# Tiny", "original/config.json": b"{}", "x.onnx": b"onnx"}
 
 
@@ -44,21 +46,21 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def commit(hub, tmp_path) -> str:
+def model(hub):
+    """The repository of MODEL."""
+    return hub.repository(f"models/{MODEL}")
+
+
+@pytest.fixture
+def commit(model, tmp_path) -> str:
     """Of MODEL, which is on the hub."""
-    files = directory(hf_directory(tmp_path / "published", "llama_tied"))
-    return hub.repository(f"models/{MODEL}").commit(files | UNREAD)
+    return model.commit(directory(hf_directory(tmp_path / "published", "llama_tied")) | UNREAD)
 
 
-def rows(*sums: int) -> list[dict]:
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
-            "data_source": "arithmetic",
-            "reward_model": {"ground_truth": str(number + 1)},
-        }
-        for number in sums
-    ]
+@pytest.fixture
+def data(hub):
+    """The repository of DATA."""
+    return hub.repository("datasets/someone/sums")
 
 
 def parquet(records: list[dict]) -> bytes:
@@ -92,26 +94,11 @@ def test_names_are_read_as_they_are_written(tmp_path, monkeypatch):
         "a/b/q4/c.gguf@v1": HubName("model", "a/b", "q4/c.gguf", "v1"),
     }.items():
         assert model_name(text) == name and str(name) == text
-    for text, part in {
-        "hf://a/b/train": "train",
-        "hf://a/b/c/train@v1": "c/train",
-        "hf://a/b/x/y.jsonl": "x/y.jsonl",
-    }.items():
+    parts = {"hf://a/b/train": "train", "hf://a/b/c/train@v1": "c/train", "hf://a/b/x/y.jsonl": "x/y.jsonl"}
+    for text, part in parts.items():
         name = data_name(text)
         assert name is not None and name.part == part and str(name) == text
-    for path in (
-        "models/mine",
-        "runs/a",
-        "./a/b",
-        "../b",
-        "a",
-        "a/b/c",
-        "a/b@",
-        "a/b@x@y",
-        "gs://a/b",
-        "/a/b",
-        "random",
-    ):
+    for path in "models/mine runs/a ./a/b ../b a a/b/c a/b@ a/b@x@y gs://a/b /a/b random".split():
         assert model_name(path) is None, path
     for path in ("hf://a/b", "hf://a", "a/b/train", "hf://a/b/../c"):
         assert data_name(path) is None, path
@@ -158,13 +145,11 @@ def test_a_download_that_was_cut_off_is_completed(hub, commit, tmp_path):
     assert "tokenizer.json" in sent(hub) and "model.safetensors" in sent(hub)
 
 
-def test_a_resumed_run_keeps_its_commit_although_the_branch_has_moved(hub, commit, tmp_path):
+def test_a_resumed_run_keeps_its_commit_although_the_branch_has_moved(model, commit, data, tmp_path):
     """Also where options other than the model's name are on the hub."""
-    data = hub.repository("datasets/someone/sums")
-    first = data.commit({"train.parquet": parquet(rows(1))})
+    first = data.commit({"train.parquet": parquet(sums(1))})
     options = {
-        "data.task": "files",
-        "data.train_files": (f"{DATA}/train",),
+        **FILES,
         "data.val_files": (f"{DATA}/train@main",),
         "evaluate.tasks": json.dumps({"more": {"files": f"{DATA}/train"}}),
         "reward.function": "arithmetic",
@@ -174,20 +159,18 @@ def test_a_resumed_run_keeps_its_commit_although_the_branch_has_moved(hub, commi
     assert pinned.data.train_files == (f"{DATA}/train@{first}",)
     assert pinned.data.val_files == (f"{DATA}/train@main@{first}",)
     assert json.loads(pinned.evaluate.tasks) == {"more": {"files": [f"{DATA}/train@{first}"]}}
-    moved = hub.repository(f"models/{MODEL}").commit(
-        {**hub.repository(f"models/{MODEL}").commits[commit], "vocab.json": b"{}"}
-    )
-    data.commit({"train.parquet": parquet(rows(2))})
+    moved = model.commit({**model.commits[commit], "vocab.json": b"{}"})
+    data.commit({"train.parquet": parquet(sums(2))})
     assert with_downloads(config) == pinned
     assert with_downloads(pinned) == pinned
     assert read_prompt_files(pinned.data.train_files)[0].ground_truth == "2"
-    new = with_downloads(dataclasses.replace(config, workdir=str(tmp_path / "new")))
+    new = with_downloads(with_values(config, {"workdir": str(tmp_path / "new")}))
     assert new.model.path == f"{MODEL}@{moved}"
     assert read_prompt_files(new.data.train_files)[0].ground_truth == "3"
 
 
-def test_a_branch_is_chosen_by_its_name_and_by_its_commit(hub, commit, tmp_path):
-    other = hub.repository(f"models/{MODEL}").commit({**directory(tmp_path / "published"), "vocab.json": b"{}"}, "v2/x")
+def test_a_branch_is_chosen_by_its_name_and_by_its_commit(model, commit, tmp_path):
+    other = model.commit({**directory(tmp_path / "published"), "vocab.json": b"{}"}, "v2/x")
     config = config_of(tmp_path / "run", **{"model.path": f"{MODEL}@v2/x"})
     pinned = record(with_downloads(config))
     assert pinned.model.path == f"{MODEL}@v2/x@{other}" and with_downloads(config) == pinned
@@ -210,11 +193,10 @@ def test_one_gguf_file_is_a_model(hub, tmp_path):
             with_downloads(config_of(tmp_path, **{"model.path": name}))
 
 
-def test_shards_are_downloaded_and_other_weights_are_not(hub, tmp_path):
+def test_shards_are_downloaded_and_other_weights_are_not(hub, model):
     names = ("config.json", "model.safetensors.index.json", "consolidated.safetensors")
     names += ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-    files = {name: name.encode() for name in names}
-    hub.repository(f"models/{MODEL}").commit(files)
+    model.commit({name: name.encode() for name in names})
     fetch_model(HubName("model", MODEL), weights=False)
     assert sent(hub) == ["config.json", "model.safetensors.index.json"]
     fetch_model(HubName("model", MODEL))
@@ -222,16 +204,15 @@ def test_shards_are_downloaded_and_other_weights_are_not(hub, tmp_path):
 
 
 @pytest.mark.parametrize("path", [MODEL, f"{DATA}/train"])
-def test_what_the_hub_refuses_is_an_error_with_a_cure(hub, commit, path, tmp_path, monkeypatch):
-    hub.repository("datasets/someone/sums").commit({"train.parquet": parquet(rows(1))})
+def test_what_the_hub_refuses_is_an_error_with_a_cure(hub, model, commit, data, path, tmp_path, monkeypatch):
+    data.commit({"train.parquet": parquet(sums(1))})
     of_data = path != MODEL
-    repository = hub.repository("datasets/someone/sums" if of_data else f"models/{MODEL}")
-    key = "data.train_files" if of_data else "model.path"
+    repository, key = (data, "data.train_files") if of_data else (model, "model.path")
 
     def refusal(path: str) -> str:
-        changes = {"data.task": "files", "data.train_files": (path,), "model.path": "random"}
+        of_files = {"data.task": "files", "data.train_files": (path,), "model.path": "random"}
         with pytest.raises(ValueError) as told:
-            with_downloads(config_of(tmp_path, **(changes if of_data else {"model.path": path})))
+            with_downloads(config_of(tmp_path, **(of_files if of_data else {"model.path": path})))
         assert str(told.value).startswith(f"{key}={path} ")
         return str(told.value)
 
@@ -277,26 +258,21 @@ def test_gsm8k_is_read_as_it_is_published(hub):
         read_prompt_files(["hf://openai/gsm8k/main/test"])
 
 
-def test_other_formats_are_read_from_the_copy_that_the_hub_makes(hub, tmp_path):
-    data = hub.repository("datasets/someone/sums")
+def test_other_formats_are_read_from_the_copy_that_the_hub_makes(data, tmp_path):
     data.commit({"train.csv": b"a,b"})
-    copy = data.commit({"default/train/0000.parquet": parquet(rows(1))}, "refs/convert/parquet")
-    config = config_of(
-        tmp_path / "run", **{"data.task": "files", "data.train_files": (f"{DATA}/train",), "model.path": "random"}
-    )
+    copy = data.commit({"default/train/0000.parquet": parquet(sums(1))}, "refs/convert/parquet")
+    config = config_of(tmp_path / "run", **FILES, **{"model.path": "random"})
     pinned = record(with_downloads(config))
     assert pinned.data.train_files == (f"{DATA}/train@refs/convert/parquet@{copy}",)
-    data.commit({"default/train/0000.parquet": parquet(rows(2))}, "refs/convert/parquet")
+    data.commit({"default/train/0000.parquet": parquet(sums(2))}, "refs/convert/parquet")
     assert with_downloads(config) == pinned
     assert [row.ground_truth for row in read_prompt_files(pinned.data.train_files)] == ["2"]
     with pytest.raises(ValueError, match="has no split test: choose one of another data set"):
-        with_downloads(
-            dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=(f"{DATA}/test",)))
-        )
+        with_downloads(with_values(config, {"data.train_files": (f"{DATA}/test",)}))
 
 
-def test_a_row_of_another_schema_is_named_with_its_columns(hub):
-    hub.repository("datasets/someone/sums").commit({"train.jsonl": b'{"x": 1}\n'})
+def test_a_row_of_another_schema_is_named_with_its_columns(data):
+    data.commit({"train.jsonl": b'{"x": 1}\n'})
     with pytest.raises(ValueError, match="train.jsonl has the columns x"):
         read_prompt_files([f"{DATA}/train"])
 
@@ -310,30 +286,28 @@ def test_preflight_asks_the_hub_for_a_description_only(hub, commit, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_the_hub_is_trained_resumed_measured_and_exported(hub, commit, tmp_path, monkeypatch):
-    hub.repository("datasets/someone/sums").commit({"data/train.parquet": parquet(rows(*range(8)))})
+def test_a_run_from_the_hub_is_trained_resumed_measured_and_exported(model, commit, data, tmp_path, monkeypatch):
+    data.commit({"data/train.parquet": parquet(sums(*range(8)))})
     options = {
-        "data.task": "files",
-        "data.train_files": (f"{DATA}/train",),
+        **FILES,
         "data.val_files": (f"{DATA}/train",),
         "reward.function": "arithmetic",
         "algorithm.filter_groups.enable": False,
         "data.gen_batch_size": 4,
         "model.lora.rank": 2,
     }
-    config = config_of(tmp_path / "run", **options, **{"trainer.total_training_steps": 1})
+    run = tmp_path / "run"
+    config = config_of(run, **options, **{"trainer.total_training_steps": 1})
     train(config)
-    assert f"model.path={MODEL}" not in (tmp_path / "run" / "train.log").read_text().partition("Error")[2]
-    hub.repository(f"models/{MODEL}").commit({"config.json": b"{}", "model.safetensors": b"other"})
+    assert f"model.path={MODEL}" not in (run / "train.log").read_text().partition("Error")[2]
+    model.commit({"config.json": b"{}", "model.safetensors": b"other"})
     unplug(monkeypatch)
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, total_training_steps=2))
+    config = with_values(config, {"trainer.total_training_steps": 2})
     train(config)
-    log = (tmp_path / "run" / "train.log").read_text()
+    log = (run / "train.log").read_text()
     assert "resuming after step 1" in log and "changed config: model.path" not in log
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["path"] == f"{MODEL}@{commit}"
-    [result] = bench(
-        dataclasses.replace(config, model=dataclasses.replace(config.model, path=config.workdir)), tmp_path / "out"
-    )
+    assert json.loads((run / "config.json").read_text())["model"]["path"] == f"{MODEL}@{commit}"
+    [result] = bench(with_values(config, {"model.path": config.workdir}), tmp_path / "out")
     assert result["step"] == 2
     export(config, tmp_path / "adapter", adapter=True)
     adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

@@ -92,18 +92,18 @@ def test_every_batch_but_the_first_is_one_step_old(ahead):
     assert not any(row["actor/recomputed_logprobs"] for row in rows)
 
 
-@pytest.mark.parametrize("last", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch, last):
-    def stop(step, *rest):
-        if step > last:
-            raise Killed
-        return original(step, *rest)
-
+def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch):
     use_two_devices(monkeypatch)
     original = train_module.is_due
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "is_due", stop)
-        with pytest.raises(Killed):
+    for last in (1, 2):
+
+        def stop(step, *rest, last=last):
+            if step > last:
+                raise Killed
+            return original(step, *rest)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(train_module, "is_due", stop)
             train(small_config(tmp_path, **AHEAD))
     models = train(small_config(tmp_path, **AHEAD))
     assert_same_policy(models, ahead[1])

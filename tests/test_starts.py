@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from small_run import small_config
+from small_run import small_config, sums
 
 from dapo_jax.data.experience import check_score_names
 from dapo_jax.evaluate import bench
@@ -19,12 +19,7 @@ def own_function(tmp_path, body):
 
 
 def rows_file(tmp_path, name, numbers):
-    lines = []
-    for number in numbers:
-        prompt = [{"role": "user", "content": f"{number} + 1 ="}]
-        truth = {"data_source": "arithmetic", "reward_model": {"ground_truth": str(number + 1)}}
-        lines.append(json.dumps({"prompt": prompt, **truth}) + "\n")
-    (tmp_path / name).write_text("".join(lines))
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in sums(*numbers)))
     return str(tmp_path / name)
 
 

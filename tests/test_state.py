@@ -59,8 +59,7 @@ def item(folder, step, name):
 
 def test_a_run_that_is_asked_to_stop_in_an_evaluation_saves_and_resumes(whole, tmp_path, monkeypatch):
     """The checkpoint is of the middle of a step, which has no row yet; then it is completed."""
-    changes = {"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 9, "trainer.stop_patience_s": 600.0}
-    config = small_config(copied(whole[0], tmp_path, step=1), **changes)
+    config = small_config(copied(whole[0], tmp_path, step=1), **SELDOM, **{"trainer.stop_patience_s": 600.0})
     ends(monkeypatch, config, train_module, "evaluate")
     assert saved(tmp_path) == [1, 2]
     assert item(tmp_path, 2, "progress/metadata")["unrecorded"] is not None

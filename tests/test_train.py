@@ -129,7 +129,8 @@ def test_records_and_log_tell_the_same(whole):
         dropped = sum(row[f"dynamic_sampling/filtered_{kind}"] for kind in ("all_correct", "all_wrong", "other"))
         assert dropped == row["dynamic_sampling/num_evaluated_prompts"] - row["train/num_kept_prompts"]
         assert row["rollout_corr/logprob_abs_diff"] < 1e-4 and row["actor/num_updates"] == 2
-        assert row["alarm/truncation"] in (0.0, 1.0) and row["alarm/score_by_length"] == 0
+        assert row["alarm/truncation"] in (0.0, 1.0)
+        assert row["alarm/score_by_length"] == row["reward/length_correlation"] == 0
     assert all(0 < share <= 1 for row in sampling_work(folder)[1:] for share in row)
     assert [row["step"] for row in rows if "eval/arithmetic/acc/mean@4" in row] == [0, 2, 4]
     assert json.loads((folder / "config.json").read_text())["data"]["train_batch_size"] == 4
@@ -207,15 +208,11 @@ def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp
 
 @pytest.mark.slow
 def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(tmp_path):
-    paid = own_reward(tmp_path, "    return float(solution == ground_truth) - 0.01 * len(solution)\n")
-    rows = {}
-    for name, function in (("paid", paid), ("honest", "arithmetic")):
-        changes = {"data.max_response_length": 16, "reward.function": function}
-        train(small_config(tmp_path / name, **ONE_STEP, **changes))
-        (rows[name],) = read_metrics(tmp_path / name)
-    assert rows["paid"]["alarm/score_by_length"] == 1 and rows["paid"]["reward/length_correlation"] < -0.8
-    assert rows["paid"]["train/filter_rate"] == 0  # each group passes for its lengths
-    assert rows["honest"]["alarm/score_by_length"] == rows["honest"]["reward/length_correlation"] == 0
+    body = "    return float(solution == ground_truth) - 0.01 * len(solution)\n"
+    train(small_config(tmp_path / "run", **ONE_STEP, **{"reward.function": own_reward(tmp_path, body)}))
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["alarm/score_by_length"] == 1 and row["reward/length_correlation"] < -0.8
+    assert row["train/filter_rate"] == 0  # each group passes for its lengths
 
 
 @pytest.mark.slow
