@@ -9,7 +9,6 @@ from small_run import DAMPED, assert_same_policy, resumed, small_config
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training import train
 
-pytestmark = pytest.mark.slow
 LENGTHS = {"data.max_prompt_length": 16, "data.max_response_length": 24}  # windows are of 16 tokens
 SHORT_RUN = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "actor.optim.lr": 1e-2}
 SLOTS = {"rollout.engine": "slots", "rollout.decode_chunk_length": 4}
@@ -20,6 +19,7 @@ def model(tmp_path):
     return with_tokenizer("qwen3_moe", tmp_path)
 
 
+@pytest.mark.slow
 def test_partial_rollouts_resume_with_the_experts_that_the_sampler_chose(model, tmp_path, monkeypatch):
     """A run that is killed while responses are begun ends as one that is not, with a teacher that judges them."""
     partial = {
@@ -41,6 +41,7 @@ def test_partial_rollouts_resume_with_the_experts_that_the_sampler_chose(model, 
     assert rows[0]["rollout_corr/logprob_abs_diff_max"] < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.long("slots")
 @pytest.mark.parametrize(
     "chosen",
@@ -57,13 +58,14 @@ def test_the_preflight_compiles_what_a_run_of_experts_calls(chosen, model, tmp_p
     assert row["rollout_corr/logprob_abs_diff_max"] < 1e-3 and row["router/replay_differs"] < 0.1
 
 
-@pytest.mark.full  # the test above, and test_train with adapters on windows in slots, are of the long lane
+@pytest.mark.full  # the long lane has experts in segments, above, and slots with adapters, in test_train
 @pytest.mark.parametrize(("name", "engine"), [("gemma3", SLOTS), ("qwen3_moe", {})], ids=["gemma3", "qwen3_moe"])
 def test_a_killed_run_ends_with_the_same_bits(name, engine, tmp_path, monkeypatch):
     model = with_tokenizer(name, tmp_path)
     resumed(tmp_path, monkeypatch, changes_of(model, **LENGTHS, **SHORT_RUN, **engine))
 
 
+@pytest.mark.slow
 @pytest.mark.long("qwen3_moe")
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
 def test_the_mesh_changes_no_policy(name, tmp_path):

@@ -17,6 +17,7 @@ from small_run import CONFIGS, small_config
 from dapo_jax.base_models import read_model
 from dapo_jax.checkpoint import Checkpoints
 from dapo_jax.config.derived import checkpoint_dir
+from dapo_jax.config.values import with_values
 from dapo_jax.data.tokenizer import character_tokenizer, load_tokenizer
 from dapo_jax.export import export, main
 from dapo_jax.learner.actor import build_actor
@@ -108,7 +109,7 @@ def test_the_command_exports_what_a_run_has_trained(whole, tmp_path, capsys):
     main([*command, "--output", str(output), "--dtype", "float32"])
     assert f"after step 4 is in {output}, in float32" in capsys.readouterr().out
     assert_equal(loaded(output), whole[1])
-    exported = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(output)))
+    exported = with_values(config, {"model.path": str(output)})
     (arch, tokenizer), (found_arch, found_tokenizer) = read_model(config), read_model(exported)
     assert found_arch == arch
     assert_same_tokenizer(found_tokenizer, tokenizer)
@@ -152,9 +153,8 @@ def test_a_random_models_export_is_the_checkpoint_and_has_its_tokenizer(run, tmp
 @pytest.mark.parametrize("changes", [{**AXES, **CRITIC}, {"actor.optim.moments_dtype": "bfloat16"}])
 def test_only_the_policy_is_read_on_any_mesh_without_an_accelerator(run, tmp_path, changes):
     """Neither the critic nor the moments are wanted, nor has the config to say that the run had them."""
-    config = small_config(run[0], **changes)
-    fused = dataclasses.replace(config.model, attention="splash")
-    export(dataclasses.replace(config, model=fused), tmp_path / "out", dtype="float32")
+    config = with_values(small_config(run[0], **changes), {"model.attention": "splash"})
+    export(config, tmp_path / "out", dtype="float32")
     assert_equal(loaded(tmp_path / "out"), run[1][12])
 
 

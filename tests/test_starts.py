@@ -3,19 +3,12 @@
 import json
 
 import pytest
-from small_run import small_config, sums
+from small_run import own_function, small_config, sums
 
 from dapo_jax.data.experience import check_score_names
 from dapo_jax.evaluate import bench
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.training import train
-
-
-def own_function(tmp_path, body):
-    """The name of a reward function with this body."""
-    arguments = "data_source, solution, ground_truth, extra_info"
-    (tmp_path / "own.py").write_text(f"calls = []\ndef score({arguments}):\n    {body}\n")
-    return f"{tmp_path}/own.py:score"
 
 
 def rows_file(tmp_path, name, numbers):

@@ -24,6 +24,7 @@ from small_run import (
 
 from dapo_jax import step as step_module
 from dapo_jax import training as train_module
+from dapo_jax.config.values import with_values
 from dapo_jax.export import export
 from dapo_jax.held_out import mean_accuracy
 from dapo_jax.learner import update as update_module
@@ -179,7 +180,7 @@ def test_a_run_begins_with_the_policy_of_another(whole, tmp_path):
     with pytest.raises(ValueError, match="must be the workdir of a run that has saved a checkpoint"):
         (tmp_path / "empty").mkdir()
         (tmp_path / "empty" / "config.json").write_text((folder / "config.json").read_text())
-        train(dataclasses.replace(last, model=dataclasses.replace(last.model, path=str(tmp_path / "empty"))))
+        train(with_values(last, {"model.path": str(tmp_path / "empty")}))
 
 
 @pytest.mark.long("elsewhere")
@@ -195,7 +196,7 @@ def test_what_a_run_begins_with_is_pinned(whole, tmp_path, place):
     train(config)
     gone_on = train(small_config(source, **changes, **{"trainer.total_training_steps": 2}))
     assert np.abs(gone_on.actor.params["embedding"] - frozen).max() > 0
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, total_training_steps=2))
+    config = with_values(config, {"trainer.total_training_steps": 2})
     train(config)
     assert json.loads((run / "config.json").read_text())["model"]["path"] == f"{source}/checkpoints/1"
     export(config, tmp_path / "exported", dtype="float32")

@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from small_families import changes_of, with_tokenizer
 from small_run import (
     Killed,
     assert_as_undisturbed,
@@ -14,6 +13,7 @@ from small_run import (
     at_call,
     copied,
     kill,
+    own_function,
     resumed,
     rows_without_clock,
     sampling_work,
@@ -82,27 +82,23 @@ def test_epochs_are_steps_whose_number_is_known_before_the_first(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_slots_adapters_windows_and_token_budgets_resume_too(tmp_path, monkeypatch, one_device):
-    """With what slots have learnt of lengths, which decide between 5 and 6 of them; and whose policy it is."""
+def test_slots_adapters_and_token_budgets_resume_too(tmp_path, monkeypatch, one_device):
+    """With what slots have learnt of lengths, which decide between 5 and 6 of them; and other adapters are refused."""
     monkeypatch.setattr(learnt_sizes, "free_bytes", lambda mesh: 1e5)
-    changes = changes_of(
-        with_tokenizer("gemma3", tmp_path),
-        **{
-            "rollout.engine": "slots",
-            "rollout.max_num_seqs": 0,
-            "rollout.decode_chunk_length": 4,
-            "data.max_prompt_length": 16,
-            "data.max_response_length": 24,  # windows are of 16 tokens
-            "model.lora.rank": 2,
-            "actor.use_dynamic_bsz": True,
-            "actor.ppo_max_token_len_per_device": 40,
-            "actor.use_kl_loss": True,
-            "actor.optim.moments_dtype": "bfloat16",
-            "actor.optim.lr": 1e-2,
-            "trainer.total_training_steps": 3,
-            "trainer.save_freq": 1,
-        },
-    )
+    changes = {
+        "rollout.engine": "slots",
+        "rollout.max_num_seqs": 0,
+        "rollout.decode_chunk_length": 4,
+        "data.max_response_length": 24,
+        "model.lora.rank": 2,
+        "actor.use_dynamic_bsz": True,
+        "actor.ppo_max_token_len_per_device": 40,
+        "actor.use_kl_loss": True,
+        "actor.optim.moments_dtype": "bfloat16",
+        "actor.optim.lr": 1e-2,
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 1,
+    }
     models = resumed(tmp_path, monkeypatch, changes)
     assert sampling_work(tmp_path / "a") == sampling_work(tmp_path / "b")
     assert all("_lora_" in name for name in models.actor.params["layers"])
@@ -158,20 +154,11 @@ def test_the_limit_names_counts_and_ways_out(tmp_path):
         train(config)
 
 
-def own_reward(folder, body):
-    """The name of a reward function of this file of the folder."""
-    (folder / "own.py").write_text(f"def score(data_source, solution, ground_truth, extra_info):\n{body}")
-    return f"{folder}/own.py:score"
-
-
 def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path):
-    body = """
-    if len(solution) % 2:
-        raise RuntimeError('odd')
-    return {'score': float('1' in solution), 'ones': solution.count('1')}
-"""
+    body = "if len(solution) % 2: raise RuntimeError('odd')\n"
+    body += "    return {'score': float('1' in solution), 'ones': solution.count('1')}"
     changes = {
-        "reward.function": own_reward(tmp_path, body),
+        "reward.function": own_function(tmp_path, body),
         "rollout.n": 16,
         "algorithm.filter_groups.metric": "ones",
         "reward.error_score": -2.0,
@@ -188,14 +175,14 @@ def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp
         answer = {"reward_model": {"ground_truth": truth}, "extra_info": {"kind": type(truth).__name__}}
         lines.append(json.dumps({"prompt": f"{i} =", "data_source": "own", **answer}) + "\n")
     (tmp_path / "rows.jsonl").write_text("".join(lines))
-    body = "    kind = type(ground_truth).__name__\n"
-    body += "    return {'score': len(solution) % 2, 'acc': float(kind == extra_info['kind'])}\n"
+    body = "kind = type(ground_truth).__name__\n"
+    body += "    return {'score': len(solution) % 2, 'acc': float(kind == extra_info['kind'])}"
     file = (str(tmp_path / "rows.jsonl"),)
     changes = {
         "data.task": "files",
         "data.train_files": file,
         "data.val_files": file,
-        "reward.function": own_reward(tmp_path, body),
+        "reward.function": own_function(tmp_path, body),
         "algorithm.filter_groups.metric": "score",
         "data.gen_batch_size": 5,
     }
@@ -208,8 +195,8 @@ def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp
 
 @pytest.mark.slow
 def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(tmp_path):
-    body = "    return float(solution == ground_truth) - 0.01 * len(solution)\n"
-    train(small_config(tmp_path / "run", **ONE_STEP, **{"reward.function": own_reward(tmp_path, body)}))
+    body = "return float(solution == ground_truth) - 0.01 * len(solution)"
+    train(small_config(tmp_path / "run", **ONE_STEP, **{"reward.function": own_function(tmp_path, body)}))
     (row,) = read_metrics(tmp_path / "run")
     assert row["alarm/score_by_length"] == 1 and row["reward/length_correlation"] < -0.8
     assert row["train/filter_rate"] == 0  # each group passes for its lengths
