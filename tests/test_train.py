@@ -196,7 +196,8 @@ def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp
 @pytest.mark.slow
 def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(tmp_path):
     body = "return float(solution == ground_truth) - 0.01 * len(solution)"
-    train(small_config(tmp_path / "run", **ONE_STEP, **{"reward.function": own_function(tmp_path, body)}))
+    changes = {"data.max_response_length": 16, "reward.function": own_function(tmp_path, body)}
+    train(small_config(tmp_path / "run", **ONE_STEP, **changes))
     (row,) = read_metrics(tmp_path / "run")
     assert row["alarm/score_by_length"] == 1 and row["reward/length_correlation"] < -0.8
     assert row["train/filter_rate"] == 0  # each group passes for its lengths
@@ -247,7 +248,15 @@ def test_a_batch_without_a_token_to_train_on_changes_nothing(tmp_path, estimator
 
 
 @pytest.mark.slow
-def test_bfloat16_trains_with_a_small_mismatch_and_later_steps_compile_nothing(tmp_path, monkeypatch, one_device):
+def test_bfloat16_trains_and_its_mismatch_is_small(tmp_path, one_device):
+    train(small_config(tmp_path, **{"model.dtype": "bfloat16", "trainer.total_training_steps": 2}))
+    for row in read_metrics(tmp_path)[1:]:
+        assert np.isfinite(row["actor/pg_loss"]) and row["actor/skipped_updates"] == 0
+        assert 0 < row["rollout_corr/logprob_abs_diff"] and row["rollout_corr/k3_kl"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_of_one_shape_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch):
     """Responses of one chunk: keep rates and samples change from step to step, shapes do not."""
     compiled, after_step = [], []
     recorded = train_module.record
@@ -257,14 +266,11 @@ def test_bfloat16_trains_with_a_small_mismatch_and_later_steps_compile_nothing(t
         if "backend_compile" in event or "cache_retrieval" in event:
             compiled.append(event)
 
-    decay = {"actor.optim.weight_decay": 0.02}  # no other run of these tests has compiled its update
-    changes = {"model.dtype": "bfloat16", "trainer.total_training_steps": 8, "trainer.save_freq": -1}
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        train(small_config(tmp_path, **changes, **decay))
+        # No other run of this process has compiled an update with such a decay.
+        changes = {"trainer.total_training_steps": 8, "trainer.save_freq": -1, "actor.optim.weight_decay": 0.02}
+        train(small_config(tmp_path, **changes))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert after_step[1] > 0 and after_step[-1] == after_step[2], after_step  # after evaluation 0 and steps 1 and 2
-    for row in read_metrics(tmp_path)[1:]:
-        assert np.isfinite(row["actor/pg_loss"]) and row["actor/skipped_updates"] == 0
-        assert 0 < row["rollout_corr/logprob_abs_diff"] and row["rollout_corr/k3_kl"] < 1e-4
