@@ -1,6 +1,5 @@
 """Launchers and the container file: linted, and run against commands that stand in for gcloud and Slurm."""
 
-import json
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts.stand_ins import call, calls_of, stand_in, start
 from waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -21,21 +21,19 @@ PAGE = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/pods.md").read_text(), 
 
 # Stands in for `gcloud compute tpus tpu-vm`: a worker is a folder, its shell a bash whose home is that folder.
 GCLOUD = """
-import json, os, shutil, subprocess, sys
-from pathlib import Path
-
-root = Path(__file__).parents[1]
-with open(root / "calls.jsonl", "a") as calls:
-    calls.write(json.dumps(sys.argv[1:]) + "\\n")
-flags = dict(argument[2:].split("=", 1) for argument in sys.argv if argument.startswith("--"))
-homes = sorted(root.glob("host-*"))
-for home in homes if flags["worker"] == "all" else [homes[int(flags["worker"])]]:
-    if sys.argv[4] == "scp":
-        shutil.copy(sys.argv[5], home)
-    else:
-        path = f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        env = {**os.environ, "HOME": str(home), "HOSTNAME": home.name, "PATH": path}
-        subprocess.run(["bash", "-c", flags["command"]], cwd=home, env=env, check=True)
+for argument; do
+  case $argument in
+    --command=*) command=${argument#*=} ;;
+    --worker=*) worker=${argument#*=} ;;
+  esac
+done
+for home in "${CALLS%/bin/calls}"/host-${worker/all/*}; do
+  if [[ $4 == scp ]]; then
+    cp "$5" "$home"
+  else
+    (cd "$home" && HOME=$home HOSTNAME=${home##*/} PATH="$home/bin:$PATH" bash -c "$command") || exit
+  fi
+done
 """
 
 # Stands in for the Python of a worker: prints its arguments, one a line, and runs until SIGTERM.
@@ -46,40 +44,26 @@ while :; do sleep 0.05; done
 """
 
 
-def script(path: Path, text: str, interpreter: str = "/usr/bin/env bash") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{interpreter}\n{text}")
-    path.chmod(0o755)
-
-
 class Pod:
     """Two workers and the launcher that talks to them."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.homes = [root / name for name in NAMES]
-        script(root / "bin/gcloud", GCLOUD, sys.executable)
+        self.tools, self.homes = root / "bin", [root / name for name in NAMES]
+        stand_in(self.tools / "gcloud", GCLOUD)
         for home in self.homes:
-            script(home / "dapo_jax/venv/bin/python", TRAINING)
-            script(home / "bin/python3", 'echo "$PWD $*" >>~/python3.log')
+            stand_in(home / "dapo_jax/venv/bin/python", TRAINING)
+            stand_in(home / "bin/python3", 'echo "$PWD $*" >>~/python3.log')
             (home / "dapo_jax/source").mkdir()
 
     def launch(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        path = f"{self.root / 'bin'}{os.pathsep}{os.environ['PATH']}"
         variables = {"TPU_NAME": "slice", "ZONE": "zone-a", **variables}
-        command = ["bash", str(LAUNCH / "launch_tpu_vm.sh"), *arguments]
-        env = {**os.environ, "PATH": path, **variables}
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        return call(LAUNCH / "launch_tpu_vm.sh", *arguments, folder=ROOT, tools=self.tools, **variables)
 
-    def calls(self) -> list[list[str]]:
-        file = self.root / "calls.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    def texts(self, name: str) -> list[str]:
+        return [(home / "dapo_jax" / name).read_text() for home in self.homes]
 
     def pids(self) -> list[int]:
-        return [int((home / "dapo_jax/train.pid").read_text()) for home in self.homes]
-
-    def output(self) -> list[str]:
-        return [(home / "dapo_jax/train.out").read_text() for home in self.homes]
+        return list(map(int, self.texts("train.pid")))
 
 
 @pytest.fixture
@@ -103,12 +87,8 @@ def block(name: str) -> str:
     return found
 
 
-def shell(commands: str, folder: Path, tools: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs commands in `folder` as someone would type them, with the commands of `tools` before others."""
-    env = {name: value for name, value in os.environ.items() if name not in ("TPU_NAME", "ZONE", "PROJECT")}
-    env |= {"PATH": f"{tools}{os.pathsep}{env['PATH']}", **variables}
-    command = ["bash", "-euc", commands]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+def said(what: str, pids: list[int]) -> list[str]:
+    return [f"{name}: {what} process {pid}" for name, pid in zip(NAMES, pids, strict=True)]
 
 
 def test_every_shell_script_passes_shellcheck():
@@ -119,59 +99,60 @@ def test_every_shell_script_passes_shellcheck():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_checkout_is_installed_on_every_worker(pod):
-    done = pod.launch("install", PROJECT="research", TMPDIR=str(pod.root))
-    assert done.returncode == 0, done.stderr
-    copy, unpack, install = pod.calls()
-    assert [call[:4] for call in (copy, unpack, install)] == [
-        ["compute", "tpus", "tpu-vm", verb] for verb in ("scp", "ssh", "ssh")
-    ]
-    assert all({"--worker=all", "--zone=zone-a", "--project=research"} <= set(call) for call in pod.calls())
-    assert copy[5] == "slice:" and unpack[4] == install[4] == "slice"
+def test_the_way_to_a_tpu_vm_is_as_the_page_says(pod, tmp_path):
+    """From a small checkout, of which workers get what git tracks, what is new, and nothing that git ignores."""
+    stand_in(pod.tools / "ssh-add")
     for home in pod.homes:
-        assert (home / "dapo_jax/source/dapo_jax/train.py").read_bytes() == (ROOT / "dapo_jax/train.py").read_bytes()
+        stand_in(home / "bin/sudo", 'echo "$@" >>~/sudo.log')
+    checkout, temporary = tmp_path / "checkout", tmp_path / "temporary"
+    for name, text in {"tracked.py": "1", "new.py": "2", "build/large": "3", ".gitignore": "build"}.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text)
+    (checkout / "scripts").symlink_to(SCRIPTS)
+    temporary.mkdir()
+    subprocess.run("git init --quiet && git add tracked.py", cwd=checkout, shell=True, check=True)
+    variables = {"TMPDIR": str(temporary), "PROJECT": "research"}
+    done = call("-euc", block("launch_tpu_vm.sh"), folder=checkout, tools=pod.tools, **variables)
+    assert done.returncode == 0, done.stderr
+    for home in pod.homes:
+        sent = {path.name for path in (home / "dapo_jax/source").iterdir()}
+        assert sent == {"tracked.py", "new.py", ".gitignore", "scripts", "models", "data"}  # two are links to /shared
         assert not list(home.glob("*.tar.gz"))
+        assert (home / "sudo.log").read_text().splitlines()[1:] == ["mkdir -p /shared", "mount 10.0.0.2:/share /shared"]
         calls = (home / "python3.log").read_text().splitlines()
-        assert [call.split(" ")[0] for call in calls] == [str(home / "dapo_jax")] * 3
+        assert [one.split(" ")[0] for one in calls] == [str(home / "dapo_jax")] * 3
         assert calls[-1].endswith(" -m uv pip install --quiet --python venv/bin/python --editable ./source[tpu,gcs]")
-    assert not list(pod.root.glob("tmp*"))
+    assert set(said("started", pod.pids()) + said("stopped", pod.pids())) <= set(done.stdout.splitlines())
+    assert not any(map(runs, pod.pids())) and not list(temporary.iterdir())
+    calls = "\n".join(calls_of(pod.tools)).split("gcloud <compute> <tpus> <tpu-vm> ")[1:]
+    assert [one.split()[0] for one in calls] == ["<ssh>", "<scp>", *["<ssh>"] * 6]
+    flags = ["my-slice", "<--worker=all>", "<--zone=europe-west4-b>", "<--project=research>"]
+    assert all(flag in one for flag in flags for one in calls)
 
 
-def test_a_repository_is_installed_at_a_revision_and_again_at_another(pod):
-    repository = pod.root / "repository"
-
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=n", "-c", "user.email=e"]
-        subprocess.run(["git", *identity, "-C", str(repository), *arguments], check=True, capture_output=True)
-
+def test_a_repository_is_installed_at_a_revision_and_again_at_another(pod, tmp_path):
+    repository = tmp_path / "repository"
+    commit = "git -c user.name=n -c user.email=e commit --quiet -m text && git tag"
+    commands = [f"echo {tag} >setup.py; git add . && {commit} {tag}" for tag in ("first", "second")]
     repository.mkdir()
-    git("init", "--initial-branch=main")
-    for tag in ("first", "second"):
-        (repository / "setup.py").write_text(tag)
-        git("add", ".")
-        git("commit", "-m", tag)
-        git("tag", tag)
+    subprocess.run("; ".join(["git init --quiet", *commands]), cwd=repository, shell=True, check=True)
     kept = pod.homes[0] / "dapo_jax/source/runs/metrics.jsonl"
-    kept.parent.mkdir(parents=True)
+    kept.parent.mkdir()
     kept.write_text("{}")
-    for arguments, text in ((("first",), "first"), ((), "second")):
+    for arguments, text in ((("first",), "first\n"), ((), "second\n")):
         done = pod.launch("install", str(repository), *arguments)
         assert done.returncode == 0, done.stderr
-        assert [(home / "dapo_jax/source/setup.py").read_text() for home in pod.homes] == [text, text]
+        assert pod.texts("source/setup.py") == [text, text]
     assert kept.exists()
 
 
 def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
     options = ["--config", "configs/tiny.py", "--config.data.train_files=('a b.parquet',)", "--config.workdir=/x/$y"]
-    started = pod.launch("run", *options)
-    assert started.returncode == 0, started.stderr
-    first = pod.pids()
-    assert len(set(first)) == 2 and all(map(runs, first))
-    assert started.stdout.splitlines() == [
-        f"{name}: started process {pid}" for name, pid in zip(NAMES, first, strict=True)
-    ]
+    started, first = pod.launch("run", *options), pod.pids()
+    assert len(set(first)) == 2 and all(map(runs, first)), started.stderr
+    assert started.stdout.splitlines() == said("started", first)
     expected = "".join(f"<{argument}>\n" for argument in ["-m", "dapo_jax.train", *options])
-    wait_until(lambda: pod.output() == [expected] * 2)
+    wait_until(lambda: pod.texts("train.out") == [expected] * 2)
 
     again = pod.launch("run", *options)
     assert again.returncode != 0 and "is already training" in again.stderr and pod.pids() == first
@@ -179,131 +160,91 @@ def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
     logs = pod.launch("logs").stdout.splitlines()
     assert logs == [f"{name}: {line}" for name in NAMES for line in expected.splitlines()]
 
-    stopped = pod.launch("stop")
-    assert stopped.stdout.splitlines() == [
-        f"{name}: stopped process {pid}" for name, pid in zip(NAMES, first, strict=True)
-    ]
-    assert not any(map(runs, first)) and all(text.endswith("checkpoint written\n") for text in pod.output())
-    assert pod.launch("stop").stdout.splitlines() == [f"{name}: no process is training" for name in NAMES]
-
-    assert pod.launch("run", *options).returncode == 0
-    assert not set(first) & set(pod.pids()) and all(map(runs, pod.pids()))
-    assert all(text.startswith(expected + "checkpoint written\n") for text in pod.output())
-
-
-def test_training_that_does_not_stop_is_killed(pod):
-    (pod.homes[1] / "deaf").touch()
-    script(pod.homes[1] / "bin/sleep", "")  # there time passes at once
-    assert pod.launch("run").returncode == 0
-    pids = pod.pids()
-    wait_until(lambda: all(pod.output()))
-    stopped = pod.launch("stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert stopped.stdout.splitlines()[0] == f"host-0: stopped process {pids[0]}"
-    assert stopped.stdout.splitlines()[1].startswith(f"host-1: killed process {pids[1]}")
-    wait_until(lambda: not runs(pids[1]))
-
-
-def test_another_process_with_the_number_of_an_earlier_one_is_left_alone(pod):
-    with subprocess.Popen(["sleep", "60"]) as other:
+    assert pod.launch("stop").stdout.splitlines() == said("stopped", first)
+    assert not any(map(runs, first)) and all(text.endswith("checkpoint written\n") for text in pod.texts("train.out"))
+    with subprocess.Popen(["sleep", "60"]) as other:  # which has got the number of the first process since
         for home in pod.homes:
             (home / "dapo_jax/train.pid").write_text(str(other.pid))
         assert pod.launch("stop").stdout.splitlines() == [f"{name}: no process is training" for name in NAMES]
         assert other.poll() is None
         other.kill()
 
+    assert pod.launch("run", *options).returncode == 0
+    assert not set(first) & set(pod.pids()) and all(map(runs, pod.pids()))
+    assert all(text.startswith(expected + "checkpoint written\n") for text in pod.texts("train.out"))
+
+
+def test_training_that_does_not_stop_is_killed(pod):
+    (pod.homes[1] / "deaf").touch()
+    stand_in(pod.homes[1] / "bin/sleep")  # there time passes at once
+    assert pod.launch("run").returncode == 0
+    pids = pod.pids()
+    wait_until(lambda: all(pod.texts("train.out")))
+    first, second = pod.launch("stop", "20").stdout.splitlines()
+    assert [first, second.partition(", which ran for 20 s")[0]] == [
+        f"host-0: stopped process {pids[0]}",
+        f"host-1: killed process {pids[1]}",
+    ]
+    wait_until(lambda: not runs(pids[1]))
+
 
 def test_one_worker_is_followed_and_commands_are_run_as_given(pod):
-    script(pod.homes[1] / "bin/tail", 'printf "<%s>" "$@"')
+    stand_in(pod.homes[1] / "bin/tail", 'printf "<%s>" "$@"')
     assert pod.launch("logs", "1").stdout == "<-n><100><-F><train.out>"
-    assert "--worker=1" in pod.calls()[-1]
     assert pod.launch("exec", 'echo "$HOSTNAME in $HOME"').stdout.splitlines() == [
         f"{home.name} in {home}" for home in pod.homes
     ]
 
 
-def test_the_way_to_a_tpu_vm_is_as_the_page_says(pod):
-    script(pod.root / "bin/ssh-add", 'echo "$@"')
-    for home in pod.homes:
-        script(home / "bin/sudo", 'echo "$@" >>~/sudo.log')
-    done = shell(block("launch_tpu_vm.sh"), ROOT, pod.root / "bin", TMPDIR=str(pod.root))
-    assert done.returncode == 0, done.stderr
-    for home in pod.homes:
-        assert (home / "sudo.log").read_text().splitlines()[1:] == ["mkdir -p /shared", "mount 10.0.0.2:/share /shared"]
-        assert [f"{home.name}: {what} process" in done.stdout for what in ("started", "stopped")] == [True, True]
-    assert all("--zone=europe-west4-b" in call and "my-slice" in str(call) for call in pod.calls())
-    assert not any(map(runs, pod.pids()))
-
-
-@pytest.mark.parametrize("arguments", [(), ("start",), ("exec",)])
-def test_a_command_it_does_not_know_touches_no_worker(pod, arguments):
-    done = pod.launch(*arguments)
-    assert done.returncode == 2 and "launch_tpu_vm.sh install" in done.stderr and pod.calls() == []
-
-
-def test_a_tpu_must_be_named(pod):
-    assert pod.launch("logs", TPU_NAME="").returncode == pod.launch("logs", ZONE="").returncode == 2
-    assert pod.calls() == []
+def test_without_a_known_command_and_a_tpu_no_worker_is_touched(pod):
+    wrong = [pod.launch(), pod.launch("start"), pod.launch("exec"), pod.launch("logs", TPU_NAME="")]
+    for done in [*wrong, pod.launch("logs", ZONE="")]:
+        assert done.returncode == 2 and "launch_tpu_vm.sh install" in done.stderr
+    assert calls_of(pod.tools) == []
 
 
 @pytest.fixture
 def cluster(tmp_path):
     """A folder with commands that stand in for Slurm's; the step runs until scancel, or ends with `status` at once."""
-    for name in ("scontrol", "scancel", "srun"):
-        script(tmp_path / name, f'printf "{name}"  >>"$CALLS"; printf " <%s>" "$@" >>"$CALLS"; echo >>"$CALLS"\n')
-    with open(tmp_path / "scancel", "a") as file:
-        file.write('touch "$CALLS.cancelled"\n')
-    with open(tmp_path / "srun", "a") as file:
-        file.write('[[ -n "${STATUS:-}" ]] && exit "$STATUS"\n')
-        file.write(
-            'until [[ -e "$CALLS.cancelled" ]]; do sleep 0.05; done\nsleep 0.2\necho step over >>"$CALLS"\nexit 143\n'
-        )
+    stand_in(tmp_path / "scontrol")
+    stand_in(tmp_path / "scancel", 'touch "$CALLS.cancelled"')
+    until = 'until [[ -e "$CALLS.cancelled" ]]; do sleep 0.05; done; sleep 0.2; echo step over >>"$CALLS"; exit 143'
+    stand_in(tmp_path / "srun", f'[[ -n "${{STATUS:-}}" ]] && exit "$STATUS"; {until}')
     return tmp_path
 
 
-def submit(cluster: Path, *arguments: str, **variables: str) -> subprocess.Popen:
-    env = {**os.environ, "CALLS": str(cluster / "calls"), "PATH": f"{cluster}{os.pathsep}{os.environ['PATH']}"}
-    env |= {"SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8", "PYTHON": "python3", **variables}
-    return subprocess.Popen(["bash", str(LAUNCH / "slurm_gpu.sbatch"), *arguments], env=env)
-
-
+JOB = {"SLURM_JOB_ID": "42", "SLURM_CPUS_PER_TASK": "8"}
 STEP = "srun <--kill-on-bad-exit=1> <--label> <--cpus-per-task=8> <python3> <-m> <dapo_jax.train>"
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_slurm_job_is_one_step_and_ends_as_it_ends(cluster, status):
-    assert submit(cluster, "--config", "a b", STATUS=str(status)).wait(LIMIT_S) == status
-    assert (cluster / "calls").read_text() == f"{STEP} <--config> <a b>\n"
+def test_a_slurm_job_is_one_step_and_ends_as_it_ends(cluster):
+    def submit(**variables):
+        options = LAUNCH / "slurm_gpu.sbatch", "--config", "a b"
+        return call(*options, folder=cluster, tools=cluster, **JOB, **variables).returncode
+
+    assert submit(PYTHON="no-such-python") == 2 and calls_of(cluster) == []
+    assert submit(PYTHON="python3", STATUS="3") == 3 and calls_of(cluster) == [f"{STEP} <--config> <a b>"]
 
 
 def test_a_slurm_job_out_of_time_stops_training_and_is_requeued(cluster):
-    job, calls = submit(cluster), cluster / "calls"
-    wait_until(calls.exists)
+    job = start(LAUNCH / "slurm_gpu.sbatch", folder=cluster, tools=cluster, PYTHON="python3", **JOB)
+    wait_until((cluster / "calls").exists)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(LIMIT_S) == 0
-    assert [line.rstrip(" <>") for line in calls.read_text().splitlines()] == [
-        STEP.rstrip(" <>"),
-        "scancel <--signal=TERM> <42",
-        "step over",
-        "scontrol <requeue> <42",
-    ]
-
-
-def test_a_slurm_job_without_an_environment_is_refused(cluster):
-    assert submit(cluster, PYTHON="no-such-python").wait(LIMIT_S) == 2
-    assert not (cluster / "calls").exists()
+    job.communicate(timeout=LIMIT_S)
+    stopped = ["scancel <--signal=TERM> <42>", "step over", "scontrol <requeue> <42>"]
+    assert job.returncode == 0 and calls_of(cluster) == [STEP, *stopped]
 
 
 def test_the_way_to_slurm_is_as_the_page_says(cluster):
     (cluster / "scripts").symlink_to(SCRIPTS)
-    script(cluster / "python3.12", "mkdir -p $3/bin; cp $0 $3/bin/python; cp $(dirname $0)/pip $3/bin")
-    script(cluster / "pip", 'echo "pip $*" >>"$CALLS"')
-    script(cluster / "sbatch", 'echo "sbatch $1" >>"$CALLS"; shift; exec bash "$@"')
-    done = shell(block("sbatch"), cluster, cluster, CALLS=str(cluster / "calls"), STATUS="0", SLURM_CPUS_PER_TASK="8")
+    stand_in(cluster / "python3.12", "mkdir -p $3/bin; cp $0 $3/bin/python; cp ${0%/*}/pip $3/bin")
+    stand_in(cluster / "pip")
+    stand_in(cluster / "sbatch", 'shift; exec bash "$@"')
+    done = call("-euc", block("sbatch"), folder=cluster, tools=cluster, STATUS="0", **JOB)
     assert done.returncode == 0, done.stderr
-    install, submitted, step = (cluster / "calls").read_text().splitlines()
-    assert install == "pip install -e .[cuda12]" and '"cuda12": [' in (ROOT / "setup.py").read_text()
-    assert submitted == "sbatch --nodes=2"
+    _, install, submitted, step = calls_of(cluster)
+    assert install == "pip <install> <-e> <.[cuda12]>" and '"cuda12": [' in (ROOT / "setup.py").read_text()
+    assert submitted.startswith("sbatch <--nodes=2> ")
     options = "<--config> <configs/dapo_qwen2.5_7b_math.py> <--config.workdir=/shared/runs/math> <--config.mesh.fsdp=4>"
     assert step == f"{STEP.replace('python3', '.venv/bin/python')} {options}"
 
@@ -336,22 +277,20 @@ def test_the_jobset_has_a_pod_per_host_of_its_slice_and_restarts_whole():
 
 def test_the_way_to_gke_is_as_the_page_says(tmp_path):
     for tool in ("docker", "kubectl"):
-        script(tmp_path / tool, f'echo "{tool} $*" >>"$CALLS"')
-    assert shell(block("kubectl"), ROOT, tmp_path, CALLS=str(tmp_path / "calls")).returncode == 0
-    build, push, apply = (tmp_path / "calls").read_text().splitlines()
-    manifest = yaml.safe_load((ROOT / apply.removeprefix("kubectl apply -f ")).read_text())
-    [job] = manifest["spec"]["replicatedJobs"]
-    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
-    assert build == f"docker build --build-arg EXTRA=tpu -t {container['image']} ."
-    assert push == f"docker push {container['image']}"
+        stand_in(tmp_path / tool)
+    assert call("-euc", block("kubectl"), folder=ROOT, tools=tmp_path).returncode == 0
+    manifest = LAUNCH / "gke_jobset.yaml"
+    [image] = re.findall(r"^ +image: (\S+)", manifest.read_text(), re.M)
+    assert calls_of(tmp_path) == [
+        f"docker <build> <--build-arg> <EXTRA=tpu> <-t> <{image}> <.>",
+        f"docker <push> <{image}>",
+        f"kubectl <apply> <-f> <{manifest.relative_to(ROOT)}>",
+    ]
 
 
-def test_the_container_file_passes_hadolint():
+def test_the_container_is_linted_holds_files_that_exist_and_does_not_run_as_root():
     done = subprocess.run([str(TOOLS / "hadolint"), str(ROOT / "Dockerfile")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_container_holds_files_that_exist_and_does_not_run_as_root():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     sources = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
     assert all((ROOT / name).exists() for name in sources)

@@ -1,7 +1,9 @@
 """The comparisons, and what is made of the metrics of their runs."""
 
+import functools
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ ENVIRONMENT = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": 
 ARMS = [(name, arm) for name, found in ablations.COMPARISONS.items() for arm in found.arms]
 
 
+@functools.cache
 def configured(name: str, arm: str):
     return read_config(["train", *run_ablation.command_options(ablations.COMPARISONS[name], arm)])
 
@@ -30,8 +33,7 @@ def test_every_arm_is_a_valid_config(name, arm):
 
 
 def test_the_paper_s_table_adds_one_part_a_line():
-    arms = list(ablations.PARTS)
-    found = [configured("dapo", arm) for arm in arms]
+    found = [configured("dapo", arm) for arm in ablations.PARTS]
     parts = [
         (
             config.algorithm.overlong_filtering,
@@ -47,114 +49,114 @@ def test_the_paper_s_table_adds_one_part_a_line():
     assert found[-1] == recipe, "the last line is the recipe itself"
 
 
-def test_equal_configs_share_their_runs(tmp_path):
-    def folder(name: str, arm: str, *options: str) -> Path:
-        chosen = run_ablation.command_options(ablations.COMPARISONS[name], arm, options)
-        return run_ablation.folder_of(tmp_path, chosen)
-
-    whole = folder("dapo", "+ dynamic sampling")
-    assert whole == folder("leftover", "batch, requeue") == folder("dtype", "float32")
-    assert folder("punishment", "overlong filtering") == folder("dapo", "+ clip-higher")
-    assert folder("punishment", "both") == folder("dapo", "+ soft overlong punishment")
-    assert len({folder("dapo", arm) for arm in ablations.PARTS}) == 6
-    assert whole != folder("dapo", "+ dynamic sampling", "--config.rollout.top_p=0.9")
-    assert whole == folder("dapo", "+ dynamic sampling", "--config.seed=3", "--config.workdir=elsewhere")
-    model = read_config(["train", f"--config={ROOT / 'configs/sums.py'}"]).model.path
-    assert whole == folder("dapo", "+ dynamic sampling", f"--config.model.path=elsewhere/{Path(model).name}")
-    assert whole != folder("dapo", "+ dynamic sampling", "--config.model.path=another.gguf")
+@functools.cache
+def folder_of(name: str, arm: str, *options: str) -> str:
+    chosen = run_ablation.command_options(ablations.COMPARISONS[name], arm, options)
+    return run_ablation.folder_of(Path(), chosen).name
 
 
-def write_run(folder: Path, seed: int, accuracies: list[float], tokens: list[int]) -> None:
-    workdir = folder / f"seed{seed}"
-    workdir.mkdir(parents=True)
-    rows = [{"step": 0, "eval/sums/acc/mean@2": 0.25}]
-    for step, (accuracy, num_tokens) in enumerate(zip(accuracies, tokens, strict=True), start=1):
-        rows.append(
-            {
-                "step": step,
-                "eval/sums/acc/mean@2": accuracy,
-                "eval/sums/response_length/mean": 10.0 * step,
-                "eval/sums/response_length/clip_ratio": 0.25,
-                "dynamic_sampling/generated_tokens": num_tokens,
-                "timing_s/step": 2.0,
-                "actor/entropy": 1.0 / step,
-                "response_length/mean": 10.0,
-                "perf/throughput": 1.0,
-                "response_length/clip_ratio": 0.5,
-                "dynamic_sampling/uniform_share": None,
-                "rollout/acc/mean": 0.5,
-            }
-        )
+def test_equal_configs_share_their_runs():
+    whole = folder_of("dapo", "+ dynamic sampling")
+    assert whole == folder_of("leftover", "batch, requeue") == folder_of("dtype", "float32")
+    assert folder_of("punishment", "overlong filtering") == folder_of("dapo", "+ clip-higher")
+    assert folder_of("punishment", "both") == folder_of("dapo", "+ soft overlong punishment")
+    assert len({folder_of("dapo", arm) for arm in ablations.PARTS}) == 6
+    changed = functools.partial(folder_of, "dapo", "+ dynamic sampling")
+    model = Path(configured("dapo", "+ dynamic sampling").model.path).name
+    same = ["--config.seed=3", "--config.workdir=elsewhere", f"--config.model.path=elsewhere/{model}"]
+    assert whole == changed(*same)
+    assert whole not in (changed("--config.rollout.top_p=0.9"), changed("--config.model.path=another.gguf"))
+
+
+def rows_of(accuracies: list[float], tokens: list[int]) -> list[dict]:
+    """metrics.jsonl of a run with these held-out accuracies and sampled tokens after each step."""
+    return [{"step": 0, "eval/sums/acc/mean@2": 0.25}] + [
+        {
+            "step": step,
+            "eval/sums/acc/mean@2": accuracy,
+            "eval/sums/response_length/mean": 10.0 * step,
+            "eval/sums/response_length/clip_ratio": 0.25,
+            "dynamic_sampling/generated_tokens": num_tokens,
+            "timing_s/step": 2.0,
+            "actor/entropy": 1.0 / step,
+            "response_length/mean": 10.0,
+            "perf/throughput": 1.0,
+            "response_length/clip_ratio": 0.5,
+            "dynamic_sampling/uniform_share": None,
+            "rollout/acc/mean": 0.5,
+            "alarm/truncation": 1.0,
+            "alarm/kl_jump": 0.0,
+        }
+        for step, (accuracy, num_tokens) in enumerate(zip(accuracies, tokens, strict=True), start=1)
+    ]
+
+
+def write_run(workdir: Path, rows: list[dict]) -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (workdir / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    finished_runs.mark_finished(workdir)
+
+
+def run_of(arm: str, seed: int, rows: list[dict], machine: str = "a machine"):
+    kept = [{name: value for name, value in row.items() if finished_runs.is_kept(name, value)} for row in rows]
+    return finished_runs.Run(arm, "config", seed, machine, {}, kept)
 
 
 @pytest.fixture
 def arms(tmp_path):
-    comparison = ablations.COMPARISONS["dapo"]
-    found = {
-        arm: run_ablation.folder_of(tmp_path, run_ablation.command_options(comparison, arm)) for arm in comparison.arms
-    }
-    write_run(found["naive GRPO"], 0, [0.5, 0.75], [100, 100])
-    write_run(found["naive GRPO"], 10, [0.5, 0.25], [100, 100])
-    write_run(found["+ dynamic sampling"], 0, [0.5, 1.0], [100, 300])
+    """The folders of the arms of the comparison "dapo", three with finished runs."""
+    found = {arm: tmp_path / folder_of("dapo", arm) for arm in ablations.PARTS}
+    for arm, seed, accuracies, tokens in [
+        ("naive GRPO", 0, [0.5, 0.75], [100, 100]),
+        ("naive GRPO", 10, [0.5, 0.25], [100, 100]),
+        ("+ dynamic sampling", 0, [0.5, 1.0], [100, 300]),
+    ]:
+        write_run(found[arm] / f"seed{seed}", rows_of(accuracies, tokens))
+        finished_runs.mark_finished(found[arm] / f"seed{seed}")
     (found["naive GRPO"] / "seed3").mkdir()  # still running
     return found
 
 
 def test_the_table_reads_the_curves(arms):
     runs = finished_runs.finished_runs(arms, range(11))
-    assert [(run.arm, run.seed) for run in runs] == [
-        ("naive GRPO", 0),
-        ("naive GRPO", 10),
-        ("+ dynamic sampling", 0),
-    ]
-    assert "perf/throughput" not in runs[0].rows[1] and "dynamic_sampling/uniform_share" not in runs[0].rows[1]
+    assert [(run.arm, run.seed) for run in runs] == [("naive GRPO", 0), ("naive GRPO", 10), ("+ dynamic sampling", 0)]
+    dropped = {"perf/throughput", "dynamic_sampling/uniform_share", "alarm/kl_jump"}
+    assert runs[0].rows[1].keys() == rows_of([0.5], [100])[1].keys() - dropped, "alarms that are on are kept"
     assert (runs[0].versions, runs[0].machine) == ({"python": "3", "jax": "2"}, "8 x cpu on a processor")
+    assert runs[0].exit_code == 0 and re.fullmatch(r"|[\w.-]{7,}\+?", runs[0].commit)
     assert [run.seed for run in finished_runs.finished_runs(arms, [10, 3])] == [10]
     naive, full = comparison_report.table(runs)
-    assert (naive["seeds"], naive["before"], naive["after"]) == (
-        2,
-        "0.250 (0.250 to 0.250)",
-        "0.500 (0.250 to 0.750)",
-    )
-    assert full["after"] == "1.000"
+    shown = 2, "0.250 (0.250 to 0.250)", "0.500 (0.250 to 0.750)"
+    assert (naive["seeds"], naive["before"], naive["after"]) == shown and "equal steps" not in naive
     # the thriftiest run took 200 tokens; there this one is a third of the way from 0.5 at 100 to 1.0 at 400
-    assert full["equal tokens"] == "0.667"
-    assert (full["tokens"], full["seconds"], full["entropy"], full["uniform"]) == ("400", "4", "0.500", "-")
-    assert (full["length"], full["cut off"]) == ("20.0", "0.250")
+    assert (full["after"], full["equal tokens"], full["tokens"], full["seconds"]) == ("1.000", "0.667", "400", "4")
+    assert (full["entropy"], full["uniform"], full["length"], full["cut off"]) == ("0.500", "-", "20.0", "0.250")
     assert comparison_report.token_budget(runs) == 200 and comparison_report.step_budget(runs) == 2
-    assert "equal steps" not in naive
     assert comparison_report.deviation_between_seeds(runs) == pytest.approx(2**0.5 / 4)  # .75 and .25
     assert comparison_report.deviation_between_seeds(runs[1:]) is None
 
 
-def test_arms_of_unequal_length_are_compared_after_equal_steps(tmp_path):
-    write_run(tmp_path / "short", 0, [0.5, 0.75], [100, 100])
-    write_run(tmp_path / "long", 0, [0.25, 0.5, 1.0], [50, 50, 50])
-    runs = [run for arm in ("short", "long") for run in finished_runs.runs_of_folder(arm, tmp_path / arm)]
+def test_arms_of_unequal_length_are_compared_after_equal_steps():
+    runs = [
+        run_of("short", 0, rows_of([0.5, 0.75], [100, 100])),
+        run_of("long", 0, rows_of([0.25, 0.5, 1.0], [50] * 3)),
+    ]
     short, long = comparison_report.table(runs)
     assert (short["after"], short["equal steps"]) == ("0.750", "0.750")
     assert (long["after"], long["equal steps"], long["equal tokens"]) == ("1.000", "0.500", "1.000")
 
 
-def test_five_seeds_are_compared_in_pairs(tmp_path):
+def test_five_seeds_are_compared_in_pairs_and_have_an_interval():
     """The seeds differ by far more than the arms; the pairs do not."""
-    for seed, value in enumerate([0.1, 0.2, 0.3, 0.4, 0.5]):
-        write_run(tmp_path / "first", seed, [0.0, value], [100, 100])
-        write_run(tmp_path / "other", seed, [0.0, value + 0.25], [100, 100])
-    write_run(tmp_path / "other", 5, [0.0, 1.0], [100, 100])
-    runs = [run for arm in ("first", "other") for run in finished_runs.runs_of_folder(arm, tmp_path / arm)]
-    [line] = comparison_report.differences(runs)
+    values = [0.1, 0.2, 0.3, 0.4, 0.5]
+    first = [run_of("first", seed, rows_of([0.0, value], [100, 100])) for seed, value in enumerate(values)]
+    more = [value + 0.25 for value in values] + [1.0]
+    other = [run_of("other", seed, rows_of([0.0, value], [100, 100])) for seed, value in enumerate(more)]
+    [line] = comparison_report.differences(first + other)
     assert (line["arm"], line["after"], line["trained length"]) == ("other", "+0.250 ± 0.000", "+0.0 ± 0.0")
     assert line["clipped"] == "-", "was not measured"
-    assert comparison_report.differences([run for run in runs if run.seed != 3]) == []
-    assert comparison_report.table(runs)[0]["length"] == "20.0 ± 0.0"
-
-
-def test_five_seeds_have_an_interval():
-    values = [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert comparison_report.differences([run for run in first + other if run.seed != 3]) == []
+    assert comparison_report.table(first + other)[0]["length"] == "20.0 ± 0.0"
     # 2.776, Student's quantile of four degrees of freedom, times 0.1581 / 5^(1/2)
     assert comparison_report.spread(values) == "0.300 ± 0.196 (0.100 to 0.500)"
     assert comparison_report.spread(values[:4]) == "0.250 (0.100 to 0.400)"
@@ -163,22 +165,14 @@ def test_five_seeds_have_an_interval():
     assert np.mean(inside) == pytest.approx(0.95, abs=0.012)
 
 
-def run_of(arm: str, seed: int, machine: str, rows: list[dict[str, float]]):
-    return finished_runs.Run(arm, "config", seed, machine, {}, rows)
-
-
 def test_seconds_of_different_machines_are_not_compared():
-    rows = [
-        {"step": 0, "eval/sums/acc/mean@2": 0.0},
-        {"step": 1, "eval/sums/acc/mean@2": 0.5, "dynamic_sampling/generated_tokens": 10, "timing_s/step": 2.0},
-    ]
+    rows = rows_of([0.5], [10])
     slow = [rows[0], {**rows[1], "timing_s/step": 7.0}]
-    mixed = [run_of("a", 0, "old", slow), run_of("b", 0, "new", rows)]
-    assert comparison_report.timed(mixed) == []
-    assert [line["seconds"] for line in comparison_report.table(mixed)] == ["-", "-"]
-    both = [*mixed, run_of("a", 1, "new", rows)]
-    assert comparison_report.timed(both) == both[1:]
-    assert [line["seconds"] for line in comparison_report.table(both)] == ["2", "2"]
+    mixed = [run_of("a", 0, slow, "old"), run_of("b", 0, rows, "new")]
+    both = [*mixed, run_of("a", 1, rows, "new")]
+    assert (comparison_report.timed(mixed), comparison_report.timed(both)) == ([], both[1:])
+    seconds = [[line["seconds"] for line in comparison_report.table(runs)] for runs in (mixed, both)]
+    assert seconds == [["-", "-"], ["2", "2"]]
 
 
 def test_seeds_are_averaged_step_by_step():
@@ -191,114 +185,78 @@ def test_seeds_are_averaged_step_by_step():
     assert comparison_report.mean_curve([rows], "no/such/metric", "steps")[1].size == 0
 
 
-def test_a_report_keeps_the_alarms_that_are_on_and_says_which_code_ran(tmp_path):
-    write_run(tmp_path, 0, [0.5], [100])
-    metrics = tmp_path / "seed0" / "metrics.jsonl"
-    first, last = map(json.loads, metrics.read_text().splitlines())
-    last |= {"alarm/truncation": 1.0, "alarm/kl_jump": 0.0}
-    metrics.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
-    [run] = finished_runs.runs_of_folder("arm", tmp_path)
-    assert [name for name in run.rows[1] if name.startswith("alarm/")] == ["alarm/truncation"]
-    assert run.exit_code == 0
-    assert run.commit == "" or re.fullmatch(r"[\w.-]{7,}\+?", run.commit)
-
-
 @pytest.fixture
 def trained(monkeypatch):
-    """Commands that would have trained; each leaves the metrics of a run."""
-    commands = []
-
-    class Done:
-        returncode = 0
+    """Commands that would have trained: each leaves the metrics of a run and ends with `trained.code`; no pictures."""
+    trained = SimpleNamespace(commands=[], code=0)
 
     def run(command, **_):
-        commands.append(command)
+        trained.commands.append(command)
         [workdir] = [part.partition("=")[2] for part in command if part.startswith("--config.workdir=")]
-        (Path(workdir) / "environment.json").write_text(json.dumps(ENVIRONMENT))
-        (Path(workdir) / "metrics.jsonl").write_text(
-            '{"step": 0, "eval/sums/acc/mean@2": 0.5}\n{"step": 1, "eval/sums/acc/mean@2": 0.5, '
-            '"dynamic_sampling/generated_tokens": 200, "actor/entropy": 0.5}\n'
-        )
-        return Done
+        write_run(Path(workdir), rows_of([0.5], [200]))
+        return SimpleNamespace(returncode=trained.code)
 
     monkeypatch.setattr(run_ablation, "subprocess", SimpleNamespace(run=run))  # matplotlib runs commands too
-    return commands
+    monkeypatch.setattr(run_ablation, "empty_figure", lambda: None)
+    monkeypatch.setattr(comparison_report, "draw", lambda *_: None)
+    return trained
 
 
-def test_finished_runs_are_reported_and_not_run_again(arms, tmp_path, trained, capsys):
-    pytest.importorskip("matplotlib")
+def test_finished_runs_are_reported_and_neither_run_again_nor_lost(arms, tmp_path, trained, capsys):
     output = tmp_path / "results"
-    run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}", f"--output={output}"])
-    assert len(trained) == 4 and all("--config.seed=0" in command for command in trained)
-    for name in ("dapo.png", "dapo_accuracy.png"):
-        assert (output / name).read_bytes().startswith(b"\x89PNG")
-    report = json.loads((output / "dapo.json").read_text())
+
+    def make(name, *options, runs="elsewhere"):
+        """The report, and how many runs were trained for it."""
+        trained.commands.clear()
+        run_ablation.main([name, "--seeds", *options, f"--runs={tmp_path / runs}", f"--output={output}"])
+        return json.loads((output / f"{name}.json").read_text()), len(trained.commands)
+
+    report, count = make("dapo", "0", runs="")
+    assert count == 4 and all("--config.seed=0" in command for command in trained.commands)
     assert len(report["runs"]) == 6 and len(report["table"]) == 6
     assert report["arms"]["+ dynamic sampling"]["algorithm.filter_groups.enable"] == "True"
     assert report["command"] == "python scripts/comparisons/run_ablation.py dapo --seeds 0 --output docs/results"
     assert "+ clip-higher" in capsys.readouterr().out
 
+    more, count = make("dapo", "0", "1")
+    assert count == 6 and all("--config.seed=1" in command for command in trained.commands)
+    assert [run for run in more["runs"] if run["seed"] != 1] == report["runs"], "a report keeps runs too"
 
-def test_runs_that_a_report_has_are_not_run_again(arms, tmp_path, trained):
+    other, count = make("leftover", "0")
+    assert count == 3, "the first arm is the whole of DAPO"
+    [same] = [run for run in report["runs"] if run["arm"] == "+ dynamic sampling"]
+    assert other["runs"][0] == {**same, "arm": "batch, requeue"}
+
+    for options in (["1"], ["0", "--config.rollout.top_p=0.9"]):
+        with pytest.raises(SystemExit, match="leftover.json has runs that would be lost: .* with seed 0"):
+            make("leftover", *options)
+        assert not trained.commands
+
+
+def test_the_pictures_are_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    output, elsewhere = tmp_path / "results", f"--runs={tmp_path / 'elsewhere'}"
-    run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}", f"--output={output}"])
-    before = json.loads((output / "dapo.json").read_text())
-    trained.clear()
-    run_ablation.main(["dapo", "--seeds", "0", "1", elsewhere, f"--output={output}"])
-    assert len(trained) == 6 and all("--config.seed=1" in command for command in trained)
-    after = json.loads((output / "dapo.json").read_text())
-    assert [run for run in after["runs"] if run["seed"] != 1] == before["runs"]
-    trained.clear()
-    run_ablation.main(["leftover", "--seeds", "0", elsewhere, f"--output={output}"])
-    assert len(trained) == 3, "the first arm is the whole of DAPO"
-    [first, *_] = json.loads((output / "leftover.json").read_text())["runs"]
-    [same] = [run for run in before["runs"] if run["arm"] == "+ dynamic sampling"]
-    assert first == {**same, "arm": "batch, requeue"}
+    monkeypatch.setattr(comparison_report, "PANELS", comparison_report.PANELS[:4])
+    monkeypatch.setattr(comparison_report, "ACCURACY_PANELS", 1)
+    runs = [run_of(arm, 0, rows_of([0.5, 1.0], [100, 100])) for arm in "ab"]
+    comparison_report.report("dapo", runs, tmp_path, {})
+    for name in ("dapo.png", "dapo_accuracy.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("options", [["--seeds", "1"], ["--seeds", "0", "--config.rollout.top_p=0.9"]])
-def test_no_run_of_a_report_is_lost(options, arms, tmp_path, trained):
-    pytest.importorskip("matplotlib")
-    where = [f"--runs={tmp_path}", f"--output={tmp_path / 'results'}"]
-    run_ablation.main(["leftover", "--seeds", "0", *where])
-    trained.clear()
-    with pytest.raises(SystemExit, match="leftover.json has runs that would be lost: .* with seed 0"):
-        run_ablation.main(["leftover", *options, *where])
-    assert not trained
-
-
-def test_a_run_that_fails_ends_the_script(tmp_path, monkeypatch):
-    class Failed:
-        returncode = 1
-
-    monkeypatch.setattr(run_ablation, "subprocess", SimpleNamespace(run=lambda *_, **__: Failed))
-    with pytest.raises(SystemExit, match="exit code 1"):
-        run_ablation.main(["dapo", "--seeds", "0", f"--runs={tmp_path}"])
-    assert list(tmp_path.glob("*/seed0/output.txt")) and not list(tmp_path.glob("*/*/finished"))
-
-
-@pytest.mark.parametrize("code", [1, 2])
-def test_a_run_that_cannot_go_on_may_count_as_far_as_it_came(arms, tmp_path, trained, monkeypatch, code):
-    pytest.importorskip("matplotlib")
-    done = run_ablation.subprocess.run
-
-    def run(command, **options):
-        result = done(command, **options)
-        result.returncode = code
-        return result
-
-    monkeypatch.setattr(run_ablation, "subprocess", SimpleNamespace(run=run))
-    output = tmp_path / "results"
-    call = ["filter_metric", "--seeds", "0", "--accept-failures", f"--runs={tmp_path}", f"--output={output}"]
-    if code != 1:  # the input was wrong, so there is no run
-        with pytest.raises(SystemExit, match="exit code 2"):
-            run_ablation.main(call)
-        return
-    run_ablation.main(call)
-    report = json.loads((output / "filter_metric.json").read_text())
+def test_a_run_that_fails_ends_the_script_or_counts_as_far_as_it_came(tmp_path, trained):
+    call = ["filter_metric", "--seeds", "0", f"--runs={tmp_path}", f"--output={tmp_path / 'results'}"]
+    for code, options in ((1, []), (2, ["--accept-failures"])):  # 2: the input was wrong, so there is no run
+        trained.code = code
+        with pytest.raises(SystemExit, match=f"exit code {code}"):
+            run_ablation.main(call + options)
+        [output] = tmp_path.glob("*/seed0/output.txt")
+        assert not list(tmp_path.glob("*/*/finished"))
+        shutil.rmtree(output.parent)
+    trained.commands.clear()
+    trained.code = 1
+    for _ in range(2):
+        run_ablation.main([*call, "--accept-failures"])
+        assert len(trained.commands) == 3, "nor is it run again"
+    report = json.loads((tmp_path / "results/filter_metric.json").read_text())
     assert [(run["seed"], run["exit_code"], len(run["rows"])) for run in report["runs"]] == [(0, 1, 2)] * 3
     assert report["command"].endswith("--seeds 0 --output docs/results --accept-failures")
-    assert len(trained) == 3
-    run_ablation.main(call)
-    assert len(trained) == 3, "nor is it run again"

@@ -1,183 +1,127 @@
-"""All stages of scripts/launch/run_dapo_math.sh, with an interpreter that notes its arguments and with the real one."""
+"""All stages of scripts/launch/run_dapo_math.sh, with a command that stands in for Python and with the real one."""
 
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ports import free_port
+from scripts.stand_ins import calls_of, stand_in, start
 from waiting import LIMIT_S, wait_until
 
 from dapo_jax.command.command_line import read_config
 from dapo_jax.export import export
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-CONFIG, TINY = "configs/dapo_qwen2.5_7b_math.py", str(SCRIPTS.parent / "configs/tiny.py")
+TINY = str(SCRIPTS.parent / "configs/tiny.py")
+HOST_NUMBERS = ("HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID")
+VARIABLES = (*HOST_NUMBERS, "CONFIG", "OUTPUT", "TOPOLOGY", "DAPO_FILE", "AIME_FILE")
 
-# Stands in for Python: notes its arguments, writes the file that it is asked for, and lets the real one read reports.
-INTERPRETER = """
-import json, os, signal, subprocess, sys, time
-from pathlib import Path
-
-arguments = sys.argv[1:]
-if arguments[0] == "-c":
-    sys.exit(subprocess.run([sys.executable, *arguments]).returncode)
-with open("calls.jsonl", "a") as calls:
-    calls.write(json.dumps(arguments) + "\\n")
-command = arguments[0] if arguments[0] != "-m" else arguments[1]
-wanted = dict(zip(arguments, arguments[1:]))
-if command == "dapo_jax.preflight":
-    Path(wanted["--json"]).write_text(json.dumps({"fits": not os.path.exists("too_large")}))
-elif command == "dapo_jax.train":
-    if os.path.exists("for_ever"):
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-        Path("training").touch()
-        time.sleep(600)
-    sys.exit(int(os.environ.get("STATUS", 0)))
-elif command == "dapo_jax.evaluate":
-    Path(wanted["--output"]).mkdir(parents=True, exist_ok=True)
-elif command == "dapo_jax.export":
-    Path(wanted["--output"]).mkdir(parents=True)
-    Path(wanted["--output"], "config.json").write_text(os.environ["JAX_PLATFORMS"])
-else:
-    Path(wanted["--output"]).parent.mkdir(exist_ok=True)
-    Path(wanted["--output"]).touch()
+# Stands in for Python: writes the file that it is asked for last, and lets the real one read reports.
+PYTHON = f"""
+[[ $1 == -c ]] && exec {sys.executable} "$@"
+file="${{@: -1}}"
+case $2 in
+  dapo_jax.preflight) echo "{{\\"fits\\": ${{FITS:-true}}}}" >"$file" ;;
+  dapo_jax.train) eval "${{TRAINING:-}}" ;;
+  dapo_jax.evaluate) ;;
+  dapo_jax.export) mkdir "$file" && echo "$JAX_PLATFORMS" >"$file/config.json" ;;
+  *) mkdir -p "${{file%/*}}" build && touch "$file" ;;
+esac
 """
 
-
-# The real one. It kills all that its host runs in the middle of the stage KILLED_IN, when there is a half of something.
+# The real Python kills all that its host runs when it imports, opens, makes or renames to what KILLED_AT names.
 KILLER = """
-import importlib, os, signal, sys
-from pathlib import Path
+import os, signal, sys
 
-def die(*_, **__):
-    os.killpg(0, signal.SIGKILL)
+def kill(event, arguments):
+    if event in ("import", "open", "os.mkdir", "os.rename"):
+        if str(arguments[event == "os.rename"]).endswith(os.environ["KILLED_AT"]):
+            os.killpg(0, signal.SIGKILL)
 
-def half_a_file(_, path):
-    Path(path).write_bytes(b"PAR1")
-    die()
-
-def before_step_two(run, records, state, *arguments):
-    return die() if state.progress.step == 1 else train_step(run, records, state, *arguments)
-
-def after_some_samples(*arguments):
-    write = writer(*arguments)
-    return lambda *batch: (write(*batch), die())
-
-arguments = sys.argv[1:]
-if arguments[0] == "-c":
-    os.execv(sys.executable, [sys.executable, *arguments])
-sys.path.insert(0, "scripts/data")
-name, *sys.argv = arguments[arguments[0] == "-m":]
-sys.argv.insert(0, name)
-module = importlib.import_module(name.removeprefix("scripts/data/").removesuffix(".py"))
-if hasattr(module, "__path__"):  # a package: its command
-    module = importlib.import_module(f"{name}.__main__")
-if name == "dapo_jax.train":  # its file holds no more than the call
-    module = importlib.import_module("dapo_jax.training")
-if name.endswith(os.environ["KILLED_IN"]):
-    if name == "scripts/data/prepare_aime.py":
-        importlib.import_module("data_preparation").pq.write_table = half_a_file
-    elif name == "dapo_jax.preflight":
-        importlib.import_module("dapo_jax.preflight.report").compile_program = die
-    elif name == "dapo_jax.train":
-        train_step, module.train_step = module.train_step, before_step_two
-    elif name == "dapo_jax.export":
-        module.write_safetensors = die
-    elif name == "dapo_jax.evaluate":
-        writer, module._writer = module._writer, after_some_samples
-module.main()
+sys.addaudithook(kill)
 """
-
-
-class Checkout:
-    def __init__(self, root: Path, interpreter_code: str) -> None:
-        self.root = root
-        shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-        interpreter = root / "interpreter"
-        interpreter.write_text(f"#!{sys.executable}\n{interpreter_code}")
-        interpreter.chmod(0o755)
-
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        known = ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID", "HOST", "CONFIG", "OUTPUT", "TOPOLOGY")
-        env = {name: value for name, value in os.environ.items() if name not in known}
-        env |= {"PYTHON": str(self.root / "interpreter"), **variables}
-        command = ["bash", str(self.root / "scripts/launch/run_dapo_math.sh"), *arguments]
-        return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        process = self.start(*arguments, **variables)
-        error = process.communicate(timeout=LIMIT_S)[1]
-        return process.returncode, error
-
-    def calls(self) -> list[list[str]]:
-        file = self.root / "calls.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    return Checkout(tmp_path, INTERPRETER)
+def checkout(tmp_path, monkeypatch):
+    """A folder with our scripts, in which a command stands in for Python."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    stand_in(tmp_path / "interpreter", PYTHON)
+    return tmp_path
+
+
+def start_script(checkout, *options, **variables):
+    variables = {"PYTHON": str(checkout / "interpreter"), **variables}
+    script = checkout / "scripts/launch/run_dapo_math.sh"
+    return start(script, *options, folder=checkout, tools=checkout, **variables)
+
+
+def run_script(checkout, *options, **variables):
+    """Exit code, errors and calls of Python, without those that read a report."""
+    process = start_script(checkout, *options, **variables)
+    errors = process.communicate(timeout=LIMIT_S)[1]
+    return process.returncode, errors, [line for line in calls_of(checkout) if not line.startswith("interpreter <-c>")]
 
 
 def test_the_stages_follow_each_other_with_the_same_options(checkout):
-    options = ["--config.model.path=models/a b", "--config.seed=3"]
-    assert checkout.run(*options, DAPO_FILE="published 17k.parquet")[0] == 0
-    dapo, aime, preflight, train, evaluate, export = checkout.calls()
-    prepare_dapo, prepare_aime = (f"scripts/data/prepare_{name}.py" for name in ("math_dapo", "aime"))
-    assert dapo == [prepare_dapo, "published 17k.parquet", "--output", "data/dapo-math-17k.parquet"]
-    assert aime == [prepare_aime, "--download", "--output", "data/aime-2024.parquet"]
-    start = ["--config", CONFIG, *options]
-    assert preflight[:-1] == ["-m", "dapo_jax.preflight", *start, "--topology", "gpu", "--quick", "--json"]
-    assert train == ["-m", "dapo_jax.train", *start]
-    alone = ["--config.mesh.fsdp=1", "--config.mesh.tensor=1", "--config.trainer.num_processes=1"]
-    assert export == ["-m", "dapo_jax.export", *start, *alone, "--output", "build/dapo_math"]
-    assert (checkout.root / "build/dapo_math/config.json").read_text() == "cpu"
-    where = ["--all-steps", "--if-missing", "--output", "build/dapo_math-evaluation"]
-    assert evaluate == ["-m", "dapo_jax.evaluate", *start, *where]
+    given = ["--config.model.path=models/a b", "--config.seed=3"]
+    code, errors, (dapo, aime, preflight, *rest) = run_script(checkout, *given, DAPO_FILE="published 17k.parquet")
+    assert code == 0, errors
+    options = "<--config> <configs/dapo_qwen2.5_7b_math.py> <--config.model.path=models/a b> <--config.seed=3>"
+    alone = "<--config.mesh.fsdp=1> <--config.mesh.tensor=1> <--config.trainer.num_processes=1>"
+    data = "interpreter <scripts/data/prepare_"
+    assert dapo == f"{data}math_dapo.py> <published 17k.parquet> <--output> <data/dapo-math-17k.parquet>"
+    assert aime == f"{data}aime.py> <--download> <--output> <data/aime-2024.parquet>"
+    assert preflight.startswith(
+        f"interpreter <-m> <dapo_jax.preflight> {options} <--topology> <gpu> <--quick> <--json> "
+    )
+    train, evaluate, export = (
+        f"interpreter <-m> <dapo_jax.{name}> {options}" for name in ("train", "evaluate", "export")
+    )
+    kept = f"{evaluate} <--all-steps> <--if-missing> <--output> <build/dapo_math-evaluation>"
+    assert rest == [train, kept, f"{export} {alone} <--output> <build/dapo_math>"]
+    assert (checkout / "build/dapo_math/config.json").read_text() == "cpu\n"
+    code, _, calls = run_script(checkout, *given)
+    assert code == 0 and calls[1:] == [train, kept], "data and model are there; evaluate is told to do nothing"
 
 
-def test_the_same_command_again_prepares_and_exports_nothing(checkout):
-    assert checkout.run()[0] == checkout.run()[0] == 0
-    again = ["dapo_jax.preflight", "dapo_jax.train", "dapo_jax.evaluate"]  # which is told to do nothing if it is there
-    assert [call[1] for call in checkout.calls()[6:]] == again
+def stages(calls):
+    return [line.split("dapo_jax.")[1].partition(">")[0] for line in calls if "dapo_jax." in line]
 
 
-def test_what_does_not_fit_is_not_trained(checkout):
-    (checkout.root / "too_large").touch()
-    status, error = checkout.run()
-    assert status == 2 and "does not fit" in error
-    assert checkout.calls()[-1][1] == "dapo_jax.preflight"
+def test_what_does_not_fit_is_not_trained_and_training_that_fails_is_not_exported(checkout):
+    code, errors, calls = run_script(checkout, FITS="false")
+    assert (code, stages(calls)) == (2, ["preflight"]) and "does not fit" in errors
+    code, _, calls = run_script(checkout, TOPOLOGY="none", TRAINING="exit 3")
+    assert (code, stages(calls)) == (3, ["train"])
 
 
-def test_training_that_fails_is_not_exported(checkout):
-    assert checkout.run(STATUS="3", TOPOLOGY="none")[0] == 3
-    assert [call[1] for call in checkout.calls()[2:]] == ["dapo_jax.train"]
-
-
-@pytest.mark.parametrize("name", ["HOST", "TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID"])
-def test_one_host_of_a_pod_exports_and_all_measure(checkout, name):
-    assert checkout.run(**{name: "1"})[0] == 0
-    assert [call[1] for call in checkout.calls()[-2:]] == ["dapo_jax.train", "dapo_jax.evaluate"]
-    assert checkout.run(**{name: "0"})[0] == 0
-    assert [call[1] for call in checkout.calls()[-2:]] == ["dapo_jax.evaluate", "dapo_jax.export"]
+def test_one_host_of_a_pod_exports_and_all_measure(checkout):
+    for name in HOST_NUMBERS:
+        code, _, calls = run_script(checkout, TOPOLOGY="none", **{name: "1"})
+        assert (code, stages(calls)) == (0, ["train", "evaluate"]), name
+    for name in HOST_NUMBERS:
+        output = f"build/{name}"
+        code, _, calls = run_script(checkout, TOPOLOGY="none", OUTPUT=output, **{name: "0"})
+        assert (code, stages(calls)) == (0, ["train", "evaluate", "export"]), name
 
 
 def test_a_signal_reaches_training_and_its_status_is_kept(checkout):
-    (checkout.root / "for_ever").touch()
-    process = checkout.start()
-    wait_until((checkout.root / "training").exists)
+    training = "trap 'exit 7' TERM; touch training; while :; do sleep 0.05; done"
+    process = start_script(checkout, TRAINING=training)
+    wait_until((checkout / "training").exists)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 7 and checkout.calls()[-1][1] == "dapo_jax.train"
+    assert process.returncode == 7 and stages(calls_of(checkout)) == ["preflight", "train"]
 
 
 OPTIONS = {
@@ -201,34 +145,25 @@ OPTIONS = {
 }
 
 
-def published(path: Path, numbers: range) -> Path:
-    """Sums in the schema of DAPO-Math-17k and AIME-2024."""
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{number} + 1 ="}], "reward_model": {"ground_truth": str(number + 1)}}
-        for number in numbers
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
+def options_of(changes):
+    return [f"--config.{name}={value}" for name, value in (OPTIONS | changes).items()]
 
 
-def options_of(changes: dict[str, Any]) -> list[str]:
-    return ["--config", TINY, *(f"--config.{name}={value}" for name, value in changes.items())]
-
-
-def two_hosts(checkout: Checkout, killed_in: str, topology: str) -> list[tuple[int, str]]:
+def two_hosts(checkout, killed_at, topology):
     """The exit code and the errors of the script on each of two hosts that share the checkout."""
-    options = OPTIONS | {"trainer.coordinator": f"127.0.0.1:{free_port()}", "trainer.num_processes": 2}
+    changes = {"trainer.coordinator": f"127.0.0.1:{free_port()}", "trainer.num_processes": 2}
     variables = {
-        "PYTHONPATH": str(SCRIPTS.parent),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([str(checkout / "killer"), str(SCRIPTS.parent)]),
         "CONFIG": TINY,
         "TOPOLOGY": topology,
-        "KILLED_IN": killed_in,
+        "KILLED_AT": killed_at,
         "JAX_NUM_CPU_DEVICES": "1",
-        "DAPO_FILE": str(checkout.root / "published_dapo.parquet"),
-        "AIME_FILE": str(checkout.root / "published_aime.parquet"),
+        "DAPO_FILE": str(checkout / "published_dapo.parquet"),
+        "AIME_FILE": str(checkout / "published_aime.parquet"),
     }
     hosts = [
-        checkout.start(*options_of(options | {"trainer.process_id": host})[2:], HOST=str(host), **variables)
+        start_script(checkout, *options_of(changes | {"trainer.process_id": host}), HOST=str(host), **variables)
         for host in range(2)
     ]
     try:
@@ -243,29 +178,33 @@ def two_hosts(checkout: Checkout, killed_in: str, topology: str) -> list[tuple[i
     return [(host.returncode, error) for host, error in zip(hosts, errors, strict=True)]
 
 
-@pytest.mark.slow
-def test_two_hosts_that_are_killed_in_each_stage_go_on(tmp_path):
-    checkout = Checkout(tmp_path, KILLER)
-    published(tmp_path / "published_dapo.parquet", range(6))
-    published(tmp_path / "published_aime.parquet", range(2))
-    for stage, topology in [
-        ("prepare_aime.py", "none"),
-        ("preflight", "cpu"),
-        ("train", "cpu"),
-        ("evaluate", "none"),
-        ("export", "none"),
+@pytest.mark.full
+def test_two_hosts_that_are_killed_in_each_stage_go_on(checkout):
+    (checkout / "killer").mkdir()
+    (checkout / "killer/sitecustomize.py").write_text(KILLER)
+    for name, count in (("dapo", 6), ("aime", 2)):  # sums in the schema of DAPO-Math-17k and AIME-2024
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{k} + 1 ="}], "reward_model": {"ground_truth": str(k + 1)}}
+            for k in range(count)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), checkout / f"published_{name}.parquet")
+    output, evaluation = checkout / "build/dapo_math", checkout / "build/dapo_math-evaluation"
+    for killed_at, topology in [
+        ("data/aime-2024.parquet", "none"),
+        ("preflight.report", "cpu"),
+        ("checkpoints/2", "cpu"),
+        ("metrics.json", "none"),
+        ("model.safetensors", "none"),
     ]:
-        (code, errors), _ = two_hosts(checkout, stage, topology)
-        assert code == -signal.SIGKILL, (stage, errors)
-    output = tmp_path / "build/dapo_math"
+        (code, errors), _ = two_hosts(checkout, killed_at, topology)
+        assert code == -signal.SIGKILL, (killed_at, errors)
     for _ in range(2):
         ended = two_hosts(checkout, "nowhere", "none")
         assert [code for code, _ in ended] == [0, 0], ended
-        assert sorted(path.name for path in output.parent.iterdir()) == ["dapo_math", "dapo_math-evaluation"]
-        results = json.loads((tmp_path / "build/dapo_math-evaluation/metrics.json").read_text())
-        assert [result["step"] for result in results] == [1, 2]
-    assert len((tmp_path / "build/dapo_math-evaluation/generations.jsonl").read_text().splitlines()) == 2 * 2
-    here = OPTIONS | {"workdir": tmp_path / "runs/tiny", "actor.use_dynamic_bsz": True}
-    export(read_config(["export", *options_of(here)]), tmp_path / "expected")
-    for path in (tmp_path / "expected").iterdir():
+        assert sorted(output.parent.iterdir()) == [output, evaluation]
+        assert [result["step"] for result in json.loads((evaluation / "metrics.json").read_text())] == [1, 2]
+    assert len((evaluation / "generations.jsonl").read_text().splitlines()) == 2 * 2
+    here = options_of({"workdir": checkout / "runs/tiny", "actor.use_dynamic_bsz": True})
+    export(read_config(["export", "--config", TINY, *here]), checkout / "expected")
+    for path in (checkout / "expected").iterdir():
         assert path.read_bytes() == (output / path.name).read_bytes(), path.name
