@@ -5,19 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import compare_trl
+import comparison_report
 import prepare_sums
 import pytest
 import run_ablation
 import trl_task
+from scripts.test_run_ablation import ENVIRONMENT, rows_of, write_run
 
 from dapo_jax.command.command_line import read_config
 
 ROOT = Path(__file__).parents[2]
-OURS = {"versions": {"python": "3", "jax": "2", "flax": "1"}, "devices": "8 x cpu", "host": "a processor, 2 cores"}
-ROWS = (
-    '{"step": 0, "eval/sums/acc/mean@2": 0.25}\n{"step": 1, "eval/sums/acc/mean@2": 0.5, '
-    '"dynamic_sampling/generated_tokens": 200, "actor/entropy": 0.5, "timing_s/step": 3.0}\n'
-)
 
 
 def test_trl_is_told_our_settings():
@@ -42,44 +39,32 @@ def test_problems_are_asked_as_here(tmp_path):
 
 
 def test_both_sides_are_run_and_reported(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    commands = []
-
-    class Done:
-        returncode = 0
+    programs, pictures = [], []
 
     def run(command, **_):
-        commands.append(command)
-        where = OURS
-        if "train_with_trl.py" in command[1]:
-            workdir = Path(command[-1])
-            settings = json.loads((workdir / "settings.json").read_text())
+        programs.append(command[0])
+        theirs = "train_with_trl.py" in command[1]
+        if theirs:
+            settings = json.loads((Path(command[-1]) / "settings.json").read_text())
             assert settings["seed"] == 3 and settings["steps"] == 2
-            where = {**OURS, "versions": {"trl": "1.0"}}
-        else:
-            [workdir] = [Path(part.partition("=")[2]) for part in command if part.startswith("--config.workdir=")]
-        (workdir / "environment.json").write_text(json.dumps(where))
-        (workdir / "metrics.jsonl").write_text(ROWS)
-        return Done
+        [workdir] = [part.rpartition("=")[2] for part in command if part.startswith("--config.workdir=")] or command[
+            -1:
+        ]
+        write_run(Path(workdir), rows_of([0.5], [200]))
+        if theirs:
+            (Path(workdir) / "environment.json").write_text(json.dumps(ENVIRONMENT | {"versions": {"trl": "1.0"}}))
+        return SimpleNamespace(returncode=0)
 
     for module in (run_ablation, compare_trl):
-        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))  # matplotlib runs commands too
-    output = tmp_path / "results"
-    compare_trl.main(
-        [
-            "--trl",
-            "torch/bin/python",
-            "--seeds",
-            "3",
-            f"--runs={tmp_path}",
-            f"--output={output}",
-            "--config.trainer.total_training_steps=2",
-        ]
-    )
-    assert [command[0] == "torch/bin/python" for command in commands] == [False, False, True]
-    report = json.loads((output / "compare_trl.json").read_text())
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(compare_trl, "empty_figure", lambda: None)
+    monkeypatch.setattr(comparison_report, "draw", lambda name, runs, panels, path: pictures.append(path.name))
+    where = ["--trl=torch/bin/python", f"--runs={tmp_path}", f"--output={tmp_path / 'results'}"]
+    compare_trl.main([*where, "--seeds", "3", "--config.trainer.total_training_steps=2"])
+    assert [program == "torch/bin/python" for program in programs] == [False, False, True]
+    report = json.loads((tmp_path / "results/compare_trl.json").read_text())
     ours = {"python": "3", "jax": "2"}
     assert [run["versions"] for run in report["runs"]] == [ours, ours, {"trl": "1.0"}]
-    assert {run["machine"] for run in report["runs"]} == {"8 x cpu on a processor, 2 cores"}
+    assert {run["machine"] for run in report["runs"]} == {"8 x cpu on a processor"}
     assert [line["arm"] for line in report["table"]] == ["dapo_jax", "dapo_jax, no filter", "TRL"]
-    assert (output / "compare_trl.png").exists() and "| TRL | 1 | 0.250" in capsys.readouterr().out
+    assert pictures[0] == "compare_trl.png" and "| TRL | 1 | 0.250" in capsys.readouterr().out

@@ -10,25 +10,20 @@ from dapo_jax.rewards.verifiers import VERIFIERS, verifier_for
 def test_no_order_of_a_heldout_sum_is_trained_on(tmp_path, capsys):
     prepare_sums.main([f"--output={tmp_path}/{{split}}.jsonl"])
     assert "heldout.jsonl: 96 problems" in capsys.readouterr().out
-    found = {split: prepare_sums.sums(400, 96, seed=0)[split] for split in ("train", "heldout")}
-    families = {split: {tuple(sorted(terms)) for terms in problems} for split, problems in found.items()}
-    assert families["train"].isdisjoint(families["heldout"]) and (5, 6, 8) not in families["train"]
-    assert len(set(found["train"])) == 400 and len(families["heldout"]) == 96
+    found = prepare_sums.sums(400, 96, seed=0)
+    train, heldout = ({tuple(sorted(terms)) for terms in found[split]} for split in ("train", "heldout"))
+    assert train.isdisjoint(heldout) and (5, 6, 8) not in train
+    assert len(set(found["train"])) == 400 and len(heldout) == 96
     assert Counter(map(len, found["train"])) == {2: 200, 3: 200}
     rows = read_prompt_files([str(tmp_path / "train.jsonl")])
     assert [row.ground_truth for row in rows] == [str(sum(terms)) for terms in found["train"]]
 
 
 def test_the_worked_answer_is_right():
-    row = prepare_sums.sum_row((2, 3, 4), "train")
-    assert [message["content"] for message in row["prompt"]] == [
-        "8 + 5 + 6 = ?",
-        "8 + 5 = 13, 13 + 6 = 19",
-        "2 + 3 + 4 = ?",
-    ]
+    row, answer = prepare_sums.sum_row((2, 3, 4), "train"), prepare_sums.worked_out((2, 3, 4))
+    asked = ["8 + 5 + 6 = ?", "8 + 5 = 13, 13 + 6 = 19", "2 + 3 + 4 = ?"]
+    assert [message["content"] for message in row["prompt"]] == asked and answer == "2 + 3 = 5, 5 + 4 = 9"
     verifier = VERIFIERS[verifier_for(row["data_source"])].score
-    answer = prepare_sums.worked_out((2, 3, 4))
-    assert answer == "2 + 3 = 5, 5 + 4 = 9"
     assert verifier(row["data_source"], answer, row["reward_model"]["ground_truth"], {})["acc"]
 
 

@@ -16,7 +16,7 @@ from dapo_jax.data.reasoning_gym import reasoning_gym_rows
 from dapo_jax.data.tokenizer import load_tokenizer
 from dapo_jax.models.load import read_model_architecture
 
-ROOT = Path(__file__).parents[2]
+RECIPE = f"--config={Path(__file__).parents[2] / 'configs/sums.py'}"
 
 
 def test_no_demonstration_is_of_a_held_out_sum():
@@ -27,31 +27,42 @@ def test_no_demonstration_is_of_a_held_out_sum():
     assert len(asked) > 500 and not asked & heldout
 
 
-@pytest.mark.short("0")
-@pytest.mark.parametrize("seed", range(5))
-def test_no_demonstration_is_of_a_word_that_a_run_holds_out(seed):
+def test_no_demonstration_is_of_a_word_that_a_run_holds_out():
     pytest.importorskip("reasoning_gym")
-    arguments = [f"--config={ROOT / 'configs/sums.py'}", f"--config.seed={seed}"]
     shared = ablations.COMPARISONS["filter_spelling"].shared
-    config = read_config(["train", *arguments, *(f"--config.{key}={value}" for key, value in shared.items())])
+    config = read_config(["train", RECIPE, *(f"--config.{key}={value}" for key, value in shared.items())])
     gym = config.data.reasoning_gym
-    _, heldout = reasoning_gym_rows(
-        gym.datasets, num_train=1, num_heldout=gym.num_heldout, seed=config.seed, template=gym.template
-    )
     drawn = itertools.islice(small_model.spelling_demonstrations(np.random.default_rng(0)), 20_000)
     asked = {messages[-1]["content"] for messages, _ in drawn}
-    assert len(asked) > 1000 and not asked & {row.prompt[-1]["content"] for row in heldout}
+    assert len(asked) > 1000
+    for seed in range(5):
+        _, heldout = reasoning_gym_rows(
+            gym.datasets, num_train=1, num_heldout=gym.num_heldout, seed=seed, template=gym.template
+        )
+        assert not asked & {row.prompt[-1]["content"] for row in heldout}
 
 
-def test_a_run_asks_as_the_demonstrations_do():
+def test_a_run_asks_as_the_demonstrations_do_and_knows_all_their_tokens():
     """Its recipe begins every prompt with an empty system message."""
+    pytest.importorskip("reasoning_gym")
     tokenizer, message = small_model.small_tokenizer(), {"role": "user", "content": "8 + 5 = ?"}
-    config = read_config(["train", f"--config={ROOT / 'configs/sums.py'}"])
+    config = read_config(["train", RECIPE])
     assert config.data.system_prompt is not None
     asked = tokenizer.encode_prompt((message,), system_prompt=config.data.system_prompt, chat_template_kwargs={})
     assert asked == tokenizer.encode_prompt((message,), system_prompt=None, chat_template_kwargs={})
+    check_tokens(tokenizer)
 
 
+def check_tokens(tokenizer):
+    unknown = tokenizer.backend.token_to_id("<unk>")
+    for tokens, mask in itertools.islice(small_model.batches(tokenizer, 8, 1), 8):
+        assert not (tokens == unknown).any()
+        for row, kept in zip(tokens, mask, strict=True):
+            text = tokenizer.decode(row[kept].tolist())
+            assert text and tokenizer.encode(text) == [token for token in row[kept] if token not in tokenizer.eos_ids]
+
+
+@pytest.mark.slow
 def test_the_model_is_read_with_its_tokens(tmp_path, monkeypatch, capsys):
     pytest.importorskip("reasoning_gym")
     output = tmp_path / "model"
@@ -59,10 +70,4 @@ def test_the_model_is_read_with_its_tokens(tmp_path, monkeypatch, capsys):
     small_model.main()
     assert f"the model is in {output}" in capsys.readouterr().out
     assert read_model_architecture(output) == small_model.architecture()
-    tokenizer = load_tokenizer(output)
-    for tokens, mask in itertools.islice(small_model.batches(tokenizer, 8, 1), 8):
-        unknown = tokenizer.backend.token_to_id("<unk>")
-        assert not (tokens == unknown).any()
-        for row, kept in zip(tokens, mask, strict=True):
-            text = tokenizer.decode(row[kept].tolist())
-            assert text and tokenizer.encode(text) == [token for token in row[kept] if token not in tokenizer.eos_ids]
+    check_tokens(load_tokenizer(output))
