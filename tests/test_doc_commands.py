@@ -1,4 +1,4 @@
-"""Every command line of the README and of docs/: run here with small numbers, or by the test that the table names."""
+"""Every command line of the README and of docs/: run here with small numbers, or where doc_commands.txt says."""
 
 import importlib
 import json
@@ -26,109 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAM = re.compile(r"(python3?|dapo-jax|bash|pip|tensorboard|xprof|sbatch|docker|kubectl) ")
 
-MATH = "tests/scripts/test_run_dapo_math.py::"
-SET_UP = "tests/scripts/test_set_up.py::"
-LAUNCHERS = "tests/scripts/test_launchers.py::"
-TPU_VM = f"{LAUNCHERS}test_the_way_to_a_tpu_vm_is_as_the_page_says"
-GKE, SLURM = (f"{LAUNCHERS}test_the_way_to_{name}_is_as_the_page_says" for name in ("gke", "slurm"))
-TENSORBOARD = "tests/monitor/test_tensorboard_browser.py::test_the_overview_shows_every_chart"
-GUIDE = "tests/test_data_guide.py::"
-JUDGED = "tests/rewards/test_judged.py::"
-SLICE = "tests/preflight/test_preflight.py::test_the_report_for_a_slice_that_is_not_here"
-
-# Beginnings of commands, and where they are run; the longest that fits counts. HERE: by this file.
 HERE = "here"
-RUN_BY = {
-    "bash scripts/quickstart.sh": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
-    "source .venv/bin/activate": f"{SET_UP}test_the_quickstart_makes_an_environment_once_and_trains",
-    "bash scripts/test.sh": ".ci/run",
-    "bash scripts/test_accelerators.sh": ".ci/run",
-    "bash scripts/test_pythons.sh": ".ci/run",
-    "bash scripts/docs/build_site.sh": ".ci/run",
-    "pip install --no-deps jax-cuda13-plugin": f"{SET_UP}test_compilers_of_accelerators_are_installed_once",
-    "bash scripts/accelerator_report.sh": "tests/scripts/test_accelerator_report.py::test_the_report_on_a_cpu",
-    "bash scripts/docs/preflight_reports.sh": f"{SET_UP}test_the_reports_of_the_preflight_are_of_valid_configs",
-    "export DAPO_FILE=": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
-    "bash scripts/launch/run_dapo_math.sh": f"{MATH}test_the_stages_follow_each_other_with_the_same_options",
-    "python scripts/data/prepare_": HERE,
-    "bash scripts/launch/launch_tpu_vm.sh": TPU_VM,
-    "export TPU_NAME=": TPU_VM,
-    "ssh-add": TPU_VM,
-    "export IMAGE=": GKE,
-    "docker": GKE,
-    "kubectl": GKE,
-    "python3.12 -m venv": SLURM,
-    ".venv/bin/pip install": SLURM,
-    "sbatch": SLURM,
-    "pip install": HERE,
-    "python -m dapo_jax.train": HERE,
-    "python -m dapo_jax.train --config configs/gsm8k.py --config.model.path=Qwen/": (
-        "tests/test_downloads.py::test_a_run_from_the_hub_is_trained_resumed_measured_and_exported"
-    ),
-    "python -m dapo_jax.train --config configs/gsm8k.py '--config.reward.functions": (
-        "tests/test_data_guide.py::test_several_rewards"
-    ),
-    'python -m dapo_jax.train --config configs/gsm8k.py \'--config.reward.functions={"correct": "gsm8k_flexible': (
-        f"{JUDGED}test_the_judge_is_summed_with_what_runs_in_processes"
-    ),
-    "python -m dapo_jax.train --config configs/gsm8k.py --config.reward.function=judge": (
-        f"{JUDGED}test_a_killed_run_resumes_without_asking_twice"
-    ),
-    "export JUDGE_KEY=": "tests/rewards/test_judge.py::test_the_key_is_sent_and_shown_nowhere",
-    "python -m dapo_jax.train --config FILE --config.data.task=reasoning_gym": (
-        "tests/data/test_reasoning_gym.py::test_a_run_reads_its_problems_and_takes_their_verifier"
-    ),
-    "python -m dapo_jax.train --config FILE --config.trainer.coordinator": (
-        "tests/parallel/test_training_processes.py::test_processes_train_alike"
-    ),
-    "python -m dapo_jax.train --config dapo_jax/from_verl/defaults.py": (
-        "tests/from_verl/test_translate.py::test_a_published_script_is_accepted_and_keeps_its_values"
-    ),
-    "python -m dapo_jax.from_verl": (
-        "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file"
-    ),
-    "dapo-jax env": "tests/test_env.py::test_the_report_names_versions_devices_and_variables",
-    "python -m dapo_jax.evaluate": HERE,
-    "python -m dapo_jax.export": HERE,
-    "python -m dapo_jax.export --config FILE --output DIR --push-to-hub": (
-        "tests/hub/test_upload.py::test_the_hub_has_every_file_of_the_directory"
-    ),
-    "python -m dapo_jax.preflight --config FILE": "tests/preflight/test_preflight.py::test_the_report_for_a_cpu",
-    "python -m dapo_jax.preflight --config FILE --topology v5p": SLICE,
-    "python -m dapo_jax.preflight --config configs/dapo_qwen2.5": SLICE,
-    "python -m pytest test_countdown.py": f"{GUIDE}test_the_reward_function_passes_its_own_tests",
-    "python countdown.py": f"{GUIDE}test_its_rows_are_read_and_its_command_is_valid",
-    "dapo-jax plan": HERE,
-    "dapo-jax --help": "tests/test_cli.py::test_help_and_version",
-    "dapo-jax configs": "tests/test_cli.py::test_recipes_are_listed_and_printed",
-    "dapo-jax train": "scripts/test_package.sh",
-    "dapo-jax evaluate": "tests/test_evaluate.py::test_the_command_prints_a_table",
-    "dapo-jax export": "tests/test_export.py::test_the_command_exports_what_a_run_has_trained",
-    "dapo-jax from-verl": (
-        "tests/from_verl/test_translate.py::test_the_command_prints_a_shell_script_or_writes_a_file"
-    ),
-    "python scripts/benchmarks/benchmark_": HERE,
-    "python scripts/benchmarks/soak.py": HERE,
-    "python scripts/benchmarks/crash_test.py": "tests/scripts/test_reliability.py::test_kills_cannot_be_seen",
-    "python scripts/benchmarks/simulate_decoding.py": (
-        "tests/scripts/test_simulate_decoding.py::test_the_command_prints_a_row_for_each_shape"
-    ),
-    "dapo-jax monitor": "tests/tools/test_monitor.py::test_log_and_metrics_are_summed_up_alike",
-    "dapo-jax report": "tests/report/test_page.py::test_the_command_writes_into_the_run",
-    "dapo-jax plot": "tests/tools/test_plot.py::test_a_picture_of_two_runs",
-    "python scripts/comparisons/run_ablation.py": (
-        "tests/scripts/test_run_ablation.py::test_finished_runs_are_reported_and_not_run_again"
-    ),
-    "python scripts/comparisons/small_model.py": (
-        "tests/scripts/test_small_model.py::test_the_model_is_read_with_its_tokens"
-    ),
-    "python scripts/comparisons/compare_trl.py": (
-        "tests/scripts/test_compare_trl.py::test_both_sides_are_run_and_reported"
-    ),
-    "python scripts/docs/write_results_doc.py": "tests/scripts/test_write_results_doc.py::test_a_page_is_up_to_date",
-    "tensorboard": TENSORBOARD,
-    "xprof": "tests/monitor/test_profile_viewers.py::test_xprof_shows_the_step",
-}
 
 # What a command line says -> what is run.
 SHORTENED = {
@@ -187,12 +85,31 @@ def commands() -> dict[str, str]:
     return found
 
 
+def places() -> dict[str, str]:
+    """Beginning of a command -> the test or file that runs it, as in doc_commands.txt."""
+    found, place = {}, ""
+    for line in (ROOT / "tests/doc_commands.txt").read_text().splitlines():
+        if line.startswith("    "):
+            found[line.strip()] = place
+        elif not line.startswith("#"):
+            place = line
+    return found
+
+
+RUN_BY, COMMANDS = places(), commands()
+
+
 def run_by(command: str) -> str | None:
     fitting = [start for start in RUN_BY if command.startswith(start)]
     return RUN_BY[max(fitting, key=len)] if fitting else None
 
 
-def small(command: str, number: int) -> list[str]:
+def mine(text: str) -> list[str]:
+    """The commands with this text that are run here."""
+    return [command for command in COMMANDS if text in command and run_by(command) == HERE]
+
+
+def small(command: str, number: int | str) -> list[str]:
     """The words of a command, with the files that there are and small numbers."""
     words = []
     for word in shlex.split(command):
@@ -208,42 +125,39 @@ def small(command: str, number: int) -> list[str]:
     return words
 
 
-COMMANDS = commands()
-MINE = [command for command in COMMANDS if run_by(command) == HERE]
-
-
 def test_every_command_is_run_by_something():
     assert [f"{page}: {command}" for command, page in COMMANDS.items() if run_by(command) is None] == []
     assert [start for start in RUN_BY if not any(command.startswith(start) for command in COMMANDS)] == []
 
 
-@pytest.mark.parametrize("name", sorted({name for name in RUN_BY.values() if name != HERE}))
-def test_what_runs_a_command_exists(name):
-    file, _, test = name.partition("::")
+@pytest.mark.parametrize("place", sorted({*RUN_BY.values()} - {HERE}))
+def test_what_runs_a_command_exists(place):
+    file, _, test = place.partition("::")
     text = (ROOT / file).read_text()
     if test:
         assert f"def {test}(" in text
     else:
-        assert [command for command in COMMANDS if run_by(command) == name and command in text]
+        assert [command for command in COMMANDS if run_by(command) == place and command in text]
 
 
-@pytest.mark.parametrize("command", [command for command in MINE if command.startswith("pip install ")])
-def test_what_is_installed_is_an_extra_of_the_package(command):
-    *_, target = shlex.split(command)
-    if target in ("tensorboard", "xprof"):
-        return  # of others
-    if extras := re.fullmatch(r"(?:\.|dapo_jax)\[([\w,-]+)\]", target):
-        assert all(f'"{extra}": [' in (ROOT / "setup.py").read_text() for extra in extras[1].split(","))
-    else:
-        assert target == "."
+def test_what_is_installed_is_an_extra_of_the_package():
+    targets = {shlex.split(command)[-1] for command in mine("pip install ")} - {"tensorboard", "xprof"}  # of others
+    for target in targets - {"."}:
+        extras = re.fullmatch(r"(?:\.|dapo_jax)\[([\w,-]+)\]", target)
+        assert extras and all(f'"{extra}": [' in (ROOT / "setup.py").read_text() for extra in extras[1].split(",")), (
+            target
+        )
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if " --config " in command])
-def test_options_are_accepted(command, monkeypatch):
+def test_its_config_exists_and_its_options_are_accepted(command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = [FILES[word] if word in ("FILE", "mine.py") else word for word in shlex.split(command)]
-    options = [word for word in words if word.startswith("--config.")]
-    validate(read_config(["train", "--config", words[words.index("--config") + 1], *options]))
+    words = shlex.split(command)
+    config = words[words.index("--config") + 1]
+    config = "configs/tiny.py" if config in ("FILE", "mine.py") else config
+    assert Path(config).exists() or Path(f"configs/{config}.py").exists()
+    if options := [word for word in words if word.startswith("--config.")]:
+        validate(read_config(["train", "--config", config, *options]))
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +184,7 @@ def run_training(options: list[str], patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", {str(small(one, 0)): one for one in MINE if "dapo_jax.train --" in one}.values())
+@pytest.mark.parametrize("command", {str(small(one, 0)): one for one in mine("dapo_jax.train --")}.values())
 def test_training(command, checkout, monkeypatch, capsys):
     options = small(command, 0)[3:]
     if "profile_steps" in command:  # of runs/tiny they are done
@@ -290,10 +204,9 @@ def test_training(command, checkout, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in MINE if "dapo_jax.evaluate" in command])
+@pytest.mark.parametrize("command", mine("dapo_jax.evaluate"))
 def test_evaluation(command, checkout, capsys):
-    number = MINE.index(command)
-    words = small(command, number)[3:]
+    words = small(command, number := mine("dapo_jax.evaluate").index(command))[3:]
     if "--output" not in words:
         words += ["--output", f"out/{number}"]
     evaluate.main([*words, *TRAIN])
@@ -304,25 +217,25 @@ def test_evaluation(command, checkout, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in MINE if "dapo_jax.export" in command])
+@pytest.mark.parametrize("command", mine("dapo_jax.export"))
 def test_export(command, checkout):
-    number = MINE.index(command)
-    export.main([*small(command, number)[3:], *TRAIN])
-    written = {path.name for path in Path(f"out/{number}").iterdir()}
-    assert written >= {"config.json", "model.safetensors", "tokenizer.json"}
+    export.main([*small(command, "export")[3:], *TRAIN])
+    assert {path.name for path in Path("out/export").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
 
 
-@pytest.mark.parametrize("command", [command for command in MINE if "scripts/data/prepare_" in command])
+@pytest.mark.parametrize("command", mine("scripts/data/prepare_"))
 def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = {"train.jsonl": "gsm8k_train", "test.jsonl": "gsm8k_test", "aime-2024.parquet": "aime24"}
-    files |= {"singleop.jsonl": "mawps", "addsub.jsonl": "mawps", "multiarith.jsonl": "mawps"}
+    files = {"train.jsonl": "gsm8k_train", "test.jsonl": "gsm8k_test"}
+    files |= {f"{name}.jsonl": "mawps" for name in ("singleop", "addsub", "multiarith")}
     for name, source in files.items():
-        rows = [json.loads(line) for line in (ROOT / f"tests/scripts/data/{source}.jsonl").read_text().splitlines()]
-        if name.endswith(".jsonl"):
-            Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        else:
-            pq.write_table(pa.Table.from_pylist(rows), name)
+        Path(name).write_text((ROOT / f"tests/scripts/data/{source}.jsonl").read_text())
+    rows = [json.loads(line) for line in (ROOT / "tests/scripts/data/aime24.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), "aime-2024.parquet")
     published_dapo(Path("dapo-math-17k.parquet"), [("What is 0 + 1?", "1")] * 3)
     _, script, *words = shlex.split(command)
     module = importlib.import_module(Path(script).stem)
@@ -331,21 +244,24 @@ def test_preparation_of_data(command, tmp_path, capsys, monkeypatch):
     assert read_prompt_files([str(file) for file in Path().glob(output.replace("{split}", "*"))])
 
 
-@pytest.mark.parametrize("command", [command for command in MINE if command.startswith("dapo-jax plan ")])
+@pytest.mark.parametrize("command", mine("dapo-jax plan "))
 def test_the_plan_of_dynamic_sampling(command, capsys):
     cli.main(shlex.split(command)[1:])
     assert "keep rate" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in MINE if "soak" in command])
+@pytest.mark.parametrize("command", mine("soak"))
 def test_soak(command, checkout, capsys):
     assert importlib.import_module("soak").main([*small(command, 0)[2:], *TRAIN[2:]]) in (0, 1)  # so short, caches grow
     assert "grown after 5 steps" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in MINE if "/benchmark_" in command])
+@pytest.mark.long("benchmark_rollout", "update_long_tail.json", "step_long_tail.json")  # each script once
+@pytest.mark.parametrize(
+    "command", mine("/benchmark_"), ids=lambda command: "-".join(re.findall(r"benchmark_\w+|\w+\.json", command))
+)
 def test_benchmarks(command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
