@@ -1,9 +1,9 @@
 """The worked example of docs/data.md runs as it stands there."""
 
-import os
+import importlib
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,37 +23,46 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.M | re.S)
 
 
+def config_of(text: str):
+    """The config of the training command with this text, which is valid."""
+    [command] = [block for block in blocks("bash") if text in block]
+    [command] = [line for line in command.replace("\\\n", " ").splitlines() if "dapo_jax.train" in line]
+    config = read_config(["train", *shlex.split(command)[3:]])
+    validate(config)
+    return config
+
+
 @pytest.fixture
-def example(tmp_path):
+def example(tmp_path, monkeypatch):
     for name, text in zip(("countdown.py", "test_countdown.py", "form.py"), blocks("python"), strict=True):
         (tmp_path / name).write_text(text)
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("countdown", "test_countdown"):
+        sys.modules.pop(name, None)
 
 
 def test_the_reward_function_passes_its_own_tests(example):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_countdown.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=example, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout + done.stderr
+    tests = importlib.import_module("test_countdown")
+    [parametrized] = tests.test_answers.pytestmark
+    for case in parametrized.args[1]:
+        tests.test_answers(*case)
+    tests.test_in_a_worker()
 
 
 def test_its_rows_are_read_and_its_command_is_valid(example, monkeypatch):
-    subprocess.run([sys.executable, "countdown.py"], cwd=example, check=True)
-    rows = read_prompt_files([str(example / f"countdown_{split}.jsonl") for split in ("train", "heldout")])
+    runpy.run_path("countdown.py", run_name="__main__")
+    rows = read_prompt_files([f"countdown_{split}.jsonl" for split in ("train", "heldout")])
     assert len(rows) == 550 and rows[0].extra_info["index"] == 0
-    [command] = [text for text in blocks("bash") if "countdown.py" in text]
-    arguments = re.findall(r"(?:[^\s\"\\]|\"[^\"]*\")+", command.split("dapo_jax.train")[1])
     monkeypatch.chdir(ROOT)
-    config = read_config(["train", *(argument.replace('"', "") for argument in arguments)])
-    validate(config)
+    config = config_of("countdown.py")
     assert config.reward.function == "countdown.score" and config.data.train_files == ("countdown_train.jsonl",)
 
 
 def test_several_rewards(example, monkeypatch):
-    [command] = [text for text in blocks("bash") if "reward.functions" in text]
     monkeypatch.chdir(ROOT)
-    config = read_config(["train", *shlex.split(command.replace("\\\n", ""))[3:]])
-    validate(config)
+    config = config_of("reward.functions")
     monkeypatch.chdir(example)
     score = load_verifier(config.reward.functions)
     for text, shape in ((r"\boxed{7} #### 7", 1.0), (r"\boxed{6} or \boxed{7} #### 7", 0.0), ("#### 7", 0.0)):

@@ -13,19 +13,17 @@ from dapo_jax import env
 ROOT = Path(__file__).parents[1]
 
 
-def run(tmp_path: Path, jax: str, **variables: str) -> str:
-    """What the command prints if `import jax` runs this code."""
-    (tmp_path / "jax").mkdir()
-    (tmp_path / "jax/__init__.py").write_text(jax)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-m", "dapo_jax.env"],
-        env={**os.environ, "PYTHONPATH": path, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+@pytest.fixture
+def printed(tmp_path):
+    """What the command prints if `import jax` runs some code."""
+
+    def run(jax: str, **variables: str) -> str:
+        (tmp_path / "jax.py").write_text(jax)
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", **variables}
+        command = [sys.executable, "-m", "dapo_jax.env"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    return run
 
 
 def test_the_report_names_versions_devices_and_variables(capsys, monkeypatch):
@@ -38,27 +36,26 @@ def test_the_report_names_versions_devices_and_variables(capsys, monkeypatch):
     assert "No known conflict of versions." in printed
 
 
-def test_jax_that_does_not_import_is_part_of_the_report(tmp_path):
-    printed = run(tmp_path, "raise RuntimeError('jaxlib version 0.5.1 is newer than and incompatible with jax')")
-    assert "| JAX devices | JAX does not start: RuntimeError: jaxlib version 0.5.1 is newer" in printed
-    assert re.search(r"^\| jaxlib \| \d", printed, re.MULTILINE)
+def test_jax_that_does_not_import_is_part_of_a_report_without_secrets(printed):
+    hidden = dict.fromkeys(("HF_TOKEN", "JAX_API_KEY", "TPU_SECRET", "WANDB_API_KEY"), "s3cret")
+    variables = {"XLA_FLAGS": "--xla|b", "HOME": "/home/me", "JAX_X": "/home/me/a"}
+    error = "jaxlib version 0.5.1 is newer than and incompatible with jax"
+    text = printed(f"raise RuntimeError('{error}')", **hidden, **variables)
+    assert "| JAX devices | JAX does not start: RuntimeError: jaxlib version 0.5.1 is newer" in text
+    assert re.search(r"^\| jaxlib \| \d", text, re.MULTILINE)
+    assert "s3cret" not in text and "- `XLA_FLAGS=--xla|b`" in text and "- `JAX_X=~/a`" in text
 
 
-def test_jax_that_crashes_is_part_of_the_report(tmp_path):
-    assert "JAX ended with SIGSEGV" in run(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+def test_jax_that_crashes_is_part_of_the_report(printed):
+    assert "JAX ended with SIGSEGV" in printed("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
 
 
-def test_a_tpu_in_use_is_explained(tmp_path):
-    printed = run(tmp_path, "raise RuntimeError('ABORTED: The TPU is already in use by process with pid 1.')")
-    assert "process 1 holds the TPU, and only one can: end it" in printed
-
-
-def test_secrets_are_not_printed(tmp_path):
-    hidden = {"HF_TOKEN": "s3cret", "JAX_API_KEY": "s3cret", "TPU_SECRET": "s3cret", "WANDB_API_KEY": "s3cret"}
-    printed = run(
-        tmp_path, "device_count = lambda: 1/0", **hidden, XLA_FLAGS="--xla|b", HOME="/home/me", JAX_X="/home/me/a"
-    )
-    assert "s3cret" not in printed and "- `XLA_FLAGS=--xla|b`" in printed and "- `JAX_X=~/a`" in printed
+def test_a_tpu_in_use_is_explained(monkeypatch):
+    error = "ABORTED: The TPU is already in use by process with pid 1."
+    monkeypatch.delitem(sys.modules, "jax")
+    failed = subprocess.CompletedProcess([], 1, "", f"Traceback\nRuntimeError: {error}\n")
+    monkeypatch.setattr(env.subprocess, "run", lambda *_, **__: failed)
+    assert "process 1 holds the TPU, and only one can: end it" in env.devices()
 
 
 @pytest.mark.parametrize(
