@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONS = flatten(dataclasses.asdict(Config()))
 SECTIONS = {key.partition(".")[0] for key in OPTIONS}
+# Files of the reader, of another program, or made by a run.
+OF_OTHERS = {"FILE.py", "mine.py", "my/rewards.py", "countdown.py", "test_countdown.py", "run.sh", "run_dapo.sh"}
+OF_OTHERS |= {"recipe/dapo/dapo_ray_trainer.py"}
 WRITTEN_BY_HAND = ("getting_started", "troubleshooting", "faq", "coming_from_verl")
 
 
@@ -40,26 +43,23 @@ def test_options_and_scripts_that_a_page_names_exist(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings(page):
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+def test_links_and_paths_lead_to_files_and_headings(page):
+    text = page.read_text()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", prose):
         found = (page.parent / target).resolve() if target else page
         assert found.exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
             assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], anchor
-
-
-def test_the_table_of_extras_has_those_of_the_package():
-    [section] = re.findall(r"^## Installing\n(.*?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)
-    named = [
-        name
-        for line in section.splitlines()
-        if line.startswith("| `")
-        for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])
-    ]
-    package = re.findall(r'^ {8}"([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M)
-    assert sorted(named) == sorted(package) and "plots" in named
+    codes = "\n".join(re.findall(r"`([^`\n]+)`", prose))
+    paths = re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|sh|sbatch|yaml)\b", codes)
+    paths += re.findall(r"^(?:dapo_jax|docs|configs|scripts|tests)/[\w./-]*$", codes, re.M)
+    for tree in re.findall(r"^```text\n(dapo_jax/.*?)^```$", text, re.M | re.S):
+        paths += [line.split()[0] for line in tree.splitlines()]
+    for path in {*paths} - OF_OTHERS:
+        places = [ROOT / path, ROOT / "dapo_jax" / path, *ROOT.glob(f"*/*/{path}"), *ROOT.glob(f"*/{path}")]
+        assert any(place.exists() for place in places), path
 
 
 def test_the_readme_begins_with_where_it_has_run_how_to_get_it_and_one_step():
@@ -67,6 +67,10 @@ def test_the_readme_begins_with_where_it_has_run_how_to_get_it_and_one_step():
     headings = re.findall(r"^## (.*)$", text, re.M)
     assert headings[:4] == ["Where it has run", "Two commands", "One step", "Installing"]
     assert "git clone" in text.partition("## One step")[0] and len(text.splitlines()) <= 150
+    rows = re.findall(r"^\| (`.*?) \| ", text.partition("## Installing")[2].partition("\n## ")[0], re.M)
+    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    package = re.findall(r'^ {8}"([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.M)
+    assert sorted(named) == sorted(package) and "plots" in named, "the table has all extras of the package"
 
 
 def test_the_step_of_the_readme_names_functions_of_the_step():
@@ -85,26 +89,6 @@ def test_the_functions_that_a_page_names_exist():
         assert re.search(rf"^def {name}\(", (ROOT / "dapo_jax" / file).read_text(), re.M), (file, name)
 
 
-# Files of the reader, of another program, or made by a run.
-OF_OTHERS = {"FILE.py", "mine.py", "my/rewards.py", "countdown.py", "test_countdown.py", "run.sh", "run_dapo.sh"}
-OF_OTHERS |= {"recipe/dapo/dapo_ray_trainer.py"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_paths_that_a_page_names_exist(page):
-    text = page.read_text()
-    codes = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
-    paths = {path for code in codes for path in re.findall(r"(?<![\w./-])[\w./-]+\.(?:py|sh|sbatch|yaml)\b", code)}
-    paths |= {
-        path for code in codes for path in re.findall(r"^(?:dapo_jax|docs|configs|scripts|tests)/[\w./-]*$", code)
-    }
-    for tree in re.findall(r"^```text\n(dapo_jax/.*?)^```$", text, re.M | re.S):
-        paths |= {line.split()[0] for line in tree.splitlines()}
-    for path in paths - OF_OTHERS:
-        places = [ROOT / path, ROOT / "dapo_jax" / path, *ROOT.glob(f"*/*/{path}"), *ROOT.glob(f"*/{path}")]
-        assert any(place.exists() for place in places), path
-
-
 def test_the_tests_that_the_laws_name_exist():
     laws = (ROOT / "docs" / "architecture.md").read_text().split("## Tests")[1]
     named = set(re.findall(r"`((?:\w+/)?test_\w+)`", laws))
@@ -121,25 +105,27 @@ def test_the_line_of_the_guide_is_one_of_the_console(capsys):
     assert len(line) == len(shown) and re.findall("[a-z/]{2,}", line) == re.findall("[a-z/]{2,}", shown)
 
 
-def test_python_of_the_guide_is_a_config(tmp_path):
-    [code] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/getting_started.md").read_text(), re.M | re.S)
-    file = tmp_path / "mine.py"
+def config_of(code, folder):
+    """A valid config, from the text of its file."""
+    file = folder / "mine.py"
     file.write_text(code)
     config = read_config(["train", "--config", str(file)])
     validate(config)
-    assert config.workdir == "runs/mine"
+    return config
+
+
+def test_python_of_the_guide_is_a_config(tmp_path):
+    [code] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/getting_started.md").read_text(), re.M | re.S)
+    assert config_of(code, tmp_path).workdir == "runs/mine"
 
 
 def test_a_yaml_of_a_fork_is_the_config_below_it(tmp_path):
     page = (ROOT / "docs/coming_from_verl.md").read_text().partition("## EasyR1 and its forks")[2]
     [theirs] = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
     ours, resolved = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    file = tmp_path / "fork.py"
-    file.write_text(ours)
     for key, value in flatten(yaml.safe_load(theirs)).items():
         assert f"config.{key.removeprefix('worker.')} = {value!r}".replace("'", '"') in ours, key
-    config = read_config(["train", "--config", str(file)])
-    validate(config)
+    config = config_of(ours, tmp_path)
     plain = default_config()
     exec(resolved, {"config": plain})
     plain.model.path, plain.data.train_files, plain.rollout.n = config.model.path, config.data.train_files, 16

@@ -5,7 +5,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -31,25 +30,15 @@ COMMANDS = [
 ]
 
 
-def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A script as a user calls it, in a folder that is its home too; Python in this process, which has imported JAX."""
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "HOME": str(folder),
-        "DAPO_JAX_CACHE": str(folder / "c"),
-        "VIRTUAL_ENV": "",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "MPLCONFIGDIR": str(folder.parent),
-    }
+def run(script: Path, *arguments: str, folder: Path) -> tuple[int, str, str]:
+    """Exit code and output of a script in a folder that is its home too; Python in this process, which has JAX."""
+    environment = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "DAPO_JAX_CACHE": str(folder / "c"), "VIRTUAL_ENV": ""}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": str(folder.parent)}
     command = [str(script), *arguments]
     if script.suffix == ".sh":
-        return subprocess.run(
-            [str(shutil.which("bash")), *command],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            env=os.environ | environment,
-        )
+        command, variables = [str(shutil.which("bash")), *command], os.environ | environment
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=variables)
+        return done.returncode, done.stdout, done.stderr
     code, out, err = 0, io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment),
@@ -68,7 +57,7 @@ def run(script: Path, *arguments: str, folder: Path) -> subprocess.CompletedProc
         except BaseException:
             traceback.print_exc()
             code = 1
-    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+    return code, out.getvalue(), err.getvalue()
 
 
 def written_files() -> dict[str, int]:
@@ -83,25 +72,26 @@ def written_files() -> dict[str, int]:
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
 def test_help_prints_help_and_does_nothing_else(script, tmp_path):
     before = written_files()
-    done = run(script, "--help", folder=tmp_path)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    assert script.name in done.stdout or script.stem in done.stdout, "it says how it is called"
+    code, out, err = run(script, "--help", folder=tmp_path)
+    assert (code, err) == (0, "")
+    assert script.name in out or script.stem in out, "it says how it is called"
     assert not list(tmp_path.iterdir()) and written_files() == before
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    "command",
     [
-        ("benchmarks/benchmark_dynamic_sampling", ["--config", "nowhere.py"]),
-        ("benchmarks/soak", ["--config", "nowhere.py"]),
-        ("comparisons/compare_trl", ["--trl", "nowhere", "--config.nonsense=1"]),
-        ("comparisons/run_ablation", ["--config.model.path=nowhere", "x"]),
-        ("data/prepare_gsm8k", ["nowhere.parquet"]),
+        "benchmarks/benchmark_dynamic_sampling --config nowhere.py",
+        "benchmarks/soak --config nowhere.py",
+        "comparisons/compare_trl --trl nowhere --config.nonsense=1",
+        "comparisons/run_ablation --config.model.path=nowhere x",
+        "data/prepare_gsm8k nowhere.parquet",
     ],
 )
-def test_no_script_ends_in_a_traceback_for_a_wrong_path(name, arguments, tmp_path):
-    done = run(SCRIPTS / f"{name}.py", *arguments, folder=tmp_path)
-    assert done.returncode in (1, 2) and "Traceback" not in done.stderr and done.stderr
+def test_no_script_ends_in_a_traceback_for_a_wrong_path(command, tmp_path):
+    name, *arguments = command.split()
+    code, _, err = run(SCRIPTS / f"{name}.py", *arguments, folder=tmp_path)
+    assert code in (1, 2) and "Traceback" not in err and err
 
 
 def test_variants_of_ours_are_named_options_of_their_types():
@@ -113,7 +103,7 @@ def test_variants_of_ours_are_named_options_of_their_types():
 
 
 def test_a_foreign_loop_takes_a_step_only_when_it_is_asked_to_and_its_error_is_seen():
-    turns_of, steps = contenders.Turns, []
+    steps = []
 
     def loop(turns):
         for number in range(2):
@@ -121,7 +111,7 @@ def test_a_foreign_loop_takes_a_step_only_when_it_is_asked_to_and_its_error_is_s
             steps.append(number)
         raise OSError("the end")
 
-    turns = turns_of(loop)
+    turns = contenders.Turns(loop)
     assert steps == []
     turns.take()
     assert steps == [0]
@@ -139,18 +129,8 @@ def test_a_benchmark_gives_the_seconds_of_the_first_call_as_they_were():
         assert all(row["first s"] > 0 for row in rows if "first s" in row)
 
 
-def named_paths(text: str) -> set[str]:
-    """Every path below scripts/ or tests/scripts/ that the text names, up to the first character that varies."""
-    return set(re.findall(r"\b(?:tests/)?scripts/[\w./-]*\w", text))
-
-
 def test_every_script_that_a_file_names_exists():
     """But in docs/results/*.json, which say how a result was made at its time."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    named = {}
-    for name in filter(None, listed.split("\0")):
-        path = ROOT / name
-        if path.is_file() and not path.match("docs/results/*.json"):
-            named[name] = named_paths(path.read_text(errors="ignore"))
-    wrong = [(name, path) for name, paths in named.items() for path in paths if not list(ROOT.glob(f"{path}*"))]
-    assert wrong == [] and len(set().union(*named.values())) > 40
+    command = ["git", "grep", "-ohE", r"\b(tests/)?scripts/[A-Za-z0-9_./-]*\w", "--", ".", ":!docs/results/*.json"]
+    named = set(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split())
+    assert [path for path in named if not list(ROOT.glob(f"{path}*"))] == [] and len(named) > 40
