@@ -10,7 +10,6 @@ from small_policy import ARCH
 from small_run import small_config
 
 from dapo_jax import step_metrics
-from dapo_jax.parallel.devices import limits_of
 from dapo_jax.parallel.mesh import make_mesh
 from dapo_jax.progress import Progress
 from dapo_jax.reports import summary
@@ -28,31 +27,29 @@ def test_operations_of_a_forward_pass():
         assert forward_flops(arch, np.array([[5], [7]])) == expected
 
 
-def config_and_mesh(kind: str, **changes) -> Any:
+def utilised(kind: str, row: dict, **changes) -> dict:
+    """The utilisation of two training devices of this kind."""
     platform = {"NVIDIA": "gpu", "TPU": "tpu"}.get(kind.split()[0], "cpu")
     device = SimpleNamespace(device_kind=kind, platform=platform, compute_capability="9.0" if platform == "gpu" else "")
-    mesh = SimpleNamespace(devices=np.array([device, device]), size=2)
-    return small_config("unused", **changes), mesh
+    mesh: Any = SimpleNamespace(devices=np.array([device, device]), size=2)
+    return utilisation(small_config("unused", **changes), mesh, row)
 
 
 def test_utilisation_is_of_the_peak_of_all_training_devices():
-    peak = limits_of(config_and_mesh("NVIDIA H200")[1].devices.flat[0]).flops
-    assert peak == 989e12
-    found = utilisation(*config_and_mesh("NVIDIA H200"), ROW)
-    assert found == {"perf/mfu/actor": pytest.approx(3 * 2e12 / (3 * 2 * peak))}
-    found = utilisation(*config_and_mesh("NVIDIA H200", **{"actor.ppo_epochs": 2, "model.lora.rank": 4}), ROW)
-    assert found == {"perf/mfu/actor": pytest.approx(4 * 2e12 / (3 * 2 * peak))}
-    found = utilisation(*config_and_mesh("NVIDIA H200", **{"model.dtype": "float32"}), ROW)
-    assert found == {"perf/mfu/actor": pytest.approx(3 * 2e12 / (3 * 2 * 67e12))}
-    more = {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0}
-    found = utilisation(*config_and_mesh("TPU v5 lite"), ROW | more)
+    actor = [
+        utilised("NVIDIA H200", ROW, **changes)["perf/mfu/actor"]
+        for changes in ({}, {"actor.ppo_epochs": 2, "model.lora.rank": 4}, {"model.dtype": "float32"})
+    ]
+    peak = 989e12
+    assert actor == pytest.approx([3 * 2e12 / (3 * 2 * peak), 4 * 2e12 / (3 * 2 * peak), 3 * 2e12 / (3 * 2 * 67e12)])
+    found = utilised("TPU v5 lite", ROW | {"actor/recomputed_logprobs": 1.0, "timing_s/update_critic": 1.0})
     assert found["perf/mfu/actor_infer"] == pytest.approx(2e12 / (0.5 * 2 * 197e12))
     assert found["perf/mfu/critic"] == pytest.approx(6e12 / (2 * 197e12))
 
 
 def test_utilisation_is_left_out_where_peak_or_work_is_unknown():
-    assert utilisation(*config_and_mesh("cpu"), ROW) == {}
-    assert utilisation(*config_and_mesh("NVIDIA H200"), {"timing_s/update_actor": 3.0}) == {}
+    assert utilised("NVIDIA H200", ROW).keys() == {"perf/mfu/actor"}
+    assert utilised("cpu", ROW) == utilised("NVIDIA H200", {"timing_s/update_actor": 3.0}) == {}
 
 
 def test_memory_is_what_devices_and_host_tell(monkeypatch):

@@ -25,14 +25,11 @@ def run(tmp_path_factory):
     return workdir
 
 
-def test_a_run_writes_down_what_it_ran_on(run):
-    assert recorded_environment(run)["devices"] == "8 x cpu"
-
-
-def shown(workdir):
+@pytest.fixture(scope="module")
+def shown(run):
     """The values of all events by tag."""
     values: dict = {}
-    for _, value in values_of(workdir):
+    for _, value in values_of(run):
         values.setdefault(value.tag, []).append(value)
     return values
 
@@ -44,20 +41,16 @@ def test_every_chart_shows_a_metric_of_a_run(run):
             assert any(re.match(pattern, tag) for pattern in patterns for tag in tags), title
 
 
-def test_the_histograms_are_those_of_the_catalogue(run):
-    names = {tag for tag, values in shown(run).items() if values[0].HasField("histo")}
+def test_the_histograms_are_those_of_the_catalogue_and_count_what_was_trained(run, shown):
+    names = {tag for tag, values in shown.items() if values[0].HasField("histo")}
     assert names == {metric.name for metric in HISTOGRAMS}
-
-
-def test_histograms_count_what_was_trained(run):
-    rows, values = read_metrics(run)[1:], shown(run)
-    names = ("response_length", "critic/advantages", "rollout/logprob", "actor/ratio")
-    for row, lengths, advantages, logprobs, ratios in zip(rows, *(values[name] for name in names), strict=True):
+    rows, names = read_metrics(run)[1:], ("response_length", "critic/advantages", "rollout/logprob", "actor/ratio")
+    for row, lengths, advantages, logprobs, ratios in zip(rows, *(shown[name] for name in names), strict=True):
         tokens = row["dynamic_sampling/trained_tokens"]
         assert lengths.histo.sum == advantages.histo.num == logprobs.histo.num == ratios.histo.num == tokens
         assert ratios.histo.min < 1 < ratios.histo.max
         assert lengths.histo.min <= row["response_length/min"] and row["response_length/max"] <= lengths.histo.max
-    scores = [value.histo.sum / value.histo.num for value in values["critic/score"]]
+    scores = [value.histo.sum / value.histo.num for value in shown["critic/score"]]
     assert scores == pytest.approx([row["critic/score/mean"] for row in rows])
 
 
@@ -66,7 +59,7 @@ def samples_of(run, step):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_samples_are_of_all_kinds_and_none_stands_there_twice(run):
+def test_samples_are_of_all_kinds_and_none_stands_there_twice(run, shown):
     for step in (1, 2):
         samples = [sample for sample in samples_of(run, step) if sample["kind"] != "held_out"]
         kinds = {kind: [sample for sample in samples if sample["kind"] == kind] for kind in ("best", "worst", "any")}
@@ -74,7 +67,7 @@ def test_samples_are_of_all_kinds_and_none_stands_there_twice(run):
         scores = [sample["seq_reward"] for sample in samples]
         assert kinds["best"][0]["seq_reward"] == max(scores) > min(scores) == kinds["worst"][0]["seq_reward"]
         assert all(0 < sample["length"] <= 4 for sample in samples)
-    assert {f"samples/{name}/text_summary" for name in ("0_held_out", "1_best", "2_worst", "4_any")} <= set(shown(run))
+    assert {f"samples/{name}/text_summary" for name in ("0_held_out", "1_best", "2_worst", "4_any")} <= set(shown)
 
 
 def test_every_evaluation_keeps_the_first_responses_to_the_same_problems(run):
@@ -86,22 +79,20 @@ def test_every_evaluation_keeps_the_first_responses_to_the_same_problems(run):
     assert all(one["acc"] in (0, 1) and 0 < one["length"] <= 4 for one in (*before, *after))
 
 
-def test_every_option_has_its_value():
+def test_the_table_of_runs_has_every_option_and_its_value(run, shown):
     found = options(dataclasses.replace(Config(), seed=3))
     assert found["seed"] == 3 and len(found) > 200
     assert found["algorithm.filter_groups.stream.slack"] == 1.0
+    start = shown["_hparams_/session_start_info"][0].metadata.plugin_data.content
+    assert b"algorithm.filter_groups.stream.slack" in start
+    assert json.loads((run / "config.json").read_text())["actor"]["clip_ratio_low"] == 0.2
+    assert "_hparams_/experiment" not in shown  # TensorBoard looks itself for the options that differ
+    assert recorded_environment(run)["devices"] == "8 x cpu"
 
 
-def test_the_table_of_runs_has_every_option(run):
-    config = json.loads((run / "config.json").read_text())
-    start = shown(run)["_hparams_/session_start_info"][0].metadata.plugin_data.content
-    assert b"algorithm.filter_groups.stream.slack" in start and config["actor"]["clip_ratio_low"] == 0.2
-    assert "_hparams_/experiment" not in shown(run)  # TensorBoard looks itself for the options that differ
-
-
-def test_the_table_of_runs_begins_with_held_out_accuracy(run):
+def test_the_table_of_runs_begins_with_held_out_accuracy(run, shown):
     """Its columns are all curves, by name."""
-    curves = {tag: values for tag, values in shown(run).items() if values[0].HasField("simple_value")}
+    curves = {tag: values for tag, values in shown.items() if values[0].HasField("simple_value")}
     assert min(curves) == "Results/eval/arithmetic/acc/mean_4"
     accuracies = [row["eval/arithmetic/acc/mean@4"] for row in read_metrics(run) if "eval/arithmetic/acc/mean@4" in row]
     assert [value.simple_value for value in curves[min(curves)]] == pytest.approx(accuracies) and accuracies
