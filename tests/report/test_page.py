@@ -67,10 +67,16 @@ def cells(text: str, name: str) -> list[str]:
     return [re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<td>(.*?)(?:<div class.*?)?</td>", row, re.S)]
 
 
-def test_a_run_has_every_section_and_needs_nothing_else(tmp_path):
-    page, text = page_of(write_run(tmp_path, samples={1: [sample()], 4: [sample(response="3", acc=0.0)]}))
-    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
-    assert headings == SECTIONS and page.open == []
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The page of a run that has ended, and its text."""
+    samples = {1: [sample()], 4: [sample(response="3", acc=0.0)]}
+    return page_of(write_run(tmp_path_factory.mktemp("run"), samples=samples))
+
+
+def test_a_run_has_every_section_and_needs_nothing_else(whole):
+    page, text = whole
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", text) == SECTIONS and page.open == []
     assert not re.search(r"https?://|url\(|@import|src=", text)
     assert all(link["href"].startswith("#") for link in page.tags("a"))
     assert {link["href"][1:] for link in page.tags("a")} == {one["id"] for one in page.tags("section")}
@@ -78,58 +84,56 @@ def test_a_run_has_every_section_and_needs_nothing_else(tmp_path):
     assert len(ids) == len(set(ids))
 
 
-def test_its_numbers_are_those_of_the_metrics(tmp_path):
-    page, text = page_of(write_run(tmp_path))
+def test_its_numbers_are_those_of_the_metrics(whole):
+    page, text = whole
     assert "Complete: 4 of 4 steps." in page.text
     assert "(mean of 4 samples) rose from 0.100 at step 0 to 0.800 at step 4; the best of the run." in page.text
-    assert cells(text, "Sampled") == ["80"] and cells(text, "Kept") == ["48 (60%)"]
-    assert cells(text, "Dropped, all right") == ["12 (15%)"] and cells(text, "Dropped, all wrong") == ["20 (25%)"]
-    assert cells(text, "Rounds") == ["2"] and cells(text, "Requeued") == ["8"] and cells(text, "Carried") == ["4"]
-    assert cells(text, "Generated tokens") == ["2,400"] and cells(text, "Generated per trained token") == ["2.50"]
-    assert cells(text, "sampling responses") == ["24 s 37%"] and cells(text, "evaluation") == ["25 s 38%"]
-    assert cells(text, "the rest of the steps") == ["4 s 6.2%"]
-    assert cells(text, "Sampling tokens") == ["75%"]
-    assert cells(text, "Devices") == ["4 x NVIDIA H100, 2 processes"] and "jax 0.11.0" in page.text
-
-
-def test_curves_have_the_measured_values_on_every_axis(tmp_path):
-    page, _ = page_of(write_run(tmp_path))
-    pictures = {
-        (one["aria-label"].split(".")[0], one["class"]): json.loads(one["data-lines"])
-        for one in page.tags("svg")
-        if "data-lines" in one
-    }
-    for axis, label in (("steps", "training steps"), ("tokens", "tokens sampled"), ("seconds", "seconds of training")):
-        [line] = pictures[f"Entropy over {label}", f"x-{axis}"]
-        assert line["step"] == [1, 2, 3, 4] and line["value"] == ["1.90", "1.80", "1.70", "1.60"]
-        [line] = pictures[f"Held-out accuracy, gsm8k over {label}", f"x-{axis}"]
-        assert line["step"] == [0, 1, 2, 3, 4] and line["value"][-1] == "0.800"
-    assert "KL from the sampling policy (actor/ppo_kl) was 0 but for rounding." in page.text
-    assert "Learning rate (actor/lr) was 1e-6 throughout." in page.text
-
-
-def test_an_alarm_has_its_steps_and_words(tmp_path):
-    page, _ = page_of(write_run(tmp_path))
-    assert "steps 2–3 (2 of 4 measured)" in page.text
+    for name, shown in {
+        "Sampled": "80",
+        "Kept": "48 (60%)",
+        "Dropped, all right": "12 (15%)",
+        "Dropped, all wrong": "20 (25%)",
+        "Rounds": "2",
+        "Requeued": "8",
+        "Carried": "4",
+        "Generated tokens": "2,400",
+        "Generated per trained token": "2.50",
+        "sampling responses": "24 s 37%",
+        "evaluation": "25 s 38%",
+        "the rest of the steps": "4 s 6.2%",
+        "Sampling tokens": "75%",
+        "Devices": "4 x NVIDIA H100, 2 processes",
+    }.items():
+        assert cells(text, name) == [shown], name
+    assert "jax 0.11.0" in page.text
+    assert "steps 2–3 (2 of 4 measured)" in page.text, "an alarm has its steps and words"
     assert "More than 0.5 of the trained responses ended at the length limit" in page.text
     assert ALARMS["truncation"].cure in page.text and ALARMS["kl_jump"].title not in page.text
     assert "Never on: heldout_drop, kl_jump." in page.text
 
 
-def test_every_alarm_and_stage_has_words_and_every_curve_is_a_metric():
+def test_curves_have_the_measured_values_on_every_axis(whole):
+    page, _ = whole
+    drawn = [one for one in page.tags("svg") if "data-lines" in one]
+    lines = {(one["aria-label"].split(".")[0], one["class"]): json.loads(one["data-lines"]) for one in drawn}
+    for axis, label in (("steps", "training steps"), ("tokens", "tokens sampled"), ("seconds", "seconds of training")):
+        [line] = lines[f"Entropy over {label}", f"x-{axis}"]
+        assert line["step"] == [1, 2, 3, 4] and line["value"] == ["1.90", "1.80", "1.70", "1.60"]
+        [line] = lines[f"Held-out accuracy, gsm8k over {label}", f"x-{axis}"]
+        assert line["step"] == [0, 1, 2, 3, 4] and line["value"][-1] == "0.800"
+    assert "KL from the sampling policy (actor/ppo_kl) was 0 but for rounding." in page.text
+    assert "Learning rate (actor/lr) was 1e-6 throughout." in page.text
+
+
+def test_every_alarm_and_stage_has_words_and_every_curve_is_a_metric_and_every_cure_an_option():
     known = {variant for metric in CATALOGUE for variant in metric.variants()}
     assert {name.removeprefix("alarm/") for name in known if name.startswith("alarm/")} == set(ALARMS)
     stages = {name.removeprefix("timing_s/") for name in known if name.startswith("timing_s/")} - {"step"}
     assert stages == set(STAGES) - {"other"}
-    for metric in [chart.metric for chart in CHARTS] + list(EFFICIENCY):
-        assert find(metric), metric
-
-
-def test_the_options_that_the_cures_name_exist():
-    sections = {key.rpartition(".")[0] for key in DEFAULTS}
+    assert all(map(find, [chart.metric for chart in CHARTS] + list(EFFICIENCY)))
+    options = {*DEFAULTS, *(key.rpartition(".")[0] for key in DEFAULTS)}
     for alarm in ALARMS.values():
-        for key in re.findall(r"\b[a-z]\w*(?:\.\w+)+", alarm.cure):
-            assert key in DEFAULTS or key in sections, key
+        assert {*re.findall(r"\b[a-z]\w*(?:\.\w+)+", alarm.cure)} <= options
         assert alarm.limit is None or hasattr(Config().monitor.alarms, alarm.limit)
         assert ("{limit}" in alarm.meaning) == (alarm.limit is not None)
 
@@ -215,34 +219,26 @@ def test_a_killed_run_is_read_up_to_its_cut_off_line(tmp_path):
     assert "3 of 4 steps are done: still running, or stopped" in page.text and cells(text, "Sampled") == ["60"]
 
 
-def test_a_run_is_compared_with_its_recipe(tmp_path):
+def test_a_run_is_compared_with_its_recipe_or_the_defaults(tmp_path):
     recipe = Recipe("configs/mine.py", ["rollout.n"], {"rollout": {"n": 8}, "seed": 0})
-    page, _ = page_of(write_run(tmp_path, options={"rollout.n": 4}, recipe=recipe))
-    assert "Against configs/mine.py" in page.text
-    assert re.search(r"rollout\.n samples per prompt; given on the command line 8 4", page.text)
-    assert "seed" not in page.text.partition("Against configs/mine.py")[2]
-
-
-def test_a_run_without_a_recipe_is_compared_with_the_defaults(tmp_path):
-    page, _ = page_of(write_run(tmp_path, options={"rollout.n": 4, "data.val_files": ("a", "b")}))
+    page, _ = page_of(write_run(tmp_path / "first", options={"rollout.n": 4}, recipe=recipe))
+    changed = page.text.partition("Against configs/mine.py")[2]
+    assert "rollout.n samples per prompt; given on the command line 8 4" in changed and "seed" not in changed
+    page, _ = page_of(write_run(tmp_path / "second", options={"rollout.n": 4, "data.val_files": ("a", "b")}))
     changed = page.text.partition("Against the defaults")[2]
     assert "has not recorded which config file it began with" in changed
     assert "rollout.n samples per prompt 16 4" in changed and re.search(r"data\.val_files .*? none a, b", changed)
     assert "given on the command line" not in changed and "rollout.temperature" not in changed
 
 
-def test_warnings_of_one_kind_are_one_line(tmp_path):
+def test_warnings_of_one_kind_are_one_line_and_an_error_at_the_end_is_how_the_run_ended(tmp_path):
     log = "".join(f"[2026-01-02 03:04:05] WARNING: step {step}: short of groups\n" for step in range(9))
-    log += "[2026-01-02 03:04:06] WARNING: alarm at step 1: truncation: 0.9, the limit is 0.5\nTraceback\n"
-    page, _ = page_of(write_run(tmp_path, log=log))
+    log += "[2026-01-02 03:04:06] WARNING: alarm at step 1: truncation: 0.9, the limit is 0.5\n"
+    log += "[2026-01-02 03:04:07] ERROR: out of luck\nTraceback:\n  nothing\n"
+    page, _ = page_of(write_run(tmp_path, steps=2, log=log))
     assert "warning: step 8: short of groups (the last of 9 alike)" in page.text and "step 7" not in page.text
     assert "alarm at step 1" not in page.text
-
-
-def test_an_error_at_the_end_of_the_log_is_how_the_run_ended(tmp_path):
-    log = "[2026-01-02 03:04:05] ERROR: out of luck\nTraceback:\n  nothing\n"
-    page, _ = page_of(write_run(tmp_path, steps=2, log=log))
-    assert "2 of 4 steps are done. The run ended with an error at 2026-01-02 03:04:05: out of luck" in page.text
+    assert "2 of 4 steps are done. The run ended with an error at 2026-01-02 03:04:07: out of luck" in page.text
     page, _ = page_of(write_run(tmp_path, steps=2, log=f"{log}[2026-01-02 03:05:05] INFO: again\n"))
     assert "2 of 4 steps are done: still running, or stopped; the last line of its log is from" in page.text
 
@@ -258,11 +254,11 @@ def test_the_command_writes_into_the_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: None, "is not a directory: give the workdir of a run"),
-        (lambda folder: folder.mkdir(), "has no config.json and no metrics.jsonl: give the workdir of a run"),
-        (lambda folder: (write_run(folder) / "metrics.jsonl").write_text("[1]\n[2]\n"), "has a line without a step"),
-        (lambda folder: (write_run(folder) / "config.json").write_text("{"), "config.json is damaged"),
-        (lambda folder: (write_run(folder) / "report.html").mkdir(), "cannot be written"),
+        (lambda run: None, "is not a directory: give the workdir of a run"),
+        (lambda run: run.mkdir(), "has no config.json and no metrics.jsonl: give the workdir of a run"),
+        (lambda run: (write_run(run) / "metrics.jsonl").write_text("[1]\n[2]\n"), "has a line without a step"),
+        (lambda run: (write_run(run) / "config.json").write_text("{"), "config.json is damaged"),
+        (lambda run: (write_run(run) / "report.html").mkdir(), "cannot be written"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, capsys, prepare, message):
