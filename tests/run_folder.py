@@ -9,42 +9,23 @@ from dapo_jax.config.values import with_values
 from dapo_jax.monitor.recipe import RECIPE, Recipe, write_recipe
 from dapo_jax.monitor.records import to_json_line, write_config
 
-ENVIRONMENT = {
-    "versions": {"python": "3.12.1", "jax": "0.11.0"},
-    "devices": "4 x NVIDIA H100",
-    "processes": 2,
-    "host": "EPYC, 64 cores",
-}
-ALARMS = ("truncation", "kl_jump")
+ENVIRONMENT = {"versions": {"python": "3.12.1", "jax": "0.11.0"}, "devices": "4 x NVIDIA H100", "processes": 2}
+ENVIRONMENT["host"] = "EPYC, 64 cores"
+# The metrics of every training step; row_of adds those that change.
+STEADY = """
+    train/filter_rate=0.4 dynamic_sampling/num_gen_batches=2 dynamic_sampling/num_evaluated_prompts=20
+    dynamic_sampling/filtered_all_correct=3 dynamic_sampling/filtered_all_wrong=5 dynamic_sampling/filtered_other=0
+    dynamic_sampling/num_requeued=2 dynamic_sampling/num_carried_out=1 dynamic_sampling/num_discarded_valid=0
+    dynamic_sampling/partial_step=0 dynamic_sampling/generated_tokens=600 dynamic_sampling/trained_tokens=240
+    actor/lr=1e-6 perf/decode_efficiency=0.75 timing_s/step=10 timing_s/gen=6 timing_s/update_actor=3 alarm/kl_jump=0
+"""
 
 
 def row_of(step: int) -> dict[str, float]:
     """The metrics of a training step."""
-    return {
-        "step": step,
-        "rollout/acc/mean": step / 100,
-        "train/filter_rate": 0.4,
-        "dynamic_sampling/num_gen_batches": 2,
-        "dynamic_sampling/num_evaluated_prompts": 20,
-        "dynamic_sampling/filtered_all_correct": 3,
-        "dynamic_sampling/filtered_all_wrong": 5,
-        "dynamic_sampling/filtered_other": 0,
-        "dynamic_sampling/num_requeued": 2,
-        "dynamic_sampling/num_carried_out": 1,
-        "dynamic_sampling/num_discarded_valid": 0,
-        "dynamic_sampling/partial_step": 0,
-        "dynamic_sampling/generated_tokens": 600,
-        "dynamic_sampling/trained_tokens": 240,
-        "actor/entropy": 2 - step / 10,
-        "actor/ppo_kl": 1e-9 * step,
-        "actor/lr": 1e-6,
-        "perf/decode_efficiency": 0.75,
-        "timing_s/step": 10,
-        "timing_s/gen": 6,
-        "timing_s/update_actor": 3,
-        "alarm/kl_jump": 0,
-        "alarm/truncation": float(step in (2, 3)),
-    }
+    steady = {name: float(value) for name, value in (pair.split("=") for pair in STEADY.split())}
+    changing = {"rollout/acc/mean": step / 100, "actor/entropy": 2 - step / 10, "actor/ppo_kl": 1e-9 * step}
+    return {"step": step, **steady, **changing, "alarm/truncation": float(step in (2, 3))}
 
 
 def evaluation(accuracy: float) -> dict[str, float]:
@@ -52,9 +33,8 @@ def evaluation(accuracy: float) -> dict[str, float]:
 
 
 def sample(kind: str = "any", prompt: str = "1 + 1 =", response: str = "2", acc: float = 1.0) -> dict:
-    return {"kind": kind, "prompt": prompt, "response": response, "ground_truth": "2", "length": 3, "score": acc} | {
-        "acc": acc
-    }
+    verdict = {"ground_truth": "2", "length": 3, "score": acc, "acc": acc}
+    return {"kind": kind, "prompt": prompt, "response": response, **verdict}
 
 
 def write_run(

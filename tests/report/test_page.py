@@ -173,11 +173,10 @@ def test_nothing_from_a_run_is_markup(tmp_path):
 
 def test_text_that_cannot_be_encoded_or_seen_is_shown(tmp_path):
     tricks = "a\x00b\x1b[31m\u202ec\ud800d"
-    folder = write_run(tmp_path, samples={1: [sample(response=tricks)], 2: [sample(response=tricks)]})
+    folder = write_run(tmp_path, samples={step: [sample(response=tricks)] for step in (1, 2)})
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 5, "alarm/\ud800": 1}) + "\n")
-    page, _ = page_of(folder)
-    assert page.text.count("a<U+0000>b<U+001B>[31m<U+202E>c<U+D800>d") == 2
+    assert page_of(folder)[0].text.count("a<U+0000>b<U+001B>[31m<U+202E>c<U+D800>d") == 2
 
 
 def test_several_runs_are_side_by_side(tmp_path):

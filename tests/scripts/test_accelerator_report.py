@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import accelerator_benchmarks
 import accelerator_findings
@@ -26,92 +28,68 @@ CHECK = {"check": "sum", "found": 2, "wanted": "2", "passed": True}
 FINDINGS = {"checks": [CHECK], "tables": {"Sums": [{"a": 1, "b": None}]}, "notes": [], "data": {"platform": "cpu"}}
 FAILS = FINDINGS | {"checks": [CHECK | {"passed": False}]}
 SKIPPED = FINDINGS | {"checks": [], "data": {"skipped": "it does not fit"}}
-CRASHES, HANGS = "echo MemoryError: all of it; exit 1", "sleep 600"
 
 
 @pytest.fixture
-def report(tmp_path, monkeypatch):
-    """Runs the report with stand-ins for sections: they write what they are given, or FINDINGS, and do what it says."""
+def stand_ins(monkeypatch):
+    """Name of a section -> its findings, unless FINDINGS, and what its process does then."""
+    found, then = {}, {}
 
-    def run(*options, found=None, then=None):
-        def command(name, folder, *, small):
-            findings = json.dumps((found or {}).get(name, FINDINGS))
-            return ["bash", "-c", f"echo '{findings}' >{folder / name}.json; {(then or {}).get(name, '')}"]
+    def command(name, folder, *, small):
+        findings = json.dumps(found.get(name, FINDINGS))
+        return ["bash", "-c", f"echo '{findings}' >{folder / name}.json; {then.get(name, '')}"]
 
-        monkeypatch.setattr(accelerator_report, "section_command", command)
-        monkeypatch.setattr(signal, "signal", lambda *_: None)
-        code = accelerator_report.main(["--output", str(tmp_path / "report"), *options])
-        sections = json.loads((tmp_path / "report/report.json").read_text())["sections"]
-        statuses = {section["name"]: section["status"] for section in sections}
-        return code, statuses, (tmp_path / "report/report.md").read_text()
-
-    return run
+    monkeypatch.setattr(accelerator_report, "section_command", command)
+    return found, then
 
 
-def test_a_report_in_which_all_passes_or_does_not_fit(report, capsys):
-    code, statuses, page = report(found={"rollout_1.5b": SKIPPED})
+def report(folder, *options):
+    """Exit code, sections and page of a report, which is to leave the handlers of signals alone."""
+    with mock.patch.object(signal, "signal"):
+        code = accelerator_report.main(["--output", str(folder / "report"), *options])
+    sections = json.loads((folder / "report/report.json").read_text())["sections"]
+    return code, {one["name"]: one["status"] for one in sections}, (folder / "report/report.md").read_text()
+
+
+def test_a_report_in_which_all_passes_or_does_not_fit(stand_ins, tmp_path, capsys):
+    stand_ins[0]["rollout_1.5b"] = SKIPPED
+    code, statuses, page = report(tmp_path)
     assert code == 0 and statuses == dict.fromkeys(NAMES, "passed") | {"rollout_1.5b": "skipped: it does not fit"}
     assert "No section failed. rollout_1.5b skipped: it does not fit. The page: " in capsys.readouterr().out
     assert "rollout_1.5b skipped: it does not fit." in page and "**Small sizes.**" in page and "| 1 | - |" in page
 
 
-def test_failing_sections_are_named_and_lose_no_other(report, capsys):
-    options = "--sections", "attention,tokens,training"
-    code, statuses, page = report(*options, found={"attention": FAILS}, then={"tokens": CRASHES})
-    assert code == 1
-    assert statuses == {
-        "environment": "passed",
-        "attention": "failed: 1 of 1 checks",
-        "tokens": "failed: exit code 1",
-        "training": "passed",
-    }
+def test_failing_sections_are_named_and_lose_no_other(stand_ins, tmp_path, capsys):
+    stand_ins[0]["attention"] = FAILS
+    stand_ins[1]["tokens"] = "echo MemoryError: all of it; exit 1"
+    code, statuses, page = report(tmp_path, "--sections", "attention,tokens,training")
+    failed = {"attention": "failed: 1 of 1 checks", "tokens": "failed: exit code 1"}
+    assert code == 1 and statuses == {"environment": "passed", **failed, "training": "passed"}
     assert "Failed: attention, tokens." in capsys.readouterr().out and "Failed: attention, tokens." in page
     assert "MemoryError: all of it" in page and "| **NO** |" in page
 
 
-def before_each_section(monkeypatch, function):
-    """Calls it with each section that begins; what it has returned, after 0."""
-    results, run_section = [0.0], accelerator_report.run_section
-
-    def run(section, *arguments, **named):
-        results.append(function(section))
-        return run_section(section, *arguments, **named)
-
-    monkeypatch.setattr(accelerator_report, "run_section", run)
-    return results
-
-
-def test_what_no_longer_fits_the_time_is_skipped_and_fails_nothing(report, monkeypatch, capsys):
-    monkeypatch.setattr(accelerator_report, "GRACE_S", 0.0)
-    least = {"environment": 0, "attention": 0, "tokens": 1000}
-    sections = [accelerator_report.Section(name, name.title(), seconds, 60) for name, seconds in least.items()]
-    monkeypatch.setattr(accelerator_report, "SECTIONS", sections)
-    clock = before_each_section(monkeypatch, lambda section: 0.0 if section.name == "environment" else 599.5)
-    monkeypatch.setattr(accelerator_report, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
-    code, statuses, page = report("--minutes", "10", then={"attention": HANGS})
-    assert code == 0
-    assert statuses["attention"] == "ended: out of time" and statuses["tokens"] == "skipped: out of time"
-    assert "tokens skipped: out of time." in capsys.readouterr().out and "| 1 | - |" in page
-
-
-def test_a_section_that_hangs_has_failed(report, monkeypatch):
-    def limit(section):
-        monkeypatch.setattr(accelerator_report, "MOST_WITHOUT_S", LIMIT_S if section.name == "environment" else 0.5)
-
-    before_each_section(monkeypatch, limit)
-    code, statuses, _ = report("--sections", "attention", "--small", then={"attention": HANGS})
-    assert code == 1 and statuses["attention"].startswith("failed: no end after ")
-
-
-def test_nothing_outlives_a_section(tmp_path):
+def test_a_section_that_hangs_has_failed_or_ends_with_the_time_and_nothing_outlives_it(stand_ins, tmp_path):
     started = tmp_path / "started"
-    program = f"sleep 600 & echo $! >{started}; while :; do sleep 0.1; done"
-    seconds = 0.2
+    stand_ins[1]["tokens"] = f"sleep 600 & echo $! >{started}; while :; do sleep 0.1; done"
+
+    def status(seconds, *, least=0.0, most=LIMIT_S, small=False):
+        section = accelerator_report.Section("tokens", "Tokens", least, most)
+        deadline = time.monotonic() + accelerator_report.GRACE_S + seconds
+        result = accelerator_report.run_section(section, tmp_path, small=small, deadline=deadline)
+        assert result["checks"] == (FINDINGS["checks"] if started.exists() else [])
+        return result["status"]
+
+    assert status(10.0, least=1000.0) == "skipped: out of time" and not started.exists()
+    seconds = 0.5
     while not started.exists() or not started.read_text():  # a slow machine needs longer to start it
         seconds *= 2
-        assert accelerator_report.run_command(["bash", "-c", program], tmp_path / "log", seconds) is None
-    status = Path(f"/proc/{started.read_text().strip()}/stat")
-    wait_until(lambda: not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z")
+        assert status(seconds) == "ended: out of time"
+    file = Path(f"/proc/{started.read_text().strip()}/stat")
+    wait_until(lambda: not file.exists() or file.read_text().rpartition(")")[2].split()[0] == "Z")
+    assert status(LIMIT_S, most=seconds) == f"failed: no end after {seconds:.0f} s"
+    with mock.patch.object(accelerator_report, "MOST_WITHOUT_S", 0.1):
+        assert status(LIMIT_S, small=True) == "failed: no end after 0 s"
 
 
 @pytest.mark.parametrize(

@@ -124,87 +124,61 @@ def test_a_signal_reaches_training_and_its_status_is_kept(checkout):
     assert process.returncode == 7 and stages(calls_of(checkout)) == ["preflight", "train"]
 
 
-OPTIONS = {
-    "data.task": "files",
-    "data.train_files": "('data/dapo-math-17k.parquet',)",
-    "data.val_files": "('data/aime-2024.parquet',)",
-    "data.train_batch_size": 2,
-    "reward.function": "arithmetic",
-    "reward.num_workers": 1,
-    "rollout.n": 2,
-    "evaluate.n": 1,
-    "actor.ppo_mini_batch_size": 2,
-    "actor.ppo_micro_batch_size_per_device": 2,
-    "algorithm.filter_groups.enable": False,
-    "model.random.num_layers": 1,
-    "trainer.total_training_steps": 2,
-    "trainer.save_freq": 1,
-    "trainer.test_freq": -1,
-    "trainer.val_before_train": False,
-    "trainer.heartbeat_timeout_s": 60,
-}
+OPTIONS = [
+    f"--config.{option}"
+    for option in """
+    data.task=files data.train_files=('data/dapo-math-17k.parquet',) data.val_files=('data/aime-2024.parquet',)
+    data.train_batch_size=2 reward.function=arithmetic reward.num_workers=1 rollout.n=2 evaluate.n=1
+    actor.ppo_mini_batch_size=2 actor.ppo_micro_batch_size_per_device=2 algorithm.filter_groups.enable=False
+    model.random.num_layers=1 trainer.total_training_steps=2 trainer.save_freq=1 trainer.test_freq=-1
+    trainer.val_before_train=False trainer.heartbeat_timeout_s=60
+    """.split()
+]
 
 
-def options_of(changes):
-    return [f"--config.{name}={value}" for name, value in (OPTIONS | changes).items()]
-
-
-def two_hosts(checkout, killed_at, topology):
-    """The exit code and the errors of the script on each of two hosts that share the checkout."""
-    changes = {"trainer.coordinator": f"127.0.0.1:{free_port()}", "trainer.num_processes": 2}
-    variables = {
-        "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join([str(checkout / "killer"), str(SCRIPTS.parent)]),
-        "CONFIG": TINY,
-        "TOPOLOGY": topology,
-        "KILLED_AT": killed_at,
-        "JAX_NUM_CPU_DEVICES": "1",
-        "DAPO_FILE": str(checkout / "published_dapo.parquet"),
-        "AIME_FILE": str(checkout / "published_aime.parquet"),
-    }
+def two_hosts(checkout, killed_at, topology="none"):
+    """The exit codes of the script on two hosts that share the checkout, and the errors of the first."""
+    variables = {"PYTHON": sys.executable, "CONFIG": TINY, "TOPOLOGY": topology, "KILLED_AT": killed_at}
+    variables["PYTHONPATH"] = os.pathsep.join([str(checkout / "killer"), str(SCRIPTS.parent)])
+    variables |= {f"{name}_FILE": str(checkout / f"{name}.parquet") for name in ("DAPO", "AIME")}
+    processes = [f"--config.trainer.coordinator=127.0.0.1:{free_port()}", "--config.trainer.num_processes=2"]
     hosts = [
-        start_script(checkout, *options_of(changes | {"trainer.process_id": host}), HOST=str(host), **variables)
+        start_script(checkout, *OPTIONS, *processes, f"--config.trainer.process_id={host}", HOST=str(host), **variables)
         for host in range(2)
     ]
     try:
-        errors = [hosts[0].communicate(timeout=LIMIT_S)[1]]
+        errors = hosts[0].communicate(timeout=LIMIT_S)[1]
         if hosts[0].returncode:  # what starts the hosts of a pod ends the others
             os.killpg(hosts[1].pid, signal.SIGKILL)
-        errors.append(hosts[1].communicate(timeout=LIMIT_S)[1])
+        hosts[1].communicate(timeout=LIMIT_S)
     finally:
         for host in hosts:
             with suppress(ProcessLookupError):
                 os.killpg(host.pid, signal.SIGKILL)
-    return [(host.returncode, error) for host, error in zip(hosts, errors, strict=True)]
+    return [host.returncode for host in hosts], errors
 
 
 @pytest.mark.full
-def test_two_hosts_that_are_killed_in_each_stage_go_on(checkout):
+def test_two_hosts_that_are_killed_in_each_stage_go_on(checkout, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     (checkout / "killer").mkdir()
     (checkout / "killer/sitecustomize.py").write_text(KILLER)
-    for name, count in (("dapo", 6), ("aime", 2)):  # sums in the schema of DAPO-Math-17k and AIME-2024
-        rows = [
-            {"prompt": [{"role": "user", "content": f"{k} + 1 ="}], "reward_model": {"ground_truth": str(k + 1)}}
-            for k in range(count)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), checkout / f"published_{name}.parquet")
+    for name, count in (("DAPO", 6), ("AIME", 2)):  # sums in the schema of DAPO-Math-17k and AIME-2024
+        prompts = [[{"role": "user", "content": f"{number} + 1 ="}] for number in range(count)]
+        answers = [{"ground_truth": str(number + 1)} for number in range(count)]
+        pq.write_table(pa.table({"prompt": prompts, "reward_model": answers}), checkout / f"{name}.parquet")
     output, evaluation = checkout / "build/dapo_math", checkout / "build/dapo_math-evaluation"
-    for killed_at, topology in [
-        ("data/aime-2024.parquet", "none"),
-        ("preflight.report", "cpu"),
-        ("checkpoints/2", "cpu"),
-        ("metrics.json", "none"),
-        ("model.safetensors", "none"),
-    ]:
-        (code, errors), _ = two_hosts(checkout, killed_at, topology)
-        assert code == -signal.SIGKILL, (killed_at, errors)
+    stages = {"data/aime-2024.parquet": "none", "preflight.report": "cpu", "checkpoints/2": "cpu"}
+    for killed_at, topology in (stages | {"metrics.json": "none", "model.safetensors": "none"}).items():
+        codes, errors = two_hosts(checkout, killed_at, topology)
+        assert codes[0] == -signal.SIGKILL, (killed_at, errors)
     for _ in range(2):
-        ended = two_hosts(checkout, "nowhere", "none")
-        assert [code for code, _ in ended] == [0, 0], ended
+        codes, errors = two_hosts(checkout, "nowhere")
+        assert codes == [0, 0], errors
         assert sorted(output.parent.iterdir()) == [output, evaluation]
         assert [result["step"] for result in json.loads((evaluation / "metrics.json").read_text())] == [1, 2]
     assert len((evaluation / "generations.jsonl").read_text().splitlines()) == 2 * 2
-    here = options_of({"workdir": checkout / "runs/tiny", "actor.use_dynamic_bsz": True})
-    export(read_config(["export", "--config", TINY, *here]), checkout / "expected")
+    here = [f"--config.workdir={checkout / 'runs/tiny'}", "--config.actor.use_dynamic_bsz=True"]
+    export(read_config(["export", "--config", TINY, *OPTIONS, *here]), checkout / "expected")
     for path in (checkout / "expected").iterdir():
         assert path.read_bytes() == (output / path.name).read_bytes(), path.name
