@@ -87,13 +87,8 @@ def commands() -> dict[str, str]:
 
 def places() -> dict[str, str]:
     """Beginning of a command -> the test or file that runs it, as in doc_commands.txt."""
-    found, place = {}, ""
-    for line in (ROOT / "tests/doc_commands.txt").read_text().splitlines():
-        if line.startswith("    "):
-            found[line.strip()] = place
-        elif not line.startswith("#"):
-            place = line
-    return found
+    parts = re.findall(r"^([^# ].*)\n((?: {4}.*\n)+)", (ROOT / "tests/doc_commands.txt").read_text(), re.M)
+    return {start.strip(): place for place, starts in parts for start in starts.splitlines()}
 
 
 RUN_BY, COMMANDS = places(), commands()

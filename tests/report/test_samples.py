@@ -3,28 +3,19 @@
 from run_folder import sample, write_run
 
 from dapo_jax.report.read import read_run
-from dapo_jax.report.samples import (
-    BEGIN,
-    END,
-    HELD_OUT_PAIRS,
-    KINDS,
-    PAIRS,
-    held_out_pairs,
-    shortened,
-    trained_pairs,
-    visible,
-)
+from dapo_jax.report.samples import BEGIN, END, HELD_OUT_PAIRS, KINDS, PAIRS, shortened, trained_pairs, visible
+from dapo_jax.report.samples import held_out_pairs as evaluated_pairs
 
 
-def pairs_of(folder, samples):
-    return trained_pairs(read_run("", str(write_run(folder, samples=samples))))
+def pairs_of(folder, samples, pairs=trained_pairs):
+    return pairs(read_run("", str(write_run(folder, samples=samples))))
 
 
 def test_the_earliest_and_the_latest_response_to_a_prompt_are_a_pair(tmp_path):
     answers = {step: [sample(response=f"at {step}"), sample(prompt=f"only {step}")] for step in (1, 2, 8, 9)}
-    pair, *others = pairs_of(tmp_path, answers)
+    [pair] = pairs_of(tmp_path, answers)
     assert pair.same and (pair.before.response, pair.after.response) == ("at 1", "at 9")
-    assert (pair.before.step, pair.after.step) == (1, 9) and not others
+    assert (pair.before.step, pair.after.step) == (1, 9)
 
 
 def test_without_a_common_prompt_responses_of_one_kind_are_a_pair(tmp_path):
@@ -54,24 +45,19 @@ def held_out(task="a", prompt="1 + 1 =", **fields):
 
 def test_a_held_out_problem_is_shown_as_its_first_and_last_evaluation_answered_it(tmp_path):
     """Those of trained responses are apart: an evaluation does not choose."""
-    answers = {0: "one", 2: "two", 3: "three"}
-    run = read_run("", str(write_run(tmp_path, samples={step: [held_out(response=answers[step])] for step in answers})))
-    [pair] = held_out_pairs(run)
+    answers = {0: [held_out(response="one")], 2: [held_out(response="two")], 3: [held_out(response="three")]}
+    [pair] = pairs_of(tmp_path, answers, evaluated_pairs)
     assert (pair.before.step, pair.before.response) == (0, "one")
     assert (pair.after.step, pair.after.response) == (3, "three")
-    assert pair.same and pair.caption == "a" and trained_pairs(run) == []
+    assert pair.same and pair.caption == "a" and pairs_of(tmp_path, answers) == []
+    assert pairs_of(tmp_path / "one", {4: [held_out()]}, evaluated_pairs) == [], "nothing to compare"
 
 
 def test_each_task_has_its_share_of_the_held_out_problems(tmp_path):
     many = [held_out(task, f"{task} {number}") for task in ("a", "b") for number in range(HELD_OUT_PAIRS)]
-    lone = [held_out("c", "only before")]
-    run = read_run("", str(write_run(tmp_path, samples={0: many + lone, 4: many})))
-    assert [pair.kind for pair in held_out_pairs(run)] == ["a"] * (HELD_OUT_PAIRS // 2) + ["b"] * (HELD_OUT_PAIRS // 2)
-    assert [pair.before.prompt for pair in held_out_pairs(run)][0] == "a 0"
-
-
-def test_one_evaluation_has_nothing_to_compare(tmp_path):
-    assert held_out_pairs(read_run("", str(write_run(tmp_path, samples={4: [held_out()]})))) == []
+    found = pairs_of(tmp_path, {0: [*many, held_out("c", "only before")], 4: many}, evaluated_pairs)
+    assert [pair.kind for pair in found] == ["a"] * (HELD_OUT_PAIRS // 2) + ["b"] * (HELD_OUT_PAIRS // 2)
+    assert found[0].before.prompt == "a 0"
 
 
 def test_a_verdict_is_a_word_and_scores_have_names(tmp_path):

@@ -21,18 +21,15 @@ def arguments(lengths: str, *, batch: int = 8) -> argparse.Namespace:
     return argparse.Namespace(shape="tiny", batch=batch, group=4, prompt_length=5, micro=8, lengths=lengths)
 
 
-def test_benchmarked_lengths_have_a_long_tail():
+def test_benchmarked_lengths_have_a_long_tail_and_are_those_of_contenders_without_our_packages():
     lengths = workload.make_lengths(arguments(LONG_TAIL, batch=64))
-    assert lengths.max() == 128 and np.median(lengths) == pytest.approx(24, abs=1) and 30 < lengths.mean() < 40
+    assert lengths.min() >= 1 and lengths.max() == 128
+    assert np.median(lengths) == pytest.approx(24, abs=1) and 30 < lengths.mean() < 40
     logs = np.log(lengths.reshape(-1, 4))
     assert 0.25 < logs.var(axis=1, ddof=1).mean() / logs.var(ddof=1) < 0.75, "half of the variance is within prompts"
-    assert lengths.min() >= 1
     longer = workload.make_lengths(arguments(benchmark_rollout.LONG_TAIL, batch=64))
     assert longer.min() >= 1 and longer.max() <= 256 and 256 / 8 < longer.mean() < 256 / 5
     assert (workload.make_lengths(arguments("64")) == 64).all()
-
-
-def test_a_contender_without_our_packages_reads_the_same_lengths():
     given = arguments(LONG_TAIL, batch=16)
     numbers = workload.as_numbers(LONG_TAIL, given)
     assert set(numbers) <= set("0123456789,")
@@ -56,14 +53,11 @@ def test_lengths_that_cannot_be_are_refused(lengths, message):
 
 def test_only_real_tokens_count():
     """Of responses and of the operations that they need: longer ones make up for shorter ones."""
-    given, arch = [arguments(lengths) for lengths in (UNEVEN, "3,3,3,3,3,3,3,5")], tiny_architecture()
+    given = [arguments(lengths) for lengths in (UNEVEN, "3,3,3,3,3,3,3,5")]
+    arch = architecture_from_hf(peer_trainers.config_json("tiny"))
     assert [workload.num_tokens(args) for args in given] == [8 * 5 + 26] * 2
     assert len({benchmark_update.least_flops(arch, args) for args in given}) == 1
     assert [len(row) for row in workload.make_responses(given[0])] == [3, 1, 7, 2, 2, 6, 1, 4]
-
-
-def tiny_architecture():
-    return architecture_from_hf(peer_trainers.config_json("tiny"))
 
 
 @pytest.mark.slow

@@ -79,29 +79,22 @@ def test_gsm8k_asks_and_answers_as_verl_without_training_questions_of_the_test_s
 
 def test_dapo_keeps_one_of_a_hundred_copies_and_no_prompt_with_two_answers(tmp_path, capsys):
     rows = [(f"What is {k} + 1?", str(k + 1)) for k in range(5)] * 20 + [("What is 3 + 1?", "5")] * 2
-    file = published_dapo(tmp_path / "published.parquet", rows)
-    run("prepare_math_dapo", file, "--output", tmp_path / "out.parquet")
+    published = published_dapo(tmp_path / "published.parquet", rows)
+    run("prepare_math_dapo", published, "--output", tmp_path / "out.parquet")
     out = capsys.readouterr().out
     assert all(line in out for line in ("read         102", "duplicates   76", "conflicting  22", "written      4"))
     prepared = read_prompt_files([str(tmp_path / "out.parquet")])
-    assert [row.ground_truth for row in prepared] == ["1", "2", "3", "5"]
-    assert [row.extra_info["index"] for row in prepared] == ["00000000", "00000001", "00000002", "00000004"]
-    assert {row.data_source for row in prepared} == {"math_dapo"}
+    kept = [(row.ground_truth, row.extra_info["index"], row.data_source) for row in prepared]
+    assert kept == [(str(k + 1), f"{k:08x}", "math_dapo") for k in (0, 1, 2, 4)]
     [message] = prepared[0].prompt
     assert message["content"] == (
         "Solve the following math problem step by step. The last line of your response should be of the form "
         "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is 0 + 1?\n\n"
         'Remember to put your answer on its own line after "Answer:".'
     )
-
-
-def test_plain_problems_get_the_prompt_of_dapo(tmp_path):
-    row = {"prompt": "What is 0 + 1?", "reward_model": {"ground_truth": "1"}}
-    run("prepare_math_dapo", write_lines(tmp_path / "plain.jsonl", [row]), "--output", tmp_path / "plain.parquet")
-    chats = published_dapo(tmp_path / "chats.parquet", [("What is 0 + 1?", "1")])
-    run("prepare_math_dapo", chats, "--output", tmp_path / "chat.parquet")
-    plain, chat = (read_prompt_files([str(tmp_path / f"{name}.parquet")]) for name in ("plain", "chat"))
-    assert plain[0].prompt == chat[0].prompt
+    plain = {"prompt": "What is 0 + 1?", "reward_model": {"ground_truth": "1"}}  # a problem gets this prompt
+    run("prepare_math_dapo", write_lines(tmp_path / "plain.jsonl", [plain]), "--output", tmp_path / "plain.parquet")
+    assert read_prompt_files([str(tmp_path / "plain.parquet")])[0].prompt == prepared[0].prompt
 
 
 @pytest.mark.parametrize(
@@ -144,15 +137,12 @@ def test_problems_that_tell_the_same_story_have_one_template():
     assert template_of(rows[13]) != template_of(rows[12])  # what is planted is asked for, or given
 
 
-@pytest.mark.parametrize(
-    "forms",
-    ["card cards", "candy candies", "cookie cookies", "box boxes", "glass glasses", "house houses", "leaf leaves"]
-    + ["knife knives", "glove gloves", "toy toys"],
-)
-def test_a_thing_is_the_same_in_singular_and_plural(forms):
-    one, many = forms.split()
-    problem = f"There are 30 {many} in Kathy's {one} collection. She gives 2 to Ann. How many {many} are left?"
-    assert template_of(problem) == "@ are # * in @ * collection @ gives # to @ many * are left"
+def test_a_thing_is_the_same_in_singular_and_plural():
+    forms = "card cards candy candies cookie cookies box boxes glass glasses house houses leaf leaves knife knives"
+    words = f"{forms} glove gloves toy toys".split()
+    for one, many in zip(words[::2], words[1::2], strict=True):
+        problem = f"There are 30 {many} in Kathy's {one} collection. She gives 2 to Ann. How many {many} are left?"
+        assert template_of(problem) == "@ are # * in @ * collection @ gives # to @ many * are left", many
 
 
 def test_the_split_of_a_problem_does_not_depend_on_the_others(tmp_path):
@@ -176,46 +166,44 @@ def test_the_same_file_gives_the_same_bytes(tmp_path, suffix):
     assert list(outputs[0].parent.iterdir()) == outputs[:1], "nothing unfinished is left"
 
 
-GOOD = {"question": "1 + 1?", "answer": "2\n#### 2"}
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "1 + 1?"}, "answer must be non-empty text"),
-        ({"question": 3, "answer": "#### 3"}, "question='3'"),
-        ({"question": "1 + 1?", "answer": "two"}, "answer must end in '#### <number>', not 'two': correct the row"),
+        ('{"question": "1 + 1?"}', "answer must be non-empty text"),
+        ('{"question": 3, "answer": "#### 3"}', "question='3'"),
+        ('{"question": "1?", "answer": "two"}', "answer must end in '#### <number>', not 'two': correct the row"),
         ('{"question": ', "must be a JSON object"),
         ("[1]", "must be a JSON object, not a list"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_row_and_field(tmp_path, capsys, row, message):
-    file = write_lines(tmp_path / "train.jsonl", [GOOD, row])
+    file = write_lines(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": "2\n#### 2"}, row])
     error = refusal(capsys, "prepare_gsm8k", "--train", file, "--output", tmp_path / "{split}.parquet")
     assert message in error.partition(f"{file} row 2: ")[2]
     assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "message"),
+    ("command", "message"),
     [
-        ("prepare_aime", ["missing.jsonl"], "does not exist"),
-        ("prepare_aime", ["file.csv"], "must end in one of"),
-        ("prepare_aime", [DATA / "gsm8k_test.jsonl"], "answer or Answer must be a number"),
-        ("prepare_aime", [DATA / "aime24.jsonl", "--data-source", "olympics"], "has no verifier"),
-        ("prepare_aime", [DATA / "aime24.jsonl", "--output", "out.csv"], "must end in one of .parquet, .jsonl"),
-        ("prepare_aime", [], "give either files or --download"),
-        ("prepare_aime", [DATA / "aime24.jsonl", "--download"], "give either files or --download"),
-        ("prepare_gsm8k", [], "--train and --test"),
-        ("prepare_gsm8k", ["--test", DATA / "gsm8k_test.jsonl", "--output", "out.jsonl"], "must hold {split}"),
-        ("prepare_math_dapo", [DATA / "aime24.jsonl"], "ground_truth must be non-empty text"),
-        ("prepare_mawps", [DATA / "mawps.jsonl", "--heldout-share", "1.5"], "must be between 0 and 1"),
-        ("prepare_mawps", [DATA / "mawps.jsonl", "--heldout-share", "1e-9"], "the heldout split has no row"),
+        ("aime missing.jsonl", "does not exist"),
+        ("aime file.csv", "must end in one of"),
+        (f"aime {DATA}/gsm8k_test.jsonl", "answer or Answer must be a number"),
+        (f"aime {DATA}/aime24.jsonl --data-source olympics", "has no verifier"),
+        (f"aime {DATA}/aime24.jsonl --output out.csv", "must end in one of .parquet, .jsonl"),
+        ("aime", "give either files or --download"),
+        (f"aime {DATA}/aime24.jsonl --download", "give either files or --download"),
+        ("gsm8k", "--train and --test"),
+        (f"gsm8k --test {DATA}/gsm8k_test.jsonl --output out.jsonl", "must hold {split}"),
+        (f"math_dapo {DATA}/aime24.jsonl", "ground_truth must be non-empty text"),
+        (f"mawps {DATA}/mawps.jsonl --heldout-share 1.5", "must be between 0 and 1"),
+        (f"mawps {DATA}/mawps.jsonl --heldout-share 1e-9", "the heldout split has no row"),
     ],
 )
-def test_bad_arguments_are_refused(tmp_path, monkeypatch, capsys, name, arguments, message):
+def test_bad_arguments_are_refused(tmp_path, monkeypatch, capsys, command, message):
     monkeypatch.chdir(tmp_path)
-    assert message in refusal(capsys, name, *arguments)
+    name, *arguments = command.split()
+    assert message in refusal(capsys, f"prepare_{name}", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
