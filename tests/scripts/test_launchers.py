@@ -1,5 +1,6 @@
 """Launchers and the container file: linted, and run against commands that stand in for gcloud and Slurm."""
 
+import math
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from waiting import LIMIT_S, wait_until
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 LAUNCH = SCRIPTS / "launch"
+JOBSET = LAUNCH / "gke_jobset.yaml"
 TOOLS = Path(sys.executable).parent
 NAMES = ["host-0", "host-1"]
 PAGE = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/pods.md").read_text(), re.M | re.S)
@@ -159,6 +161,8 @@ def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
 
     logs = pod.launch("logs").stdout.splitlines()
     assert logs == [f"{name}: {line}" for name in NAMES for line in expected.splitlines()]
+    stand_in(pod.homes[1] / "bin/tail", 'printf "<%s>" "$@"')
+    assert pod.launch("logs", "1").stdout == "<-n><100><-F><train.out>", "one worker is followed"
 
     assert pod.launch("stop").stdout.splitlines() == said("stopped", first)
     assert not any(map(runs, first)) and all(text.endswith("checkpoint written\n") for text in pod.texts("train.out"))
@@ -174,7 +178,9 @@ def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
     assert all(text.startswith(expected + "checkpoint written\n") for text in pod.texts("train.out"))
 
 
-def test_training_that_does_not_stop_is_killed(pod):
+def test_commands_are_run_as_given_and_training_that_does_not_stop_is_killed(pod):
+    where = [f"{home.name} in {home}" for home in pod.homes]
+    assert pod.launch("exec", 'echo "$HOSTNAME in $HOME"').stdout.splitlines() == where
     (pod.homes[1] / "deaf").touch()
     stand_in(pod.homes[1] / "bin/sleep")  # there time passes at once
     assert pod.launch("run").returncode == 0
@@ -186,14 +192,6 @@ def test_training_that_does_not_stop_is_killed(pod):
         f"host-1: killed process {pids[1]}",
     ]
     wait_until(lambda: not runs(pids[1]))
-
-
-def test_one_worker_is_followed_and_commands_are_run_as_given(pod):
-    stand_in(pod.homes[1] / "bin/tail", 'printf "<%s>" "$@"')
-    assert pod.launch("logs", "1").stdout == "<-n><100><-F><train.out>"
-    assert pod.launch("exec", 'echo "$HOSTNAME in $HOME"').stdout.splitlines() == [
-        f"{home.name} in {home}" for home in pod.homes
-    ]
 
 
 def test_without_a_known_command_and_a_tpu_no_worker_is_touched(pod):
@@ -256,7 +254,7 @@ def test_slurm_is_asked_for_a_process_per_gpu_that_sees_all_gpus():
 
 
 def test_the_jobset_has_a_pod_per_host_of_its_slice_and_restarts_whole():
-    jobset = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
+    jobset = yaml.safe_load(JOBSET.read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
     [job] = jobset["spec"]["replicatedJobs"]
@@ -264,11 +262,9 @@ def test_the_jobset_has_a_pod_per_host_of_its_slice_and_restarts_whole():
     assert job["replicas"] == 1 and spec["backoffLimit"] == 0 and spec["completionMode"] == "Indexed"
     pod = spec["template"]["spec"]
     [container] = pod["containers"]
-    topology = [int(size) for size in pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")]
-    chips = topology[0] * topology[1] * topology[2]
+    chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
     assert "cloud.google.com/gke-tpu-accelerator" in pod["nodeSelector"] and pod["restartPolicy"] == "Never"
     assert spec["parallelism"] == spec["completions"] == chips / container["resources"]["limits"]["google.com/tpu"]
-
     [volume], [mount] = pod["volumes"], container["volumeMounts"]
     assert volume["name"] == mount["name"] and "persistentVolumeClaim" in volume
     options = dict(argument.removeprefix("--").split("=", 1) for argument in container["args"])
@@ -279,13 +275,10 @@ def test_the_way_to_gke_is_as_the_page_says(tmp_path):
     for tool in ("docker", "kubectl"):
         stand_in(tmp_path / tool)
     assert call("-euc", block("kubectl"), folder=ROOT, tools=tmp_path).returncode == 0
-    manifest = LAUNCH / "gke_jobset.yaml"
-    [image] = re.findall(r"^ +image: (\S+)", manifest.read_text(), re.M)
-    assert calls_of(tmp_path) == [
-        f"docker <build> <--build-arg> <EXTRA=tpu> <-t> <{image}> <.>",
-        f"docker <push> <{image}>",
-        f"kubectl <apply> <-f> <{manifest.relative_to(ROOT)}>",
-    ]
+    [image] = re.findall(r"^ +image: (\S+)", JOBSET.read_text(), re.M)
+    build = f"docker <build> <--build-arg> <EXTRA=tpu> <-t> <{image}> <.>"
+    apply = f"kubectl <apply> <-f> <{JOBSET.relative_to(ROOT)}>"
+    assert calls_of(tmp_path) == [build, f"docker <push> <{image}>", apply]
 
 
 def test_the_container_is_linted_holds_files_that_exist_and_does_not_run_as_root():
