@@ -36,7 +36,7 @@ def exchange_parameters(rows, folder):
 @pytest.mark.slow
 def test_kills_cannot_be_seen(tmp_path):
     whole, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    options = ["--kills=2", "--seed=1", f"--folder={tmp_path}", "--config.trainer.total_training_steps=20"]
+    options = ["--kills=2", "--seed=0", f"--folder={tmp_path}", "--config.trainer.total_training_steps=20"]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     command = [sys.executable, crash_test.__file__, *options]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
