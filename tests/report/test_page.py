@@ -21,7 +21,7 @@ from dapo_jax.report.words import ALARMS, CHARTS, EFFICIENCY, STAGES
 
 SECTIONS = ["In short", "What was trained", "Curves", "What the group filter did", "Where the time went", "Alarms"]
 SECTIONS += ["Samples before and after", "Options"]
-HOSTILE = "</script></pre><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7*7 }}&lt;\"'"
+HOSTILE = "</script></pre><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7*7777 }}&lt;\"'"
 
 
 class Page(HTMLParser):
@@ -168,7 +168,7 @@ def test_nothing_from_a_run_is_markup(tmp_path):
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     for json_text in [one["data-lines"] for one in page.tags("svg") if "data-lines" in one]:
         json.loads(json_text)
-    assert page.text.count(" ".join(HOSTILE.split())) > 10 and "49" not in page.text.replace("0.49", "")
+    assert page.text.count(" ".join(HOSTILE.split())) > 10 and "54439" not in page.text
 
 
 def test_text_that_cannot_be_encoded_or_seen_is_shown(tmp_path):
