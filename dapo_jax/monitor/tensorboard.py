@@ -80,7 +80,8 @@ class TensorBoard:
         if first_step == 0:
             for path in earlier:
                 path.unlink()
-        self._new = not earlier or first_step == 0
+            earlier = []
+        self._new = not earlier
         self._closed = False
         self._results: frozenset[str] = frozenset()
         # The writer names files by second and host, and overwrites: the suffix keeps two starts apart.

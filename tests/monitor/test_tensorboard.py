@@ -8,7 +8,7 @@ from event_files import values_of
 from tensorboardX.proto.layout_pb2 import Layout
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from dapo_jax.monitor.tensorboard import LAYOUT, TensorBoard, counted, histogram
+from dapo_jax.monitor.tensorboard import EVENTS, LAYOUT, TensorBoard, counted, histogram
 
 
 @pytest.fixture
@@ -34,6 +34,12 @@ def test_the_layout_is_written_once_also_where_a_run_begins_again_or_resumes_els
         parsed = Layout.FromString(layout.tensor.string_val[0])
         assert [category.title for category in parsed.category] == list(LAYOUT)
     assert len(list((tmp_path / "here").iterdir())) == 1
+
+
+def test_starts_before_the_first_checkpoint_leave_the_next_one_a_name_of_its_own(tmp_path):
+    for first_step, kept in ((0, [".0000"]), (0, [".0000"]), (3, [".0000", ".0001"])):
+        TensorBoard(tmp_path, first_step=first_step).close()
+        assert sorted(path.suffix for path in tmp_path.glob(EVENTS)) == kept
 
 
 def test_the_config_and_the_results_are_the_table_of_runs(tmp_path):
