@@ -151,7 +151,8 @@ def test_a_repository_is_installed_at_a_revision_and_again_at_another(pod, tmp_p
 def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
     options = ["--config", "configs/tiny.py", "--config.data.train_files=('a b.parquet',)", "--config.workdir=/x/$y"]
     started, first = pod.launch("run", *options), pod.pids()
-    assert len(set(first)) == 2 and all(map(runs, first)), started.stderr
+    assert len(set(first)) == 2, started.stderr
+    wait_until(lambda: all(map(runs, first)))  # each is a shell before it is the training
     assert started.stdout.splitlines() == said("started", first)
     expected = "".join(f"<{argument}>\n" for argument in ["-m", "dapo_jax.train", *options])
     wait_until(lambda: pod.texts("train.out") == [expected] * 2)
@@ -174,7 +175,8 @@ def test_training_starts_once_on_every_worker_and_stops_at_sigterm(pod):
         other.kill()
 
     assert pod.launch("run", *options).returncode == 0
-    assert not set(first) & set(pod.pids()) and all(map(runs, pod.pids()))
+    assert not set(first) & set(pod.pids())
+    wait_until(lambda: all(map(runs, pod.pids())))
     assert all(text.startswith(expected + "checkpoint written\n") for text in pod.texts("train.out"))
 
 

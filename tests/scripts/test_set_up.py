@@ -113,7 +113,7 @@ def test_compilers_of_accelerators_are_installed_once(checkout, tmp_path):
     assert "cannot install JAX's compilers: the first time needs a network, and 2 GB in" in message
     asked, install, tests = checkout("scripts/test_accelerators.sh", "-k", "critic")
     assert asked == "<->" and "<--no-deps>" in install
-    packages = "jax-cuda13-plugin==0.10.2> <jax-cuda13-pjrt==0.10.2> <nvidia-cudnn-cu13<10> <libtpu==0.0.42.*"
+    packages = "jax-cuda13-plugin==0.10.2> <jax-cuda13-pjrt==0.10.2> <nvidia-cudnn-cu13==9.28.1.4> <libtpu==0.0.42.*"
     assert install.endswith(f" <{packages}>")
     assert tests.startswith("<-m> <pytest> <tests/accelerators> ") and tests.endswith(" <-k> <critic>")
     assert len(os.listdir(tmp_path / "cache/accelerators")) == 1
