@@ -1,4 +1,4 @@
-"""Laws: tokens, losses and parameters do not depend on the mesh, the wave or the micro-batch."""
+"""Laws: tokens, losses and parameters do not depend on the mesh or the micro-batch."""
 
 import dataclasses
 
@@ -133,16 +133,6 @@ def test_the_purpose_and_the_seed_change_the_draws():
         for changes in ({"purpose": EVALUATE}, {"seed": 1}):
             assert (roll_out(actor, state, mesh, **changes).responses != rollout.responses).any()
         np.testing.assert_array_equal(roll_out(actor, state, mesh).responses, rollout.responses)
-
-
-@pytest.mark.slow
-def test_the_token_that_pads_and_the_wave_change_nothing():
-    rollout, _, _ = reference()
-    with policy_on() as (mesh, actor, state):
-        other = roll_out(actor, state, mesh, max_num_seqs=12, chunk_length=8, pad_id=0)
-    np.testing.assert_array_equal(other.responses[other.mask], rollout.responses[rollout.mask])
-    np.testing.assert_array_equal(other.mask, rollout.mask)
-    np.testing.assert_allclose(other.logprobs, rollout.logprobs, atol=1e-5)
 
 
 def test_responses_end_with_the_first_end_of_sequence_token_which_is_part_of_them():
