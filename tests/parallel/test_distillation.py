@@ -61,7 +61,9 @@ def gradient(whole):
     return gradient_of(whole[0], micro=32, **TOP_K)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.full)])
+@pytest.mark.slow
+@pytest.mark.long("shape0")
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 2)])
 def test_every_mesh_and_packing_gives_the_scores_and_gradients_of_one_device(shape, whole, gradient):
     expected, logprobs = whole
     mesh, split = mesh_of(shape), bins(shape[0] * shape[1], 40)
