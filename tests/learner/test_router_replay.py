@@ -138,7 +138,7 @@ def test_other_experts_give_other_probabilities(which):
     assert later.max() > 0.1 and (first.max() > 0.1) == (which == "prompt_experts")
 
 
-@pytest.mark.slow
+@pytest.mark.full  # the long lane has runs on two meshes: test_experts_run
 def test_the_mesh_and_the_split_change_nothing():
     both = "experts", "prompt_experts"
     changed = with_records(shifted, both)
