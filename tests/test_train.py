@@ -147,13 +147,6 @@ def test_recomputed_logprobs_give_the_same_run_in_float32(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_limit_names_counts_and_ways_out(tmp_path):
-    hopeless = {"data.arithmetic.low": 400, "data.arithmetic.high": 440}
-    config = small_config(tmp_path, **hopeless, **{"algorithm.filter_groups.max_num_gen_batches": 2})
-    with pytest.raises(RuntimeError, match="of 16 groups 0 were all right, 16 all wrong.*Three ways out"):
-        train(config)
-
-
 def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path):
     body = "if len(solution) % 2: raise RuntimeError('odd')\n"
     body += "    return {'score': float('1' in solution), 'ones': solution.count('1')}"
@@ -168,7 +161,7 @@ def test_a_failing_reward_function_is_counted_and_never_stops_the_run(tmp_path):
     assert row["reward/num_errors"] > 0 and row["rollout/score/min"] < 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp_path):
     truths, lines = [{"a": [1], "b": None}, ["1"], None, True, "7"], []
     for i, truth in enumerate(truths):
@@ -193,7 +186,7 @@ def test_ground_truths_of_any_kind_reach_the_reward_function_and_the_samples(tmp
     assert samples and {sample["ground_truth"] for sample in samples} <= texts
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(tmp_path):
     body = "return float(solution == ground_truth) - 0.01 * len(solution)"
     changes = {"data.max_response_length": 16, "reward.function": own_function(tmp_path, body)}
@@ -203,7 +196,7 @@ def test_a_reward_function_that_pays_for_length_is_an_alarm_in_the_first_round(t
     assert row["train/filter_rate"] == 0  # each group passes for its lengths
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_the_filter_one_round_is_trained_on_as_it_is_with_the_overlong_penalty(tmp_path):
     changes = {
         "algorithm.filter_groups.enable": False,
@@ -212,8 +205,6 @@ def test_without_the_filter_one_round_is_trained_on_as_it_is_with_the_overlong_p
         "reward.overlong_buffer.len": 4,
         "trainer.total_training_steps": 2,
     }
-    with pytest.raises(ValueError, match="backfill='stream' is not read without algorithm.filter_groups.enable=True"):
-        train(small_config(tmp_path, **changes, **{"algorithm.filter_groups.backfill": "stream"}))
     train(small_config(tmp_path, **changes))
     rows = read_metrics(tmp_path)[1:]
     assert [row["data/prompts_consumed"] for row in rows] == [4, 8]
@@ -226,22 +217,21 @@ def test_without_the_filter_one_round_is_trained_on_as_it_is_with_the_overlong_p
     assert "Filter groups enabled" not in (tmp_path / "train.log").read_text()
 
 
-@pytest.mark.long("gae")
-@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.slow)])
-def test_a_batch_without_a_token_to_train_on_changes_nothing(tmp_path, estimator):
-    """All answers are cut off, and left out of the loss for that. With gae it holds for a policy and its critic."""
+@pytest.mark.full
+def test_a_batch_without_a_token_to_train_on_changes_neither_policy_nor_critic(tmp_path):
+    """All answers are cut off, and left out of the loss for that."""
     changes = {
         "algorithm.filter_groups.enable": False,
         "algorithm.overlong_filtering": True,
         "data.gen_batch_size": 4,
         "data.max_response_length": 2,
         "rollout.min_response_length": 2,
-        "algorithm.adv_estimator": estimator,
+        "algorithm.adv_estimator": "gae",
         "trainer.total_training_steps": 1,
     }
     models = train(small_config(tmp_path, **changes))
     for state in (models.actor, models.critic):
-        assert state is None or (int(state.updates) == 0 and not np.any(jax.tree.leaves(state.moments)[1]))
+        assert int(state.updates) == 0 and not np.any(jax.tree.leaves(state.moments)[1])
     for row in read_metrics(tmp_path)[1:]:
         assert row["actor/overlong_filtered"] == 1 and row["actor/num_updates"] == row["actor/skipped_updates"] == 0
         assert "actor/entropy" not in row and row["alarm/entropy_collapse"] == 0
