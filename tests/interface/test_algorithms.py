@@ -19,8 +19,6 @@ def test_groups_are_kept_if_their_scores_differ():
     scores = np.array([[0.1] * 3, [0.0, 0.0, 1e-6], [1.0, 0.0, 1.0]])
     assert dx.keep_groups(scores).tolist() == [False, True, True]
     assert dx.keep_groups(scores, std_threshold=0.1).tolist() == [False, False, True]
-    assert dx.keep_groups([[0.5], [0.5]]).tolist() == [True, True]  # of one sample
-    assert dx.keep_groups([[0.5], [0.5]], keep_singletons=False).tolist() == [False, False]
 
 
 def test_advantages_are_those_of_equation_9():

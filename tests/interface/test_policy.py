@@ -20,79 +20,87 @@ def config():
     return dx.load_config("tiny", CHANGES)
 
 
-def test_sampled_logprobs_are_those_of_the_training_pass(config):
+@pytest.fixture(scope="module")
+def policy(config):
     with dx.Policy(config) as policy:
+        yield policy
+
+
+def learn(policy):
+    """The last of four batches, its rewards and the metrics of the step."""
+    for _ in range(4):
         samples = policy.generate(SUMS)
-        assert samples.tokens.shape == samples.mask.shape == samples.logprobs.shape == (2, 4, 4)
-        assert [len(texts) for texts in samples.texts] == [4, 4] and samples.mask.any(axis=-1).all()
-        np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
-        assert len(samples.select([True, False])) == 1 and samples.select([1]).prompts == SUMS[1:]
+        rewards = samples.tokens[..., 0] % 2
+        metrics = policy.step(samples, rewards)
+    return samples, rewards, metrics
+
+
+@pytest.fixture(scope="module")
+def learnt(config):
+    with dx.Policy(config) as policy:
+        yield policy, *learn(policy)
+
+
+def test_sampled_logprobs_are_those_of_the_training_pass(policy):
+    samples = policy.generate(SUMS)
+    assert samples.tokens.shape == samples.mask.shape == samples.logprobs.shape == (2, 4, 4)
+    assert [len(texts) for texts in samples.texts] == [4, 4] and samples.mask.any(axis=-1).all()
+    np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
+    assert len(samples.select([True, False])) == 1 and samples.select([1]).prompts == SUMS[1:]
 
 
 @pytest.mark.slow
-def test_number_length_and_temperature_can_be_other_than_in_the_config(config):
-    with dx.Policy(config) as policy:
-        samples = policy.generate(SUMS, n=3)
-        assert samples.tokens.shape == (2, 3, 4) and [len(texts) for texts in samples.texts] == [3, 3]
-        np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
-        short = policy.generate(["1 + 2 ="], max_tokens=1)
-        assert (short.mask.sum(axis=-1) == 1).all()
-        greedy = policy.generate(["1 + 2 ="], n=2, temperature=0.0)
-        assert greedy.texts[0][0] == greedy.texts[0][1]
+def test_number_length_and_temperature_can_be_other_than_in_the_config(policy):
+    samples = policy.generate(SUMS, n=3)
+    assert samples.tokens.shape == (2, 3, 4) and [len(texts) for texts in samples.texts] == [3, 3]
+    np.testing.assert_allclose(policy.logprobs(samples), samples.logprobs, atol=1e-4)
+    short = policy.generate(["1 + 2 ="], max_tokens=1)
+    assert (short.mask.sum(axis=-1) == 1).all()
+    greedy = policy.generate(["1 + 2 ="], n=2, temperature=0.0)
+    assert greedy.texts[0][0] == greedy.texts[0][1]
 
 
-def test_rewarded_responses_become_likelier_and_a_program_repeats_itself(config):
-    found = []
-    for _ in range(2):
-        with dx.Policy(config) as policy:
-            for _ in range(4):
-                samples = policy.generate(SUMS)
-                rewards = samples.tokens[..., 0] % 2
-                metrics = policy.step(samples, rewards)
-            after = policy.logprobs(samples)[..., 0]
-            found.append((samples.tokens, after))
-            assert policy.steps == 4 and np.isfinite(metrics["actor/pg_loss"])
-            mixed = dx.keep_groups(rewards)
-            gained = after - samples.logprobs[..., 0]
-            assert mixed.any() and gained[mixed][rewards[mixed] == 1].mean() > gained[mixed][rewards[mixed] == 0].mean()
-    for first, second in zip(*found, strict=True):
-        np.testing.assert_array_equal(first, second)
+def test_rewarded_responses_become_likelier_and_a_program_repeats_itself(config, learnt):
+    policy, samples, rewards, metrics = learnt
+    after, mixed = policy.logprobs(samples), dx.keep_groups(rewards)
+    assert policy.steps == 4 and np.isfinite(metrics["actor/pg_loss"])
+    gained = (after - samples.logprobs)[..., 0]
+    assert mixed.any() and gained[mixed][rewards[mixed] == 1].mean() > gained[mixed][rewards[mixed] == 0].mean()
+    with dx.Policy(config) as again:
+        np.testing.assert_array_equal(learn(again)[0].tokens, samples.tokens)
+        np.testing.assert_array_equal(again.logprobs(samples)[..., 0], after[..., 0])
 
 
-def test_an_exported_policy_is_the_same_policy(config, tmp_path):
-    with dx.Policy(config) as policy:
-        samples = policy.generate(SUMS)
-        policy.step(samples, samples.tokens[..., 0] % 2)
-        policy.export(tmp_path / "model", dtype="float32")
-        expected = policy.logprobs(samples)
-        with pytest.raises(dx.InputError, match="model.lora.rank=0"):
-            policy.export(tmp_path / "other", adapter=True)
-    with dx.Policy(dx.load_config("tiny", CHANGES | {"model.path": str(tmp_path / "model")})) as policy:
-        np.testing.assert_allclose(policy.logprobs(samples), expected, atol=1e-6)
+def test_an_exported_policy_is_the_same_policy(learnt, tmp_path):
+    policy, samples, *_ = learnt
+    policy.export(tmp_path / "model", dtype="float32")
+    with pytest.raises(dx.InputError, match="model.lora.rank=0"):
+        policy.export(tmp_path / "other", adapter=True)
+    with dx.Policy(dx.load_config("tiny", CHANGES | {"model.path": str(tmp_path / "model")})) as exported:
+        np.testing.assert_allclose(exported.logprobs(samples), policy.logprobs(samples), atol=1e-6)
 
 
-def test_what_does_not_fit_is_refused(config):
-    with dx.Policy(config) as policy:
-        samples = policy.generate(SUMS)
-        for given, rewards, message in (
-            (samples, np.zeros((2, 3)), "give one per response"),
-            (samples, np.full((2, 4), np.nan), "not finite"),
-            (policy.generate(SUMS, n=2), np.zeros((2, 2)), "do not fit data.train_batch_size=4 and rollout.n=4"),
-            (samples.select([0, 1, 0, 1, 0]), np.zeros((5, 4)), "do not fit data.train_batch_size=4"),
-        ):
-            with pytest.raises(dx.InputError, match=message):
-                policy.step(given, rewards)
-        assert policy.logprobs(samples.select([])).shape == (0, 4, 4)
-        for arguments in ({"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}):
-            with pytest.raises(dx.InputError, match="at least"):
-                policy.generate(["1 + 2 ="], **arguments)
-        for prompts in ("1 + 2 =", [], [{"role": "user", "content": "1 + 2 ="}]):
-            with pytest.raises(dx.InputError, match="a list of texts"):
-                policy.generate(prompts)
-        for prompt in ("", "1" * 40):
-            with pytest.raises(dx.InputError, match="from 1 to data.max_prompt_length=16"):
-                policy.generate([prompt])
-        assert policy.step(samples.select([]), np.zeros((0, 4))) == {} and policy.steps == 0
+def test_what_does_not_fit_is_refused(policy):
+    samples = policy.generate(SUMS)
+    for given, rewards, message in (
+        (samples, np.zeros((2, 3)), "give one per response"),
+        (samples, np.full((2, 4), np.nan), "not finite"),
+        (policy.generate(SUMS, n=2), np.zeros((2, 2)), "do not fit data.train_batch_size=4 and rollout.n=4"),
+        (samples.select([0, 1, 0, 1, 0]), np.zeros((5, 4)), "do not fit data.train_batch_size=4"),
+    ):
+        with pytest.raises(dx.InputError, match=message):
+            policy.step(given, rewards)
+    assert policy.logprobs(samples.select([])).shape == (0, 4, 4)
+    for arguments in ({"n": 0}, {"max_tokens": 0}, {"temperature": -1.0}):
+        with pytest.raises(dx.InputError, match="at least"):
+            policy.generate(["1 + 2 ="], **arguments)
+    for prompts in ("1 + 2 =", [], [{"role": "user", "content": "1 + 2 ="}]):
+        with pytest.raises(dx.InputError, match="a list of texts"):
+            policy.generate(prompts)
+    for prompt in ("", "1" * 40):
+        with pytest.raises(dx.InputError, match="from 1 to data.max_prompt_length=16"):
+            policy.generate([prompt])
+    assert policy.step(samples.select([]), np.zeros((0, 4))) == {} and policy.steps == 0
     for changes, message in (
         ({"algorithm.adv_estimator": "remax"}, "a Policy has no algorithm.adv_estimator=remax"),
         ({"actor.ppo_mini_batch_size": 3}, "multiple of"),
