@@ -235,12 +235,6 @@ def with_first(array: np.ndarray, value: float) -> np.ndarray:
     return np.concatenate([[value], array.ravel()[1:]], dtype=array.dtype).reshape(array.shape)
 
 
-def with_larger_vocabulary(path: Path) -> None:
-    values = json.loads((path / TOKENIZER).read_text())
-    values["model"]["vocab"] |= {f"word{index}": index for index in range(60, 400)}
-    (path / TOKENIZER).write_text(json.dumps(values))
-
-
 ONE_DOWNLOAD = "take both from one download"
 NOT_FINITE = f"1 of 3072 values of tensor {QUERY} are NaN or", "download the model again"
 for name, change, *told in (
@@ -249,7 +243,6 @@ for name, change, *told in (
     ("tensor_missing", with_query(lambda array: None), f"tensor {QUERY} of shape", "is missing", ONE_DOWNLOAD),
     ("nan", with_query(functools.partial(with_first, value=np.nan)), *NOT_FINITE),
     ("inf", with_query(functools.partial(with_first, value=np.inf)), *NOT_FINITE),
-    ("vocabulary_too_large", with_larger_vocabulary, "ids up to 399", "160 embeddings: use the tokenizer"),
 ):
     CASES[f"models-{name}"] = {"model": change, "told": told}
 HUB = "Qwen/Qwen2.5-0.5B"
