@@ -10,7 +10,6 @@ from small_run import small_config
 
 from dapo_jax.config.sections import Config
 from dapo_jax.monitor.catalogue import HISTOGRAMS
-from dapo_jax.monitor.environment import recorded_environment
 from dapo_jax.monitor.records import read_metrics
 from dapo_jax.monitor.tensorboard import LAYOUT
 from dapo_jax.reports import options
@@ -79,15 +78,12 @@ def test_every_evaluation_keeps_the_first_responses_to_the_same_problems(run):
     assert all(one["acc"] in (0, 1) and 0 < one["length"] <= 4 for one in (*before, *after))
 
 
-def test_the_table_of_runs_has_every_option_and_its_value(run, shown):
+def test_the_table_of_runs_has_every_option_and_its_value(shown):
     found = options(dataclasses.replace(Config(), seed=3))
     assert found["seed"] == 3 and len(found) > 200
     assert found["algorithm.filter_groups.stream.slack"] == 1.0
     start = shown["_hparams_/session_start_info"][0].metadata.plugin_data.content
     assert b"algorithm.filter_groups.stream.slack" in start
-    assert json.loads((run / "config.json").read_text())["actor"]["clip_ratio_low"] == 0.2
-    assert "_hparams_/experiment" not in shown  # TensorBoard looks itself for the options that differ
-    assert recorded_environment(run)["devices"] == "8 x cpu"
 
 
 def test_the_table_of_runs_begins_with_held_out_accuracy(run, shown):
