@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from crash_test import last_checkpoint
 from shapes import SMALL
 
 from dapo_jax import step as step_module
@@ -113,12 +114,25 @@ def assert_same_policy(models: Any, expected: Any, tolerance: float = 0.0) -> No
         np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
 
 
-def assert_as_undisturbed(models: Any, folder: Path, whole: Any) -> None:
-    """The run in `folder` has the policy, rows, work and names of samples of the fixture `whole`."""
+def assert_as_undisturbed(models: Any, folder: Path, whole: Any, *, saved_in: Path | None = None) -> None:
+    """The run in `folder` has the policy, rows, work, samples and last checkpoint of `whole`.
+
+    Args:
+        saved_in: the folder with its checkpoints, if that is another.
+    """
     assert_same_policy(models, whole[1])
     assert rows_without_clock(folder) == whole[2] and sampling_work(folder) == sampling_work(whole[0])
-    names, expected = ({path.name for path in (run / "samples").iterdir()} for run in (folder, whole[0]))
-    assert names == expected
+    samples, expected = (
+        {path.name: path.read_text() for path in (run / "samples").iterdir()} for run in (folder, whole[0])
+    )
+    assert samples == expected
+    assert_same_checkpoint(saved_in or folder, whole[0])
+
+
+def assert_same_checkpoint(folder: Path, other: Path) -> None:
+    """The newest checkpoints of two runs hold the same: all state, without the free memory and the size of the log."""
+    found, expected = last_checkpoint(folder), last_checkpoint(other)
+    assert [name for name in found | expected if found.get(name) != expected.get(name)] == []
 
 
 def resumed(tmp_path: Path, monkeypatch: Any, changes: dict[str, Any], *, killed_in: int = 3) -> Any:

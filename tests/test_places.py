@@ -112,7 +112,7 @@ def test_checkpoints_in_a_bucket(whole, bucket, tmp_path):
     train(with_values(config, {"trainer.total_training_steps": 2}))
     models = train(config)  # resumes
     assert saved_steps(f"{ADDRESS}/run/checkpoints")[-1] == 4 and (bucket / "run" / "checkpoints" / "4").is_dir()
-    assert_as_undisturbed(models, tmp_path, whole)
+    assert_as_undisturbed(models, tmp_path, whole, saved_in=bucket / "run")
 
 
 @pytest.mark.slow

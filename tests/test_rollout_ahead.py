@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from small_run import Killed, assert_same_policy, rows_without_clock, small_config
+from small_run import Killed, assert_same_checkpoint, assert_same_policy, rows_without_clock, small_config
 
 from dapo_jax import meshes
 from dapo_jax import training as train_module
@@ -108,6 +108,7 @@ def test_a_run_resumes_with_what_was_sampled_ahead(tmp_path, ahead, monkeypatch)
     models = train(small_config(tmp_path, **AHEAD))
     assert_same_policy(models, ahead[1])
     assert rows_without_clock(tmp_path) == rows_without_clock(ahead[0])
+    assert_same_checkpoint(tmp_path, ahead[0])
 
 
 @pytest.mark.slow
