@@ -109,6 +109,17 @@ def test_ratios_are_counted_by_hundredths():
     assert filled == {0: 2, 1: 1, 100: 3, 199: 1, 200: 3}
 
 
+def test_an_infinite_loss_whose_gradient_is_finite_changes_nothing():
+    """That of k1 at a token that the reference policy never draws."""
+    never = np.where(np.arange(4) == 1, -np.inf, np.zeros((2, 4))).astype(np.float32)
+    batch = plain_batch(np.ones((1, 2), bool), np.ones((2, 4), bool), ref_logprobs=never)
+    with policy_on(kl_loss_coef=0.1, kl_loss_type="k1") as (mesh, actor, state):
+        before = jax.device_get(state.params)
+        state, metrics = step(actor, state, batch, mesh, mini=2, micro=2)
+    assert metrics["actor/loss"] == np.inf and metrics["actor/skipped_updates"] == metrics["actor/num_updates"] == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+
+
 @pytest.mark.slow
 @pytest.mark.long("clip_cov", "gspo")
 @pytest.mark.parametrize(
