@@ -44,8 +44,10 @@ def test_the_config_of_a_case_is_valid(case, tmp_path):
 def test_every_function_that_is_compiled_has_a_case():
     found = {}
     for path in PACKAGE.rglob("*.py"):
-        uses = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
-        count = sum(ast.unparse(node) == "jax.jit" for node in uses)
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        count = sum(isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit" for node in nodes)
+        taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax")]
+        assert not {"jit", "pmap", "pjit"} & {alias.name for node in taken for alias in node.names}, path
         if count:
             found[path.relative_to(PACKAGE).as_posix()] = count
     assert found == COMPILED
