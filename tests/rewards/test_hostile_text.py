@@ -70,7 +70,9 @@ REPEATED = ["1", "-", "1,111", "111,", "0 ", "\0\ud800", "{", "Answer:", "Answer
 
 
 def test_hostile_texts_are_wrong_at_once_and_right_answers_right():
-    texts = [*TEXTS.values(), *(text * (400_000 // len(text)) for text in REPEATED)]
+    """Also as short texts: most verifiers read the last 300 characters, where a long one no longer begins."""
+    short = [text[:250] for text in TEXTS.values()]
+    texts = [*TEXTS.values(), *short, *(text * (400_000 // len(text)) for text in REPEATED)]
     requests = [ScoreRequest("", text, "34", {}) for hostile in texts for text in (hostile, RIGHT_IN_LATEX)]
     together = json.dumps({name: name for name in TEXT_VERIFIERS})
     with ends_within(), VerifierPool(together, num_workers=1, timeout_s=10, memory_limit_mb=500) as pool:
